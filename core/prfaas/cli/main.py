@@ -1,0 +1,70 @@
+"""The `prfaas` command: what core offers itself, and the subcommands that installed parts register.
+
+A deployable adds a typer app under the entry point group `prfaas.commands`. A part whose extra is not installed is
+listed with the command that installs it, instead of vanishing or ending in a traceback.
+"""
+
+import sys
+from importlib.metadata import EntryPoint, entry_points, version
+
+import typer
+
+from prfaas.cli import crds
+from prfaas.errors import PrfaasError
+
+ENTRY_POINT_GROUP = "prfaas.commands"
+EXTRA_OF_PACKAGE = {"prfaas_operator": "operator", "prfaas_sandbox": "sandbox", "prfaas_worker": "worker"}
+
+app = typer.Typer(
+    help="Serve hybrid-attention models across two clusters. Example: prfaas demo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command("version")
+def show_version() -> None:
+    """Print the version. Example: prfaas version."""
+    typer.echo(version("prfaas"))
+
+
+def _missing(point: EntryPoint, error: ImportError) -> typer.Typer:
+    """Return a stand-in for a subcommand whose dependencies are not installed."""
+    extra = EXTRA_OF_PACKAGE.get(point.module.split(".")[0], "dev")
+    stand_in = typer.Typer(help=f"(needs: pip install 'prfaas[{extra}]')", invoke_without_command=True)
+
+    @stand_in.callback(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+    def explain() -> None:  # pyright: ignore[reportUnusedFunction]  # typer keeps it
+        typer.echo(f"prfaas {point.name}: {error.name} is missing; run: pip install 'prfaas[{extra}]'", err=True)
+        raise typer.Exit(2)
+
+    return stand_in
+
+
+def build() -> typer.Typer:
+    """Return the whole command with every registered subcommand mounted."""
+    app.add_typer(crds.app, name="crds")
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+        try:
+            sub: typer.Typer = point.load()
+        except ImportError as error:
+            sub = _missing(point, error)
+        app.add_typer(sub, name=point.name)
+    return app
+
+
+def main() -> None:
+    """Run the command; our own errors end in one sentence and exit code 1, Ctrl-C in 130."""
+    try:
+        build()()
+    except PrfaasError as error:
+        typer.echo(f"prfaas: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

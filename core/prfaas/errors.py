@@ -1,0 +1,62 @@
+"""The one tree of errors. Its branches answer who can act: the caller, the peer, the capacity planner, or we ourselves.
+
+    PrfaasError
+    ├── BadInputError        the caller sent or configured something wrong: say what, where, and the fix
+    │   ├── RequestError     an API request; carries the HTTP status and OpenAI-style code
+    │   └── ConfigError      a flag, file, custom resource or checkpoint
+    ├── PeerError            another process or cluster did not do its part; retry elsewhere may help
+    │   ├── UnreachableError connection refused, timed out, or cut
+    │   └── ProtocolError    bytes that break the protocol: never decoded, never retried as they are
+    ├── CapacityError        the system is full; retry later may help
+    └── InternalError        our own promise is broken: a bug
+"""
+
+
+class PrfaasError(Exception):
+    """Root of all errors that prfaas raises on purpose."""
+
+
+class BadInputError(PrfaasError):
+    """The caller's input is wrong."""
+
+
+class RequestError(BadInputError):
+    """An API request that cannot be served as it is.
+
+    Args:
+        message: a sentence that names the field, the value and the fix.
+        status: HTTP status, 4xx.
+        code: OpenAI-style error code, for example `model_not_found`.
+        param: the request field at fault, if one is.
+
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class ConfigError(BadInputError):
+    """A flag, file, custom resource or checkpoint is wrong."""
+
+
+class PeerError(PrfaasError):
+    """Another process or cluster did not do its part."""
+
+
+class UnreachableError(PeerError):
+    """The peer refused the connection, timed out, or went away."""
+
+
+class ProtocolError(PeerError):
+    """The peer sent bytes that break the protocol."""
+
+
+class CapacityError(PrfaasError):
+    """There is no room for this now."""
+
+
+class InternalError(PrfaasError):
+    """A promise of our own code is broken."""

@@ -1,0 +1,46 @@
+"""The names that more than one process has to agree on: API group, labels, ports, file and field-manager names.
+
+A name that only one package uses belongs to that package.
+"""
+
+from typing import Final
+
+GROUP: Final = "prfaas.io"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+
+# Labels of everything the operator creates, in either cluster.
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+MANAGED_BY: Final = "prfaas-operator"
+LABEL_COMPONENT: Final = "app.kubernetes.io/component"  # worker | gateway
+LABEL_POOL: Final = f"{GROUP}/pool"
+LABEL_POOL_UID: Final = f"{GROUP}/pool-uid"
+LABEL_POLICY: Final = f"{GROUP}/policy"
+LABEL_POLICY_UID: Final = f"{GROUP}/policy-uid"
+LABEL_CLUSTER: Final = f"{GROUP}/cluster"  # the MemberCluster's name, or HUB
+LABEL_ROLE: Final = f"{GROUP}/role"  # prefill | decode
+HUB: Final = "hub"
+
+FINALIZER: Final = f"{GROUP}/cleanup"
+FIELD_MANAGER_OPERATOR: Final = "prfaas-operator"
+FIELD_MANAGER_SCHEDULER: Final = "prfaas-scheduler"
+
+# The worker exposes two ports, and no more: a member cluster's firewall opens exactly these.
+WORKER_API_PORT: Final = 8000
+WORKER_DATA_PORT: Final = 8001
+GATEWAY_PORT: Final = 8080
+SCHEDULER_METRICS_PORT: Final = 9091
+OPERATOR_METRICS_PORT: Final = 9090
+OPERATOR_HEALTH_PORT: Final = 8081
+
+ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
+
+
+def routes_configmap(policy: str) -> str:
+    """Return the name of the ConfigMap that carries a policy's routing table."""
+    return f"{policy}-routes"
+
+
+def gateway_name(policy: str) -> str:
+    """Return the name of a policy's gateway Deployment, Service, ServiceAccount and Role."""
+    return f"{policy}-gateway"

@@ -1,0 +1,96 @@
+"""The routing table: the one document that tells a gateway where instances are and what its policy asks.
+
+The operator renders it into a ConfigMap (gzip JSON), the gateway watches it or reads it from a file, and the scheduler
+sidecar reads it from its gateway. It holds no load figures: those change too fast for an API server.
+"""
+
+import gzip
+import zlib
+from typing import Literal
+
+import msgspec
+
+from prfaas.errors import ProtocolError
+
+Role = Literal["prefill", "decode"]
+InstanceState = Literal["Ready", "Draining"]
+ThresholdMode = Literal["Auto", "Fixed", "Disabled"]
+OnOffloadFailure = Literal["PrefillLocally", "Reject"]
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker pod. `url` is its API address; the data port is told by the worker itself for each transfer."""
+
+    name: str
+    pool: str
+    cluster: str
+    role: Role
+    url: str
+    state: InstanceState = "Ready"
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """A member cluster that holds an offload pool of this policy, with its link to the hub."""
+
+    name: str
+    datacenter: str = ""
+    reachable: bool = True
+    capacity_mbps: int
+    utilisation_query: str
+    """PromQL whose single value is the link's present traffic toward the hub in Mbit/s."""
+    round_trip_millis: int = 0
+
+
+class Threshold(msgspec.Struct, frozen=True, kw_only=True):
+    """Threshold of incremental length in tokens: `tokens` is the fixed value, or where Auto starts and falls back to."""
+
+    mode: ThresholdMode
+    tokens: int
+    min_tokens: int
+    max_tokens: int
+
+
+class LinkWatermarks(msgspec.Struct, frozen=True, kw_only=True):
+    """Utilisation above `high` is scarce bandwidth, below `low` abundant, in percent of effective capacity."""
+
+    high_percent: int
+    low_percent: int
+
+
+class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a gateway and its scheduler need to know of one policy. `generation` is the policy's own."""
+
+    format: Literal[1] = 1
+    policy: str
+    namespace: str
+    generation: int
+    model: str
+    on_offload_failure: OnOffloadFailure
+    threshold: Threshold
+    watermarks: LinkWatermarks
+    short_interval_seconds: int
+    prometheus_url: str = ""
+    stale_after_seconds: int = 10
+    prefer_datacenters: tuple[str, ...] = ()
+    forbid_datacenters: tuple[str, ...] = ()
+    clusters: tuple[Cluster, ...] = ()
+    instances: tuple[Instance, ...] = ()
+
+
+def encode(table: RoutingTable) -> bytes:
+    """Return the table as gzip JSON. Equal tables give equal bytes, so that a no-op apply can be told from a change."""
+    return gzip.compress(msgspec.json.encode(table), compresslevel=6, mtime=0)
+
+
+def decode(document: bytes) -> RoutingTable:
+    """Read a table from gzip or plain JSON.
+
+    Raises:
+        ProtocolError: the document is damaged or of another format.
+
+    """
+    try:
+        raw = gzip.decompress(document) if document[:2] == b"\x1f\x8b" else document
+        return msgspec.json.decode(raw, type=RoutingTable)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ProtocolError(f"routing table cannot be read: {error}; the operator of this version writes format 1") from error
