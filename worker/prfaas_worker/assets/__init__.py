@@ -1,0 +1,33 @@
+"""Where a model's files are: a directory of the user's, or one that ships with the package. Needs no torch."""
+
+from pathlib import Path
+
+from prfaas.errors import ConfigError
+
+_BUILTIN_PREFIX = "builtin:"
+
+
+def model_directory(source: str) -> Path:
+    """Turn `--model-source` into the directory with config.json, the weights and the tokenizer's files.
+
+    Args:
+        source: a directory, or `builtin:NAME` for a model that ships with prfaas.
+
+    Raises:
+        ConfigError: there is no such directory or built-in model, or it holds no config.json.
+
+    """
+    if source.startswith(_BUILTIN_PREFIX):
+        directory = Path(__file__).parent / source.removeprefix(_BUILTIN_PREFIX)
+        hint = f"built-in models are: {', '.join(builtin_models())}"
+    else:
+        directory = Path(source)
+        hint = "give a directory in the public checkpoint layout, or builtin:NAME"
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model source {source!r}: no config.json in {directory}; {hint}")
+    return directory
+
+
+def builtin_models() -> list[str]:
+    """Names that `builtin:NAME` knows, sorted."""
+    return sorted(config.parent.name for config in Path(__file__).parent.glob("*/config.json"))
