@@ -1,0 +1,131 @@
+"""Hold a coordination.k8s.io Lease, so that of several replicas one writes.
+
+Clocks of two machines are never compared: another holder is taken for dead when its record has not changed for
+`duration_seconds` as measured *here*, by this process's own monotonic clock. What this process believes of itself also
+expires: without a successful renewal it stops being the holder after two thirds of the duration, before anybody else
+may take over.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from prfaas.errors import PeerError
+from prfaas.kube.session import KubeSession, ObjectRef, StatusError
+
+NOT_FOUND = 404
+CONFLICT = 409
+
+
+class LeaseHolder:
+    """One candidate for one Lease. Call `acquire_or_renew` every few seconds; act only while `is_holder`.
+
+    Args:
+        session: an open session; its account needs get, create and update on leases.
+        namespace, name: of the Lease, created when missing.
+        identity: this replica's name, for example the pod's.
+        duration_seconds: a silent holder loses the Lease after this long.
+        clock: monotonic seconds.
+
+    """
+
+    def __init__(
+        self,
+        session: KubeSession,
+        namespace: str,
+        name: str,
+        identity: str,
+        *,
+        duration_seconds: int = 15,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._session = session
+        self._ref = ObjectRef("coordination.k8s.io/v1", "Lease", "leases", namespace, name)
+        self._identity = identity
+        self._duration_seconds = duration_seconds
+        self._clock = clock
+        self._seen: tuple[Any, ...] | None = None
+        self._seen_at = 0.0
+        self._held_until = float("-inf")
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether this process may act as the holder right now."""
+        return self._clock() < self._held_until
+
+    async def acquire_or_renew(self, timeout_seconds: float = 5.0) -> bool:
+        """Take or renew the Lease where that is allowed, and return `is_holder`.
+
+        Raises PeerError when the API server fails; what was held stays held until it expires.
+        """
+        started = self._clock()
+        try:
+            lease = await self._session.call("GET", self._ref.path, timeout_seconds=timeout_seconds)
+        except StatusError as error:
+            if error.status != NOT_FOUND:
+                raise
+            lease = None
+        if lease is not None and not self._may_take(lease):
+            self._held_until = float("-inf")
+            return False
+        if await self._write(lease, timeout_seconds):
+            self._held_until = started + self._duration_seconds * 2 / 3
+        return self.is_holder
+
+    async def release(self, timeout_seconds: float = 2.0) -> None:
+        """Give the Lease up, so that another replica need not wait; says nothing when that fails, it expires anyway."""
+        if not self.is_holder:
+            return
+        self._held_until = float("-inf")
+        try:
+            lease = await self._session.call("GET", self._ref.path, timeout_seconds=timeout_seconds)
+            spec = _spec(lease)
+            if spec.get("holderIdentity") == self._identity:
+                released = {**lease, "spec": {**spec, "holderIdentity": "", "leaseDurationSeconds": 1}}
+                await self._session.call("PUT", self._ref.path, body=released, timeout_seconds=timeout_seconds)
+        except PeerError:
+            return
+
+    def _may_take(self, lease: dict[str, Any]) -> bool:
+        """Tell whether the Lease is ours, free, or held by somebody who has been silent for its whole duration."""
+        spec = _spec(lease)
+        holder = spec.get("holderIdentity")
+        seen = (holder, spec.get("renewTime"), spec.get("leaseTransitions"))
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, self._clock()
+        silent_seconds = self._clock() - self._seen_at
+        return (
+            not holder
+            or holder == self._identity
+            or silent_seconds >= int(spec.get("leaseDurationSeconds") or self._duration_seconds)
+        )
+
+    async def _write(self, lease: dict[str, Any] | None, timeout_seconds: float) -> bool:
+        """Write the Lease in our name; False when somebody else was faster."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        old = _spec(lease)
+        ours = old.get("holderIdentity") == self._identity
+        spec = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": self._duration_seconds,
+            "renewTime": now,
+            "acquireTime": old.get("acquireTime") if ours else now,
+            "leaseTransitions": int(old.get("leaseTransitions") or 0) + (0 if ours or lease is None else 1),
+        }
+        metadata = (lease or {}).get("metadata") or {"name": self._ref.name, "namespace": self._ref.namespace}
+        body = {"apiVersion": self._ref.api_version, "kind": self._ref.kind, "metadata": metadata, "spec": spec}
+        # The resourceVersion inside metadata makes the update fail when the Lease changed since it was read.
+        method, path = ("POST", self._ref.collection_path) if lease is None else ("PUT", self._ref.path)
+        try:
+            await self._session.call(method, path, body=body, timeout_seconds=timeout_seconds)
+        except StatusError as error:
+            if error.status != CONFLICT:
+                raise
+            self._held_until = float("-inf")
+            return False
+        return True
+
+
+def _spec(lease: dict[str, Any] | None) -> dict[str, Any]:
+    return (lease or {}).get("spec") or {}
