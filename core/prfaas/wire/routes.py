@@ -42,7 +42,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):
-    """Threshold of incremental length in tokens: `tokens` is the fixed value, or where Auto starts and falls back to."""
+    """Threshold of incremental length: `tokens` is the fixed value, or where Auto starts and falls back to."""
 
     mode: ThresholdMode
     tokens: int
@@ -93,4 +93,4 @@ def decode(document: bytes) -> RoutingTable:
         raw = gzip.decompress(document) if document[:2] == b"\x1f\x8b" else document
         return msgspec.json.decode(raw, type=RoutingTable)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ProtocolError(f"routing table cannot be read: {error}; the operator of this version writes format 1") from error
+        raise ProtocolError(f"routing table cannot be read: {error}; this version reads format 1") from error

@@ -1,0 +1,57 @@
+# The two commands to know: `make demo` and `make test`. Everything else is a part of them.
+# Each installs what it needs first: a virtual environment from the hashed lock file, and the Kubernetes tools from Go modules.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.prfaas-installed
+PYTEST ?= $(BIN)/python -m pytest
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup tools demo test unit lint format lock crds clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## Create .venv and install the locked dependencies
+
+$(STAMP): requirements.lock.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prfaas needs Python 3.11 or newer; set PYTHON=python3.12 or so")'
+	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
+	@test -x $(BIN)/uv || { echo "Installing uv"; $(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements-uv.lock.txt; }
+	@echo "Installing locked dependencies (torch is large: the first time takes about a minute)"
+	@$(BIN)/uv pip sync --python $(BIN)/python --require-hashes requirements.lock.txt
+	@$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --editable .
+	@touch $@
+
+tools: $(STAMP) ## Build etcd, Kubernetes, Helm and Prometheus from their Go modules (cached)
+	@prfaas sandbox build
+
+demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leaves it running
+	@prfaas demo $(if $(KEEP),--keep,)
+
+test: lint tools ## Everything: lint, types, unit, model parity, API server, whole system
+	$(PYTEST)
+
+unit: $(STAMP) ## The tests that need no cluster
+	$(PYTEST) tests/unit
+
+lint: $(STAMP) ## Style, types and import contracts
+	ruff check .
+	ruff format --check .
+	pyright
+	lint-imports
+
+format: $(STAMP) ## Format the code
+	ruff check --fix .
+	ruff format .
+
+lock: $(STAMP) ## Pin every dependency with hashes; names no index
+	uv pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-emit-index-url --no-header --extra dev pyproject.toml -o requirements.lock.txt
+	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt
+
+crds: $(STAMP) ## Generate crds/ and the chart's copies from the models
+	prfaas crds write
+
+clean: ## Remove the virtual environment and the demo's state (not the tools' cache)
+	rm -rf .venv .prfaas

@@ -1,0 +1,43 @@
+"""Bodies of the Prefill-as-a-Service API, which a worker serves beside the OpenAI endpoints.
+
+    POST   /v1/prefills        PrefillRequest -> 201 PrefillGrant
+    GET    /v1/prefills/{id}   -> PrefillStatus
+    DELETE /v1/prefills/{id}   -> 204, also when it is gone already
+
+The grant is a lease: whoever holds it connects to the data port in time and presents the token; see transfer.py.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PrefillState = Literal["waiting", "computing", "sending"]
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to prefill. Attention rows before `start_token` are at the caller already and are not sent."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    start_token: int = 0
+
+
+class PrefillGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to fetch the result, and until when to connect. The token is a secret: it never enters a log."""
+
+    transfer_id: str
+    token: str
+    epoch: int
+    data_port: int
+    expires_seconds: int
+
+
+class PrefillStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefill that is not delivered yet."""
+
+    transfer_id: str
+    request_id: str
+    state: PrefillState
+    prompt_tokens: int
+    connected: bool

@@ -1,0 +1,94 @@
+"""One request through the official `openai` client, streamed, timed, and read back with the gateway's headers."""
+
+import time
+import uuid
+
+import openai
+
+from prfaas.wire import headers
+from prfaas_sandbox.demo.records import RequestRecord
+
+
+class Client:
+    """Sends prompts to one gateway.
+
+    Args:
+        url: the gateway's base URL without /v1.
+        model: the served model's name.
+
+    """
+
+    def __init__(self, url: str, model: str):
+        self.model = model
+        # The gateway ends failures by itself: a client that retried would hide them.
+        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120.0)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._openai.close()
+
+    async def ask(self, prompt: str, *, act: str, max_tokens: int = 24) -> RequestRecord:
+        """Stream one completion; a failure becomes a record whose outcome says why, never an exception."""
+        request_id = f"demo-{uuid.uuid4().hex[:8]}"
+        started = time.monotonic()
+        try:
+            raw = await self._openai.completions.with_raw_response.create(
+                model=self.model,
+                prompt=prompt,
+                max_tokens=max_tokens,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_headers={headers.REQUEST_ID: request_id},
+            )
+            first: float | None = None
+            pieces: list[str] = []
+            usage = None
+            async for chunk in raw.parse():
+                usage = chunk.usage or usage
+                if chunk.choices:
+                    first = first or time.monotonic()
+                    pieces.append(chunk.choices[0].text)
+            if usage is None or first is None:
+                return self._failed(request_id, act, "the stream ended early")
+        except openai.OpenAIError as error:
+            return self._failed(request_id, act, str(error))
+        head = raw.headers
+        return RequestRecord(
+            id=request_id,
+            act=act,
+            tokens=usage.prompt_tokens,
+            cached_tokens=int(head.get(headers.CACHED_TOKENS, 0)),
+            decision=head.get(headers.DECISION, "?"),
+            prefilled_in=head.get(headers.PREFILL_CLUSTER, "?"),
+            threshold_tokens=int(head.get(headers.THRESHOLD_TOKENS, 0)),
+            kv_bytes=int(head.get(headers.KV_BYTES, 0)),
+            ttft_seconds=round(first - started, 4),
+            total_seconds=round(time.monotonic() - started, 4),
+            output_tokens=usage.completion_tokens,
+            prefill_seconds=float(head.get(headers.PREFILL_SECONDS, 0)),
+            first_byte_seconds=float(head.get(headers.FIRST_BYTE_SECONDS, 0)),
+            transfer_seconds=float(head.get(headers.TRANSFER_SECONDS, 0)),
+            outcome=head.get(headers.OUTCOME, "?"),
+            text="".join(pieces),
+        )
+
+    def _failed(self, request_id: str, act: str, why: str) -> RequestRecord:
+        return RequestRecord(
+            id=request_id,
+            act=act,
+            tokens=0,
+            cached_tokens=0,
+            decision="?",
+            prefilled_in="?",
+            threshold_tokens=0,
+            kv_bytes=0,
+            ttft_seconds=0.0,
+            total_seconds=0.0,
+            output_tokens=0,
+            prefill_seconds=0.0,
+            first_byte_seconds=0.0,
+            transfer_seconds=0.0,
+            outcome=f"failed: {why}",
+            text="",
+        )

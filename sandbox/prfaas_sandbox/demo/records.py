@@ -1,0 +1,100 @@
+"""What the demo saw, as data: one record a request, the threshold over time, the failure drill, and the verdict.
+
+The verdict is a pure function, so that the demo's exit code and the tests judge by the same rules.
+"""
+
+import msgspec
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One request as its client saw it. `decision` and `prefilled_in` come from the gateway's response headers."""
+
+    id: str
+    act: str
+    tokens: int
+    cached_tokens: int
+    decision: str
+    prefilled_in: str
+    threshold_tokens: int
+    kv_bytes: int
+    ttft_seconds: float
+    total_seconds: float
+    output_tokens: int
+    prefill_seconds: float
+    first_byte_seconds: float
+    transfer_seconds: float
+    outcome: str  # ok | fallback | failed: why
+    text: str
+
+
+class ThresholdSample(msgspec.Struct, kw_only=True):
+    """The threshold and the link at one moment; seconds since the first sample."""
+
+    seconds: float
+    tokens: int
+    link_mbps: int
+    utilisation_percent: float | None
+
+
+class FailureDrill(msgspec.Struct, kw_only=True):
+    """The offload worker was killed while it sent a cache: what became of the request, and of the pool."""
+
+    request: RequestRecord
+    killed_pod: str
+    bytes_sent_before_kill: int
+    recovered_seconds: float
+    request_after_recovery: RequestRecord
+
+
+class Story(msgspec.Struct, kw_only=True):
+    """Everything that `.prfaas/demo.json` holds."""
+
+    startup_seconds: dict[str, float] = {}
+    requests: list[RequestRecord] = []
+    threshold: list[ThresholdSample] = []
+    threshold_before_narrowing: int = 0
+    threshold_narrow_peak: int = 0
+    threshold_after_widening: int = 0
+    failure_drill: FailureDrill | None = None
+    total_seconds: float = 0.0
+    problems: list[str] = []
+
+
+def judge(story: Story) -> list[str]:
+    """Return what went wrong, in sentences; an empty list is a demo that showed what it promises."""
+    drill = story.failure_drill
+    lengths = [record for record in story.requests if record.act == "lengths"]
+    crossed = [record for record in lengths if record.decision == "offload" and record.kv_bytes > 0]
+    claims = [
+        (all(not r.outcome.startswith("failed") for r in story.requests), "a request failed"),
+        (all(r.output_tokens > 0 for r in story.requests), "a request came back without a token"),
+        (any(r.decision == "local" for r in lengths), "no short prompt was prefilled in the hub"),
+        (bool(crossed), "no long prompt's cache crossed the link"),
+        (
+            all(r.first_byte_seconds < r.prefill_seconds / 2 for r in crossed if r.tokens >= 15_000),
+            "the cache of a 16K prompt began to leave only in the second half of its prefill",
+        ),
+        (
+            story.threshold_narrow_peak >= 2 * story.threshold_before_narrowing > 0,
+            "the threshold did not double on the narrow link: "
+            f"{story.threshold_before_narrowing} -> {story.threshold_narrow_peak}",
+        ),
+        (
+            0 < story.threshold_after_widening <= story.threshold_narrow_peak / 2,
+            "the threshold did not fall on the widened link: "
+            f"{story.threshold_narrow_peak} -> {story.threshold_after_widening}",
+        ),
+        (
+            drill is not None and drill.bytes_sent_before_kill > 0,
+            "the worker was not killed in the middle of a transfer",
+        ),
+        (
+            drill is not None and drill.request.decision == "offload" and drill.request.outcome == "fallback",
+            "the request whose prefill worker died was not completed by a local prefill",
+        ),
+        (
+            drill is not None and drill.request_after_recovery.prefilled_in not in ("", "hub"),
+            "no prompt was offloaded after the killed worker came back",
+        ),
+    ]
+    return [problem for holds, problem in claims if not holds]

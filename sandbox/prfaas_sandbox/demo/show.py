@@ -1,0 +1,161 @@
+"""What a person sees of the demo: a live table on a terminal, plain lines elsewhere."""
+
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from prfaas_sandbox.demo.records import RequestRecord, Story, ThresholdSample
+
+BARS = "▁▂▃▄▅▆▇█"
+SHOWN_REQUESTS = 14
+
+
+def human_bytes(count: int) -> str:
+    """Return a count of bytes in the unit a person would choose."""
+    if count == 0:
+        return "-"
+    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} KB"
+
+
+def sparkline(values: list[int], width: int = 40) -> str:
+    """Return the last `width` values as bars between their own extremes."""
+    values = values[-width:]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return "".join(BARS[(value - low) * (len(BARS) - 1) // max(high - low, 1)] for value in values)
+
+
+def request_table(records: list[RequestRecord]) -> Table:
+    """Return one row a request."""
+    table = Table(expand=False, pad_edge=False, box=None, header_style="bold")
+    for name in ("request", "act"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "cached", "threshold"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("prefilled in", no_wrap=True)
+    for name in ("cache moved", "TTFT", "out"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    for record in records:
+        where = Text(record.prefilled_in, style="cyan" if record.prefilled_in != "hub" else "")
+        style = {"ok": "green", "fallback": "yellow"}.get(record.outcome, "red")
+        table.add_row(
+            record.id,
+            record.act,
+            f"{record.tokens:,}",
+            f"{record.cached_tokens:,}",
+            f"{record.threshold_tokens:,}",
+            where,
+            human_bytes(record.kv_bytes),
+            f"{record.ttft_seconds:.2f} s",
+            str(record.output_tokens),
+            Text(record.outcome[:60], style=style),
+        )
+    return table
+
+
+class Show:
+    """Shows the story as it grows.
+
+    Args:
+        story: the story being told; this class only reads it.
+        console: where to; a terminal gets a live table.
+
+    """
+
+    def __init__(self, story: Story, console: Console):
+        self.console = console
+        self._story = story
+        self._live: Live | None = None
+        self._act = ""
+
+    def line(self, text: str) -> None:
+        """Print one line above the live table."""
+        self.console.print(text, highlight=False)
+
+    def act(self, text: str) -> None:
+        """Say what happens next."""
+        self._act = text
+        self.console.print(f"\n[bold]{text}[/bold]", highlight=False)
+        self._refresh()
+
+    def request(self, record: RequestRecord) -> None:
+        """Show a finished request."""
+        if self._live is None:
+            self.console.print(
+                f"  {record.id}  {record.tokens:>6} tokens  prefilled in {record.prefilled_in:<10} "
+                f"cache {human_bytes(record.kv_bytes):>9}  TTFT {record.ttft_seconds:6.2f} s  {record.outcome}",
+                highlight=False,
+            )
+        self._refresh()
+
+    def sample(self, sample: ThresholdSample) -> None:
+        """Show a new sample of the threshold."""
+        if self._live is None and len(self._story.threshold) % 5 == 0:
+            percent = "" if sample.utilisation_percent is None else f", link at {sample.utilisation_percent:.0f}%"
+            self.console.print(f"  threshold {sample.tokens} tokens{percent}", highlight=False)
+        self._refresh()
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator[None]:
+        """Keep the table on the screen while the block runs; the whole table stays behind on a terminal."""
+        if not self.console.is_terminal:
+            yield
+            return
+        with Live(self._picture(), console=self.console, refresh_per_second=4, transient=True) as live:
+            self._live = live
+            try:
+                yield
+            finally:
+                self._live = None
+        self.console.print(request_table(self._story.requests))
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._picture())
+
+    def _picture(self) -> Group:
+        story = self._story
+        status = "waiting for the first sample"
+        if story.threshold:
+            last = story.threshold[-1]
+            percent = "?" if last.utilisation_percent is None else f"{last.utilisation_percent:.0f}%"
+            status = f"threshold {last.tokens:,} tokens   link {last.link_mbps} Mbit/s at {percent}   "
+            status += sparkline([sample.tokens for sample in story.threshold])
+        return Group(request_table(story.requests[-SHOWN_REQUESTS:]), Text(status, style="bold blue"))
+
+
+def summary(story: Story, console: Console) -> None:
+    """Print the end: what was shown, in figures, and what went wrong if anything did."""
+    offloaded = [record for record in story.requests if record.decision == "offload"]
+    moved = sum(record.kv_bytes for record in offloaded)
+    console.print(
+        f"\n[bold]Summary[/bold]  {len(story.requests)} requests, {len(offloaded)} offloaded, {human_bytes(moved)} "
+        f"of cache crossed the link, {story.total_seconds:.0f} s",
+        highlight=False,
+    )
+    console.print(
+        f"  threshold   {story.threshold_before_narrowing:,} before, {story.threshold_narrow_peak:,} on the "
+        f"narrow link, {story.threshold_after_widening:,} after widening",
+        highlight=False,
+    )
+    longest = max(offloaded, key=lambda record: (record.outcome == "ok", record.tokens), default=None)
+    if longest is not None and longest.prefill_seconds:
+        console.print(
+            f"  pipelining  the cache of a {longest.tokens:,}-token prompt began to leave after "
+            f"{longest.first_byte_seconds:.3f} s of its {longest.prefill_seconds:.2f} s prefill",
+            highlight=False,
+        )
+    if (drill := story.failure_drill) is not None:
+        console.print(
+            f"  failure     killed after {human_bytes(drill.bytes_sent_before_kill)} of cache; "
+            f"the request completed ({drill.request.outcome}), the worker was back after {drill.recovered_seconds:.1f} s",
+            highlight=False,
+        )
+    for problem in story.problems:
+        console.print(f"  [red]problem[/red]     {problem}", highlight=False)

@@ -1,0 +1,50 @@
+"""Proves that `prfaas demo` shows what it promises, leaves its report, ends with 0, and cleans up after itself."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from prfaas_sandbox.demo.records import FailureDrill, Story, judge
+
+pytestmark = pytest.mark.e2e
+
+
+def processes_under(folder: Path) -> list[str]:
+    """Return the command lines of live processes that mention `folder`."""
+    found: list[str] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in line:
+                found.append(line)
+    return found
+
+
+@pytest.mark.timeout(420)
+async def test_the_demo_shows_what_it_promises_and_cleans_up(tmp_path: Path):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "prfaas.cli.main", "demo", "--state", str(tmp_path),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await asyncio.wait_for(process.communicate(), 400)
+    assert process.returncode == 0, output.decode()[-4000:]
+    report = json.loads((tmp_path / "demo.json").read_bytes())
+    assert report["problems"] == []
+    for key in ("id", "tokens", "decision", "kv_bytes", "ttft_seconds", "outcome"):
+        assert all(key in request for request in report["requests"])
+    assert {request["decision"] for request in report["requests"]} == {"local", "offload"}
+    assert len(report["threshold"]) > 10
+    assert report["failure_drill"]["request"]["outcome"] == "fallback"
+    assert processes_under(tmp_path) == []
+
+
+def test_the_verdict_names_every_promise_that_an_empty_story_breaks():
+    problems = judge(Story())
+    assert len(problems) >= 6
+    assert all(FailureDrill.__name__ not in problem for problem in problems)

@@ -1,0 +1,242 @@
+"""Proves on two real clusters that the parts make one system: routing, scaling, conditions, healing, and a clean end.
+
+The tests share one installation and run in order; each leaves it as it found it, but the last deletes everything.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from prfaas_sandbox.demo.client import Client
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, POLICY, Installation
+from prfaas_sandbox.demo.texts import text_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+
+async def eventually(check: Callable[[], Awaitable[bool]], what: str, timeout_seconds: float = 60.0) -> None:
+    """Wait until `check` holds; fail with `what` when it never does."""
+    deadline = time.monotonic() + timeout_seconds
+    while not await check():
+        assert time.monotonic() < deadline, f"not within {timeout_seconds:.0f} s: {what}"
+        await asyncio.sleep(0.3)
+
+
+async def apply(installation: Installation, body: dict) -> None:
+    """Apply one object in the hub."""
+    await installation.sandbox.kubectl(installation.sandbox.hub, "apply", "-f", "-", stdin=json.dumps(body))
+
+
+async def get(installation: Installation, kind: str, name: str) -> dict:
+    """Return one object of the hub."""
+    sandbox = installation.sandbox
+    return json.loads(await sandbox.kubectl(sandbox.hub, "-n", NAMESPACE, "get", kind, name, "-o", "json"))
+
+
+async def condition(installation: Installation, kind: str, name: str, type_: str = "Ready") -> dict:
+    """Return a condition of an object of the hub, or an empty one."""
+    conditions = (await get(installation, kind, name)).get("status", {}).get("conditions", [])
+    return next((c for c in conditions if c["type"] == type_), {"status": "", "reason": "", "message": ""})
+
+
+async def test_a_long_prompt_is_prefilled_in_the_other_cluster_and_a_short_one_at_home(installation: Installation):
+    client = Client(installation.gateway_url, MODEL)
+    short = await client.ask(text_of(100), act="short")
+    long = await client.ask(text_of(12_000), act="long")
+    await client.close()
+    assert (short.decision, short.prefilled_in, short.outcome) == ("local", "hub", "ok")
+    assert (long.decision, long.prefilled_in, long.outcome) == ("offload", "prefill-eu", "ok")
+    assert long.kv_bytes > short.kv_bytes
+    assert long.first_byte_seconds < long.prefill_seconds / 2
+    assert long.output_tokens == short.output_tokens == 24
+
+
+async def test_the_answer_does_not_depend_on_where_the_prompt_was_prefilled(installation: Installation):
+    sandbox, client, prompt = installation.sandbox, Client(installation.gateway_url, MODEL), text_of(6_000, start=999)
+    offloaded = await client.ask(prompt, act="offloaded")
+
+    async def set_mode(mode: str) -> None:
+        patch = json.dumps({"spec": {"threshold": {"mode": mode}}})
+        await sandbox.kubectl(sandbox.hub, "-n", NAMESPACE, "patch", "prfaas", POLICY, "--type=merge", "-p", patch)
+
+    await set_mode("Disabled")
+    try:
+        local = offloaded
+
+        async def prefilled_at_home() -> bool:
+            nonlocal local
+            local = await client.ask(prompt, act="local")
+            return local.prefilled_in == "hub"
+
+        await eventually(prefilled_at_home, "mode Disabled keeps every prompt at home")
+    finally:
+        await set_mode("Auto")
+        await client.close()
+    assert offloaded.prefilled_in == "prefill-eu"
+    assert local.text == offloaded.text
+
+
+async def test_each_pool_scales_on_its_own_with_kubectl(installation: Installation):
+    sandbox = installation.sandbox
+
+    async def ready(pool: str) -> int:
+        return (await get(installation, "pfpool", pool))["status"].get("readyReplicas", 0)
+
+    async def scale(pool: str, replicas: int) -> None:
+        await sandbox.kubectl(sandbox.hub, "-n", NAMESPACE, "scale", f"pfpool/{pool}", f"--replicas={replicas}")
+
+    await scale("local", 2)
+
+    async def local_is_two() -> bool:
+        return await ready("local") == 2
+
+    await eventually(local_is_two, "pool local has 2 ready instances")
+    assert await ready(OFFLOAD_POOL) == 1
+    await scale(OFFLOAD_POOL, 0)
+
+    async def offload_is_gone() -> bool:
+        return (await get(installation, "pfpool", OFFLOAD_POOL))["status"].get("replicas", 0) == 0
+
+    await eventually(offload_is_gone, "pool offload has no instance")
+    client = Client(installation.gateway_url, MODEL)
+    record = await client.ask(text_of(12_000, start=5), act="no offload pool")
+    assert (record.prefilled_in, record.output_tokens) == ("hub", 24)
+    await scale(OFFLOAD_POOL, 1)
+    await scale("local", 1)
+    await installation.wait_ready("pfpool", OFFLOAD_POOL, timeout_seconds=60)
+
+    async def offloads_again() -> bool:
+        return (await client.ask(text_of(12_000, start=6), act="again")).prefilled_in == "prefill-eu"
+
+    await eventually(offloads_again, "a long prompt is offloaded again")
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (b'{"model": "nobody", "prompt": "a"}', 404, "model_not_found"),
+        (b'{"model": "kimi-linear-tiny", "prompt": ', 400, None),
+        (b'{"model": "kimi-linear-tiny", "prompt": 7}', 400, None),
+        (b'{"model": "kimi-linear-tiny", "prompt": "a", "n": 0}', 400, None),
+        (b'{"model": "kimi-linear-tiny", "prompt": "a", "max_tokens": "many"}', 400, None),
+        (b'{"model": "kimi-linear-tiny", "prompt": "' + b"a" * 200_000 + b'"}', 400, "context_length_exceeded"),
+        (b"\xff\xfe", 400, None),
+        (b"[]", 400, None),
+    ],
+)
+async def test_bad_requests_get_an_openai_style_error(
+    installation: Installation, content: bytes, status: int, code: str | None
+):
+    async with httpx.AsyncClient(base_url=installation.gateway_url, timeout=30) as http:
+        answer = await http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == status
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert len(error["message"]) > 10
+    if code is not None:
+        assert error["code"] == code
+
+
+async def test_what_cannot_be_satisfied_says_so_and_heals_when_the_cause_goes(installation: Installation):
+    sandbox = installation.sandbox
+    pool = await get(installation, "pfpool", "local")
+    await apply(
+        installation,
+        {
+            "apiVersion": "prfaas.io/v1alpha1",
+            "kind": "PrefillPool",
+            "metadata": {"name": "elsewhere", "namespace": NAMESPACE},
+            "spec": {"clusterName": "nowhere", "model": pool["spec"]["model"], "replicas": 0},
+        },
+    )
+    await apply(
+        installation,
+        {
+            "apiVersion": "prfaas.io/v1alpha1",
+            "kind": "MemberCluster",
+            "metadata": {"name": "nowhere", "namespace": NAMESPACE},
+            "spec": {"kubeconfigSecretRef": {"name": "nowhere-kubeconfig"}, "link": {"capacityMbps": 10}},
+        },
+    )
+
+    async def names_the_secret() -> bool:
+        found = await condition(installation, "pmc", "nowhere")
+        return found["status"] == "False" and "nowhere-kubeconfig" in found["message"]
+
+    async def pool_says_no() -> bool:
+        found = await condition(installation, "pfpool", "elsewhere")
+        return found["status"] == "False" and "nowhere" in found["message"]
+
+    await eventually(names_the_secret, "MemberCluster nowhere names its missing Secret")
+    await eventually(pool_says_no, "PrefillPool elsewhere names its cluster")
+    assert (await condition(installation, "prfaas", POLICY))["status"] == "True", "the rest goes on"
+
+    secret_name = (await get(installation, "pmc", "prefill-eu"))["spec"]["kubeconfigSecretRef"]["name"]
+    secret = await get(installation, "secret", secret_name)
+    await apply(
+        installation,
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "nowhere-kubeconfig", "namespace": NAMESPACE},
+            "data": secret["data"],
+        },
+    )
+
+    async def healed() -> bool:
+        return (await condition(installation, "pfpool", "elsewhere"))["status"] == "True"
+
+    await eventually(healed, "PrefillPool elsewhere becomes Ready once the Secret exists")
+    for kind, name in (("pfpool", "elsewhere"), ("pmc", "nowhere"), ("secret", "nowhere-kubeconfig")):
+        await sandbox.kubectl(sandbox.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=30s")
+
+
+async def test_requests_are_served_while_the_operator_is_away(installation: Installation):
+    sandbox, client = installation.sandbox, Client(installation.gateway_url, MODEL)
+    hub = sandbox.hub
+    await sandbox.kubectl(hub, "-n", NAMESPACE, "scale", "deployment/prfaas-operator", "--replicas=0")
+    await sandbox.kubectl(
+        hub,
+        "-n",
+        NAMESPACE,
+        "wait",
+        "--for=delete",
+        "pod",
+        "-l",
+        "app.kubernetes.io/component=operator",
+        "--timeout=30s",
+    )
+    records = [await client.ask(text_of(tokens, start=tokens), act="alone") for tokens in (100, 9_000)]
+    await sandbox.kubectl(hub, "-n", NAMESPACE, "scale", "deployment/prfaas-operator", "--replicas=1")
+    await sandbox.kubectl(hub, "-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=60s")
+    await client.close()
+    assert [(r.prefilled_in, r.output_tokens) for r in records] == [("hub", 24), ("prefill-eu", 24)]
+
+
+async def test_logs_of_a_worker_in_the_member_cluster_can_be_read(installation: Installation):
+    sandbox = installation.sandbox
+    logs = await sandbox.kubectl(sandbox.member, "-n", NAMESPACE, "logs", f"deployment/{OFFLOAD_POOL}", "--tail=50")
+    assert logs.strip()
+
+
+async def test_deleting_everything_leaves_nothing_in_either_cluster(installation: Installation):
+    sandbox = installation.sandbox
+    for kind in ("prfaas", "pfpool", "dcpool", "pmc"):
+        await sandbox.kubectl(sandbox.hub, "-n", NAMESPACE, "delete", kind, "--all", "--timeout=60s")
+    kinds = "deployments,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases"
+
+    async def nothing_left() -> bool:
+        for cluster in (sandbox.hub, sandbox.member):
+            listing = await sandbox.kubectl(
+                cluster, "get", kinds, "-A", "-l", "app.kubernetes.io/managed-by=prfaas-operator", "-o", "name"
+            )
+            if listing.strip():
+                return False
+        return True
+
+    await eventually(nothing_left, "no child of a custom resource is left")
