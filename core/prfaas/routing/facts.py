@@ -1,0 +1,91 @@
+"""What a routing decision may depend on, and what it may say.
+
+Everything here is a frozen value or a read-only view. The gateway gathers the facts of one request and applies the
+decision; the same types serve a simulator and the tests. Times are seconds of any one monotonic clock.
+"""
+
+from collections.abc import Mapping, Set
+from typing import Literal
+
+import msgspec
+
+from prfaas.wire.control import Bandwidth, ThresholdUpdate
+from prfaas.wire.routes import Instance, RoutingTable
+
+Kind = Literal["offload", "local"]
+Leg = Literal["prefill", "decode"]
+RouteReason = Literal[
+    "AboveThreshold",  # l > t and an offload pool can serve
+    "WithinThreshold",  # l <= t
+    "OffloadDisabled",  # l > t, but no link is alive, or the policy's threshold mode is Disabled
+    "NoOffloadCluster",  # l > t, but every cluster is unreachable or its datacenter forbidden
+    "NoOffloadInstance",  # l > t, but no instance there is Ready and in use
+    "OffloadFailed",  # was offloaded, failed, and falls back
+]
+RefusalReason = Literal["NoDecodeInstance", "OffloadRejected"]
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """The threshold in force: what the scheduler pushed last, or what the routing table says by itself."""
+
+    threshold_tokens: int
+    bandwidth: Bandwidth
+    offload_clusters: frozenset[str]
+    """Clusters with a live link; none: nothing is offloaded."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """One request and the world at this moment. Mappings without an entry mean zero."""
+
+    now_seconds: float
+    request_id: str
+    """Spreads equally loaded instances; the same id always takes the same one."""
+    total_tokens: int
+    rule: Rule
+    table: RoutingTable
+    cached_tokens: Mapping[str, int] = {}
+    """Longest cached prefix of this prompt by cluster."""
+    in_flight: Mapping[str, int] = {}
+    """Requests in flight by instance."""
+    ejected_until_seconds: Mapping[str, float] = {}
+    """Instances that failed lately, and until when they are left alone."""
+    tried: Set[str] = frozenset()
+    """Instances on which this very request has failed already."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Serve the request on `decode`, prefilled by `prefill`; None: the decode instance prefills the prompt itself."""
+
+    kind: Kind
+    reason: RouteReason
+    incremental_tokens: int
+    decode: Instance
+    prefill: Instance | None
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """The request cannot be served now; trying again later may help."""
+
+    reason: RefusalReason
+
+
+Decision = Route | Refusal
+
+
+def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Rule:
+    """Return the rule that a table and the scheduler's last unexpired update give together.
+
+    Only mode Auto listens to the scheduler, and never outside the policy's own bounds. Without an update nothing is
+    known of the links, and caches are judged per cluster (Scarce).
+    """
+    threshold = table.threshold
+    clusters = frozenset(cluster.name for cluster in table.clusters)
+    if threshold.mode == "Disabled":
+        return Rule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=frozenset())
+    if threshold.mode == "Fixed" or update is None:
+        return Rule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=clusters)
+    return Rule(
+        threshold_tokens=min(max(update.tokens, threshold.min_tokens), threshold.max_tokens),
+        bandwidth=update.bandwidth,
+        offload_clusters=clusters & frozenset(update.offload_clusters),
+    )
