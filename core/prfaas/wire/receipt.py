@@ -1,7 +1,7 @@
 """The receiving half of a transfer as a state machine without sockets: what may come, where it goes, when it is whole.
 
-The receiver knows from its own model what has to arrive, so it builds the manifest it expects before the first byte. For
-each frame the shell asks `claim(header)` for the payload's destination, reads exactly that many bytes into it, and
+The receiver knows from its own model what has to arrive, so it builds the manifest it expects before the first byte.
+For each frame the shell asks `claim(header)` for the payload's destination, reads exactly that many bytes into it, and
 hands header and payload to `accept`, which checks the digest. A place can be claimed once: two connections never write
 to one place. Whatever is wrong raises ProtocolError, after which the receipt stays broken: nothing of it may be used.
 
@@ -47,7 +47,7 @@ class Hidden(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A message or keep-alive: `payload_bytes` of it to be read into memory of the shell's own."""
+    """A message or keep-alive, to be read into memory of the shell's own."""
 
 
 Destination = Rows | State | Hidden | Note
@@ -61,7 +61,6 @@ class Receipt:
         self.expected = expected
         self.done: Done | None = None
         self.received_bytes = 0
-        self._frames = 0
         self._broken = False
         self._manifest_arrived = False
         self._hidden_claimed = False
@@ -134,13 +133,17 @@ class Receipt:
         if self.done is None or not self.whole:
             missing = self.missing() or "an undamaged stream"
             raise ProtocolError(f"transfer {self.expected.transfer_id} ended without {missing}: nothing of it is used")
+        if self.done.payload_bytes != self.received_bytes:
+            raise ProtocolError(f"{self.received_bytes} bytes arrived, the sender counted {self.done.payload_bytes}")
         return self.done
 
     def _claim(self, header: FrameHeader) -> Destination:
         if self._broken:
             raise ProtocolError(f"{header.describe()} after an error: the transfer is over")
         if header.address != self.expected.address:
-            raise ProtocolError(f"{header.describe()} is for {header.address}, want {self.expected.address}: stale or foreign")
+            raise ProtocolError(
+                f"{header.describe()} is for {header.address}, want {self.expected.address}: stale or foreign"
+            )
         match header.kind:
             case Kind.BLOCK:
                 return self._claim_rows(header)
@@ -214,8 +217,9 @@ class Receipt:
             case Kind.ERROR:
                 failure = decode_message(header, b"".join(payload), Failure)
                 raise PeerError(f"the prefill instance gave up: {failure.message}")
+            case _:
+                pass
         if header.kind in (Kind.BLOCK, Kind.STATE, Kind.HIDDEN):
-            self._frames += 1
             self.received_bytes += header.payload_bytes
 
     def _accept_manifest(self, header: FrameHeader, payload: Sequence[Buffer]) -> None:

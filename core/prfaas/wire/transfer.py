@@ -136,7 +136,9 @@ def verify(header: FrameHeader, payload: Iterable[Buffer] = ()) -> None:
     """
     found = _digest(_pack_fields(header), payload)
     if found != header.digest:
-        raise ProtocolError(f"{header.describe()} has digest {found:016x}, its header says {header.digest:016x}: damaged")
+        raise ProtocolError(
+            f"{header.describe()} has digest {found:016x}, its header says {header.digest:016x}: damaged"
+        )
 
 
 def _pack_fields(header: FrameHeader) -> bytes:
@@ -188,7 +190,7 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a transfer consists of. Tokens `start_token` up to, not including, `end_token`; states are those after it."""
+    """What a transfer consists of: rows of tokens `start_token` up to (excluding) `end_token`, and all states there."""
 
     format: Literal[1] = 1
     fingerprint: str
@@ -217,9 +219,8 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """P's account: data frames and their payload bytes, compute time, and compute start to first cache byte sent."""
+    """P's account: payload bytes of all data frames, compute time, and compute start to first cache byte sent."""
 
-    frames: int
     payload_bytes: int
     prefill_seconds: float
     first_byte_seconds: float
