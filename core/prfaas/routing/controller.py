@@ -35,7 +35,7 @@ FALL_FACTOR = 0.7
 PROBE_FACTOR = 1.1
 SATURATED_DRAIN_SECONDS = 2.0
 SATURATED_QUEUE_PER_INSTANCE = 4.0
-MIN_BACKLOGGED_FRACTION = 0.05  # below this too little data waited to say what the link can deliver
+MIN_BACKLOGGED_FRACTION = 0.02  # below this too little data waited to say what the link can deliver
 MIN_RISE_FROM_TOKENS = 64.0  # from where a threshold of 0, which no factor moves, starts to rise
 MAX_PERCENT = 1000.0
 
