@@ -1,26 +1,110 @@
-"""What all kinds share: the camelCase mapping, metadata, conditions, printer columns and CEL rules as data."""
+"""What all kinds share: the camelCase mapping, metadata, conditions, printer columns and CEL rules as data.
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+Attribute docstrings are the text of `kubectl explain`, so they speak to the person who writes the YAML.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints
 from pydantic.alias_generators import to_camel
+from pydantic.config import JsonDict
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
-DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=63)]
-"""A name that becomes part of a label value or of a child's name."""
-DnsName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
-ShortText = Annotated[str, StringConstraints(min_length=1, max_length=253)]
-LongText = Annotated[str, StringConstraints(max_length=4096)]
+VALIDATIONS = "x-kubernetes-validations"
 
 
 class Rule(NamedTuple):
-    """One CEL rule of a model, and the sentence a user reads when it is broken."""
+    """One CEL rule of a model, and the sentence a user reads when it is broken.
+
+    `field` is the property at fault below the model, such as `threshold.tokens`: the API server names it in the error.
+    """
 
     rule: str
     message: str
+    field: str = ""
+    reason: Literal["FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "FieldValueDuplicate"] = (
+        "FieldValueInvalid"
+    )
+
+    def to_schema(self) -> JsonDict:
+        """Return the rule as one entry of `x-kubernetes-validations`."""
+        entry: JsonDict = {"rule": self.rule, "message": self.message}
+        if self.field:
+            entry["fieldPath"] = f".{self.field}"
+        if self.reason != "FieldValueInvalid":
+            entry["reason"] = self.reason
+        return entry
+
+
+@dataclass(frozen=True)
+class Obeys:
+    """Annotates a type with a CEL rule of its own, in which `self` is the value."""
+
+    rule: Rule
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Append the rule to those of the annotated type."""
+        schema = handler(core_schema)
+        schema[VALIDATIONS] = [*schema.get(VALIDATIONS, []), self.rule.to_schema()]
+        return schema
+
+
+@dataclass(frozen=True)
+class Says:
+    """The sentence a user reads when a string breaks its pattern.
+
+    The API server would print the bare regular expression, so the pattern becomes a CEL rule with this message.
+    """
+
+    message: str
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Move `pattern` from the schema into a rule."""
+        schema = handler(core_schema)
+        schema[VALIDATIONS] = [Rule(f"self.matches(r'{schema.pop('pattern')}')", self.message).to_schema()]
+        return schema
+
+
+DnsLabel = Annotated[
+    str,
+    StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=63),
+    Says("must be lower-case letters, digits and '-', and start and end with a letter or digit"),
+]
+"""A name that becomes part of a label value or of a child's name."""
+DnsName = Annotated[
+    str,
+    StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253),
+    Says("must be the name of an object: lower-case letters, digits, '-' and '.', with a letter or digit at both ends"),
+]
+ShortText = Annotated[str, StringConstraints(min_length=1, max_length=253)]
+LongText = Annotated[str, StringConstraints(max_length=4096)]
+DatacenterName = Annotated[
+    str,
+    StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63),
+    Says("must be letters, digits, '-', '_' and '.', and start and end with a letter or digit"),
+]
+Image = Annotated[
+    str,
+    StringConstraints(pattern=r"^[^\s:@/]+(:[0-9]+)?[^\s]*$", min_length=1, max_length=512),
+    Says("must be an image reference without spaces, such as registry.example/prfaas/worker:1.0"),
+]
+Count = Annotated[int, Field(ge=0, le=2_147_483_647)]
+Generation = Annotated[int, Field(ge=0)]
+Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+
+AS_SET: JsonDict = {"x-kubernetes-list-type": "set"}
+"""A list without order or duplicates, which several field managers may share."""
+
+
+def keyed_by(key: str) -> JsonDict:
+    """Return the schema extension of a list whose entries are told apart by the property `key`."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
 class Column(NamedTuple):
-    """One printer column of `kubectl get`."""
+    """One printer column of `kubectl get`; priority 1 shows it with `-o wide` only."""
 
     name: str
     json_path: str
@@ -29,10 +113,23 @@ class Column(NamedTuple):
     priority: int = 0
 
 
+def _add_rules(schema: JsonDict, model: type["ApiModel"]) -> None:
+    """Put a model's CEL rules at its own level of the schema."""
+    if model.rules:
+        schema[VALIDATIONS] = [rule.to_schema() for rule in model.rules]
+
+
 class ApiModel(BaseModel):
     """Base of every object inside a custom resource: camelCase outside, snake_case inside, unknown fields ignored."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="ignore",
+        frozen=True,
+        use_attribute_docstrings=True,
+        json_schema_extra=_add_rules,
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = ()
 
@@ -54,27 +151,35 @@ class Condition(ApiModel):
     """A metav1.Condition. Reasons are CamelCase and tell causes apart; messages name the object and what to do."""
 
     type: Annotated[str, StringConstraints(min_length=1, max_length=316)]
+    """What the condition is about, such as Ready."""
     status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
     reason: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    """The cause in one CamelCase word."""
     message: Annotated[str, StringConstraints(max_length=32768)] = ""
-    observed_generation: Annotated[int, Field(ge=0)] = 0
-    last_transition_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+    """The cause in a sentence that names the object and what to do."""
+    observed_generation: Generation = 0
+    """The metadata.generation that this condition was computed from."""
+    last_transition_time: Timestamp
+    """When `status` last changed."""
 
 
-Conditions = Annotated[
-    list[Condition],
-    Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
-]
+Conditions = Annotated[list[Condition], Field(max_length=16, json_schema_extra=keyed_by("type"))]
 
 
 class PoolStatus(ApiModel):
-    """What both pools report. `selector` is a string, because /scale reads it."""
+    """What the operator observed of the pool."""
 
-    observed_generation: Annotated[int, Field(ge=0)] = 0
-    replicas: Annotated[int, Field(ge=0)] = 0
-    ready_replicas: Annotated[int, Field(ge=0)] = 0
+    observed_generation: Generation = 0
+    """The metadata.generation that this status was computed from."""
+    replicas: Count = 0
+    """Instances that exist, ready or not."""
+    ready_replicas: Count = 0
+    """Instances that are ready to serve."""
     selector: Annotated[str, StringConstraints(max_length=1024)] = ""
+    """Label selector of the pool's pods as one string, for /scale and autoscalers."""
     conditions: Conditions = []
+    """Whether the pool works, and if not, why."""
 
 
 class Resource(ApiModel):
@@ -85,10 +190,12 @@ class Resource(ApiModel):
     short_names: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[tuple[Column, ...]] = ()
     scalable: ClassVar[bool] = False
+    max_name_length: ClassVar[int] = 63
+    """Longest metadata.name in characters: children's names and label values are made of it."""
 
     metadata: Meta
 
     @classmethod
-    def from_dict(cls, body: dict[str, Any]) -> "Resource":
+    def from_dict(cls, body: dict[str, Any]) -> Self:
         """Read an object as the API server gives it; raises pydantic.ValidationError when it does not fit."""
         return cls.model_validate(body)

@@ -4,70 +4,114 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import ApiModel, Column, Conditions, DnsLabel, DnsName, Resource, ShortText
+from prfaas.api.base import (
+    ApiModel,
+    Column,
+    Conditions,
+    DatacenterName,
+    DnsLabel,
+    DnsName,
+    Generation,
+    Obeys,
+    Resource,
+    Rule,
+    ShortText,
+    Timestamp,
+)
 
 DEFAULT_UTILISATION_QUERY = 'sum(rate(prfaas_transfer_sent_bytes_total{cluster="$cluster"}[5s])) * 8 / 1e6'
 
+NAMESPACE_IS_FIXED = Obeys(
+    Rule(
+        "self == oldSelf",
+        "namespace cannot change, because pools that run there would be left behind: "
+        "register the cluster under another name with the new namespace and move the pools",
+        reason="FieldValueForbidden",
+    )
+)
+
 
 class KubeconfigSecretRef(ApiModel):
-    """The Secret, in the MemberCluster's own namespace, that holds a kubeconfig.
+    """The Secret, in the MemberCluster's own namespace, that holds a kubeconfig for the member cluster.
 
-    Only an inline CA with a token or an inline client certificate is accepted: exec, auth-provider, file paths, proxies and
-    insecure TLS would run or be read inside the operator.
+    Only an inline CA with a token or an inline client certificate is accepted: exec, auth-provider, file paths, proxies
+    and insecure TLS would run or be read inside the operator.
     """
 
     name: DnsName
+    """Name of the Secret."""
     key: ShortText = "kubeconfig"
+    """Key of the Secret's data that holds the kubeconfig."""
 
 
 class Link(ApiModel):
     """The path from the member cluster to the hub."""
 
     capacity_mbps: Annotated[int, Field(ge=1, le=100_000_000)]
-    """Declared capacity toward the hub, Mbit/s."""
+    """Declared capacity toward the hub in Mbit/s."""
     utilisation_query: Annotated[str, StringConstraints(min_length=1, max_length=2048)] = DEFAULT_UTILISATION_QUERY
-    """PromQL answering one value: the link's present traffic toward the hub in Mbit/s; $cluster is the cluster's name."""
+    """PromQL for one value: the link's present traffic toward the hub in Mbit/s; $cluster is the cluster's name."""
     round_trip_millis: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Round-trip time of the link in milliseconds."""
 
 
 class MemberClusterSpec(ApiModel):
-    """Spec of a MemberCluster."""
+    """How the hub reaches the member cluster, and what the link between them carries."""
 
     kubeconfig_secret_ref: KubeconfigSecretRef
-    namespace: DnsLabel = "prfaas"
-    """Namespace in the member cluster for everything the operator creates there."""
-    datacenter: Annotated[str, StringConstraints(max_length=63)] = ""
-    region: Annotated[str, StringConstraints(max_length=63)] = ""
+    namespace: Annotated[DnsLabel, NAMESPACE_IS_FIXED] = "prfaas"
+    """Namespace in the member cluster for everything the operator creates there; it cannot change."""
+    datacenter: DatacenterName = ""
+    """Datacenter of the cluster, as policies name it in datacenters.prefer and datacenters.forbid."""
+    region: DatacenterName = ""
+    """Region of the cluster, for people."""
     addressing: Literal["PodIP", "HostIP"] = "PodIP"
     """Which address of a worker pod the hub reaches: its own, or its node's through a hostPort."""
     link: Link
     deletion_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = 300
-    """How long deleting a pool waits for an unreachable cluster before the pool goes and its children are left there."""
+    """Seconds that deleting a pool waits for an unreachable cluster; then the pool goes, its children there stay."""
 
 
 class MemberClusterStatus(ApiModel):
-    """Status of a MemberCluster."""
+    """What the operator observed of the member cluster."""
 
-    observed_generation: Annotated[int, Field(ge=0)] = 0
+    observed_generation: Generation = 0
+    """The metadata.generation that this status was computed from."""
     server_version: Annotated[str, StringConstraints(max_length=63)] = ""
-    last_contact_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    """Version of the member cluster's API server."""
+    last_contact_time: Timestamp | None = None
+    """When the member cluster's API server last answered."""
     conditions: Conditions = []
+    """Whether the cluster is reachable and usable, and if not, why."""
 
 
 class MemberCluster(Resource):
-    """A registered member cluster."""
+    """A member cluster: another cluster that the operator runs prefill pools in, and its link to the hub."""
 
     kind_name: ClassVar = "MemberCluster"
     plural: ClassVar = "memberclusters"
     short_names: ClassVar = ("pmc",)
+    rules: ClassVar = (
+        Rule(
+            "self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$') && self.metadata.name != 'hub'",
+            "a MemberCluster's name must be lower-case letters, digits and '-', and not `hub`, the cluster you are in",
+            field="metadata.name",
+        ),
+    )
     columns: ClassVar = (
-        Column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
-        Column("Reachable", '.status.conditions[?(@.type=="Reachable")].status'),
-        Column("Version", ".status.serverVersion"),
-        Column("Link Mbit/s", ".spec.link.capacityMbps", "integer"),
-        Column("Datacenter", ".spec.datacenter", priority=1),
-        Column("Why", '.status.conditions[?(@.type=="Ready")].reason'),
-        Column("Last contact", ".status.lastContactTime", "date"),
+        Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether pools can run there"),
+        Column(
+            "Reachable",
+            '.status.conditions[?(@.type=="Reachable")].status',
+            description="Whether its API server answers",
+        ),
+        Column("Version", ".status.serverVersion", description="Version of its API server"),
+        Column("Link Mbit/s", ".spec.link.capacityMbps", "integer", "Declared capacity toward the hub"),
+        Column(
+            "Datacenter", ".spec.datacenter", description="Datacenter that policies may prefer or forbid", priority=1
+        ),
+        Column("Why", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the Ready condition"),
+        Column("Last contact", ".status.lastContactTime", "date", "Time since its API server last answered"),
     )
 
     spec: MemberClusterSpec

@@ -1,100 +1,210 @@
 """What PrefillPool and DecodePool share: model, engine, replicas and a typed pod template.
 
-The template is an allow-list, not a PodSpec: what the operator must own (ports, probes, command, labels, security context)
-cannot be overridden, in a member cluster least of all.
+The template is an allow-list, not a PodSpec: what the operator must own (ports, probes, command, labels, security
+context) cannot be overridden, in a member cluster least of all.
 """
 
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import ApiModel, Column, DnsLabel, DnsName, LongText, Rule, ShortText
+from prfaas.api.base import (
+    ApiModel,
+    Column,
+    Count,
+    DnsLabel,
+    DnsName,
+    Image,
+    LongText,
+    Obeys,
+    Rule,
+    Says,
+    ShortText,
+    keyed_by,
+)
 
-EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", min_length=1, max_length=253)]
+EnvName = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", min_length=1, max_length=253),
+    Says("must be letters, digits and '_', and not start with a digit"),
+]
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=317)]
-LabelValue = Annotated[str, StringConstraints(max_length=63)]
+LABEL_KEYS = Obeys(
+    Rule(
+        "self.all(key, key.matches('^([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$'))",
+        "keys must be NAME or PREFIX/NAME: the prefix a domain in lower case, the name at most 63 letters, digits, "
+        "'-', '_' and '.', with a letter or digit at both ends",
+    )
+)
+LabelValue = Annotated[
+    str,
+    StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63),
+    Says("must be a label value: letters, digits, '-', '_' and '.', with a letter or digit at both ends"),
+]
 Quantity = Annotated[
     int | str,
-    Field(json_schema_extra={"x-kubernetes-int-or-string": True}),
+    Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64}),
+    Obeys(Rule("isQuantity(string(self))", "must be a quantity such as 2, 500m or 8Gi")),
 ]
-MountPath = Annotated[str, StringConstraints(pattern=r"^/[^:]+$", min_length=2, max_length=1024)]
+LabelMap = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), LABEL_KEYS]
+QuantityMap = Annotated[dict[LabelKey, Quantity], Field(max_length=16), LABEL_KEYS]
+MountPath = Annotated[
+    str,
+    StringConstraints(pattern=r"^/[^:]+$", max_length=1024),
+    Says("must be an absolute path other than /, without ':'"),
+]
+ClusterName = Annotated[
+    str,
+    StringConstraints(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63),
+    Says("must be the name of a MemberCluster (lower-case letters, digits and '-'), or empty for the hub"),
+]
+OWN_FLAGS = "model-source|model-name|host|api-port|data-port|instance|cluster|pool|role|drain-seconds"
+Argument = Annotated[str, StringConstraints(max_length=1024)]
 
 
 class ModelRef(ApiModel):
-    """The model: the name clients ask for, and where its checkpoint lies.
+    """The model: the name clients ask for, and where its checkpoint lies."""
 
-    `source` is a directory in the container (mount it through `template.volumes`) or `builtin:NAME` for a model that
-    ships with the worker.
-    """
-
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", min_length=1, max_length=253)]
-    source: Annotated[str, StringConstraints(pattern=r"^(builtin:[a-z0-9][a-z0-9._-]*|/.+)$", max_length=1024)]
+    name: Annotated[
+        str,
+        StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253),
+        Says("must be letters, digits, '.', '_', '/' and '-', and start with a letter or digit"),
+    ]
+    """The name that clients send as `model`; a policy joins pools of the same name."""
+    source: Annotated[
+        str,
+        StringConstraints(pattern=r"^(builtin:[a-z0-9][a-z0-9._-]*|/.+)$", max_length=1024),
+        Says("must be an absolute directory such as /models/kimi, or builtin:NAME such as builtin:kimi-linear-tiny"),
+    ]
+    """A directory in the container (mount it through template.volumes), or builtin:NAME for a model that ships with the
+    worker."""
 
 
 class Engine(ApiModel):
-    """The software that runs the model. `args` are appended to the worker's own flags."""
+    """The software that runs the model."""
+
+    rules: ClassVar = (
+        Rule(
+            f"!has(self.args) || !self.args.exists(a, a.matches('^--({OWN_FLAGS})(=|$)'))",
+            "args cannot set what the operator sets from the pool (--model-source, --model-name, --host, --api-port, "
+            "--data-port, --instance, --cluster, --pool, --role, --drain-seconds): change the pool's own fields",
+            field="args",
+            reason="FieldValueForbidden",
+        ),
+    )
 
     type: Literal["prfaas"] = "prfaas"
-    image: Annotated[str, StringConstraints(min_length=1, max_length=512)] = "prfaas/worker:latest"
-    args: Annotated[list[LongText], Field(max_length=64)] = []
+    """Kind of engine: prfaas is the project's own worker."""
+    image: Image = "prfaas/worker:latest"
+    """Container image of the worker."""
+    args: Annotated[list[Argument], Field(max_length=64)] = []
+    """Flags appended to the worker's own, such as --threads or --max-context."""
 
 
 class Resources(ApiModel):
-    """Requests and limits of the worker container."""
+    """What the container asks of its node, and what it may use at most."""
 
-    requests: Annotated[dict[LabelKey, Quantity], Field(max_length=16)] = {}
-    limits: Annotated[dict[LabelKey, Quantity], Field(max_length=16)] = {}
+    rules: ClassVar = (
+        Rule(
+            "!has(self.requests) || !has(self.limits) || self.requests.all(k, !(k in self.limits) || "
+            "!isQuantity(string(self.requests[k])) || !isQuantity(string(self.limits[k])) || "
+            "quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= 0)",
+            "a request exceeds its limit: lower requests or raise limits",
+            field="requests",
+        ),
+        Rule(
+            "!has(self.requests) || self.requests.all(k, !k.contains('/') || "
+            "(has(self.limits) && k in self.limits && string(self.requests[k]) == string(self.limits[k])))",
+            "an extended resource such as nvidia.com/gpu must have the same value in limits as in requests",
+            field="limits",
+        ),
+    )
+
+    requests: QuantityMap = {}
+    """Quantities by resource name that the scheduler reserves, such as cpu: 4 or nvidia.com/gpu: 1."""
+    limits: QuantityMap = {}
+    """Quantities by resource name that the container may not exceed."""
 
 
 class Toleration(ApiModel):
-    """A core/v1 Toleration."""
+    """A core/v1 Toleration: a node's taint that the pods accept."""
 
-    rules: ClassVar = (Rule("!has(self.operator) || self.operator != 'Exists' || !has(self.value)", "a toleration with operator Exists takes no value: remove value or use operator Equal"),)
+    rules: ClassVar = (
+        Rule(
+            "!has(self.operator) || self.operator != 'Exists' || !has(self.value)",
+            "a toleration with operator Exists takes no value: remove value or use operator Equal",
+            field="value",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "has(self.key) || (has(self.operator) && self.operator == 'Exists')",
+            "a toleration without key matches every taint and needs operator Exists: set it, or name a key",
+            field="operator",
+        ),
+        Rule(
+            "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+            "tolerationSeconds needs effect NoExecute: set it, or remove tolerationSeconds",
+            field="effect",
+        ),
+    )
 
     key: LabelKey | None = None
+    """Key of the taint; without it every taint matches."""
     operator: Literal["Exists", "Equal"] | None = None
+    """How value compares with the taint's; Equal if unset."""
     value: LabelValue | None = None
+    """Value of the taint, for operator Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    toleration_seconds: Annotated[int, Field(ge=0)] | None = None
+    """Effect of the taint; every effect if unset."""
+    toleration_seconds: Count | None = None
+    """How long a pod stays on a node with such a NoExecute taint; for ever if unset."""
 
 
 class SecretSource(ApiModel):
     """Files from a Secret of the pod's namespace."""
 
     secret_name: DnsName
+    """Name of the Secret."""
 
 
 class ConfigMapSource(ApiModel):
     """Files from a ConfigMap of the pod's namespace."""
 
     name: DnsName
+    """Name of the ConfigMap."""
 
 
 class ClaimSource(ApiModel):
     """A PersistentVolumeClaim of the pod's namespace; the usual home of model weights."""
 
     claim_name: DnsName
+    """Name of the PersistentVolumeClaim."""
     read_only: bool = True
+    """Whether the claim is attached read-only."""
 
 
 class EmptyDirSource(ApiModel):
     """Scratch space that lives as long as the pod."""
 
     medium: Literal["", "Memory"] = ""
+    """Memory keeps it in RAM, counted against the container's limit; empty is the node's disk."""
     size_limit: Quantity | None = None
+    """Most that it may hold, such as 8Gi."""
 
 
 class Volume(ApiModel):
-    """A volume with exactly one source. hostPath is left out on purpose: it would hand a node's files to a remote user."""
+    """A volume with exactly one source; never hostPath, which would hand a node's files to a remote user."""
 
     rules: ClassVar = (
         Rule(
-            "[has(self.secret), has(self.configMap), has(self.persistentVolumeClaim), has(self.emptyDir)].filter(x, x).size() == 1",
+            "[has(self.secret), has(self.configMap), has(self.persistentVolumeClaim), has(self.emptyDir)]"
+            ".filter(x, x).size() == 1",
             "a volume needs exactly one of secret, configMap, persistentVolumeClaim, emptyDir",
         ),
     )
 
     name: DnsLabel
+    """Name that volumeMounts refer to."""
     secret: SecretSource | None = None
     config_map: ConfigMapSource | None = None
     persistent_volume_claim: ClaimSource | None = None
@@ -105,33 +215,55 @@ class VolumeMount(ApiModel):
     """Where a volume appears in the worker container."""
 
     name: DnsLabel
+    """Name of an entry of volumes."""
     mount_path: MountPath
+    """Absolute path in the container."""
     read_only: bool = True
+    """Whether the container may not write there."""
 
 
 class KeyRef(ApiModel):
-    """One key of a Secret or ConfigMap."""
+    """One key of a Secret or ConfigMap of the pod's namespace."""
 
     name: DnsName
+    """Name of the object."""
     key: ShortText
+    """Key of its data."""
 
 
 class EnvSource(ApiModel):
     """Where an environment variable's value comes from."""
 
-    rules: ClassVar = (Rule("has(self.secretKeyRef) != has(self.configMapKeyRef)", "valueFrom needs exactly one of secretKeyRef, configMapKeyRef"),)
+    rules: ClassVar = (
+        Rule(
+            "has(self.secretKeyRef) != has(self.configMapKeyRef)",
+            "valueFrom needs exactly one of secretKeyRef, configMapKeyRef",
+        ),
+    )
 
     secret_key_ref: KeyRef | None = None
+    """A key of a Secret."""
     config_map_key_ref: KeyRef | None = None
+    """A key of a ConfigMap."""
 
 
 class EnvVar(ApiModel):
     """An environment variable of the worker container."""
 
-    rules: ClassVar = (Rule("has(self.value) != has(self.valueFrom)", "an env entry needs exactly one of value, valueFrom"),)
+    rules: ClassVar = (
+        Rule("has(self.value) != has(self.valueFrom)", "an env entry needs exactly one of value, valueFrom"),
+        Rule(
+            "!(self.name in ['POD_IP', 'POD_NAME', 'POD_NAMESPACE'])",
+            "POD_IP, POD_NAME and POD_NAMESPACE are set by the operator: use another name",
+            field="name",
+            reason="FieldValueForbidden",
+        ),
+    )
 
     name: EnvName
+    """Name of the variable."""
     value: LongText | None = None
+    """Its value, as it stands."""
     value_from: EnvSource | None = None
 
 
@@ -139,49 +271,76 @@ class LocalRef(ApiModel):
     """An object of the pod's namespace by name."""
 
     name: DnsName
+    """Name of the object."""
 
 
 class PodTemplate(ApiModel):
-    """The part of a pod that a pool's owner may set."""
+    """The part of a pod that a pool's owner may set; the operator owns the rest."""
 
     rules: ClassVar = (
         Rule(
-            "!has(self.volumeMounts) || self.volumeMounts.all(m, has(self.volumes) && self.volumes.exists(v, v.name == m.name))",
+            "!has(self.volumeMounts) || self.volumeMounts.all(m, has(self.volumes) && "
+            "self.volumes.exists(v, v.name == m.name))",
             "every volumeMounts[].name must name an entry of volumes",
+            field="volumeMounts",
+        ),
+        Rule(
+            "!has(self.labels) || !self.labels.exists(k, k.startsWith('prfaas.io/') || "
+            "k.startsWith('app.kubernetes.io/'))",
+            "labels under prfaas.io/ and app.kubernetes.io/ are set by the operator: use another prefix",
+            field="labels",
+            reason="FieldValueForbidden",
         ),
     )
 
-    labels: Annotated[dict[LabelKey, LabelValue], Field(max_length=32)] = {}
-    annotations: Annotated[dict[LabelKey, LongText], Field(max_length=32)] = {}
+    labels: LabelMap = {}
+    """Labels added to the pods."""
+    annotations: Annotated[dict[LabelKey, LongText], Field(max_length=32), LABEL_KEYS] = {}
+    """Annotations added to the pods."""
     resources: Resources = Resources()
-    node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32)] = {}
+    """Requests and limits of the worker container."""
+    node_selector: LabelMap = {}
+    """Labels that a node must have."""
     tolerations: Annotated[list[Toleration], Field(max_length=32)] = []
-    volumes: Annotated[list[Volume], Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]})] = []
-    volume_mounts: Annotated[
-        list[VolumeMount], Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["mountPath"]})
-    ] = []
-    env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]})] = []
-    image_pull_secrets: Annotated[list[LocalRef], Field(max_length=8)] = []
+    """Taints that the pods accept."""
+    volumes: Annotated[list[Volume], Field(max_length=16, json_schema_extra=keyed_by("name"))] = []
+    """Volumes that volumeMounts may use."""
+    volume_mounts: Annotated[list[VolumeMount], Field(max_length=16, json_schema_extra=keyed_by("mountPath"))] = []
+    """Where volumes appear in the worker container."""
+    env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra=keyed_by("name"))] = []
+    """Environment variables of the worker container."""
+    image_pull_secrets: Annotated[list[LocalRef], Field(max_length=8, json_schema_extra=keyed_by("name"))] = []
+    """Secrets with which the node pulls the image."""
     priority_class_name: DnsName | None = None
+    """PriorityClass of the pods."""
 
 
 class PoolSpec(ApiModel):
-    """Spec of a pool of identical instances in one cluster. An empty `clusterName` is the hub."""
+    """Spec of a pool of identical instances in one cluster."""
 
-    cluster_name: Annotated[str, StringConstraints(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63)] = ""
+    cluster_name: ClusterName = ""
+    """MemberCluster to run in; empty is the hub."""
     model: ModelRef
     engine: Engine = Engine()
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Number of instances wanted; /scale writes it."""
     template: PodTemplate = PodTemplate()
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
+    """How long an instance that leaves may take to finish its requests, in seconds."""
 
+
+POOL_NAME = Rule(
+    "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+    "a pool's name must be lower-case letters, digits and '-', start with a letter and end with a letter or digit",
+    field="metadata.name",
+)
 
 POOL_COLUMNS = (
-    Column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
-    Column("Instances", ".status.readyReplicas", "integer"),
-    Column("Wanted", ".spec.replicas", "integer"),
-    Column("Cluster", ".spec.clusterName"),
-    Column("Model", ".spec.model.name"),
-    Column("Why", '.status.conditions[?(@.type=="Ready")].reason'),
-    Column("Age", ".metadata.creationTimestamp", "date"),
+    Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether all wanted instances serve"),
+    Column("Instances", ".status.readyReplicas", "integer", "Instances that are ready"),
+    Column("Wanted", ".spec.replicas", "integer", "Instances that should exist"),
+    Column("Cluster", ".spec.clusterName", description="MemberCluster it runs in; empty is the hub"),
+    Column("Model", ".spec.model.name", description="Model it serves"),
+    Column("Why", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the Ready condition"),
+    Column("Age", ".metadata.creationTimestamp", "date", "Time since it was created"),
 )
