@@ -1,0 +1,9 @@
+{{/* Labels of every object of this chart. */}}
+{{- define "prfaas-member.labels" -}}
+app.kubernetes.io/name: prfaas-member
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/part-of: prfaas
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
