@@ -1,8 +1,8 @@
 """What the engine asks of a model, and the per-sequence cache that both share.
 
-A hybrid model keeps two kinds of state for a sequence. An *attention* layer appends one row per token, so its rows can leave
-for another instance while later tokens are still computed. A *linear* layer holds one state of fixed size that stands for all
-tokens so far: it is right at exactly one length, cannot be rewound, and leaves whole.
+A hybrid model keeps two kinds of state for a sequence. An *attention* layer appends one row per token, so its rows can
+leave for another instance while later tokens are still computed. A *linear* layer holds one state of fixed size that
+stands for all tokens so far: it is right at exactly one length, cannot be rewound, and leaves whole.
 
 Axis names belong to every tensor: where two axes have the same length, a swap would be silent. Nothing here knows a
 particular architecture, HTTP or the wire.
@@ -22,8 +22,8 @@ _INITIAL_ROWS = 256
 class TensorSpec(NamedTuple):
     """One tensor of a layer's cache.
 
-    `axes` names every axis. Attention tensors grow along axes[0] == "token", which `shape` leaves out; linear tensors have a
-    fixed `shape` with one entry per axis. `dtype` is torch's name, for example "float32".
+    `axes` names every axis. Attention tensors grow along axes[0] == "token", which `shape` leaves out; linear tensors
+    have a fixed `shape` with one entry per axis. `dtype` is torch's name, for example "float32".
     """
 
     name: str
@@ -93,8 +93,8 @@ class AttentionCache:
 class LinearState:
     """The state of one linear layer, by tensor name; a fresh one is all zeros.
 
-    `tensors` always holds contiguous tensors of the spec's shapes. The next prefill or decode of the sequence puts other
-    tensors in their place or changes them: copy what must outlive that.
+    `tensors` always holds contiguous tensors of the spec's shapes. The next prefill or decode of the sequence changes
+    them in place: copy what must outlive that.
     """
 
     def __init__(self, spec: LayerSpec):
@@ -189,13 +189,14 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Append tokens (int64 [T], T >= 1) at `cache.length`, which grows by T.
 
-        `on_layer(i)` is called right after layer i is done with these tokens: its new rows stand in the cache, and its linear
-        state is that after the last of them. A callback that raises leaves the cache unusable.
+        `on_layer(i)` is called right after layer i is done with these tokens: its new rows stand in the cache, and its
+        linear state is that after the last of them. A callback that raises leaves the cache unusable.
 
         Returns the last token's normed hidden state, fp32 [hidden_size], which `logits` takes.
 
         Raises:
-            RequestError: the sequence would pass `max_context`, or a token is not in the vocabulary; the cache is unchanged.
+            RequestError: the sequence would pass `max_context`, or a token is not in the vocabulary; the cache is
+                unchanged.
 
         """
         ...
@@ -205,7 +206,9 @@ class Model(Protocol):
         ...
 
     def decode(self, tokens: torch.Tensor, caches: Sequence[SequenceCache]) -> torch.Tensor:
-        """One step of B independent sequences: append tokens[b] (int64 [B]) to caches[b], return logits fp32 [B, vocab_size].
+        """One step of B independent sequences: append tokens[b] (int64 [B]) to caches[b].
+
+        Returns logits fp32 [B, vocab_size].
 
         Raises:
             RequestError: a sequence would pass `max_context`, or a token is not in the vocabulary; no cache is changed.
