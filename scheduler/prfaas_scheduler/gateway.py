@@ -1,0 +1,65 @@
+"""The gateway's control socket, from the scheduler's side: the routing table and counters in, the threshold out."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from prfaas.errors import ProtocolError, UnreachableError
+from prfaas.wire import routes
+from prfaas.wire.control import Counters, ThresholdUpdate
+
+TIMEOUT_SECONDS = 2.0
+
+
+class Gateway:
+    """One gateway in the same pod. Use as an async context manager. Every call raises PeerError when it fails."""
+
+    def __init__(self, control_socket: Path):
+        self._socket = control_socket
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.UnixConnector(path=str(self._socket))
+        self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def table(self) -> routes.RoutingTable:
+        """Return the routing table in force."""
+        return routes.decode(await self._call("GET", "/table"))
+
+    async def counters(self) -> Counters:
+        """Return what the gateway counted since its start."""
+        try:
+            return msgspec.json.decode(await self._call("GET", "/counters"), type=Counters)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"GET /counters on {self._socket} answers something else: {error}") from error
+
+    async def put_threshold(self, update: ThresholdUpdate) -> None:
+        """Make the gateway route by `update` until the next one, or until it expires."""
+        await self._call("PUT", "/threshold", msgspec.json.encode(update))
+
+    async def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        if self._http is None:
+            raise RuntimeError("Gateway is used outside its `async with` block")
+        what = f"{method} {path} on {self._socket}"
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with self._http.request(method, f"http://gateway{path}", data=body, headers=headers) as response:
+                answer = await response.read()
+        except TimeoutError as error:
+            raise UnreachableError(f"{what} was not answered within {TIMEOUT_SECONDS:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnreachableError(f"{what} failed ({error}): is the gateway of this pod running?") from error
+        if response.status >= 400:
+            text = answer[:200].decode("utf-8", "replace")
+            raise UnreachableError(f"{what} is refused with HTTP {response.status}: {text}")
+        return answer

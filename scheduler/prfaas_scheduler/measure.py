@@ -1,0 +1,136 @@
+"""What the scheduler asks Prometheus, and how the answers become samples of links.
+
+Our own figures of all clusters come from one query, so that they belong to one moment. Each is summed by the label
+`cluster`, which the scrape configuration takes from the pods' own labels; the hub's row tells a dead link (the hub was
+measured, the member was not) from blind metrics (nobody was). The traffic comes from each MemberCluster's own
+utilisationQuery, which may as well read a router.
+"""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from prfaas.errors import PrfaasError
+from prfaas.names import HUB
+from prfaas.routing.controller import LinkSample
+from prfaas.wire.routes import Cluster, RoutingTable
+from prfaas_scheduler.prometheus import Figure, Prometheus
+
+FIGURE_LABEL = "figure"
+
+# $at: matcher of the clusters. $window: of rates, in seconds. $pools: matcher of this policy's pools.
+FIGURES: Mapping[str, str] = {
+    "sampled_at_seconds": "max by (cluster) (timestamp(prfaas_transfer_sent_bytes_total{$at}))",
+    "backlogged_mbps": ("sum by (cluster) (rate(prfaas_transfer_backlogged_bytes_total{$at}[$windows])) * 8 / 1e6"),
+    # The share of time in which at least one instance had data waiting, were they independent: 1 - prod(1 - share).
+    # A sum would count time that they share twice, and take the link for narrower than it is.
+    "backlogged_fraction": (
+        "1 - exp(sum by (cluster) (ln(1 - clamp_max("
+        "rate(prfaas_transfer_backlogged_seconds_total{$at}[$windows]), 0.999999))))"
+    ),
+    "unsent_bytes": "sum by (cluster) (prfaas_transfer_unsent_bytes{$at})",
+    "waiting_prefills": "sum by (cluster) (prfaas_prefills_waiting{$at, $pools})",
+}
+
+
+class Measured(NamedTuple):
+    """One round of measurements. `errors` are whole sentences, empty when every query was answered."""
+
+    samples: Mapping[str, LinkSample]
+    hub_measured: bool
+    errors: tuple[PrfaasError, ...]
+
+
+NOTHING = Measured({}, hub_measured=False, errors=())
+
+
+async def measure(prometheus: Prometheus, table: RoutingTable, window_seconds: int) -> Measured:
+    """Ask everything at once. Never raises: what failed is missing, and named in `errors`."""
+    errors: list[PrfaasError] = []
+    figures, traffic = await asyncio.gather(
+        _own_figures(prometheus, own_query(table, window_seconds), errors),
+        asyncio.gather(*(_traffic(prometheus, cluster, errors) for cluster in table.clusters)),
+    )
+    samples = samples_of(figures, dict(traffic))
+    return Measured(samples, hub_measured(figures, table.stale_after_seconds), tuple(errors))
+
+
+async def _own_figures(prometheus: Prometheus, query: str, errors: list[PrfaasError]) -> list[Figure]:
+    try:
+        return await prometheus.vector(query)
+    except PrfaasError as error:
+        errors.append(error)
+        return []
+
+
+async def _traffic(prometheus: Prometheus, cluster: Cluster, errors: list[PrfaasError]) -> tuple[str, float | None]:
+    """Return the cluster and the present traffic of its link in Mbit/s."""
+    try:
+        return cluster.name, await prometheus.value(traffic_query(cluster))
+    except PrfaasError as error:
+        errors.append(type(error)(f"link of MemberCluster {cluster.name}: {error}"))
+        return cluster.name, None
+
+
+def traffic_query(cluster: Cluster) -> str:
+    """Return the cluster's utilisationQuery with $cluster filled in."""
+    return cluster.utilisation_query.replace("$cluster", cluster.name)
+
+
+def own_query(table: RoutingTable, window_seconds: int) -> str:
+    """Return the one query for every figure of every link; elements carry the labels `cluster` and `figure`."""
+    at = matcher("cluster", [HUB, *(cluster.name for cluster in table.clusters)])
+    pools = matcher("pool", sorted({instance.pool for instance in table.instances}))
+    named = (
+        f'label_replace({_fill(expression, at, pools, window_seconds)}, "{FIGURE_LABEL}", "{name}", "", "")'
+        for name, expression in FIGURES.items()
+    )
+    return " or ".join(named)
+
+
+def matcher(label: str, values: Sequence[str]) -> str:
+    """Return a PromQL matcher of exactly these values, whatever characters they hold."""
+    pattern = "|".join(re.escape(value) for value in values)
+    escaped = pattern.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{label}=~"{escaped}"'
+
+
+def _fill(expression: str, at: str, pools: str, window_seconds: int) -> str:
+    return expression.replace("$windows", f"{window_seconds}s").replace("$pools", pools).replace("$at", at)
+
+
+def samples_of(figures: Sequence[Figure], traffic_mbps: Mapping[str, float | None]) -> dict[str, LinkSample]:
+    """Return a sample for every member cluster that has one; a figure without one leaves its default."""
+    by_cluster: dict[str, dict[str, float]] = {}
+    now_seconds = 0.0
+    for figure in figures:
+        by_cluster.setdefault(figure.labels.get("cluster", ""), {})[figure.labels.get(FIGURE_LABEL, "")] = figure.value
+        now_seconds = figure.at_seconds
+    return {
+        cluster: _sample(values, now_seconds, traffic_mbps.get(cluster))
+        for cluster, values in by_cluster.items()
+        if cluster != HUB and "sampled_at_seconds" in values
+    }
+
+
+def _sample(values: Mapping[str, float], now_seconds: float, traffic_mbps: float | None) -> LinkSample:
+    fraction = values.get("backlogged_fraction", 0.0)
+    return LinkSample(
+        sampled_at_seconds=values["sampled_at_seconds"],
+        age_seconds=now_seconds - values["sampled_at_seconds"],
+        traffic_mbps=traffic_mbps,
+        delivery_mbps=values.get("backlogged_mbps", 0.0) / fraction if fraction > 0 else None,
+        backlogged_fraction=fraction,
+        unsent_bytes=values.get("unsent_bytes", 0.0),
+        waiting_prefills=values.get("waiting_prefills", 0.0),
+    )
+
+
+def hub_measured(figures: Sequence[Figure], stale_after_seconds: int) -> bool:
+    """Tell whether some instance of the hub has a sample that is not stale."""
+    return any(
+        figure.at_seconds - figure.value <= stale_after_seconds
+        for figure in figures
+        if figure.labels.get("cluster") == HUB and figure.labels.get(FIGURE_LABEL) == "sampled_at_seconds"
+    )

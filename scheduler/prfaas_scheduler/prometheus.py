@@ -1,0 +1,132 @@
+"""Instant queries against Prometheus's HTTP API: one question, a list of labelled figures, and nothing half understood.
+
+An answer is bounded in time and size. What comes back is told apart by who can act: UnreachableError (Prometheus is
+down, slow or overloaded), ConfigError (it rejects the query, or the query answers more than was asked for) and
+ProtocolError (bytes that no Prometheus sends).
+"""
+
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+
+from prfaas.errors import ConfigError, ProtocolError, UnreachableError
+
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+SHOWN_QUERY_CHARS = 200
+# Statuses with which Prometheus, or a proxy before it, speaks of itself and not of the query.
+BUSY_STATUSES = frozenset({408, 429, 499})
+
+
+class Figure(NamedTuple):
+    """One element of an instant vector. `at_seconds` is the evaluation's time by Prometheus's clock."""
+
+    labels: dict[str, str]
+    value: float
+    at_seconds: float
+
+
+class _Element(msgspec.Struct):
+    value: tuple[float, str]
+    metric: dict[str, str] = {}
+
+
+class _Data(msgspec.Struct, rename="camel"):
+    result_type: str
+    result: msgspec.Raw
+
+
+class _Answer(msgspec.Struct, rename="camel"):
+    status: str
+    data: _Data | None = None
+    error: str = ""
+
+
+class Prometheus:
+    """One Prometheus.
+
+    Args:
+        http: an open client session; closed by its owner.
+        url: base URL, with a path prefix if there is one.
+        timeout_seconds: for every query, answer included.
+
+    """
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, timeout_seconds: float):
+        self._http = http
+        self._endpoint = f"{url.rstrip('/')}/api/v1/query"
+        self._timeout_seconds = timeout_seconds
+
+    async def vector(self, query: str) -> list[Figure]:
+        """Return the elements of an instant vector, or the one of a scalar; empty when nothing matches.
+
+        Raises:
+            UnreachableError, ConfigError, ProtocolError: as the module says.
+
+        """
+        # Prometheus gives up at its own timeout, so that a slow query does not outlive our interest in it.
+        form = {"query": query, "timeout": f"{self._timeout_seconds:g}s"}
+        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        try:
+            async with self._http.post(self._endpoint, data=form, timeout=timeout) as response:
+                return parse(response.status, await _read(response), query)
+        except TimeoutError as error:
+            raise UnreachableError(f"{self._endpoint} did not answer within {self._timeout_seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnreachableError(f"{self._endpoint} cannot be reached: {type(error).__name__}: {error}") from error
+        except ValueError as error:  # what aiohttp and yarl raise for an address that is none
+            raise ConfigError(f"{self._endpoint} is no HTTP address: {error}; set metrics.prometheusUrl") from error
+
+    async def value(self, query: str) -> float | None:
+        """Return the one value of a query; None when nothing matches. Raises as `vector`, also for several values."""
+        figures = await self.vector(query)
+        if len(figures) > 1:
+            raise ConfigError(f"{_shown(query)} answers {len(figures)} values where one is needed: wrap it in sum(...)")
+        return figures[0].value if figures else None
+
+
+def parse(status: int, body: bytes, query: str) -> list[Figure]:
+    """Read one answer of /api/v1/query; `query` is named in errors, which are those of `Prometheus.vector`."""
+    if status >= 500 or status in BUSY_STATUSES:
+        raise UnreachableError(f"Prometheus answers HTTP {status}: {body[:200].decode('utf-8', 'replace')}")
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"Prometheus answers HTTP {status} with no JSON of its own: {error}") from error
+    if answer.status != "success" or answer.data is None:
+        raise ConfigError(f"Prometheus rejects {_shown(query)}: {answer.error or f'HTTP {status}'}")
+    try:
+        return _figures(answer.data, query)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"Prometheus's answer to {_shown(query)} is damaged: {error}") from error
+
+
+def _figures(data: _Data, query: str) -> list[Figure]:
+    if data.result_type == "scalar":
+        at_seconds, text = msgspec.json.decode(data.result, type=tuple[float, str])
+        return [Figure({}, _float(text, query), at_seconds)]
+    if data.result_type == "vector":
+        elements = msgspec.json.decode(data.result, type=list[_Element])
+        return [Figure(one.metric, _float(one.value[1], query), one.value[0]) for one in elements]
+    raise ConfigError(f"{_shown(query)} answers a {data.result_type} where one value is needed")
+
+
+def _float(text: str, query: str) -> float:
+    """Read a sample value: Prometheus writes NaN, +Inf and -Inf as Python reads them."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ProtocolError(f"{_shown(query)} answers {text[:40]!r}, which is no number") from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ProtocolError(f"Prometheus answers more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(body)
+
+
+def _shown(query: str) -> str:
+    return f"the query {query if len(query) <= SHOWN_QUERY_CHARS else query[:SHOWN_QUERY_CHARS] + '...'}"
