@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import aiohttp
 import msgspec
 
-from prfaas.errors import ConfigError, PeerError, ProtocolError, UnreachableError
+from prfaas.errors import ConfigError, InternalError, PeerError, ProtocolError, UnreachableError
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
@@ -139,7 +139,7 @@ class KubeSession:
         Raises as `call` does, also for what goes wrong while the caller reads.
         """
         if self._client is None:
-            raise RuntimeError("KubeSession is used outside its `async with` block")
+            raise InternalError("KubeSession is used outside its `async with` block")
         what = f"{method} {self._server}{path.partition('?')[0]}"
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(timeout_seconds, 5.0))
         try:

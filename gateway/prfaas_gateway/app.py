@@ -1,0 +1,109 @@
+"""The two HTTP applications of the gateway process: the public one, and the control socket of its scheduler sidecar."""
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from prfaas.errors import RequestError
+from prfaas.wire.control import ThresholdUpdate
+from prfaas_gateway.dispatch import Dispatcher
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.metrics import Metrics
+from prfaas_gateway.openai import error_response, model_card
+from prfaas_gateway.state import GatewayState
+
+RELAYED = ("/v1/chat/completions", "/v1/completions")
+
+
+class PublicApp:
+    """The OpenAI endpoints, health and metrics."""
+
+    def __init__(self, state: GatewayState, dispatcher: Dispatcher, metrics: Metrics):
+        self._state = state
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        metrics.show(self._threshold_tokens, lambda: state.in_flight)
+
+    def build(self, limits: Limits) -> web.Application:
+        """Return the application."""
+        app = web.Application(client_max_size=limits.request_bytes)
+        for path in RELAYED:
+            app.router.add_post(path, self._dispatcher.handle)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        return app
+
+    def _threshold_tokens(self) -> float:
+        rule = self._state.rule()
+        return rule.threshold_tokens if rule else float("nan")
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        served = [model_card(self._state.table.model)] if self._state.table else []
+        return _json({"object": "list", "data": served})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if self._state.table is None or name != self._state.table.model:
+            return error_response(
+                RequestError(
+                    f"the model {name!r} is not served here", status=404, code="model_not_found", param="model"
+                )
+            )
+        return _json(model_card(name))
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, _request: web.Request) -> web.Response:
+        if self._state.draining:
+            return web.Response(status=503, text="draining\n")
+        if self._state.table is None:
+            return web.Response(status=503, text="no routing table yet\n")
+        return web.Response(text="ok\n")
+
+    async def _show_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        served = f"POST {' and '.join(RELAYED)}, GET /v1/models"
+        message = f"there is no {request.method} {request.path}; this gateway serves {served}"
+        return error_response(RequestError(message, status=404, code="unknown_url"))
+
+
+class ControlApp:
+    """The control socket; see prfaas.wire.control. Whoever can open it is trusted: it lies in the pod's own volume."""
+
+    def __init__(self, state: GatewayState):
+        self._state = state
+
+    def build(self) -> web.Application:
+        """Return the application."""
+        app = web.Application(client_max_size=64 * 1024)
+        app.router.add_get("/table", self._table)
+        app.router.add_put("/threshold", self._threshold)
+        app.router.add_get("/counters", self._counters)
+        return app
+
+    async def _table(self, _request: web.Request) -> web.Response:
+        if self._state.table is None:
+            return web.Response(status=503, text="no routing table yet\n")
+        return _json(self._state.table)
+
+    async def _threshold(self, request: web.Request) -> web.Response:
+        try:
+            update = msgspec.json.decode(await request.read(), type=ThresholdUpdate)
+        except msgspec.DecodeError as error:
+            return web.Response(status=400, text=f"not a ThresholdUpdate: {error}\n")
+        self._state.push(update)
+        return web.Response(status=204)
+
+    async def _counters(self, _request: web.Request) -> web.Response:
+        return _json(self._state.counters)
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

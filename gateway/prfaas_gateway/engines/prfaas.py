@@ -1,0 +1,36 @@
+"""The protocol of prfaas-worker: one call to the decode worker, which fetches the prefill itself.
+
+The decode worker learns the prefill instance from a header and answers only once the first token exists, so everything
+that can fail before it is an HTTP status: 502 with code prefill_failed blames the prefill leg, 503 says that the decode
+worker is full or draining.
+"""
+
+from prfaas.errors import UnreachableError
+from prfaas.routing.facts import Route
+from prfaas.wire import headers
+from prfaas_gateway.engines import LegFailedError
+from prfaas_gateway.openai import Intake, error_code
+from prfaas_gateway.upstream import Answer, Upstream
+
+
+class PrfaasEngine:
+    """Serves routes on prfaas workers."""
+
+    def __init__(self, upstream: Upstream):
+        self._upstream = upstream
+
+    async def open(self, route: Route, intake: Intake) -> Answer:
+        """Serve a request along a route; see `Engine.open`."""
+        sent = intake.headers
+        if route.prefill is not None:
+            sent = {**sent, headers.PREFILL_URL: route.prefill.url}
+        try:
+            answer = await self._upstream.post(route.decode.url + intake.path, sent, intake.body)
+        except UnreachableError as error:
+            raise LegFailedError(str(error), leg="decode", eject=True) from error
+        if answer.status == 502 and route.prefill and error_code(answer.body or b"") == headers.CODE_PREFILL_FAILED:
+            message = f"{route.decode.name} got no prefill from {route.prefill.name} in {route.prefill.cluster}"
+            raise LegFailedError(message, leg="prefill", eject=True, answer=answer)
+        if answer.status == 503:
+            raise LegFailedError(f"{route.decode.name} is full or draining", leg="decode", eject=False, answer=answer)
+        return answer

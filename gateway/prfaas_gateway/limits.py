@@ -1,0 +1,24 @@
+"""The gateway's own bounds in one place: sizes, waits, attempts."""
+
+from typing import NamedTuple
+
+
+class Limits(NamedTuple):
+    """Bounds of one gateway. They guard the process; what users tune is in the policy."""
+
+    request_bytes: int = 16 * 1024 * 1024
+    """A larger request body is refused with 413. A prompt of 128 K tokens takes well under 1 MB."""
+    buffered_answer_bytes: int = 4 * 1024 * 1024
+    """An answer of known length up to this is read whole before it is relayed, so that a dying worker costs nothing."""
+    connect_seconds: float = 1.0
+    first_byte_seconds: float = 600.0
+    """Until the worker's response headers: queueing, prefill, and without streaming the whole generation."""
+    idle_seconds: float = 60.0
+    """Between two pieces of a stream, from the worker or to the client."""
+    attempts: int = 4
+    """Legs that one request may start."""
+    eject_seconds: float = 0.5
+    """First ejection of an instance that failed; it doubles with every further failure in a row."""
+    eject_max_seconds: float = 5.0
+    linger_seconds: float = 1.0
+    """After SIGTERM, how long new connections are still taken while load balancers learn that we leave."""

@@ -1,0 +1,122 @@
+"""The life of a gateway process: open the sockets, follow the table, drain on SIGTERM."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from prfaas.errors import ConfigError
+from prfaas.kube import KubeSession
+from prfaas_gateway.app import ControlApp, PublicApp
+from prfaas_gateway.dispatch import Dispatcher
+from prfaas_gateway.engines.prfaas import PrfaasEngine
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.metrics import Metrics
+from prfaas_gateway.sources import follow_configmap, follow_file, read_file
+from prfaas_gateway.state import GatewayState
+from prfaas_gateway.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+
+class Config(NamedTuple):
+    """What the command line says. The table comes from `routes_file`, or else from `policy` in `namespace`."""
+
+    host: str
+    port: int
+    policy: str = ""
+    namespace: str = ""
+    routes_file: Path | None = None
+    control_socket: Path | None = None
+    drain_seconds: float = 30.0
+    limits: Limits = Limits()
+
+
+class Running(NamedTuple):
+    """A gateway that serves; `port` is the one it got, where it asked for any."""
+
+    state: GatewayState
+    port: int
+
+
+async def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return.
+
+    Raises:
+        ConfigError: an address, socket or file in `config` cannot be used.
+
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serving(config) as running:
+        await stop.wait()
+        log.info("draining: %d requests in flight", running.state.in_flight)
+        running.state.draining = True
+        await asyncio.sleep(config.limits.linger_seconds)
+
+
+@asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[Running]:
+    """Serve while the block runs; leaving it takes nothing new and waits `drain_seconds` for what is in flight."""
+    state = GatewayState(config.limits)
+    metrics = Metrics()
+    async with Upstream(config.limits) as upstream, _following(config, state):
+        dispatcher = Dispatcher(state, PrfaasEngine(upstream), metrics, config.limits)
+        public = PublicApp(state, dispatcher, metrics).build(config.limits)
+        # Cancelling the handler is how a client that leaves aborts its request at once, on the worker too.
+        runner = web.AppRunner(
+            public, handler_cancellation=True, access_log=None, shutdown_timeout=config.drain_seconds
+        )
+        control = web.AppRunner(ControlApp(state).build(), access_log=None, shutdown_timeout=1.0)
+        try:
+            await _listen(runner, control, config)
+            port = runner.addresses[0][1]
+            log.info("listening on %s:%d", config.host, port)
+            yield Running(state, port)
+        finally:
+            await runner.cleanup()
+            await control.cleanup()
+
+
+async def _listen(public: web.AppRunner, control: web.AppRunner, config: Config) -> None:
+    try:
+        await public.setup()
+        await web.TCPSite(public, config.host, config.port, backlog=1024).start()
+        if config.control_socket is not None:
+            await control.setup()
+            await web.UnixSite(control, str(config.control_socket)).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} or {config.control_socket}: {error}"
+        ) from error
+
+
+@asynccontextmanager
+async def _following(config: Config, state: GatewayState) -> AsyncIterator[None]:
+    """Follow the table in the background while the block runs."""
+    if config.routes_file is not None:
+        state.set_table(read_file(config.routes_file))  # a file that cannot be read is a mistake on the command line
+        async with _background(follow_file(config.routes_file, state.set_table)):
+            yield
+        return
+    async with (
+        KubeSession.in_cluster() as session,
+        _background(follow_configmap(session, config.namespace, config.policy, state.set_table)),
+    ):
+        yield
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` beside the block. It is meant to run for ever: its failure ends the block, and with it the process."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work)
+        yield
+        task.cancel()

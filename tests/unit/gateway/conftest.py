@@ -1,0 +1,195 @@
+"""A real gateway on loopback before workers that speak the wire contract and do what a test tells them to."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from prfaas.names import HUB
+from prfaas.wire import headers
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.serve import Config, Running, serving
+
+Reply = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
+QUICK = Limits(connect_seconds=0.3, eject_seconds=0.1, eject_max_seconds=0.4, linger_seconds=0.05, idle_seconds=5)
+
+
+class Seen(NamedTuple):
+    """One request as a worker got it."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+async def answer(_request: web.Request, _body: bytes) -> web.StreamResponse:
+    """Answer like a worker that served a request of 7 tokens."""
+    return web.json_response({"object": "chat.completion"}, headers={headers.PROMPT_TOKENS: "7", "x-extra": "kept"})
+
+
+@dataclass
+class Worker:
+    """A worker's HTTP side. `reply` says what it does next; `aborted` is set when a caller leaves early."""
+
+    name: str
+    url: str = ""
+    reply: Reply = answer
+    seen: list[Seen] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    @property
+    def port(self) -> int:
+        return self.runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Die: the port refuses connections from now on."""
+        await self.runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.seen.append(Seen(request.path, lower(request.headers), body))
+        try:
+            return await self.reply(request, body)
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
+
+
+def lower(received: Mapping[str, str]) -> dict[str, str]:
+    """Return headers under lower-case names."""
+    return {name.lower(): value for name, value in received.items()}
+
+
+class Answered(NamedTuple):
+    """What a client got: status, headers and the raw body."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.body)
+
+
+class World:
+    """One gateway, its workers by name, and its routing table. Names that begin with d decode, with p prefill in the hub,
+    with x prefill in the member cluster eu.
+    """
+
+    def __init__(self, directory: Path):
+        self.stack = AsyncExitStack()
+        self.routes_file = directory / "routes.json.gz"
+        self.control_socket = directory / "control.sock"
+        self.workers: dict[str, Worker] = {}
+        self.table: RoutingTable | None = None
+        self.running: Running | None = None
+        self.client: aiohttp.ClientSession | None = None
+
+    async def start(self, *names: str, limits: Limits = QUICK, **table) -> None:
+        for name in names:
+            self.workers[name] = Worker(name)
+            await self.workers[name].start()
+            self.stack.push_async_callback(self.workers[name].stop)
+        self.write_table(**table)
+        config = Config("127.0.0.1", 0, routes_file=self.routes_file, control_socket=self.control_socket, limits=limits)
+        self.client = await self.stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        self.running = await self.stack.enter_async_context(serving(config._replace(drain_seconds=2)))
+
+    def write_table(self, mode: str = "Auto", tokens: int = 1000, **more) -> RoutingTable:
+        roles = {"d": ("decode", HUB), "p": ("prefill", HUB), "x": ("prefill", "eu")}
+        instances = [
+            Instance(
+                name=name, pool=roles[name[0]][0], cluster=roles[name[0]][1], role=roles[name[0]][0], url=worker.url
+            )
+            for name, worker in self.workers.items()
+        ]
+        defaults = {
+            "policy": "p",
+            "namespace": "n",
+            "generation": 1,
+            "model": "m",
+            "on_offload_failure": "PrefillLocally",
+            "threshold": Threshold(mode=mode, tokens=tokens, min_tokens=10, max_tokens=5000),
+            "watermarks": LinkWatermarks(high_percent=80, low_percent=50),
+            "short_interval_seconds": 1,
+            "clusters": (Cluster(name="eu", capacity_mbps=100, utilisation_query="vector(0)"),),
+            "instances": tuple(instances),
+        }
+        self.table = RoutingTable(**(defaults | more))
+        self.routes_file.write_bytes(encode(self.table))
+        return self.table
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.running.port}"
+
+    @property
+    def state(self):
+        return self.running.state
+
+    async def post(self, body: bytes | BinaryIO | dict, path: str = "/v1/chat/completions", **options) -> Answered:
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
+        async with self.client.post(self.url + path, data=data, **options) as response:
+            return Answered(response.status, lower(response.headers), await response.read())
+
+    async def get(self, path: str) -> Answered:
+        async with self.client.get(self.url + path) as response:
+            return Answered(response.status, lower(response.headers), await response.read())
+
+    async def control(self, method: str, path: str, body: bytes = b"") -> Answered:
+        connector = aiohttp.UnixConnector(str(self.control_socket))
+        async with (
+            aiohttp.ClientSession(connector=connector) as client,
+            client.request(method, f"http://gateway{path}", data=body) as response,
+        ):
+            return Answered(response.status, lower(response.headers), await response.read())
+
+    async def metric(self, line: str) -> float:
+        """Return the value of one metric line, 0 where it is absent."""
+        text = (await self.get("/metrics")).body.decode()
+        return next((float(one.rsplit(" ", 1)[1]) for one in text.splitlines() if one.startswith(line + " ")), 0.0)
+
+
+def prompt(body_bytes: int) -> bytes:
+    """Return a request body of exactly this size; 4 bytes are a token to a gateway that has learnt nothing yet."""
+    frame = b'{"model":"m","messages":[{"role":"user","content":""}]}'
+    return frame[:-4] + b"x" * (body_bytes - len(frame)) + frame[-4:]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    async with made.stack:
+        yield made
+        if made.running is not None:
+            made.running.state.check_integrity()
+
+
+@pytest.fixture
+def short() -> bytes:
+    """A prompt below the tables' threshold of 1000 tokens."""
+    return prompt(400)
+
+
+@pytest.fixture
+def long() -> bytes:
+    """A prompt above it."""
+    return prompt(40_000)

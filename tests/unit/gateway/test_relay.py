@@ -1,0 +1,241 @@
+"""Proves that the gateway relays bytes as they are, both ways, keeps its own headers to itself, and passes aborts on."""
+
+import asyncio
+import io
+import json
+import time
+
+import aiohttp
+from aiohttp import web
+
+from prfaas.wire import headers
+from prfaas_gateway.limits import Limits
+
+
+def streaming(
+    *pieces: bytes, content_type: str = "text/event-stream", die: bool = False, gate: asyncio.Event | None = None
+):
+    """Return a reply that sends these pieces one by one, and then ends, dies, or waits for the gate first."""
+
+    async def reply(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": content_type, headers.PROMPT_TOKENS: "7"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0.005)
+        if gate is not None:
+            await gate.wait()
+        if die:
+            request.transport.abort()
+        return response
+
+    return reply
+
+
+async def test_request_body_and_path_reach_the_worker_byte_for_byte(world):
+    await world.start("d0")
+    odd = b'  {"model" : "m",\t"x": 1e3, "messages":[{"content":"\\u00e4\xc3\xa4 \\n"}], "unknown": {"a":[1,2]} }\n'
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert (await world.post(odd, path)).status == 200
+        assert (world.workers["d0"].seen[-1].path, world.workers["d0"].seen[-1].body) == (path, odd)
+
+
+async def test_a_body_of_several_megabytes_is_relayed(world):
+    await world.start("d0")
+    body = json.dumps({"model": "m", "prompt": "y" * 5_000_000}).encode()
+    assert (await world.post(io.BytesIO(body))).status == 200
+    assert world.workers["d0"].seen[0].body == body
+
+
+async def test_a_stream_is_relayed_piece_by_piece_and_byte_for_byte(world):
+    await world.start("d0")
+    gate = asyncio.Event()
+    pieces = [b'data: {"a":1}\n\n', b": comment \xff\x00\n\n", b"data: [DO", b"NE]\n\n"]
+    world.workers["d0"].reply = streaming(*pieces, gate=gate)
+    async with world.client.post(world.url + "/v1/chat/completions", data=b'{"model":"m","stream":true}') as response:
+        first = await response.content.readany()
+        assert pieces[0].startswith(first[: len(pieces[0])])  # arrived although the worker has not finished
+        gate.set()
+        assert first + await response.read() == b"".join(pieces)
+
+
+async def test_a_compressed_answer_is_not_unpacked(world):
+    await world.start("d0")
+
+    async def reply(_request, _body):
+        return web.Response(
+            body=b"\x1f\x8b not really gzip", headers={"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        )
+
+    world.workers["d0"].reply = reply
+    got = await world.post(b'{"model":"m"}')
+    assert (got.body, got.headers["content-encoding"]) == (b"\x1f\x8b not really gzip", "gzip")
+
+
+async def test_a_workers_refusal_is_relayed_as_it_is(world):
+    await world.start("d0")
+
+    async def reply(_request, _body):
+        return web.json_response({"error": {"code": "context_length_exceeded"}}, status=400)
+
+    world.workers["d0"].reply = reply
+    got = await world.post(b'{"model":"m"}')
+    assert (got.status, got.json) == (400, {"error": {"code": "context_length_exceeded"}})
+    assert headers.OUTCOME not in got.headers
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="invalid"}') == 1
+
+
+async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short):
+    await world.start("d0")
+    sent = {
+        "X-PrfaaS-Prefill-URL": "http://127.0.0.1:1",
+        "x-prfaas-anything": "1",
+        "Authorization": "Bearer secret",
+        "TE": "trailers",
+    }
+    sent |= {
+        "Connection": "keep-alive, x-odd",
+        "x-odd": "1",
+        "Content-Type": "application/json",
+        "traceparent": "00-ab-cd-01",
+    }
+    await world.post(short, headers=sent)
+    got = dict(world.workers["d0"].seen[0].headers)
+    request_id = got.pop("x-request-id")
+    assert len(request_id) == 32
+    assert got == {
+        "host": world.workers["d0"].url.removeprefix("http://"),
+        "accept": "*/*",
+        "content-type": "application/json",
+        "traceparent": "00-ab-cd-01",
+        "content-length": str(len(short)),
+    }
+
+
+async def test_the_clients_request_id_is_kept_and_a_bad_one_replaced(world, short):
+    await world.start("d0")
+    got = await world.post(short, headers={"x-request-id": "run-7/a"})
+    assert (world.workers["d0"].seen[0].headers["x-request-id"], got.headers["x-request-id"]) == ("run-7/a", "run-7/a")
+    await world.post(short, headers={"x-request-id": "a b" * 99})
+    assert len(world.workers["d0"].seen[1].headers["x-request-id"]) == 32
+
+
+async def test_the_answer_says_what_was_decided(world, short, long):
+    await world.start("d0", "p0", "x0")
+    got = (await world.post(short)).headers
+    assert {name: got[name] for name in (headers.DECISION, headers.PREFILL_CLUSTER, headers.PREFILL_INSTANCE)} == {
+        headers.DECISION: "local",
+        headers.PREFILL_CLUSTER: "hub",
+        headers.PREFILL_INSTANCE: "p0",
+    }
+    got = (await world.post(long)).headers
+    assert (got[headers.DECISION], got[headers.PREFILL_CLUSTER], got[headers.PREFILL_INSTANCE]) == (
+        "offload",
+        "eu",
+        "x0",
+    )
+    assert (got[headers.DECODE_INSTANCE], got[headers.OUTCOME], got[headers.THRESHOLD_TOKENS]) == ("d0", "ok", "1000")
+    assert (got[headers.PROMPT_TOKENS], got["x-extra"]) == ("7", "kept")
+    sent = [one.headers.get(headers.PREFILL_URL) for one in world.workers["d0"].seen]
+    assert sent == [world.workers["p0"].url, world.workers["x0"].url]
+
+
+async def test_a_client_that_leaves_while_it_waits_aborts_the_worker_at_once(world, short):
+    await world.start("d0")
+    started = asyncio.Event()
+
+    async def reply(_request, _body):
+        started.set()
+        await asyncio.sleep(60)
+
+    world.workers["d0"].reply = reply
+    waiting = asyncio.create_task(world.post(short))
+    await started.wait()
+    left = time.monotonic()
+    waiting.cancel()
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 2)
+    assert time.monotonic() - left < 0.5
+    await settled(world)
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="aborted"}') == 1
+
+
+async def test_a_client_that_leaves_a_stream_aborts_the_worker_at_once(world):
+    await world.start("d0")
+    world.workers["d0"].reply = streaming(b"data: 1\n\n", gate=asyncio.Event())
+    response = await world.client.post(world.url + "/v1/chat/completions", data=b'{"model":"m","stream":true}')
+    assert await response.content.readany() == b"data: 1\n\n"
+    response.close()
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 2)
+    await settled(world)
+
+
+async def settled(world) -> None:
+    """Wait until the gateway has noticed and forgotten all requests."""
+    for _ in range(200):
+        if world.state.in_flight == 0:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("requests are still in flight")
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(world):
+    await world.start("d0")
+    world.workers["d0"].reply = streaming(b"data: 1\n\n", die=True)
+    got = await world.post(b'{"model":"m","stream":true}')
+    first, event = got.body.split(b"\n\n")[:2]
+    assert first == b"data: 1"
+    assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
+    assert b"[DONE]" not in got.body
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="failed"}') == 1
+
+
+async def test_a_stream_that_breaks_off_within_an_event_still_ends_with_a_readable_one(world):
+    await world.start("d0")
+    world.workers["d0"].reply = streaming(b'data: {"half', die=True)
+    events = (await world.post(b'{"model":"m","stream":true}')).body.split(b"\n\n")
+    assert json.loads(events[1].removeprefix(b"data: "))["error"]["type"] == "server_error"
+
+
+async def test_another_format_that_breaks_off_is_cut_short_for_the_client_too(world):
+    await world.start("d0")
+    world.workers["d0"].reply = streaming(b'{"half', content_type="application/json", die=True)
+    try:
+        await world.post(b'{"model":"m"}')
+    except aiohttp.ClientPayloadError:
+        return
+    raise AssertionError("a truncated answer passed for a whole one")
+
+
+async def test_a_worker_that_falls_silent_ends_the_stream(world):
+    await world.start("d0", limits=world_limits(idle_seconds=0.1))
+    world.workers["d0"].reply = streaming(b"data: 1\n\n", gate=asyncio.Event())
+    got = await world.post(b'{"model":"m","stream":true}')
+    assert b"stream_broken" in got.body
+
+
+async def test_a_worker_that_never_answers_is_a_timeout(world):
+    await world.start("d0", limits=world_limits(first_byte_seconds=0.1))
+
+    async def reply(_request, _body):
+        await asyncio.sleep(60)
+
+    world.workers["d0"].reply = reply
+    got = await world.post(b'{"model":"m"}')
+    assert (got.status, got.json["error"]["code"]) == (504, "timeout")
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 1)
+
+
+def world_limits(**changed) -> Limits:
+    return Limits(connect_seconds=0.3, linger_seconds=0)._replace(**changed)
+
+
+async def test_an_http_1_0_client_gets_the_whole_stream(world):
+    await world.start("d0")
+    world.workers["d0"].reply = streaming(b"data: 1\n\n", b"data: [DONE]\n\n")
+    body = b'{"model":"m","stream":true}'
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.running.port)
+    writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    got = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    await writer.wait_closed()
+    assert got.endswith(b"\r\n\r\ndata: 1\n\ndata: [DONE]\n\n")
