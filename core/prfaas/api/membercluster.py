@@ -8,19 +8,24 @@ from prfaas.api.base import (
     ApiModel,
     Column,
     Conditions,
-    DatacenterName,
+    DataKey,
     DnsLabel,
     DnsName,
     Generation,
     Obeys,
     Resource,
     Rule,
-    ShortText,
+    Says,
     Timestamp,
 )
 
 DEFAULT_UTILISATION_QUERY = 'sum(rate(prfaas_transfer_sent_bytes_total{cluster="$cluster"}[5s])) * 8 / 1e6'
 
+Place = Annotated[
+    str,
+    StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63),
+    Says("must be letters, digits, '-', '_' and '.', and start and end with a letter or digit"),
+]
 NAMESPACE_IS_FIXED = Obeys(
     Rule(
         "self == oldSelf",
@@ -40,7 +45,7 @@ class KubeconfigSecretRef(ApiModel):
 
     name: DnsName
     """Name of the Secret."""
-    key: ShortText = "kubeconfig"
+    key: DataKey = "kubeconfig"
     """Key of the Secret's data that holds the kubeconfig."""
 
 
@@ -61,9 +66,9 @@ class MemberClusterSpec(ApiModel):
     kubeconfig_secret_ref: KubeconfigSecretRef
     namespace: Annotated[DnsLabel, NAMESPACE_IS_FIXED] = "prfaas"
     """Namespace in the member cluster for everything the operator creates there; it cannot change."""
-    datacenter: DatacenterName = ""
+    datacenter: Place = ""
     """Datacenter of the cluster, as policies name it in datacenters.prefer and datacenters.forbid."""
-    region: DatacenterName = ""
+    region: Place = ""
     """Region of the cluster, for people."""
     addressing: Literal["PodIP", "HostIP"] = "PodIP"
     """Which address of a worker pod the hub reaches: its own, or its node's through a hostPort."""

@@ -12,20 +12,21 @@ from prfaas.api.base import (
     ApiModel,
     Column,
     Count,
+    DataKey,
     DnsLabel,
     DnsName,
     Image,
     LongText,
+    ModelName,
     Obeys,
     Rule,
     Says,
-    ShortText,
     keyed_by,
 )
 
 EnvName = Annotated[
     str,
-    StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", min_length=1, max_length=253),
+    StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=253),
     Says("must be letters, digits and '_', and not start with a digit"),
 ]
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=317)]
@@ -44,7 +45,12 @@ LabelValue = Annotated[
 Quantity = Annotated[
     int | str,
     Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64}),
-    Obeys(Rule("isQuantity(string(self))", "must be a quantity such as 2, 500m or 8Gi")),
+    Obeys(
+        Rule(
+            "isQuantity(string(self)) && sign(quantity(string(self))) >= 0",
+            "must be a quantity of zero or more, such as 2, 500m or 8Gi",
+        )
+    ),
 ]
 LabelMap = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), LABEL_KEYS]
 QuantityMap = Annotated[dict[LabelKey, Quantity], Field(max_length=16), LABEL_KEYS]
@@ -65,11 +71,7 @@ Argument = Annotated[str, StringConstraints(max_length=1024)]
 class ModelRef(ApiModel):
     """The model: the name clients ask for, and where its checkpoint lies."""
 
-    name: Annotated[
-        str,
-        StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253),
-        Says("must be letters, digits, '.', '_', '/' and '-', and start with a letter or digit"),
-    ]
+    name: ModelName
     """The name that clients send as `model`; a policy joins pools of the same name."""
     source: Annotated[
         str,
@@ -227,7 +229,7 @@ class KeyRef(ApiModel):
 
     name: DnsName
     """Name of the object."""
-    key: ShortText
+    key: DataKey
     """Key of its data."""
 
 

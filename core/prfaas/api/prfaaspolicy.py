@@ -14,6 +14,7 @@ from prfaas.api.base import (
     DnsLabel,
     Generation,
     Image,
+    ModelName,
     Resource,
     Rule,
 )
@@ -145,7 +146,7 @@ class PrfaaSPolicySpec(ApiModel):
         ),
     )
 
-    model: Annotated[str, StringConstraints(min_length=1, max_length=253)]
+    model: ModelName
     """The model's name, as clients send it and the pools have it in model.name."""
     decode_pool: DnsLabel
     """DecodePool of this namespace that decodes."""
