@@ -1,4 +1,4 @@
-"""The scheduler's own metrics. Their label is `member_cluster`: every target has a label `cluster` of its own already."""
+"""The scheduler's own metrics. Their label is `member_cluster`, because every target has a label `cluster` already."""
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

@@ -96,6 +96,7 @@ class LinkMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What is remembered of one link from step to step."""
 
     cluster: str
+    declared_mbps: float
     effective_mbps: float
     utilisation_percent: float | None
     sampled_at_seconds: float | None
@@ -235,13 +236,7 @@ def _metrics_state(config: Config, facts: Facts, alive: list[_Link]) -> MetricsS
 def _judge(config: Config, facts: Facts, link: LinkFacts, memory: LinkMemory | None) -> _Link:
     """Return everything one step thinks of one link."""
     declared_mbps = max(1.0, _number(link.capacity_mbps) or 1.0)
-    before = memory or LinkMemory(
-        cluster=link.cluster,
-        effective_mbps=declared_mbps,
-        utilisation_percent=None,
-        sampled_at_seconds=None,
-        measured_at_seconds=facts.now_seconds,
-    )
+    before = memory if memory and memory.declared_mbps == declared_mbps else _unknown(link, declared_mbps, facts)
     state = _link_state(config, facts, link)
     if state != "Alive":  # its clock starts again when it comes back: it was not expected to be measured meanwhile
         before = msgspec.structs.replace(before, measured_at_seconds=facts.now_seconds)
@@ -260,6 +255,7 @@ def _judge(config: Config, facts: Facts, link: LinkFacts, memory: LinkMemory | N
     drain_seconds = sample.unsent_bytes * 8 / 1e6 / effective_mbps
     memory = LinkMemory(
         cluster=link.cluster,
+        declared_mbps=declared_mbps,
         effective_mbps=effective_mbps,
         utilisation_percent=utilisation,
         sampled_at_seconds=sample.sampled_at_seconds,
@@ -270,6 +266,18 @@ def _judge(config: Config, facts: Facts, link: LinkFacts, memory: LinkMemory | N
         memory=memory,
         link_percent=max(utilisation, 100.0 * drain_seconds / SATURATED_DRAIN_SECONDS),
         queue_percent=100.0 * sample.waiting_prefills / link.ready_instances / SATURATED_QUEUE_PER_INSTANCE,
+    )
+
+
+def _unknown(link: LinkFacts, declared_mbps: float, facts: Facts) -> LinkMemory:
+    """Return the memory of a link that was never measured, or whose declared capacity was changed."""
+    return LinkMemory(
+        cluster=link.cluster,
+        declared_mbps=declared_mbps,
+        effective_mbps=declared_mbps,
+        utilisation_percent=None,
+        sampled_at_seconds=None,
+        measured_at_seconds=facts.now_seconds,
     )
 
 
