@@ -9,7 +9,7 @@ from prfaas.wire.control import ThresholdUpdate
 from prfaas_gateway.dispatch import Dispatcher
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import Metrics
-from prfaas_gateway.openai import error_response, model_card
+from prfaas_gateway.openai import UNREADABLE, error_response, model_card
 from prfaas_gateway.state import GatewayState
 
 RELAYED = ("/v1/chat/completions", "/v1/completions")
@@ -96,7 +96,7 @@ class ControlApp:
     async def _threshold(self, request: web.Request) -> web.Response:
         try:
             update = msgspec.json.decode(await request.read(), type=ThresholdUpdate)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return web.Response(status=400, text=f"not a ThresholdUpdate: {error}\n")
         self._state.push(update)
         return web.Response(status=204)

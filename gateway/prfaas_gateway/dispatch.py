@@ -73,6 +73,9 @@ class Dispatcher:
         except (PrfaasError, TimeoutError) as error:
             log.warning("request %s: %s", exchange.intake.request_id if exchange else "-", error)
             response = error_response(error)
+        except Exception as error:
+            log.exception("request %s met a bug", exchange.intake.request_id if exchange else "-")
+            response = error_response(error)
         finally:
             decision = exchange.began.kind if exchange and exchange.began else "none"
             self._metrics.requests.labels(decision, outcome).inc()

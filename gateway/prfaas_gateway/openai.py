@@ -31,6 +31,8 @@ HOP_BY_HOP = frozenset(
     }
 )
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+# What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Head(msgspec.Struct):
@@ -81,7 +83,7 @@ def _read_model(body: bytes) -> str:
         raise RequestError(
             f"the request body is not valid: {error}; model names the model, a string", param="model"
         ) from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from error
 
 
@@ -99,7 +101,7 @@ def error_code(body: bytes) -> str:
     """Return `error.code` of an error body, or the empty string where there is none."""
     try:
         return str(msgspec.json.decode(body)["error"]["code"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         return ""
 
 

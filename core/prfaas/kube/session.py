@@ -21,6 +21,8 @@ from prfaas.errors import ConfigError, InternalError, PeerError, ProtocolError, 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
 DEFAULT_TIMEOUT_SECONDS = 10.0
+# What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class StatusError(PeerError):
@@ -170,7 +172,7 @@ def decode_object(raw: bytes, what: str) -> dict[str, Any]:
     """Read one JSON object. Raises ProtocolError naming `what` was asked."""
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"{what} answered no JSON object: {error}") from error
 
 
@@ -178,7 +180,7 @@ def _status_error(what: str, status: int, raw: bytes) -> StatusError:
     """Read the API's Status object, where there is one, into an error."""
     try:
         said = msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         said = {}
     message = said.get("message") or raw[:200].decode("utf-8", "replace")
     return StatusError(f"{what}: {status} {message}", status=status, reason=str(said.get("reason", "")))

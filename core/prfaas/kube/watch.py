@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from prfaas.errors import ConfigError, PeerError, ProtocolError
-from prfaas.kube.session import KubeSession, ObjectRef, StatusError
+from prfaas.kube.session import UNREADABLE, KubeSession, ObjectRef, StatusError
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ async def _events(
 def _decode_event(line: bytes, ref: ObjectRef) -> _Event:
     try:
         return msgspec.json.decode(line, type=_Event)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"watch of {ref} sent a damaged event: {error}") from error
 
 

@@ -30,9 +30,10 @@ class Seen(NamedTuple):
     body: bytes
 
 
-async def answer(_request: web.Request, _body: bytes) -> web.StreamResponse:
-    """Answer like a worker that served a request of 7 tokens."""
-    return web.json_response({"object": "chat.completion"}, headers={headers.PROMPT_TOKENS: "7", "x-extra": "kept"})
+async def answer(_request: web.Request, body: bytes) -> web.StreamResponse:
+    """Answer like a worker whose model takes 4 bytes a token."""
+    told = {headers.PROMPT_TOKENS: str(len(body) // 4), "x-extra": "kept"}
+    return web.json_response({"object": "chat.completion"}, headers=told)
 
 
 @dataclass
@@ -90,8 +91,8 @@ class Answered(NamedTuple):
 
 
 class World:
-    """One gateway, its workers by name, and its routing table. Names that begin with d decode, with p prefill in the hub,
-    with x prefill in the member cluster eu.
+    """One gateway, its workers by name, and its routing table. Workers named d... decode, p... prefill in the hub, and
+    x... prefill in the member cluster eu.
     """
 
     def __init__(self, directory: Path):

@@ -1,0 +1,73 @@
+"""Proves the control socket: the table out, thresholds in, until they expire, where the policy's mode listens."""
+
+import msgspec
+import pytest
+
+from prfaas.wire import headers
+from prfaas.wire.control import Counters, ThresholdUpdate
+from prfaas.wire.routes import decode
+
+
+def update(tokens: int = 50, expires_seconds: int = 5, clusters: tuple[str, ...] = ("eu",)) -> bytes:
+    return msgspec.json.encode(
+        ThresholdUpdate(
+            tokens=tokens, bandwidth="Scarce", offload_clusters=clusters, expires_seconds=expires_seconds, reason="test"
+        )
+    )
+
+
+async def test_the_table_is_handed_out_as_it_is(world):
+    await world.start("d0", "x0")
+    assert decode((await world.control("GET", "/table")).body) == world.table
+
+
+async def test_before_the_first_table_there_is_none_to_hand_out(world):
+    await world.start("d0")
+    world.state.table = None
+    assert (await world.control("GET", "/table")).status == 503
+
+
+async def test_a_pushed_threshold_decides_the_next_request_until_it_expires(world, short):
+    await world.start("d0", "x0")
+    now = world.state.clock()
+    world.state.clock = lambda: now
+    assert (await world.post(short)).headers[headers.DECISION] == "local"
+    assert (await world.control("PUT", "/threshold", update(tokens=50))).status == 204
+    got = await world.post(short)
+    assert (got.headers[headers.DECISION], got.headers[headers.THRESHOLD_TOKENS]) == ("offload", "50")
+    assert await world.metric("prfaas_gateway_threshold_tokens") == 50
+    now += 4.9
+    assert (await world.post(short)).headers[headers.DECISION] == "offload"
+    now += 0.1
+    got = await world.post(short)
+    assert (got.headers[headers.DECISION], got.headers[headers.THRESHOLD_TOKENS]) == ("local", "1000")
+
+
+async def test_naming_no_cluster_turns_offload_off(world, long):
+    await world.start("d0", "x0")
+    assert (await world.post(long)).headers[headers.DECISION] == "offload"
+    await world.control("PUT", "/threshold", update(clusters=()))
+    assert (await world.post(long)).headers[headers.DECISION] == "local"
+
+
+@pytest.mark.parametrize(("mode", "decision"), [("Fixed", "offload"), ("Disabled", "local")])
+async def test_other_modes_ignore_the_scheduler(world, long, mode, decision):
+    await world.start("d0", "x0", mode=mode)
+    assert (await world.control("PUT", "/threshold", update(tokens=5000, clusters=()))).status == 204
+    got = await world.post(long)
+    assert (got.headers[headers.DECISION], got.headers[headers.THRESHOLD_TOKENS]) == (decision, "1000")
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"tokens":"x"}', b"[1]"])
+async def test_a_damaged_update_changes_nothing(world, body):
+    await world.start("d0")
+    assert (await world.control("PUT", "/threshold", body)).status == 400
+    assert world.state.rule().threshold_tokens == 1000
+
+
+async def test_counters_tell_decisions_apart(world, short, long):
+    await world.start("d0", "x0")
+    for body in (short, long, long):
+        await world.post(body)
+    got = msgspec.json.decode((await world.control("GET", "/counters")).body, type=Counters)
+    assert got == Counters(offloaded=2, local=1, failed_offloads=0, in_flight_offloads=0, in_flight_local=0)

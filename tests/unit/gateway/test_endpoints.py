@@ -1,0 +1,122 @@
+"""Proves the public surface around the relay: refusals in OpenAI's form, models, health, metrics, the estimate."""
+
+import io
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from prfaas.wire import headers
+from prfaas_gateway.limits import Limits
+
+BAD_BODIES = [
+    (b"", "invalid_json"),
+    (b"{", "invalid_json"),
+    (b'{"model":"m"', "invalid_json"),
+    (b'{"model":"m"} trailing', "invalid_json"),
+    (b"[]", "invalid_request"),
+    (b"{}", "invalid_request"),
+    (b'{"model":3}', "invalid_request"),
+    (b'{"model":null}', "invalid_request"),
+    (b'{"model":"\xff"}', "invalid_json"),
+    (b'{"model":"m","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json"),
+]
+
+
+@pytest.mark.parametrize(("body", "code"), BAD_BODIES)
+async def test_a_damaged_body_is_refused_and_reaches_no_worker(world, body, code):
+    await world.start("d0")
+    got = await world.post(body)
+    assert (got.status, got.json["error"]["code"], got.json["error"]["type"]) == (400, code, "invalid_request_error")
+    assert set(got.json["error"]) == {"message", "type", "param", "code"}
+    assert world.workers["d0"].seen == []
+
+
+async def test_an_unknown_model_is_404(world):
+    await world.start("d0")
+    got = await world.post({"model": "gpt-x"})
+    assert (got.status, got.json["error"]["code"], got.json["error"]["param"]) == (404, "model_not_found", "model")
+    assert await world.metric('prfaas_gateway_requests_total{decision="none",outcome="invalid"}') == 1
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_over_the_limit_is_refused(world, announced):
+    await world.start("d0", limits=Limits(request_bytes=1000))
+    body = b'{"model":"m","x":"' + b"y" * 1000 + b'"}'
+
+    async def unannounced():
+        yield body
+
+    got = await world.post(body if announced else unannounced())
+    assert (got.status, got.json["error"]["code"]) == (413, "request_too_large")
+    assert world.workers["d0"].seen == []
+
+
+async def test_an_unknown_path_is_404_in_openai_form(world):
+    await world.start("d0")
+    for got in (
+        await world.get("/v2"),
+        await world.get("/v1/chat/completions"),
+        await world.post({}, "/v1/embeddings"),
+    ):
+        assert (got.status, got.json["error"]["code"]) == (404, "unknown_url")
+
+
+async def test_the_model_is_listed(world):
+    await world.start("d0")
+    assert [one["id"] for one in (await world.get("/v1/models")).json["data"]] == ["m"]
+    assert (await world.get("/v1/models/m")).json["object"] == "model"
+    assert (await world.get("/v1/models/other")).status == 404
+
+
+async def test_health_and_readiness(world):
+    await world.start("d0")
+    assert [(await world.get(path)).status for path in ("/healthz", "/readyz")] == [200, 200]
+    world.state.draining = True
+    assert [(await world.get(path)).status for path in ("/healthz", "/readyz")] == [200, 503]
+
+
+async def test_before_the_first_table_nothing_is_ready_and_requests_are_told_to_wait(world, short):
+    await world.start("d0")
+    world.state.table = None
+    assert (await world.get("/readyz")).status == 503
+    got = await world.post(short)
+    assert (got.status, got.headers["retry-after"]) == (503, "1")
+
+
+async def test_metrics_count_what_happened(world, short, long):
+    await world.start("d0", "x0")
+    await world.post(short)
+    await world.post(long)
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="ok"}') == 1
+    assert await world.metric('prfaas_gateway_requests_total{decision="offload",outcome="ok"}') == 1
+    assert await world.metric('prfaas_gateway_time_to_first_token_seconds_count{decision="offload"}') == 1
+    assert await world.metric("prfaas_gateway_prompt_tokens_sum") == 100 + 10_000
+    assert await world.metric("prfaas_gateway_threshold_tokens") == 1000
+    assert await world.metric("prfaas_gateway_in_flight") == 0
+
+
+async def test_reported_lengths_correct_the_estimate(world):
+    """400 bytes are 100 tokens at first; where a byte is a token they exceed a threshold of 300."""
+    await world.start("d0", "x0", tokens=300)
+
+    async def byte_level(_request, body):
+        return web.json_response({}, headers={headers.PROMPT_TOKENS: str(len(body))})
+
+    world.workers["d0"].reply = byte_level
+    body = msgspec.json.encode({"model": "m", "prompt": "z" * 380})
+    decisions = [(await world.post(body)).headers[headers.DECISION] for _ in range(4)]
+    assert decisions[0] == "local"
+    assert decisions[-1] == "offload"
+
+
+async def test_a_packed_request_body_counts_unpacked_and_goes_on_plain(world):
+    import gzip
+
+    await world.start("d0", limits=Limits(request_bytes=100_000))
+    body = b'{"model":"m","prompt":"' + b"a" * 1000 + b'"}'
+    got = await world.post(io.BytesIO(gzip.compress(body)), headers={"Content-Encoding": "gzip"})
+    assert (got.status, world.workers["d0"].seen[0].body) == (200, body)
+    assert "content-encoding" not in world.workers["d0"].seen[0].headers
+    bomb = gzip.compress(b'{"model":"m","prompt":"' + b"a" * 10_000_000)
+    assert (await world.post(io.BytesIO(bomb), headers={"Content-Encoding": "gzip"})).status in (400, 413)

@@ -1,0 +1,199 @@
+"""Proves that no failure before the first byte reaches a client while another instance can serve."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from prfaas.wire import headers
+
+
+async def prefill_failed(_request, _body):
+    body = {
+        "error": {"message": "no prefill", "type": "server_error", "param": None, "code": headers.CODE_PREFILL_FAILED}
+    }
+    return web.json_response(body, status=502)
+
+
+async def overloaded(_request, _body):
+    body = {"error": {"message": "full", "type": "server_error", "param": None, "code": headers.CODE_OVERLOADED}}
+    return web.json_response(body, status=503)
+
+
+def without_remote_prefill(reply):
+    """Fail requests that name a prefill instance, serve the others."""
+
+    async def either(request, body):
+        if headers.PREFILL_URL in request.headers:
+            return await prefill_failed(request, body)
+        return await reply(request, body)
+
+    return either
+
+
+async def test_a_failed_offload_falls_back_to_the_hub(world, long):
+    await world.start("d0", "x0")
+    worker = world.workers["d0"]
+    worker.reply = without_remote_prefill(worker.reply)
+    got = await world.post(long)
+    assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.DECISION]) == (200, "fallback", "offload")
+    assert (got.headers[headers.PREFILL_CLUSTER], got.headers[headers.PREFILL_INSTANCE]) == ("hub", "d0")
+    assert [one.headers.get(headers.PREFILL_URL) for one in worker.seen] == [world.workers["x0"].url, None]
+    assert [one.body for one in worker.seen] == [long, long]
+    assert (world.state.counters.offloaded, world.state.counters.failed_offloads, world.state.counters.local) == (
+        1,
+        1,
+        0,
+    )
+    assert await world.metric('prfaas_gateway_requests_total{decision="offload",outcome="fallback"}') == 1
+
+
+async def test_a_failed_offload_uses_a_local_prefill_instance_where_there_is_one(world, long):
+    await world.start("d0", "p0", "x0")
+    worker = world.workers["d0"]
+    serve = worker.reply
+
+    async def reply(request, body):
+        remote = request.headers.get(headers.PREFILL_URL) == world.workers["x0"].url
+        return await (prefill_failed if remote else serve)(request, body)
+
+    worker.reply = reply
+    got = await world.post(long)
+    assert (got.status, got.headers[headers.PREFILL_INSTANCE], got.headers[headers.OUTCOME]) == (200, "p0", "fallback")
+
+
+async def test_a_policy_that_rejects_failed_offloads_hands_the_failure_on(world, long):
+    await world.start("d0", "x0", on_offload_failure="Reject")
+    world.workers["d0"].reply = prefill_failed
+    got = await world.post(long)
+    assert (got.status, got.json["error"]["code"]) == (502, headers.CODE_PREFILL_FAILED)
+    assert headers.OUTCOME not in got.headers
+    assert len(world.workers["d0"].seen) == 1
+    assert await world.metric('prfaas_gateway_requests_total{decision="offload",outcome="rejected"}') == 1
+
+
+async def test_a_failed_local_prefill_instance_is_not_a_fallback(world, short):
+    await world.start("d0", "p0")
+    worker = world.workers["d0"]
+    worker.reply = without_remote_prefill(worker.reply)
+    got = await world.post(short)
+    assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_INSTANCE]) == (200, "ok", "d0")
+
+
+async def test_a_prefill_instance_that_failed_is_left_alone_for_a_while(world, long):
+    await world.start("d0", "x0")
+    worker = world.workers["d0"]
+    worker.reply = without_remote_prefill(worker.reply)
+    await world.post(long)
+    got = await world.post(long)  # at once: no second attempt over the link
+    assert (got.status, got.headers[headers.DECISION], len(worker.seen)) == (200, "local", 3)
+
+
+@pytest.mark.parametrize("death", ["refuses", "resets", "hangs up"])
+async def test_a_dead_decode_worker_costs_no_request(world, short, death):
+    await world.start("d0", "d1")
+
+    async def die(request, _body):
+        if death == "resets":
+            request.transport.abort()
+        else:
+            request.transport.close()
+        await asyncio.sleep(60)
+
+    world.workers["d0"].reply = die
+    if death == "refuses":
+        await world.workers["d0"].stop()
+    answers = await asyncio.gather(*(world.post(short) for _ in range(12)))
+    assert [one.status for one in answers] == [200] * 12
+    assert {one.headers[headers.DECODE_INSTANCE] for one in answers} == {"d1"}
+    assert {one.headers[headers.OUTCOME] for one in answers} == {"ok"}
+
+
+async def test_a_decode_worker_that_dies_in_an_answer_of_known_length_costs_no_request(world, short):
+    await world.start("d0", "d1")
+
+    async def half(request, _body):
+        response = web.StreamResponse(headers={"Content-Length": "100", "Content-Type": "application/json"})
+        await response.prepare(request)
+        await response.write(b'{"half')
+        request.transport.abort()
+        return response
+
+    world.workers["d0"].reply = half
+    answers = [await world.post(short) for _ in range(4)]
+    assert [(one.status, one.json) for one in answers] == [(200, {"object": "chat.completion"})] * 4
+
+
+async def test_a_full_decode_worker_passes_requests_to_another_and_is_not_ejected(world, short):
+    await world.start("d0", "d1")
+    world.workers["d0"].reply = overloaded
+    answers = [await world.post(short) for _ in range(12)]
+    assert {one.headers[headers.DECODE_INSTANCE] for one in answers} == {"d1"}
+    assert world.workers["d0"].seen
+    assert not world.state.ejections.until_seconds
+
+
+async def test_when_all_are_full_the_client_hears_it_from_a_worker(world, short):
+    await world.start("d0", "d1")
+    world.workers["d0"].reply = world.workers["d1"].reply = overloaded
+    got = await world.post(short)
+    assert (got.status, got.json["error"]["message"]) == (503, "full")
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="rejected"}') == 1
+
+
+async def test_when_all_are_dead_the_client_is_told_to_come_back(world, short):
+    await world.start("d0")
+    await world.workers["d0"].stop()
+    got = await world.post(short)
+    assert (got.status, got.json["error"]["code"], got.headers["retry-after"]) == (503, headers.CODE_OVERLOADED, "1")
+
+
+async def test_a_worker_that_comes_back_is_used_again(world, short):
+    await world.start("d0", "d1")
+    worker, port = world.workers["d0"], world.workers["d0"].port
+    await worker.stop()
+    for _ in range(8):
+        await world.post(short)
+    assert "d0" in world.state.ejections.until_seconds
+    await worker.start(port)
+    await asyncio.sleep(0.11)  # the first ejection is 0.1 s long
+    for _ in range(8):
+        assert (await world.post(short)).status == 200
+    assert worker.seen
+    assert not world.state.ejections.until_seconds
+
+
+async def test_an_instance_that_returns_under_a_new_address_starts_afresh(world, short):
+    await world.start("d0")
+    worker = world.workers["d0"]
+    await worker.stop()
+    assert (await world.post(short)).status == 503
+    await worker.start()
+    world.state.set_table(world.write_table())
+    assert (await world.post(short)).status == 200
+
+
+async def test_draining_instances_take_nothing_new(world, short):
+    await world.start("d0", "d1")
+    instances = tuple(
+        type(one)(name=one.name, pool=one.pool, cluster=one.cluster, role=one.role, url=one.url, state=state)
+        for one, state in zip(world.table.instances, ("Draining", "Ready"), strict=True)
+    )
+    world.state.set_table(world.write_table(instances=instances))
+    for _ in range(6):
+        await world.post(short)
+    assert (len(world.workers["d0"].seen), len(world.workers["d1"].seen)) == (0, 6)
+
+
+async def test_requests_spread_over_instances_by_load(world, short):
+    await world.start("d0", "d1", "d2")
+    all_here = asyncio.Barrier(9)
+
+    async def reply(_request, _body):
+        await all_here.wait()
+        return web.json_response({})
+
+    for worker in world.workers.values():
+        worker.reply = reply
+    await asyncio.wait_for(asyncio.gather(*(world.post(short) for _ in range(9))), 5)
+    assert [len(worker.seen) for worker in world.workers.values()] == [3, 3, 3]
