@@ -1,0 +1,76 @@
+"""Why an API server or a configuration stopped a reconcile; each error knows the condition reason that it becomes."""
+
+from typing import ClassVar
+
+from prfaas.errors import ConfigError, PeerError, PrfaasError, ProtocolError, UnreachableError
+
+
+class ClusterUnreachableError(UnreachableError):
+    """The API server refused the connection, did not answer in time, or answered that it is not able to serve."""
+
+    reason: ClassVar = "ClusterUnreachable"
+
+
+class UnauthorizedError(ConfigError):
+    """The API server does not accept our credentials."""
+
+    reason: ClassVar = "Unauthorized"
+
+
+class ForbiddenError(ConfigError):
+    """The API server knows us and refuses this call."""
+
+    reason: ClassVar = "Forbidden"
+
+
+class InvalidObjectError(ConfigError):
+    """The API server, or our own reading, finds an object malformed."""
+
+    reason: ClassVar = "Invalid"
+
+
+class NamespaceNotFoundError(ConfigError):
+    """The namespace that an object should be created in does not exist."""
+
+    reason: ClassVar = "NamespaceNotFound"
+
+
+class ClusterNotFoundError(ConfigError):
+    """A pool names a MemberCluster that does not exist."""
+
+    reason: ClassVar = "ClusterNotFound"
+
+
+class SecretNotFoundError(ConfigError):
+    """A MemberCluster names a Secret, or a key of it, that does not exist."""
+
+    reason: ClassVar = "SecretNotFound"
+
+
+class KubeconfigRefusedError(ConfigError):
+    """A kubeconfig would run or read something inside the operator, or is not usable."""
+
+    reason: ClassVar = "KubeconfigRefused"
+
+
+class ChildConflictError(ConfigError):
+    """An object that the operator would own exists already and belongs to somebody else."""
+
+    reason: ClassVar = "ChildConflict"
+
+
+class ConflictError(PeerError):
+    """Somebody else changed or deleted the object in between."""
+
+    reason: ClassVar = "Conflict"
+
+
+class ExpiredError(ProtocolError):
+    """A resource version is too old to watch from: list again."""
+
+    reason: ClassVar = "Expired"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the condition reason of an error; InternalError for what we did not foresee."""
+    return getattr(error, "reason", "PeerError") if isinstance(error, PrfaasError) else "InternalError"

@@ -1,0 +1,53 @@
+"""The operator's own two ports: /metrics for Prometheus, /healthz and /readyz for the kubelet."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import prometheus_client
+from aiohttp import web
+
+SHUTDOWN_SECONDS = 1.0
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+
+
+class Endpoints(NamedTuple):
+    """Where to listen."""
+
+    host: str
+    metrics_port: int
+    health_port: int
+
+
+@contextlib.asynccontextmanager
+async def serving(endpoints: Endpoints, ready: asyncio.Event) -> AsyncIterator[None]:
+    """Serve both ports; /healthz answers while the event loop turns, /readyz once `ready` is set."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=prometheus_client.generate_latest(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n") if ready.is_set() else web.Response(text="starting\n", status=503)
+
+    async with (
+        _port(endpoints.host, endpoints.metrics_port, [web.get("/metrics", metrics)]),
+        _port(endpoints.host, endpoints.health_port, [web.get("/healthz", healthz), web.get("/readyz", readyz)]),
+    ):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _port(host: str, port: int, routes: list[web.RouteDef]) -> AsyncIterator[None]:
+    app = web.Application()
+    app.add_routes(routes)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,72 @@
+"""MemberCluster: what its Secret, its API server's answer and the pools that name it say about it."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple
+
+from prfaas.api import MemberCluster, PrefillPool
+from prfaas.errors import PrfaasError
+from prfaas_operator.errors import ClusterUnreachableError, reason_of
+from prfaas_operator.plan.conditions import REACHABLE, READY, Verdict, no, rfc3339, yes
+
+CONTACT_TIME_STEP: Final = timedelta(minutes=1)
+
+
+class Contact(NamedTuple):
+    """What came of the last try to speak with a member's API server. `error` None means that it answered."""
+
+    server_version: str = ""
+    error: PrfaasError | None = None
+
+
+def users_of(cluster: str, pools: Iterable[PrefillPool]) -> tuple[str, ...]:
+    """Return the names of the pools that run in a cluster, sorted."""
+    return tuple(sorted(pool.metadata.name for pool in pools if pool.spec.cluster_name == cluster))
+
+
+def secret_is_needed(secret: str, clusters: Iterable[MemberCluster], pools: Iterable[PrefillPool]) -> bool:
+    """Tell whether a kubeconfig Secret must stay, because a pool still runs in a cluster that is reached with it."""
+    served = {cluster.metadata.name for cluster in clusters if cluster.spec.kubeconfig_secret_ref.name == secret}
+    return any(pool.spec.cluster_name in served for pool in pools)
+
+
+def verdicts(cluster: MemberCluster, contact: Contact, users: tuple[str, ...]) -> Mapping[str, Verdict]:
+    """Return the conditions Reachable and Ready.
+
+    A credential or permission problem leaves the server reachable; a problem before the first call (no Secret, a
+    refused kubeconfig) leaves that unknown.
+    """
+    reachable, ready = _reachable(contact), _ready(cluster, contact)
+    if cluster.metadata.deletion_timestamp:
+        ready = _deleting(users)
+    return {REACHABLE: reachable, READY: ready}
+
+
+def _reachable(contact: Contact) -> Verdict:
+    error = contact.error
+    if error is None:
+        return yes("Answered", f"the API server answered, version {contact.server_version}")
+    if isinstance(error, ClusterUnreachableError):
+        return no(error.reason, str(error))
+    if reason_of(error) in {"Forbidden", "Unauthorized"}:
+        return yes("Answered", "the API server answered, but refused the call; see condition Ready")
+    return Verdict("Unknown", reason_of(error), "not tried; see condition Ready")
+
+
+def _ready(cluster: MemberCluster, contact: Contact) -> Verdict:
+    if contact.error is not None:
+        return no(reason_of(contact.error), str(contact.error))
+    return yes("AllReady", f"namespace {cluster.spec.namespace} of {cluster.metadata.name} can be worked in")
+
+
+def _deleting(users: tuple[str, ...]) -> Verdict:
+    if users:
+        return no("InUse", f"stays until no PrefillPool names it; delete {', '.join(users)} first")
+    return no("Deleting", "no pool needs this cluster any more")
+
+
+def contact_time(known: str | None, now: datetime) -> str:
+    """Return the lastContactTime to report after an answer: moved once a minute, so that probes cause no writes."""
+    if known and now - datetime.fromisoformat(known) < CONTACT_TIME_STEP:
+        return known
+    return rfc3339(now)

@@ -1,0 +1,93 @@
+"""Keep one object reconciled: again when woken, again after a while, whatever went wrong before.
+
+The status is written also on failure, and one object's failure is nobody else's: every object has its own loop, and
+every call inside it a timeout.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from pydantic import ValidationError
+
+from prfaas.errors import PrfaasError
+from prfaas_operator import metrics
+from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Kind, Object
+from prfaas_operator.errors import reason_of
+from prfaas_operator.plan.conditions import READY, no
+from prfaas_operator.reconcile import member, policy, pool, status
+from prfaas_operator.reconcile.runtime import RESYNC_SECONDS, RETRY_SECONDS, Report, Runtime
+from prfaas_operator.reconcile.wakers import Ref
+
+log = logging.getLogger(__name__)
+
+Judge = Callable[[Runtime, Object], Awaitable[Report]]
+JUDGES: Final[Mapping[Kind, Judge]] = {
+    MEMBER_CLUSTER: member.judge,
+    PREFILL_POOL: pool.judge_prefill,
+    DECODE_POOL: pool.judge_decode,
+    POLICY: policy.judge,
+}
+REST_SECONDS: Final[Mapping[Kind, float]] = {POLICY: 1.0}
+"""A routing table is written at most once a second, however fast pods come and go."""
+
+
+async def keep(runtime: Runtime, ref: Ref, uid: str) -> None:
+    """Reconcile an object until nothing of it is left."""
+    waker = runtime.wakers.of(ref, uid)
+    async with waker.turn:
+        while True:
+            waker.event.clear()
+            report = await reconcile(runtime, ref, uid)
+            if report.gone:
+                runtime.wakers.forget(ref, uid)
+                runtime.applied.pop(ref, None)
+                return
+            await asyncio.sleep(REST_SECONDS.get(ref.kind, 0))
+            await waker.wait(_pause_seconds(report))
+
+
+def _pause_seconds(report: Report) -> float:
+    if report.again_seconds is not None:
+        return report.again_seconds
+    return RESYNC_SECONDS if all(verdict.good for verdict in report.conditions.values()) else RETRY_SECONDS
+
+
+async def reconcile(runtime: Runtime, ref: Ref, uid: str) -> Report:
+    """Look at an object once and bring everything that belongs to it where it should be."""
+    started = time.monotonic()
+    report = Report(again_seconds=RETRY_SECONDS)
+    try:
+        live = await runtime.hub.get(ref.kind, ref.name)
+        if live is None or live["metadata"]["uid"] != uid:
+            return Report(gone=True)
+        report = await _judge(runtime, ref, live)
+        if not report.gone:
+            await status.write(runtime.hub, ref.kind, live, report)
+    except PrfaasError as error:
+        _count(ref, reason_of(error))
+        log.warning("%s: %s; again soon", ref, error)
+    finally:
+        metrics.RECONCILE_SECONDS.labels(ref.kind.name).observe(time.monotonic() - started)
+    return report
+
+
+async def _judge(runtime: Runtime, ref: Ref, live: Object) -> Report:
+    """Call the kind's reconcile; whatever it raises becomes the condition Ready."""
+    try:
+        return await JUDGES[ref.kind](runtime, live)
+    except PrfaasError as error:
+        reason, message = reason_of(error), str(error)
+    except ValidationError as error:
+        reason, message = "Invalid", f"{ref} does not fit this operator's version: {error}"
+    except Exception as error:  # a bug must not end the loop of an object, and has to be seen
+        reason, message = "InternalError", f"{type(error).__name__}: {error}; see the operator's log"
+        log.exception("%s: internal error", ref)
+    _count(ref, reason)
+    return Report({READY: no(reason, message)})
+
+
+def _count(ref: Ref, reason: str) -> None:
+    metrics.RECONCILE_ERRORS.labels(ref.kind.name, reason).inc()

@@ -1,0 +1,192 @@
+"""The open connections to member clusters: made from their Secrets, probed, followed, and closed again.
+
+One member's trouble is its own: each has its client, its informers and its last contact. What was seen of its pods
+stays while it does not answer.
+"""
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from prfaas import names
+from prfaas.api import MemberCluster
+from prfaas.errors import PrfaasError
+from prfaas_operator import metrics
+from prfaas_operator.clusters.api import DEPLOYMENT, POD, POLICY, PREFILL_POOL, Cluster, Object
+from prfaas_operator.clusters.informer import Informer
+from prfaas_operator.errors import ClusterUnreachableError, SecretNotFoundError
+from prfaas_operator.plan import kubeconfig
+from prfaas_operator.plan.kubeconfig import Access
+from prfaas_operator.plan.member import Contact
+from prfaas_operator.plan.pods import PodFacts, project
+from prfaas_operator.plan.routes import ClusterView
+from prfaas_operator.reconcile.wakers import Wakers
+from prfaas_operator.render.common import LABEL_CLUSTER_UID, selector_text
+
+log = logging.getLogger(__name__)
+
+Connect = Callable[[str, str, Access], Awaitable[Cluster]]
+FIRST_CONTACT_SECONDS: Final = 8.0  # a little more than one probe may take
+
+
+class Connection:
+    """One member cluster that was reached with one set of credentials."""
+
+    def __init__(self, member: MemberCluster, access: Access, cluster: Cluster, wakers: Wakers):
+        self.made_for = fingerprint(member, access)
+        self.cluster = cluster
+        self.selector = children_selector(member)
+        self._wakers = wakers
+        self.pods = Informer(cluster, POD, self.selector, project, self._pod_changed)
+        self._deployments = Informer(cluster, DEPLOYMENT, self.selector, owner_and_version, self._deployment_changed)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def follow(self) -> None:
+        """Start to watch pods and Deployments, once."""
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(informer.run()) for informer in (self.pods, self._deployments)]
+
+    async def close(self) -> None:
+        """Stop watching and close the connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.cluster.close()
+
+    def _pod_changed(self, pod: PodFacts) -> None:
+        self._wakers.wake_uid(pod.pool_uid)
+        self._wakers.wake_kinds(POLICY)
+
+    def _deployment_changed(self, seen: tuple[str, str]) -> None:
+        self._wakers.wake_uid(seen[0])
+
+
+class Members:
+    """All member clusters by name.
+
+    Args:
+        connect: opens an API server from (name, namespace, access).
+        wakers: whom to tell of changes.
+
+    """
+
+    def __init__(self, connect: Connect, wakers: Wakers):
+        self._connect = connect
+        self._wakers = wakers
+        self._connections: dict[str, Connection] = {}
+        self._contacts: dict[str, Contact] = {}
+        self._contacted = asyncio.Condition()
+
+    async def contact(self, member: MemberCluster, secret: Object | None) -> tuple[Contact, list[Object]]:
+        """Speak with a member's API server; return what came of it, and the Deployments that we own there."""
+        name, deployments = member.metadata.name, []
+        try:
+            connection = await self._connection(member, access_from(member, secret))
+            version = await connection.cluster.version()
+            deployments = await connection.cluster.list_all(DEPLOYMENT, selector=connection.selector)
+            connection.follow()
+            contact = Contact(server_version=version)
+            metrics.contacted(name, time.monotonic())
+        except PrfaasError as error:
+            contact = Contact(error=error)
+        await self._remember(name, contact)
+        return contact, deployments
+
+    async def cluster(self, name: str) -> Cluster:
+        """Return a member to work in.
+
+        Raises:
+            PrfaasError: what stands in the way, as the last contact found it.
+
+        """
+        async with self._contacted:
+            try:
+                async with asyncio.timeout(FIRST_CONTACT_SECONDS):
+                    await self._contacted.wait_for(lambda: name in self._contacts)
+            except TimeoutError:
+                raise ClusterUnreachableError(f"MemberCluster {name} has not been contacted yet") from None
+        error = self._contacts[name].error
+        if error is not None:
+            raise error
+        return self._connections[name].cluster
+
+    def view(self, name: str) -> ClusterView:
+        """Return what is known of a member's pods; the last known ones while it does not answer."""
+        connection, contact = self._connections.get(name), self._contacts.get(name)
+        known = connection is not None and connection.pods.synced.is_set()
+        pods = tuple(connection.pods.items.values()) if connection and known else None
+        return ClusterView(pods, reachable=contact is not None and contact.error is None)
+
+    async def drop(self, name: str) -> None:
+        """Close a member that is no more."""
+        self._contacts.pop(name, None)
+        metrics.forget_member(name)
+        connection = self._connections.pop(name, None)
+        if connection is not None:
+            await connection.close()
+
+    async def close(self) -> None:
+        """Close all."""
+        await asyncio.gather(*(self.drop(name) for name in list(self._connections)))
+
+    async def _connection(self, member: MemberCluster, access: Access) -> Connection:
+        """Return the connection made with these very credentials; a new one takes the place of another."""
+        name = member.metadata.name
+        old = self._connections.get(name)
+        if old is not None and old.made_for == fingerprint(member, access):
+            return old
+        cluster = await self._connect(name, member.spec.namespace, access)
+        self._connections[name] = Connection(member, access, cluster, self._wakers)
+        if old is not None:
+            await old.close()
+        return self._connections[name]
+
+    async def _remember(self, name: str, contact: Contact) -> None:
+        old = self._contacts.get(name)
+        self._contacts[name] = contact
+        if old is None or (type(old.error), str(old.error)) != (type(contact.error), str(contact.error)):
+            self._wakers.wake_kinds(PREFILL_POOL, POLICY)
+        async with self._contacted:
+            self._contacted.notify_all()
+
+
+def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Access:
+    """Read a member's credentials from its Secret.
+
+    Raises:
+        SecretNotFoundError: there is no such Secret or key.
+        KubeconfigRefusedError: see `plan.kubeconfig`.
+
+    """
+    reference = member.spec.kubeconfig_secret_ref
+    if secret is None:
+        raise SecretNotFoundError(
+            f"Secret {reference.name} does not exist in {member.metadata.namespace}; "
+            f"create it, or run `prfaas cluster join {member.metadata.name}`"
+        )
+    data = secret.get("data") or {}
+    if reference.key not in data:
+        raise SecretNotFoundError(
+            f"Secret {reference.name} has no key {reference.key} (it has: {', '.join(sorted(data)) or 'none'}); "
+            "set spec.kubeconfigSecretRef.key"
+        )
+    return kubeconfig.parse(base64.b64decode(data[reference.key]))
+
+
+def children_selector(member: MemberCluster) -> str:
+    """Return the selector of everything this hub owns in a member cluster."""
+    return selector_text({names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_CLUSTER_UID: member.metadata.uid})
+
+
+def fingerprint(member: MemberCluster, access: Access) -> tuple[str, str, Access]:
+    """Return what a connection depends on."""
+    return member.metadata.uid, member.spec.namespace, access
+
+
+def owner_and_version(deployment: Object) -> tuple[str, str]:
+    """Project a Deployment to the uid of its pool and its resource version."""
+    metadata = deployment["metadata"]
+    return (metadata.get("labels") or {}).get(names.LABEL_POOL_UID, ""), metadata["resourceVersion"]

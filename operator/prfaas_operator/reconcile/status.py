@@ -1,0 +1,71 @@
+"""Write an object's status: server-side apply of exactly the operator's own fields, and only when they differ."""
+
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from prfaas.api import Condition
+from prfaas_operator import metrics
+from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Cluster, Kind, Object
+from prfaas_operator.plan.conditions import REACHABLE, READY, merge, rfc3339, turned
+from prfaas_operator.plan.drift import status_differs
+from prfaas_operator.reconcile import events
+from prfaas_operator.reconcile.runtime import Report
+
+log = logging.getLogger(__name__)
+
+POOL_FIELDS: Final = ("replicas", "readyReplicas", "selector")
+OWN_FIELDS: Final[Mapping[Kind, tuple[str, ...]]] = {
+    MEMBER_CLUSTER: ("serverVersion", "lastContactTime"),
+    PREFILL_POOL: POOL_FIELDS,
+    DECODE_POOL: POOL_FIELDS,
+    POLICY: ("readyPrefill", "readyDecode"),
+}
+OWN_CONDITIONS: Final = (REACHABLE, READY)
+CONDITIONS: Final = TypeAdapter(list[Condition])
+
+
+async def write(hub: Cluster, kind: Kind, live: Object, report: Report) -> None:
+    """Apply the status of one object and post an Event when its condition Ready turned.
+
+    What the report does not speak of stays as it was: server-side apply would remove a field that we leave out.
+    """
+    current = live.get("status") or {}
+    known = read_conditions(current)
+    metadata = live["metadata"]
+    generation = metadata.get("generation", 0)
+    conditions = merge(known, report.conditions, generation, rfc3339(datetime.now(UTC)))
+    conditions += [
+        condition.model_dump(by_alias=True)
+        for condition in known
+        if condition.type in OWN_CONDITIONS and condition.type not in report.conditions
+    ]
+    kept = {name: current[name] for name in OWN_FIELDS[kind] if name in current}
+    wanted: dict[str, Any] = {**kept, **report.fields, "observedGeneration": generation, "conditions": conditions}
+    if not status_differs(current, wanted):
+        return
+    body = {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        # The uid makes sure that a namesake made in between is left alone.
+        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
+        "status": wanted,
+    }
+    await hub.apply(body, subresource="status")
+    metrics.STATUS_WRITES.labels(kind.name).inc()
+    ready = report.conditions.get(READY)
+    if ready is not None and turned(known, READY, ready):
+        level = logging.INFO if ready.good else logging.WARNING
+        log.log(level, "%s %s: %s: %s", kind.name, metadata["name"], ready.reason, ready.message)
+        await events.post(hub, live, "Normal" if ready.good else "Warning", ready.reason, ready.message)
+
+
+def read_conditions(status: Mapping[str, Any]) -> list[Condition]:
+    """Return the conditions of a status; none when somebody wrote what no condition looks like."""
+    try:
+        return CONDITIONS.validate_python(status.get("conditions") or [])
+    except ValidationError:
+        return []

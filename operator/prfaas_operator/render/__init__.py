@@ -1,0 +1,1 @@
+"""Pure manifests of everything the operator creates, a file a kind."""

@@ -1,0 +1,95 @@
+"""What every manifest shares: labels, owners, names and the hardened security context."""
+
+from typing import Any, Final
+
+from prfaas import names
+from prfaas.api import PrfaaSPolicy
+from prfaas.api.base import Resource
+from prfaas.api.pool import Resources
+
+Manifest = dict[str, Any]
+
+PART_OF: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: names.MANAGED_BY}
+LABEL_CLUSTER_UID: Final = f"{names.GROUP}/cluster-uid"
+"""uid of the MemberCluster that a remote child was made for. Two hubs may share a namespace of one member cluster: each
+sweeps up only what carries the uid of its own MemberCluster."""
+
+USER_ID: Final = 65532  # the images' own; named here so that runAsNonRoot can be checked by the kubelet
+GROUP_MANAGED: Final = f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY}"
+
+POD_SECURITY: Final[Manifest] = {
+    "runAsNonRoot": True,
+    "runAsUser": USER_ID,
+    "runAsGroup": USER_ID,
+    "fsGroup": USER_ID,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY: Final[Manifest] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+POD_FIELDS: Final = (
+    ("POD_IP", "status.podIP"),
+    ("POD_NAME", "metadata.name"),
+    ("POD_NAMESPACE", "metadata.namespace"),
+)
+
+
+def owner_reference(owner: Resource) -> Manifest:
+    """Return the reference that lets the hub's garbage collector remove a child when its owner goes."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": owner.kind_name,
+        "name": owner.metadata.name,
+        "uid": owner.metadata.uid,
+        "controller": True,
+    }
+
+
+def pod_environment() -> list[Manifest]:
+    """Return the downward API variables that every process addresses itself by."""
+    return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS]
+
+
+def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> Manifest:
+    """Return a probe by HTTP GET on a named port."""
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period_seconds,
+        "timeoutSeconds": 2,
+        "failureThreshold": failures,
+    }
+
+
+def resources(wanted: Resources) -> Manifest:
+    """Return the `resources` field of a container, or nothing at all where nothing is asked for."""
+    parts = {"requests": dict(wanted.requests), "limits": dict(wanted.limits)}
+    given = {name: part for name, part in parts.items() if part}
+    return {"resources": given} if given else {}
+
+
+def policy_labels(policy: PrfaaSPolicy) -> dict[str, str]:
+    """Return the labels of everything that belongs to a policy."""
+    return {
+        **PART_OF,
+        names.LABEL_COMPONENT: "gateway",
+        names.LABEL_POLICY: policy.metadata.name,
+        names.LABEL_POLICY_UID: policy.metadata.uid,
+        names.LABEL_CLUSTER: names.HUB,
+    }
+
+
+def gateway_selector(policy: PrfaaSPolicy) -> dict[str, str]:
+    """Return the labels that select a policy's gateway pods; by name, because selectors can never change."""
+    return {names.LABEL_COMPONENT: "gateway", names.LABEL_POLICY: policy.metadata.name}
+
+
+def child_metadata(policy: PrfaaSPolicy, name: str) -> Manifest:
+    """Return the metadata of a policy's child in the hub."""
+    return {"name": name, "labels": policy_labels(policy), "ownerReferences": [owner_reference(policy)]}
+
+
+def selector_text(labels: dict[str, str]) -> str:
+    """Return labels as a selector, the way list calls and /scale want it."""
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
