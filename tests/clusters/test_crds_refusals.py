@@ -1,0 +1,182 @@
+"""Proves that a real API server refuses malformed objects with a message that says where, why and what to do.
+
+A line an object: a good one of the kind with one field of its spec (or of metadata) replaced, and what the user reads.
+"""
+
+import copy
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.clusters
+
+GONE = object()
+"""Stands for a field that is left out."""
+
+MODEL = {"name": "m", "source": "builtin:m"}
+GOOD_SPECS: dict[str, dict[str, Any]] = {
+    "MemberCluster": {"kubeconfigSecretRef": {"name": "eu"}, "link": {"capacityMbps": 100}},
+    "PrefillPool": {"model": MODEL},
+    "DecodePool": {"model": MODEL},
+    "PrfaaSPolicy": {
+        "model": "m",
+        "decodePool": "d",
+        "prefillPools": ["p"],
+        "metrics": {"prometheusUrl": "http://prometheus:9090"},
+    },
+}
+VOLUME = {"name": "v", "emptyDir": {}}
+MOUNT = {"name": "v", "mountPath": "/v"}
+BOTH = {"name": "v", "emptyDir": {}, "secret": {"secretName": "s"}}
+TOO_MANY = {f"k{i}": "v" for i in range(33)}
+
+MEMBERS = [
+    ("metadata.name", "hub", "metadata.name: Invalid value", "and not `hub`, the cluster you are in"),
+    ("metadata.name", "a.b", "metadata.name: Invalid value", "must be lower-case letters, digits and '-'"),
+    ("metadata.name", "a" * 64, "metadata.name: Too long: may not be more than 63 bytes", ""),
+    ("kubeconfigSecretRef", GONE, "spec.kubeconfigSecretRef: Required value", ""),
+    ("kubeconfigSecretRef.name", "A_b", "spec.kubeconfigSecretRef.name", "must be the name of an object"),
+    ("kubeconfigSecretRef.name", "", "spec.kubeconfigSecretRef.name", "must be the name of an object"),
+    ("kubeconfigSecretRef.key", "a b", "spec.kubeconfigSecretRef.key", "must be a key of the object's data"),
+    ("kubeconfig", "apiVersion: v1", 'unknown field "spec.kubeconfig"', ""),
+    ("namespace", "Prefill", "spec.namespace", "must be lower-case letters, digits and '-'"),
+    ("datacenter", "Frankfurt 1", "spec.datacenter", "must be letters, digits, '-', '_' and '.'"),
+    ("addressing", "NodePort", 'Unsupported value: "NodePort": supported values: "PodIP", "HostIP"', ""),
+    ("link", GONE, "spec.link: Required value", ""),
+    ("link.capacityMbps", 0, "spec.link.capacityMbps", "should be greater than or equal to 1"),
+    ("link.capacityMbps", "1Gbit", "spec.link.capacityMbps", "must be of type integer"),
+    ("link.capacityMbps", 1.5, "spec.link.capacityMbps", "must be of type integer"),
+    ("link.utilisationQuery", "", "spec.link.utilisationQuery", "should be at least 1 chars long"),
+    ("link.utilisationQuery", "x" * 2049, "spec.link.utilisationQuery", "may not be more than 2048 bytes"),
+    ("deletionDeadlineSeconds", 86401, "spec.deletionDeadlineSeconds", "should be less than or equal to 86400"),
+]
+POOLS = [
+    ("metadata.name", "1pool", "metadata.name: Invalid value", "start with a letter"),
+    ("metadata.name", "a" * 51, "metadata.name: Too long: may not be more than 50 bytes", ""),
+    ("clusterName", "EU_1", "spec.clusterName", "must be the name of a MemberCluster"),
+    ("model", GONE, "spec.model: Required value", ""),
+    ("model.name", "a b", "spec.model.name", "start with a letter or digit"),
+    ("model.source", "models/kimi", "spec.model.source", "must be an absolute directory such as /models/kimi"),
+    ("model.source", "builtin:", "spec.model.source", "or builtin:NAME"),
+    ("engine.type", "vllm", 'Unsupported value: "vllm": supported values: "prfaas"', ""),
+    ("engine.image", "my image", "spec.engine.image", "without spaces"),
+    ("engine.args", ["--host=0.0.0.0"], "spec.engine.args: Forbidden", "change the pool's own fields"),
+    ("engine.args", ["--role", "decode"], "spec.engine.args: Forbidden", "change the pool's own fields"),
+    ("engine.args", "--threads 2", "spec.engine.args", "must be of type array"),
+    ("engine.args", ["x"] * 65, "spec.engine.args", "must have at most 64 items"),
+    ("replicas", -1, "spec.replicas", "should be greater than or equal to 0"),
+    ("replicas", "2", "spec.replicas", "must be of type integer"),
+    ("drainSeconds", 3601, "spec.drainSeconds", "should be less than or equal to 3600"),
+    ("template.hostNetwork", True, 'unknown field "spec.template.hostNetwork"', ""),
+    ("template.labels", {"prfaas.io/role": "decode"}, "spec.template.labels: Forbidden", "use another prefix"),
+    ("template.labels", {"a": "b c"}, "spec.template.labels[a]", "must be a label value"),
+    ("template.labels", {"a b": "c"}, "spec.template.labels", "keys must be NAME or PREFIX/NAME"),
+    ("template.labels", TOO_MANY, "spec.template.labels", "must have at most 32 items"),
+    ("template.resources.requests", {"cpu": "lots"}, "requests[cpu]", "such as 2, 500m or 8Gi"),
+    ("template.resources.requests", {"cpu": "-1"}, "requests[cpu]", "must be a quantity of zero or more"),
+    ("template.resources", {"requests": {"cpu": 2}, "limits": {"cpu": "500m"}}, "requests", "raise limits"),
+    ("template.resources.requests", {"nvidia.com/gpu": 1}, "resources.limits", "same value in limits as in requests"),
+    ("template.tolerations", [{"value": "v"}], "tolerations[0].operator", "set it, or name a key"),
+    ("template.tolerations", [{"key": "k", "tolerationSeconds": 3}], "tolerations[0].effect", "needs effect NoExecute"),
+    ("template.tolerations", [{"operator": "Exists", "value": "v"}], "tolerations[0].value", "remove value"),
+    ("template.volumes", [{"name": "v"}], "spec.template.volumes[0]", "a volume needs exactly one of"),
+    ("template.volumes", [BOTH], "spec.template.volumes[0]", "a volume needs exactly one of"),
+    ("template.volumes", [VOLUME, VOLUME], 'spec.template.volumes[1]: Duplicate value: {"name":"v"}', ""),
+    ("template.volumes", [{"name": "v", "hostPath": {"path": "/"}}], "unknown field", "volumes[0].hostPath"),
+    ("template.volumeMounts", [MOUNT], "spec.template.volumeMounts", "must name an entry of volumes"),
+    ("template", {"volumes": [VOLUME], "volumeMounts": [MOUNT | {"mountPath": "v"}]}, "mountPath", "absolute path"),
+    ("template.env", [{"name": "A"}], "spec.template.env[0]", "exactly one of value, valueFrom"),
+    ("template.env", [{"name": "A", "valueFrom": {}}], "env[0].valueFrom", "exactly one of secretKeyRef"),
+    ("template.env", [{"name": "POD_IP", "value": "::1"}], "env[0].name: Forbidden", "use another name"),
+    ("template.env", [{"name": "1A", "value": "1"}], "env[0].name", "must be letters, digits and '_'"),
+]
+DECODE_POOLS = [
+    ("clusterName", "eu", "spec.clusterName: Forbidden", "leave clusterName empty"),
+]
+POLICIES = [
+    ("metadata.name", "9", "metadata.name: Invalid value", "start with a letter"),
+    ("model", "", "spec.model", "start with a letter or digit"),
+    ("decodePool", GONE, "spec.decodePool: Required value", ""),
+    ("decodePool", "D_1", "spec.decodePool", "must be lower-case letters, digits and '-'"),
+    ("prefillPools", [], "spec.prefillPools: Required value", "name one, or set threshold.mode to Disabled"),
+    ("prefillPools", GONE, "spec.prefillPools: Required value", "name one, or set threshold.mode to Disabled"),
+    ("prefillPools", ["p", "p"], 'spec.prefillPools[1]: Duplicate value: "p"', ""),
+    ("prefillPools", [f"p{i}" for i in range(17)], "spec.prefillPools", "must have at most 16 items"),
+    ("threshold.mode", "auto", 'supported values: "Auto", "Fixed", "Disabled"', ""),
+    ("threshold", {"min": 5000, "max": 4000}, "spec.threshold.min", "lower min or raise max"),
+    ("threshold", {"max": 1024}, "spec.threshold.tokens", "threshold.tokens (default 2048) must lie between"),
+    ("threshold.tokens", -1, "spec.threshold.tokens", "should be greater than or equal to 0"),
+    ("link", {"highUtilisationPercent": 50}, "spec.link.lowUtilisationPercent", "must be below"),
+    ("link.highUtilisationPercent", 101, "spec.link.highUtilisationPercent", "should be less than or equal to 100"),
+    ("intervals.shortSeconds", 0, "spec.intervals.shortSeconds", "should be greater than or equal to 1"),
+    ("intervals.shortSeconds", 20, "spec.metrics.staleAfterSeconds", "must be at least intervals.shortSeconds"),
+    ("metrics", GONE, "spec.metrics: Required value", "set it, or use mode Fixed"),
+    ("metrics", {}, "spec.metrics.prometheusUrl: Required value", ""),
+    (
+        "metrics.prometheusUrl",
+        "prometheus:9090",
+        "spec.metrics.prometheusUrl",
+        "must be an http:// or https:// address",
+    ),
+    ("metrics.prometheusUrl", "http://", "spec.metrics.prometheusUrl", "must be an http:// or https:// address"),
+    ("onOffloadFailure", "Retry", 'supported values: "PrefillLocally", "Reject"', ""),
+    ("datacenters", {"prefer": ["a"], "forbid": ["a"]}, "spec.datacenters.prefer", "remove it from one"),
+    ("datacenters.forbid", [""], "spec.datacenters.forbid[0]", "must be letters, digits"),
+    ("gateway.replicas", 101, "spec.gateway.replicas", "should be less than or equal to 100"),
+    ("gateway.resources.limits", {"cpu": "x"}, "spec.gateway.resources.limits[cpu]", "must be a quantity"),
+    ("scaling", {}, 'unknown field "spec.scaling"', ""),
+]
+LINES = [
+    (kind, *line)
+    for kind, lines in (
+        ("MemberCluster", MEMBERS),
+        ("PrefillPool", POOLS),
+        ("DecodePool", DECODE_POOLS),
+        ("PrfaaSPolicy", POLICIES),
+    )
+    for line in lines
+]
+
+
+@pytest.fixture(scope="module")
+def crds(hub):
+    """The hub with the committed CRDs."""
+    hub.kubectl("apply", "--server-side", "-f", str(Path(__file__).parents[2] / "crds"))
+    hub.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=20s")
+    return hub
+
+
+def manifest(kind: str, path: str, value: Any) -> dict[str, Any]:
+    """Return a good object of a kind with one field replaced."""
+    body = {
+        "apiVersion": "prfaas.io/v1alpha1",
+        "kind": kind,
+        "metadata": {"name": "a", "namespace": "default"},
+        "spec": copy.deepcopy(GOOD_SPECS[kind]),
+    }
+    *parents, last = path.split(".")
+    target: dict[str, Any] = body if path.startswith("metadata") else body["spec"]
+    for name in parents:
+        target = target.setdefault(name, {})
+    if value is GONE:
+        del target[last]
+    else:
+        target[last] = value
+    return body
+
+
+@pytest.mark.parametrize("kind", GOOD_SPECS)
+def test_the_object_that_the_lines_change_is_good(crds, kind):
+    """Without this the lines below could all be refused for a reason that they do not mean."""
+    crds.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest(kind, "metadata.name", "a")))
+
+
+@pytest.mark.parametrize(("kind", "path", "value", "where", "advice"), LINES, ids=lambda each: str(each)[:24])
+def test_refused(crds, kind, path, value, where, advice):
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        crds.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest(kind, path, value)))
+    line = next((line for line in refused.value.stderr.splitlines() if where in line and advice in line), None)
+    assert line, refused.value.stderr
