@@ -1,0 +1,91 @@
+"""Proves that a Lease has one holder at most, that a silent one is replaced, and that a cut-off one stops by itself."""
+
+import pytest
+from aiohttp import web
+
+from prfaas.errors import UnreachableError
+from prfaas.kube import LeaseHolder
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def two(session, clock) -> tuple[LeaseHolder, LeaseHolder]:
+    return tuple(LeaseHolder(session, "n", "p-scheduler", one, duration_seconds=15, clock=clock) for one in "ab")
+
+
+async def test_the_first_takes_the_lease_and_the_second_waits(two):
+    first, second = two
+    assert await first.acquire_or_renew()
+    assert not await second.acquire_or_renew()
+    assert (first.is_holder, second.is_holder) == (True, False)
+
+
+async def test_a_holder_that_renews_keeps_the_lease(two, clock):
+    first, second = two
+    for _ in range(20):
+        assert await first.acquire_or_renew()
+        assert not await second.acquire_or_renew()
+        clock.now += 5
+
+
+async def test_a_silent_holder_loses_the_lease_after_its_duration_and_stops_before(two, clock):
+    first, second = two
+    await first.acquire_or_renew()
+    await second.acquire_or_renew()
+    clock.now += 9.9
+    assert first.is_holder
+    assert not await second.acquire_or_renew()
+    clock.now += 0.2
+    assert not first.is_holder  # at two thirds, long before anybody may take over
+    clock.now += 4.8
+    assert not await second.acquire_or_renew()
+    clock.now += 0.2
+    assert await second.acquire_or_renew()
+    assert not await first.acquire_or_renew()
+
+
+async def test_a_released_lease_is_free_at_once(two):
+    first, second = two
+    await first.acquire_or_renew()
+    await first.release()
+    assert not first.is_holder
+    assert await second.acquire_or_renew()
+
+
+async def test_of_two_writers_the_slower_loses(two, api, clock):
+    first, second = two
+    await first.acquire_or_renew()
+    await second.acquire_or_renew()
+    clock.now += 16
+    lease = next(iter(api.objects.values()))
+
+    async def stale(_request):
+        return web.json_response(lease | {"metadata": lease["metadata"] | {"resourceVersion": "1"}})
+
+    api.misbehave.append(stale)
+    assert not await second.acquire_or_renew()
+    assert not second.is_holder
+
+
+async def test_a_holder_cut_off_from_the_server_stops_by_itself(two, api, clock):
+    first, _ = two
+    await first.acquire_or_renew()
+    api.dead = True
+    clock.now += 5
+    with pytest.raises(UnreachableError):
+        await first.acquire_or_renew()
+    assert first.is_holder
+    clock.now += 5.1
+    assert not first.is_holder

@@ -1,0 +1,77 @@
+"""Proves that a call to an API server ends in time, under the present token, and that its errors tell causes apart."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from prfaas.errors import ConfigError, InternalError, ProtocolError, UnreachableError
+from prfaas.kube import KubeSession, ObjectRef, StatusError, apply_status
+
+REF = ObjectRef("v1", "ConfigMap", "configmaps", "n", "p-routes")
+POLICY = ObjectRef("prfaas.io/v1alpha1", "PrfaaSPolicy", "prfaaspolicies", "n", "p")
+
+
+async def test_errors_tell_who_failed(api, session):
+    with pytest.raises(StatusError) as refusal:
+        await session.call("GET", REF.path)
+    assert (refusal.value.status, refusal.value.reason) == (404, "NotFound")
+
+    async def no_json(_request):
+        return web.Response(text="<html>")
+
+    api.misbehave.append(no_json)
+    with pytest.raises(ProtocolError):
+        await session.call("GET", REF.path)
+
+    async def hang(_request):
+        await asyncio.sleep(60)
+
+    api.misbehave.append(hang)
+    with pytest.raises(UnreachableError):
+        await session.call("GET", REF.path, timeout_seconds=0.05)
+    api.dead = True
+    with pytest.raises(UnreachableError):
+        await session.call("GET", REF.path)
+
+
+async def test_the_token_is_read_again_for_every_call(api, tmp_path):
+    token = tmp_path / "token"
+    api.put(REF, value=1)
+    async with KubeSession(api.url, token_file=token) as session:
+        for text in ("first", "second\n"):
+            token.write_text(text)
+            await session.call("GET", REF.path)
+        assert [headers["Authorization"] for _, _, headers, _ in api.requests] == ["Bearer first", "Bearer second"]
+        token.unlink()
+        with pytest.raises(ConfigError):
+            await session.call("GET", REF.path)
+
+
+async def test_a_session_outside_its_block_is_a_bug():
+    with pytest.raises(InternalError):
+        await KubeSession("http://127.0.0.1:1").call("GET", "/")
+
+
+def test_outside_a_pod_there_is_no_session(tmp_path):
+    with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
+        KubeSession.in_cluster(tmp_path, {})
+    with pytest.raises(ConfigError, match=r"ca\.crt"):
+        KubeSession.in_cluster(tmp_path, {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"})
+
+
+async def test_a_status_is_applied_under_its_field_manager(api, session):
+    await apply_status(session, POLICY, {"thresholdTokens": 7}, field_manager="prfaas-scheduler")
+    method, path, headers, body = api.requests[0]
+    assert method == "PATCH"
+    assert path == (
+        "/apis/prfaas.io/v1alpha1/namespaces/n/prfaaspolicies/p/status?fieldManager=prfaas-scheduler&force=true"
+    )
+    assert headers["Content-Type"] == "application/apply-patch+yaml"
+    assert json.loads(body) == {
+        "apiVersion": "prfaas.io/v1alpha1",
+        "kind": "PrfaaSPolicy",
+        "metadata": {"name": "p", "namespace": "n"},
+        "status": {"thresholdTokens": 7},
+    }

@@ -1,0 +1,173 @@
+"""Proves that a watch of one object survives what API servers do, resumes where it was, and loses no change."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from prfaas.kube import KubeSession, ObjectRef, watch_object
+from prfaas.kube.watch import backoff_seconds
+
+REF = ObjectRef("v1", "ConfigMap", "configmaps", "n", "p-routes")
+DAMAGED_EVENTS = [
+    b"not json\n",
+    b"[]\n",
+    b"\xff\n",
+    b'{"type":"MODIFIED"}\n',
+    b'{"type":"MODIFIED","object":{}}\n',
+    b'{"type":"ERROR","object":{}}\n',
+]
+
+
+class Watching:
+    """A running watch whose values a test takes one by one."""
+
+    def __init__(self, session: KubeSession, **options):
+        self._values: asyncio.Queue = asyncio.Queue()
+        self._task = asyncio.create_task(self._run(session, options))
+
+    async def _run(self, session, options):
+        async for current in watch_object(session, REF, max_backoff_seconds=0.05, **options):
+            self._values.put_nowait(current)
+
+    async def next(self):
+        return await asyncio.wait_for(self._values.get(), 5)
+
+    async def until(self, value: int) -> None:
+        """Take values until the object's own `value` is this."""
+        while ((await self.next()) or {}).get("value") != value:
+            pass
+
+    async def stop(self):
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@pytest.fixture
+async def watching(api, session) -> AsyncIterator[Watching]:
+    made = Watching(session)
+    yield made
+    await made.stop()
+
+
+async def until(condition) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it did not happen")
+
+
+async def test_a_watch_yields_the_object_and_then_every_change(api, watching):
+    api.put(REF, value=1)
+    assert (await watching.next())["value"] == 1
+    await until(lambda: api.open_watches)
+    api.put(REF, value=2)
+    assert (await watching.next())["value"] == 2
+    api.delete(REF)
+    assert await watching.next() is None
+    api.put(REF, value=3)
+    assert (await watching.next())["value"] == 3
+
+
+async def test_an_object_that_is_made_later_appears(api, watching):
+    assert await watching.next() is None
+    await until(lambda: api.open_watches)
+    api.put(REF, value=1)
+    await watching.until(1)
+
+
+async def test_the_watch_asks_for_one_name_only(api, watching):
+    await watching.next()
+    await until(lambda: api.watches)
+    assert api.watches[0]["fieldSelector"] == "metadata.name=p-routes"
+    assert api.requests[1][1].startswith("/api/v1/namespaces/n/configmaps?watch=1")
+
+
+async def test_a_watch_that_ends_in_peace_resumes_where_it_was(api, watching):
+    api.put(REF, value=1)
+    await watching.next()
+    await until(lambda: api.open_watches)
+    seen = api.put(REF, value=2)["metadata"]["resourceVersion"]
+    await watching.next()
+    api.end_watches()
+    await until(lambda: len(api.watches) == 2)
+    assert api.watches[1]["resourceVersion"] == seen
+    assert [method for method, path, _, _ in api.requests if "watch" not in path] == ["GET"]  # the object was read once
+
+
+async def test_a_dropped_connection_loses_no_change(api, watching):
+    api.put(REF, value=1)
+    await watching.next()
+    for value in (2, 3, 4):
+        await until(lambda: api.open_watches)
+        api.drop_watches()
+        api.put(REF, value=value)
+        await watching.until(value)
+
+
+async def test_an_expired_version_is_answered_by_reading_again(api, watching):
+    api.put(REF, value=1)
+    await watching.next()
+    await until(lambda: api.open_watches)
+    gone = {"kind": "Status", "code": 410, "reason": "Expired"}
+    for queue, _ in api.open_watches:
+        queue.put_nowait(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+    assert (await watching.next())["value"] == 1
+    await until(lambda: api.open_watches)
+    api.put(REF, value=2)
+    await watching.until(2)
+
+
+@pytest.mark.parametrize("line", DAMAGED_EVENTS)
+async def test_damaged_events_are_survived(api, watching, line):
+    api.put(REF, value=1)
+    await watching.next()
+    await until(lambda: api.open_watches)
+    for queue, _ in api.open_watches:
+        queue.put_nowait(line)
+    await watching.until(1)
+    await until(lambda: api.open_watches)
+    api.put(REF, value=2)
+    await watching.until(2)
+
+
+async def test_a_bookmark_moves_the_version_and_is_not_a_change(api, watching):
+    api.put(REF, value=1)
+    await watching.next()
+    await until(lambda: api.open_watches)
+    api.tell("BOOKMARK", {"metadata": {"resourceVersion": "99"}})
+    api.end_watches()
+    await until(lambda: len(api.watches) == 2)
+    assert api.watches[1]["resourceVersion"] == "99"
+
+
+async def test_a_server_that_falls_silent_is_left_after_the_window(api, session):
+    api.put(REF, value=1)
+    watching = Watching(session, window_seconds=-4.9)  # the client cuts 5 s after the window
+    await watching.next()
+    await until(lambda: len(api.watches) >= 2)
+    await watching.stop()
+
+
+async def test_refusals_and_an_absent_server_are_survived(api, watching):
+    async def forbid(_request):
+        return web.json_response({"kind": "Status", "reason": "Forbidden"}, status=403)
+
+    async def hang_up(request):
+        request.transport.abort()
+        return web.Response()
+
+    api.misbehave[:] = [forbid, hang_up, None, forbid, forbid]
+    api.put(REF, value=1)
+    await watching.until(1)
+    await until(lambda: api.open_watches)
+    api.put(REF, value=2)
+    await watching.until(2)
+
+
+def test_pauses_double_up_to_a_bound():
+    assert [backoff_seconds(n, 3, jitter=1.0) for n in (1, 2, 3, 4, 5, 99)] == [0.2, 0.4, 0.8, 1.6, 3, 3]
+    assert 0.1 <= backoff_seconds(1, 3) <= 0.2
