@@ -1,0 +1,115 @@
+"""Proves the command itself: its mistakes, its memory, and that SIGTERM lets requests finish."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+RSS_LIMIT_BYTES = 100 * 1000 * 1000
+
+
+class Process:
+    """A gateway in a process of its own, before the world's workers."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self.process = process
+        self.log = ""
+        self.url = ""
+
+    async def until_logged(self, pattern: str) -> re.Match:
+        async with asyncio.timeout(20):
+            while not (found := re.search(pattern, self.log)):
+                line = (await self.process.stderr.readline()).decode()
+                assert line, f"the gateway ended: {self.log}"
+                self.log += line
+        return found
+
+
+@pytest.fixture
+async def process(world) -> AsyncIterator[Process]:
+    await world.start("d0")
+    command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(world.routes_file)]
+    made = Process(await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE))
+    try:
+        made.url = "http://" + (await made.until_logged(r"listening on (\S+)")).group(1)
+        yield made
+    finally:
+        if made.process.returncode is None:
+            made.process.kill()
+        await made.process.communicate()
+
+
+async def test_sigterm_lets_requests_finish_and_exits_with_zero(process, world):
+    here, gate = asyncio.Event(), asyncio.Event()
+
+    async def reply(_request, _body):
+        here.set()
+        await gate.wait()
+        return web.json_response({"late": True})
+
+    world.workers["d0"].reply = reply
+
+    async def ask() -> dict:
+        async with world.client.post(f"{process.url}/v1/completions", data=b'{"model":"m"}') as response:
+            return await response.json()
+
+    asking = asyncio.create_task(ask())
+    await here.wait()
+    process.process.send_signal(signal.SIGTERM)
+    await process.until_logged("draining: 1 requests")
+    async with world.client.get(f"{process.url}/readyz") as response:
+        assert response.status == 503
+    gate.set()
+    assert await asking == {"late": True}
+    assert await asyncio.wait_for(process.process.wait(), 10) == 0
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await world.client.get(f"{process.url}/healthz")
+
+
+async def test_memory_stays_below_its_limit_under_large_prompts(process, world, long):
+    async def ask(session: aiohttp.ClientSession) -> None:
+        for _ in range(20):
+            async with session.post(f"{process.url}/v1/completions", data=long) as response:
+                assert response.status == 200
+
+    await asyncio.gather(*(ask(world.client) for _ in range(16)))
+    status = Path(f"/proc/{process.process.pid}/status").read_text()
+    assert int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) * 1024 < RSS_LIMIT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--routes-file"),
+        (["--policy", "p"], "--namespace"),
+        (["--policy", "p", "--namespace", "n", "--routes-file", "f"], "--routes-file"),
+        (["--routes-file", "f", "--port", "70000"], "70000"),
+        (["--routes-file", "f", "--port", "http"], "--port"),
+        (["--routes-file", "f", "--drain-seconds", "-1"], "-1"),
+        (["--routes-file", "/absent/routes.json"], "/absent/routes.json"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named_and_exits_with_two(arguments, says, capsys, monkeypatch):
+    from prfaas_gateway.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_help_shows_an_example(capsys):
+    from prfaas_gateway.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "prfaas-gateway --routes-file routes.json" in capsys.readouterr().out
