@@ -1,4 +1,4 @@
-"""Proves of every CRD what a reviewer would check by hand: it explains itself, is bounded and agrees with the models."""
+"""Proves of every CRD what a reviewer would check by hand: it explains itself, is bounded, agrees with the models."""
 
 from collections.abc import Iterator
 from typing import Any
