@@ -1,0 +1,244 @@
+"""The scheduler's surroundings, as real as one machine allows: a control socket, workers to scrape, and a Prometheus.
+
+The workers' counters are functions of time, so that a rate over any window has one right answer.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from prfaas.wire.control import Counters, ThresholdUpdate
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+
+SCRAPE_MILLIS = 200
+
+
+def make_table(**given) -> RoutingTable:
+    """A policy with one offload pool of two instances in `eu` and one decode instance in the hub."""
+    eu = Cluster(
+        name="eu",
+        capacity_mbps=100,
+        utilisation_query='sum(rate(prfaas_transfer_sent_bytes_total{cluster="$cluster"}[5s])) * 8 / 1e6',
+    )
+    instances = tuple(
+        Instance(name=f"eu-{n}", pool="offload", cluster="eu", role="prefill", url="http://192.0.2.1:8000")
+        for n in range(2)
+    )
+    decode = Instance(name="hub-0", pool="decode", cluster="hub", role="decode", url="http://192.0.2.2:8000")
+    values = {
+        "policy": "kimi",
+        "namespace": "prfaas",
+        "generation": 3,
+        "model": "kimi-linear-tiny",
+        "on_offload_failure": "PrefillLocally",
+        "threshold": Threshold(mode="Auto", tokens=1024, min_tokens=512, max_tokens=32768),
+        "watermarks": LinkWatermarks(high_percent=80, low_percent=50),
+        "short_interval_seconds": 1,
+        "clusters": (eu,),
+        "instances": (*instances, decode),
+    }
+    return RoutingTable(**(values | given))
+
+
+@pytest.fixture
+def table() -> Callable[..., RoutingTable]:
+    return make_table
+
+
+@dataclass
+class FakeGateway:
+    """The gateway's end of the control socket."""
+
+    path: Path
+    table: RoutingTable | None = field(default_factory=make_table)
+    offloaded: int = 0
+    local: int = 0
+    updates: list[ThresholdUpdate] = field(default_factory=list)
+
+    async def get_table(self, _: web.Request) -> web.Response:
+        if self.table is None:
+            return web.Response(status=503, text="no routing table yet")
+        return web.Response(body=msgspec.json.encode(self.table), content_type="application/json")
+
+    async def get_counters(self, _: web.Request) -> web.Response:
+        counters = Counters(
+            offloaded=self.offloaded, local=self.local, failed_offloads=0, in_flight_offloads=0, in_flight_local=0
+        )
+        return web.Response(body=msgspec.json.encode(counters), content_type="application/json")
+
+    async def put_threshold(self, request: web.Request) -> web.Response:
+        self.updates.append(msgspec.json.decode(await request.read(), type=ThresholdUpdate))
+        return web.Response(status=204)
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator["FakeGateway"]:
+        app = web.Application()
+        app.router.add_get("/table", self.get_table)
+        app.router.add_get("/counters", self.get_counters)
+        app.router.add_put("/threshold", self.put_threshold)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.UnixSite(runner, str(self.path)).start()
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+            self.path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> FakeGateway:
+    return FakeGateway(tmp_path / "control.sock")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@dataclass
+class Worker:
+    """A worker's counters, moving at settable rates."""
+
+    mbps: float = 0.0
+    backlogged_share: float = 0.0
+    unsent_bytes: int = 0
+    waiting: int = 0
+    answers: bool = True
+    _bytes: float = 0.0
+    _backlogged_bytes: float = 0.0
+    _backlogged_seconds: float = 0.0
+    _since: float = field(default_factory=time.monotonic)
+
+    def move(self, mbps: float, backlogged_share: float) -> None:
+        """From now on send at this rate; everything sent had to wait for the link when the share is not zero."""
+        self._advance()
+        self.mbps, self.backlogged_share = mbps, backlogged_share
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        self._bytes += seconds * self.mbps * 1e6 / 8
+        if self.backlogged_share:
+            self._backlogged_bytes += seconds * self.mbps * 1e6 / 8
+            self._backlogged_seconds += seconds * self.backlogged_share
+
+    def exposition(self) -> str:
+        self._advance()
+        return (
+            f"prfaas_transfer_sent_bytes_total {self._bytes}\n"
+            f"prfaas_transfer_backlogged_bytes_total {self._backlogged_bytes}\n"
+            f"prfaas_transfer_backlogged_seconds_total {self._backlogged_seconds}\n"
+            f"prfaas_transfer_unsent_bytes {self.unsent_bytes}\n"
+            f"prfaas_prefills_waiting {self.waiting}\n"
+        )
+
+
+@dataclass
+class Site:
+    """Workers that a Prometheus scrapes; keys are `cluster/pool/pod`."""
+
+    workers: dict[str, Worker]
+    prometheus_url: str
+
+
+def _prometheus() -> Path | None:
+    """The binary that the sandbox built, or one on PATH; nothing is built here."""
+    folder = os.environ.get("PRFAAS_CACHE_DIR") or Path.home() / ".cache" / "prfaas"
+    built = sorted(Path(folder).glob("bin-prometheus-*/prometheus"))
+    found = shutil.which("prometheus")
+    return built[-1] if built else Path(found) if found else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _configuration(port: int, workers: dict[str, Worker]) -> str:
+    targets = []
+    for key in workers:
+        cluster, pool, pod = key.split("/")
+        labels = f"{{__metrics_path__: /{key}, cluster: {cluster}, pool: {pool}, pod: {pod}}}"
+        targets.append(f"      - {{targets: ['127.0.0.1:{port}'], labels: {labels}}}")
+    return (
+        f"global: {{scrape_interval: {SCRAPE_MILLIS}ms, scrape_timeout: {SCRAPE_MILLIS}ms}}\n"
+        "scrape_configs:\n  - job_name: workers\n    static_configs:\n" + "\n".join(targets) + "\n"
+    )
+
+
+@contextlib.asynccontextmanager
+async def _exporting(workers: dict[str, Worker]) -> AsyncIterator[int]:
+    async def expose(request: web.Request) -> web.Response:
+        worker = workers[request.path.strip("/")]
+        if not worker.answers:
+            return web.Response(status=503)
+        return web.Response(text=worker.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    app = web.Application()
+    app.router.add_get("/{key:.*}", expose)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    port = _free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield port
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def _scraping(binary: Path, folder: Path, configuration: str) -> AsyncIterator[str]:
+    (folder / "prometheus.yml").write_text(configuration)
+    port = _free_port()
+    with (folder / "prometheus.log").open("w") as log:
+        process = await asyncio.create_subprocess_exec(
+            str(binary),
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address=127.0.0.1:{port}",
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), 20)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site(tmp_path_factory: pytest.TempPathFactory, http: aiohttp.ClientSession) -> AsyncIterator[Site]:
+    """Two workers in eu, one in the hub, and a real Prometheus that has begun to scrape them (which takes it 5 s)."""
+    binary = _prometheus()
+    if binary is None:
+        pytest.skip("no Prometheus: run `make tools` first")
+    workers = {"eu/offload/eu-0": Worker(), "eu/offload/eu-1": Worker(), "hub/decode/hub-0": Worker()}
+    folder = tmp_path_factory.mktemp("prometheus")
+    async with _exporting(workers) as port, _scraping(binary, folder, _configuration(port, workers)) as url:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(aiohttp.ClientError, KeyError):
+                form = {"query": "count(prfaas_transfer_sent_bytes_total)"}
+                async with http.post(f"{url}/api/v1/query", data=form) as response:
+                    result = (await response.json())["data"]["result"]
+                    if result and result[0]["value"][1] == "3":
+                        break
+            await asyncio.sleep(0.1)
+        else:
+            pytest.fail(f"Prometheus does not scrape: {(folder / 'prometheus.log').read_text()[-2000:]}")
+        yield Site(workers, url)

@@ -1,0 +1,130 @@
+"""The very queries of the scheduler, and the default utilisationQuery, on a real Prometheus that scrapes counters.
+
+What they answer must be what the counters do, and staleness must tell a dead link from blind metrics.
+"""
+
+import asyncio
+import time
+
+import pytest
+
+from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
+from prfaas.errors import ConfigError
+from prfaas_scheduler.measure import Measured, measure
+from prfaas_scheduler.prometheus import Prometheus
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WINDOW_SECONDS = 3
+
+
+@pytest.fixture
+def ask(site, http, table):
+    prometheus = Prometheus(http, site.prometheus_url, 5.0)
+    return lambda: measure(prometheus, table(), WINDOW_SECONDS)
+
+
+async def until(ask, holds, what: str) -> Measured:
+    deadline = time.monotonic() + 20
+    while True:
+        measured = await ask()
+        if holds(measured):
+            return measured
+        if time.monotonic() > deadline:
+            pytest.fail(f"never {what}: {measured}")
+        await asyncio.sleep(0.2)
+
+
+def about(measured: Measured, **expected: float) -> bool:
+    link = measured.samples.get("eu")
+    return link is not None and all(
+        getattr(link, name) == pytest.approx(value, rel=0.1, abs=0.01) for name, value in expected.items()
+    )
+
+
+async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_from_blind(site, ask, table):
+    assert table().clusters[0].utilisation_query == DEFAULT_UTILISATION_QUERY
+    one, other, hub = site.workers.values()
+
+    one.move(mbps=20, backlogged_share=0.5)
+    other.move(mbps=20, backlogged_share=0.5)
+    hub.move(mbps=900, backlogged_share=1.0)  # the hub's own traffic is no part of the link's
+    one.unsent_bytes, other.unsent_bytes, hub.unsent_bytes = 100, 23, 7
+    one.waiting, other.waiting, hub.waiting = 2, 1, 9
+    # Two instances, each busy half of the time, keep the link busy three quarters of it if they are independent.
+    measured = await until(
+        ask,
+        lambda m: about(m, traffic_mbps=40, backlogged_fraction=0.75, delivery_mbps=40 / 0.75),
+        "40 Mbit/s, waiting for three quarters of the time",
+    )
+    sample = measured.samples["eu"]
+    assert (sample.unsent_bytes, sample.waiting_prefills) == (123, 3)
+    assert 0 <= sample.age_seconds < 2
+    assert measured.hub_measured
+    assert measured.errors == ()
+    assert set(measured.samples) == {"eu"}
+
+    one.move(mbps=2.5, backlogged_share=1.0)
+    other.move(mbps=2.5, backlogged_share=1.0)
+    await until(
+        ask,
+        lambda m: about(m, traffic_mbps=5, backlogged_fraction=1, delivery_mbps=5),
+        "5 Mbit/s with data waiting all the time",
+    )
+
+    one.move(mbps=0, backlogged_share=0)
+    other.move(mbps=0, backlogged_share=0)
+    idle = await until(ask, lambda m: about(m, traffic_mbps=0, backlogged_fraction=0), "idle")
+    assert idle.samples["eu"].delivery_mbps is None
+
+    one.answers = False
+    await asyncio.sleep(1.0)  # five scrapes
+    assert "eu" in (await ask()).samples, "one instance of two answers"
+    other.answers = False
+    dead = await until(ask, lambda m: "eu" not in m.samples, "without a sample of eu")
+    assert dead.hub_measured
+    hub.answers = False
+    blind = await until(ask, lambda m: not m.hub_measured, "without a sample of the hub")
+    assert blind.errors == ()
+
+    one.answers = other.answers = hub.answers = True
+    await until(ask, lambda m: m.hub_measured and about(m, traffic_mbps=0), "measured again")
+
+
+async def test_the_samples_time_moves_with_every_scrape_and_not_with_every_question(ask):
+    times = {(await ask()).samples["eu"].sampled_at_seconds for _ in range(20)}
+    assert len(times) <= 10
+    first = min(times)
+    await until(ask, lambda m: m.samples["eu"].sampled_at_seconds > first, "newer")
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("sum(rate(", "parse error"),
+        ("prfaas_prefills_waiting", "3 values"),
+        ("prfaas_prefills_waiting[5s]", "a matrix where one value is needed"),
+        ("sum(prfaas_prefills_waiting) + on() group_left() prfaas_prefills_waiting", "many-to-many"),
+    ],
+)
+async def test_a_query_that_answers_no_single_value_is_the_users_and_says_why(site, http, query, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        await Prometheus(http, site.prometheus_url, 5.0).value(query)
+    assert query in str(error.value)
+
+
+async def test_scalars_absence_and_numbers_that_are_none_are_answers(site, http):
+    prometheus = Prometheus(http, site.prometheus_url + "/", 5.0)
+    assert await prometheus.value("42") == 42
+    assert await prometheus.value("sum(no_such_metric)") is None
+    assert str(await prometheus.value("0/0")) == "nan"
+    assert await prometheus.value("vector(1/0)") == float("inf")
+
+
+async def test_names_with_characters_that_mean_something_in_promql_are_only_names(site, http, table):
+    prometheus = Prometheus(http, site.prometheus_url, 5.0)
+    cluster = table().clusters[0]
+    awkward = [type(cluster)(name='a"b\\c.*', capacity_mbps=1, utilisation_query="vector(1)")]
+    measured = await measure(prometheus, table(clusters=tuple(awkward)), WINDOW_SECONDS)
+    assert measured.errors == ()
+    assert measured.samples == {}
