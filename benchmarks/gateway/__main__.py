@@ -1,0 +1,153 @@
+"""What the gateway costs a request, beside the backend driven directly in the same run.
+
+    python -m benchmarks.gateway              a table
+    python -m benchmarks.gateway -o json      the figures
+
+Three processes: an instant backend, the gateway with a routes file, and this one, which drives 16 connections. CPU time
+comes from /proc/PID/stat, so that other work on the machine disturbs the figures little. Prompts of 1 KB and 100 KB.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvloop
+from benchmarks.gateway.load import drive
+
+from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
+
+CONCURRENCY = 16
+SIZES = {"1 KB": (1_000, 8_000), "100 KB": (100_000, 3_000)}  # prompt bytes, requests
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+RSS_REACH_MB = 100
+MEASURED = {
+    "cpu_ms": ("gateway CPU a request", "ms", "lower"),
+    "per_second": ("throughput", "requests/s", "higher"),
+    "p50_ms": (f"median latency at c={CONCURRENCY}", "ms", "lower"),
+}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return user and system time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+
+
+def rss_peak_mb(pid: int) -> float:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found.group(1)) * 1024 / 1e6
+
+
+@contextmanager
+def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(command, text=True, **options)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def routing_table(port: int) -> RoutingTable:
+    return RoutingTable(
+        policy="bench",
+        namespace="bench",
+        generation=1,
+        model="m",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode="Fixed", tokens=10_000, min_tokens=1, max_tokens=10_000),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        instances=(Instance(name="d0", pool="d", cluster="hub", role="decode", url=f"http://127.0.0.1:{port}"),),
+    )
+
+
+def prompt(size_bytes: int) -> bytes:
+    text = ("The quick brown fox jumps over the lazy dog. " * (size_bytes // 45 + 1))[:size_bytes]
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+
+
+def measure(port: int, pid: int, size_bytes: int, requests: int) -> dict[str, float]:
+    """Drive one target; return CPU milliseconds a request of process `pid`, requests a second, and median latency."""
+    body = prompt(size_bytes)
+    uvloop.run(drive(port, body, requests // 10, CONCURRENCY))  # warm up
+    cpu, wall = cpu_seconds(pid), time.perf_counter()
+    latencies = uvloop.run(drive(port, body, requests, CONCURRENCY))
+    cpu, wall = cpu_seconds(pid) - cpu, time.perf_counter() - wall
+    return {"cpu_ms": cpu / requests * 1e3, "per_second": requests / wall, "p50_ms": statistics.median(latencies) * 1e3}
+
+
+def figures() -> list[dict]:
+    with tempfile.TemporaryDirectory() as directory:
+        routes = Path(directory) / "routes.json.gz"
+        backend_file = Path(__file__).with_name("backend.py")
+        with started([sys.executable, str(backend_file), "0"], stdout=subprocess.PIPE) as backend:
+            backend_port = int(backend.stdout.readline())
+            routes.write_bytes(encode(routing_table(backend_port)))
+            command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)]
+            with started([*command, "--drain-seconds", "0"], stderr=subprocess.PIPE) as gateway:
+                port = int(re.search(r"listening on \S+:(\d+)", gateway.stderr.readline()).group(1))
+                return list(compare(gateway.pid, port, backend.pid, backend_port))
+
+
+def compare(gateway_pid: int, port: int, backend_pid: int, backend_port: int) -> Iterator[dict]:
+    for label, (size_bytes, requests) in SIZES.items():
+        direct = measure(backend_port, backend_pid, size_bytes, requests)
+        through = measure(port, gateway_pid, size_bytes, requests)
+        yield figure(f"gateway CPU a request, {label} prompt", through["cpu_ms"], "ms", "lower", direct["cpu_ms"])
+        yield figure(f"throughput, {label} prompt", through["per_second"], "requests/s", "higher", direct["per_second"])
+        yield figure(
+            f"median latency at c={CONCURRENCY}, {label} prompt", through["p50_ms"], "ms", "lower", direct["p50_ms"]
+        )
+    yield figure("gateway peak memory", "MB", "lower", rss_peak_mb(gateway_pid), reach=RSS_REACH_MB)
+
+
+def figure(
+    name: str, value: float, unit: str, better: str, rival_value: float | None, reach: float | None = None
+) -> dict:
+    return {
+        "name": name,
+        "value": round(value, 4),
+        "unit": unit,
+        "better": better,
+        "reach": beside.get("reach"),
+        "rival": None if rival_value is None else "the same backend driven directly",
+        "rival_value": None if rival_value is None else round(rival_value, 4),
+    }
+
+
+def report() -> dict:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return {"bench": "gateway", "commit": commit, "machine": machine, "figures": figures()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    made = parser.parse_args()
+    result = report()
+    if made.output == "json":
+        print(json.dumps(result, indent=2))
+        return
+    for one in result["figures"]:
+        rival = (
+            ""
+            if one["rival_value"] is None
+            else f"   direct {one['rival_value']:>10.3f}   ratio {one['value'] / one['rival_value']:.2f}"
+        )
+        print(f"{one['name']:<44}{one['value']:>10.3f} {one['unit']:<10}{rival}")
+
+
+if __name__ == "__main__":
+    main()
