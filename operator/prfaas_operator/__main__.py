@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -65,14 +64,11 @@ async def running(hub: Cluster) -> AsyncIterator[Runtime]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await runtime.members.close()
 
 
 async def serve(namespace: str, endpoints: http.Endpoints) -> None:
-    """Run until SIGTERM or SIGINT."""
-    stop, ready = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    """Run until SIGTERM or SIGINT, which kopf turns into an orderly end."""
+    ready = asyncio.Event()
     hub = await connect_hub(namespace)
     try:
         await check_resources(hub)
@@ -85,7 +81,6 @@ async def serve(namespace: str, endpoints: http.Endpoints) -> None:
                 standalone=True,
                 namespaces=[namespace],
                 ready_flag=ready,
-                stop_flag=stop,
             )
     finally:
         await hub.close()
@@ -99,7 +94,9 @@ def run(
 ) -> None:
     """Reconcile the prfaas resources of one namespace. Example: prfaas-operator --namespace prfaas."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs a line for every event of every object
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    # A line for every event of every object, and a warning for each loop that it cancels on purpose.
+    logging.getLogger("kopf.objects").setLevel(logging.ERROR)
     try:
         asyncio.run(serve(namespace, http.Endpoints(host, metrics_port, health_port)))
     except (PrfaasError, OSError) as error:

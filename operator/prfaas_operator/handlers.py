@@ -49,6 +49,12 @@ def register(runtime: Runtime) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
     for kind in JUDGES:
         _register_kind(registry, runtime, kind)
+
+    @kopf.on.cleanup(registry=registry)
+    async def _(**_: Any) -> None:
+        # kopf waits 5 s for tasks that outlive it, so what the loops started must end before.
+        await runtime.members.close()
+
     return registry
 
 

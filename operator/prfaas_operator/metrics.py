@@ -2,7 +2,10 @@
 
 import time
 
+import prometheus_client
 from prometheus_client import Counter, Gauge, Histogram
+
+prometheus_client.disable_created_metrics()
 
 RECONCILE_SECONDS = Histogram(
     "prfaas_operator_reconcile_seconds",

@@ -17,13 +17,13 @@ from prfaas_operator.plan.pool import Pool, role_of
 
 
 class ClusterView(NamedTuple):
-    """What the operator sees of one cluster: its pods (None before the first list), and whether it answers now."""
+    """What the operator sees of one cluster; None before it was first listed, and before it was first contacted."""
 
-    pods: tuple[PodFacts, ...] | None
-    reachable: bool
+    pods: tuple[PodFacts, ...] | None = None
+    reachable: bool | None = None
 
 
-UNSEEN = ClusterView(None, reachable=False)
+UNSEEN = ClusterView()
 
 
 def table(
@@ -53,18 +53,21 @@ def table(
         stale_after_seconds=metrics.stale_after_seconds if metrics else 10,
         prefer_datacenters=tuple(spec.datacenters.prefer),
         forbid_datacenters=tuple(spec.datacenters.forbid),
-        clusters=_clusters(facts, views),
+        clusters=_clusters(facts, views, previous),
         instances=_instances(facts, views, previous),
     )
 
 
-def _clusters(facts: PolicyFacts, views: Mapping[str, ClusterView]) -> tuple[routes.Cluster, ...]:
+def _clusters(
+    facts: PolicyFacts, views: Mapping[str, ClusterView], previous: routes.RoutingTable | None
+) -> tuple[routes.Cluster, ...]:
+    was_reachable = {cluster.name: cluster.reachable for cluster in (previous.clusters if previous else ())}
     used = {pool.spec.cluster_name for pool in facts.routed_pools if pool.spec.cluster_name}
     return tuple(
         routes.Cluster(
             name=name,
             datacenter=cluster.spec.datacenter,
-            reachable=views.get(name, UNSEEN).reachable,
+            reachable=_known(views.get(name, UNSEEN).reachable, was_reachable.get(name, False)),
             capacity_mbps=cluster.spec.link.capacity_mbps,
             utilisation_query=cluster.spec.link.utilisation_query.replace("$cluster", name),
             round_trip_millis=cluster.spec.link.round_trip_millis,
@@ -72,6 +75,10 @@ def _clusters(facts: PolicyFacts, views: Mapping[str, ClusterView]) -> tuple[rou
         for name, cluster in sorted(facts.clusters.items())
         if name in used
     )
+
+
+def _known(seen: bool | None, before: bool) -> bool:
+    return before if seen is None else seen
 
 
 def _instances(

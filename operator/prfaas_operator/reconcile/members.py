@@ -118,7 +118,7 @@ class Members:
         connection, contact = self._connections.get(name), self._contacts.get(name)
         known = connection is not None and connection.pods.synced.is_set()
         pods = tuple(connection.pods.items.values()) if connection and known else None
-        return ClusterView(pods, reachable=contact is not None and contact.error is None)
+        return ClusterView(pods, reachable=contact and contact.error is None)
 
     async def drop(self, name: str) -> None:
         """Close a member that is no more."""
