@@ -104,17 +104,14 @@ def compare(gateway_pid: int, port: int, backend_pid: int, backend_port: int) ->
     for label, (size_bytes, requests) in SIZES.items():
         direct = measure(backend_port, backend_pid, size_bytes, requests)
         through = measure(port, gateway_pid, size_bytes, requests)
-        yield figure(f"gateway CPU a request, {label} prompt", through["cpu_ms"], "ms", "lower", direct["cpu_ms"])
-        yield figure(f"throughput, {label} prompt", through["per_second"], "requests/s", "higher", direct["per_second"])
-        yield figure(
-            f"median latency at c={CONCURRENCY}, {label} prompt", through["p50_ms"], "ms", "lower", direct["p50_ms"]
-        )
+        for key, (name, unit, better) in MEASURED.items():
+            yield figure(f"{name}, {label} prompt", unit, better, through[key], rival_value=direct[key])
     yield figure("gateway peak memory", "MB", "lower", rss_peak_mb(gateway_pid), reach=RSS_REACH_MB)
 
 
-def figure(
-    name: str, value: float, unit: str, better: str, rival_value: float | None, reach: float | None = None
-) -> dict:
+def figure(name: str, unit: str, better: str, value: float, **beside: float) -> dict:
+    """Return one figure; `beside` may hold `rival_value` and `reach`."""
+    rival_value = beside.get("rival_value")
     return {
         "name": name,
         "value": round(value, 4),
@@ -141,11 +138,8 @@ def main() -> None:
         print(json.dumps(result, indent=2))
         return
     for one in result["figures"]:
-        rival = (
-            ""
-            if one["rival_value"] is None
-            else f"   direct {one['rival_value']:>10.3f}   ratio {one['value'] / one['rival_value']:.2f}"
-        )
+        direct = one["rival_value"]
+        rival = f"   direct {direct:>10.3f}   ratio {one['value'] / direct:.2f}" if direct else ""
         print(f"{one['name']:<44}{one['value']:>10.3f} {one['unit']:<10}{rival}")
 
 

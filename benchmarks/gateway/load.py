@@ -56,10 +56,10 @@ async def drive(port: int, body: bytes, requests: int, concurrency: int) -> list
         elif len(latencies) == requests:
             finished.set_result(None)
 
-    connections = [
-        (await loop.create_connection(lambda: Connection(request, done), "127.0.0.1", port))[1]
-        for _ in range(concurrency)
-    ]
+    connections = []
+    for _ in range(concurrency):
+        _, connection = await loop.create_connection(lambda: Connection(request, done), "127.0.0.1", port)
+        connections.append(connection)
     remaining -= concurrency
     for connection in connections:
         connection.send()
