@@ -95,28 +95,37 @@ class ControlPlane:
     Attributes:
         name: the cluster's name.
         server: URL of the API server.
+        api_port: its port.
         authority: the cluster's CA, for more certificates.
         kubeconfig: path of the administrator's kubeconfig.
 
     """
 
-    def __init__(self, name: str, folder: Path, placement: Placement):
+    def __init__(self, name: str, folder: Path, placement: Placement, logs: Path):
         self.name = name
         self.server = placement.server
+        self.api_port = placement.api_port
         self.authority = Authority(f"{name}-ca")
         self._folder = folder
         self._placement = placement
         self._pki = folder / "pki"
-        self._logs = folder / "logs"
+        self._logs = logs
         self._children: list[Child] = []
         for each in (self._pki, self._logs):
-            each.mkdir(parents=True)
+            each.mkdir(parents=True, exist_ok=True)
         self.kubeconfig = self.user("admin", ADMIN_GROUP).write(folder / "kubeconfig")
 
     @classmethod
     @contextlib.asynccontextmanager
     async def start(
-        cls, name: str, tools: Tools, folder: Path, placement: Placement | None = None, *, scheduler: bool = True
+        cls,
+        name: str,
+        tools: Tools,
+        folder: Path,
+        placement: Placement | None = None,
+        *,
+        logs: Path | None = None,
+        scheduler: bool = True,
     ) -> AsyncIterator[Self]:
         """Start a control plane in the empty folder `folder`; it is ready on entry and gone on exit.
 
@@ -125,6 +134,7 @@ class ControlPlane:
             tools: the programs.
             folder: gets keys, logs and etcd's data.
             placement: addresses and ports; free loopback ports when None.
+            logs: folder for the programs' logs; `folder`/logs when None.
             scheduler: whether pods are to be bound to nodes.
 
         Raises:
@@ -132,7 +142,7 @@ class ControlPlane:
             UnreachableError: it was not ready in time.
 
         """
-        plane = cls(name, folder, placement or Placement.on_loopback())
+        plane = cls(name, folder, placement or Placement.on_loopback(), logs or folder / "logs")
         try:
             plane._start_servers(tools)
             await plane._wait_for("/readyz")

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from prfaas.errors import PeerError
@@ -23,22 +23,19 @@ class Child:
         name: what messages call it.
         command: program and arguments; nothing secret belongs here, every user of the machine can read it.
         log: file that gets stdout and stderr.
-        environment: replaces ours when given.
+        share_output: write stdout to ours, and stderr alone to the log.
 
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
-    ):
+    def __init__(self, name: str, command: Sequence[str | Path], log: Path, *, share_output: bool = False):
         self.name = name
         self._log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=None if share_output else output,
                 stderr=output,
-                env=environment,
                 start_new_session=True,  # Ctrl-C is ours to handle: children end in our order
             )
 

@@ -1,0 +1,208 @@
+"""`prfaas sandbox`: two real clusters on this machine, without Docker."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prfaas.errors import ConfigError, PeerError
+from prfaas_sandbox.api import Api
+from prfaas_sandbox.build import ensure_tools
+from prfaas_sandbox.control import change_link, link_rate
+from prfaas_sandbox.kubeconfig import read_kubeconfig
+from prfaas_sandbox.processes import tail
+from prfaas_sandbox.sandbox import DEFAULT_LINK_MBPS, ClusterAccess, Description, Sandbox
+from prfaas_sandbox.state import StateFolder
+
+DOWN_TIMEOUT_SECONDS = 15.0
+POLL_SECONDS = 0.1
+QUIET_SECONDS = 15.0
+
+app = typer.Typer(
+    help="Two real Kubernetes control planes with process nodes and a shaped link. Example: prfaas sandbox up",
+    no_args_is_help=True,
+)
+console = Console(stderr=True, highlight=False)
+
+StateOption = Annotated[Path, typer.Option("--state", help="Folder of the sandbox's sockets, kubeconfigs and logs.")]
+DEFAULT_STATE = Path(".prfaas/sandbox")
+
+
+class Output(StrEnum):
+    """Formats of what a command prints."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="Format of the output.")]
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Show progress: on a terminal as one line that changes, elsewhere as a line now and then."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+    shown = float("-inf")
+
+    def report(line: str) -> None:
+        nonlocal shown
+        if not line.startswith("building") or time.monotonic() - shown >= QUIET_SECONDS:
+            shown = time.monotonic()
+            console.print(line)
+
+    yield report
+
+
+@app.command()
+def build() -> None:
+    """Build etcd, Kubernetes, Helm and Prometheus from tools/*/go.mod, once. Example: prfaas sandbox build."""
+    with _progress() as report:
+        tools = ensure_tools(report)
+    for name, path in tools.paths.items():
+        typer.echo(f"{name}\t{path}")
+
+
+@app.command()
+def up(
+    state: StateOption = DEFAULT_STATE,
+    link_mbps: Annotated[float, typer.Option("--link-mbps", help="Rate of the link, each way.")] = DEFAULT_LINK_MBPS,
+) -> None:
+    """Start both clusters and keep them until Ctrl-C. Example: prfaas sandbox up --link-mbps 200."""
+    asyncio.run(_up(state, link_mbps))
+
+
+async def _up(state: Path, link_mbps: float) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    running = asyncio.create_task(_run(state, link_mbps, stop))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():
+        running.cancel()
+    stopping.cancel()
+    await asyncio.gather(running, return_exceptions=stop.is_set())
+
+
+async def _run(state: Path, link_mbps: float, stop: asyncio.Event) -> None:
+    with _progress() as report:
+        starting = Sandbox.start(state, link_mbps=link_mbps, report=report)
+        sandbox = await starting.__aenter__()
+    try:
+        _show(sandbox.description, link_mbps)
+        console.print("Ctrl-C stops everything.")
+        await stop.wait()
+    finally:
+        await starting.__aexit__(None, None, None)
+
+
+@app.command()
+def down(state: StateOption = DEFAULT_STATE) -> None:
+    """Stop a sandbox that runs in another terminal. Example: prfaas sandbox down."""
+    folder = StateFolder(state.absolute())
+    pid = folder.owner()
+    if pid is None:
+        typer.echo(f"no sandbox runs in {folder.root}")
+        return
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_TIMEOUT_SECONDS
+    while folder.owner() is not None:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)  # the inside ends with it all the same
+        time.sleep(POLL_SECONDS)
+    typer.echo(f"stopped the sandbox in {folder.root}")
+
+
+@app.command()
+def status(state: StateOption = DEFAULT_STATE, output: OutputOption = Output.TEXT) -> None:
+    """Show what runs and where; exit code 1 when nothing does. Example: prfaas sandbox status -o json."""
+    description = _describe(StateFolder(state.absolute()))
+    found = asyncio.run(_inspect(StateFolder(state.absolute()), description))
+    if output is Output.JSON:
+        typer.echo(json.dumps(found, indent=2, default=str))
+        return
+    _show(description, found["link_mbps"])
+    for name, cluster in found["clusters"].items():
+        typer.echo(f"{name}: {cluster['state']}, {cluster['running_pods']} of {cluster['pods']} pods running")
+
+
+def _describe(state: StateFolder) -> Description:
+    if state.owner() is None:
+        raise ConfigError(f"no sandbox runs in {state.root}: start one with `prfaas sandbox up`, or name its --state")
+    if not state.description.exists():
+        raise ConfigError(f"the sandbox in {state.root} is still starting")
+    return Description.read(state.description)
+
+
+async def _inspect(state: StateFolder, description: Description) -> dict[str, Any]:
+    clusters = {each.name: await _inspect_cluster(each) for each in (description.hub, description.member)}
+    return {
+        "pid": state.owner(),
+        "state": state.root,
+        "start_seconds": description.start_seconds,
+        "link_mbps": await link_rate(state),
+        "prometheus_url": description.prometheus_url,
+        "prometheus_internal_url": description.prometheus_internal_url,
+        "clusters": clusters,
+    }
+
+
+async def _inspect_cluster(cluster: ClusterAccess) -> dict[str, Any]:
+    found: dict[str, Any] = {"kubeconfig": cluster.kubeconfig, "internal_server": cluster.internal_server}
+    try:
+        async with Api(read_kubeconfig(cluster.kubeconfig)) as api:
+            await api.get("/readyz")
+            pods = (await api.get("/api/v1/pods"))["items"]
+    except PeerError as error:
+        return {**found, "state": f"not ready: {error}", "pods": 0, "running_pods": 0}
+    running = sum(pod["status"].get("phase") == "Running" for pod in pods)
+    return {**found, "state": "ready", "pods": len(pods), "running_pods": running}
+
+
+def _show(description: Description, link_mbps: float) -> None:
+    table = Table(box=None, show_header=False)
+    for cluster in (description.hub, description.member):
+        table.add_row(cluster.name, f"kubectl --kubeconfig {cluster.kubeconfig} get pods -A")
+    table.add_row("Prometheus", description.prometheus_url)
+    table.add_row("link", f"{link_mbps:g} Mbit/s each way")
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+@app.command()
+def link(
+    mbps: Annotated[float, typer.Argument(help="New rate in Mbit/s, each way.")], state: StateOption = DEFAULT_STATE
+) -> None:
+    """Change the rate of the link while it is in use. Example: prfaas sandbox link 5."""
+    folder = StateFolder(state.absolute())
+    _describe(folder)
+    asyncio.run(change_link(folder, mbps))
+    typer.echo(f"the link carries {mbps:g} Mbit/s each way")
+
+
+@app.command()
+def logs(
+    name: Annotated[str, typer.Argument(help="For example hub/kube-apiserver; all names when left out.")] = "",
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Show the end of a log of the sandbox itself. Example: prfaas sandbox logs hub/kube-scheduler."""
+    folder = StateFolder(state.absolute()).logs
+    known = {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.log"))}
+    if not name:
+        typer.echo("\n".join(known))
+    elif name in known:
+        typer.echo(tail(known[name]))
+    else:
+        raise ConfigError(f"there is no log {name!r} in {folder}; `prfaas sandbox logs` lists them")

@@ -1,0 +1,97 @@
+"""The sandbox's network: one namespace per cluster, a veth pair between them, and the token bucket that shapes it.
+
+Every address of a cluster's /16 is local to its namespace (AnyIP: one route of type local), so that a pod gets an
+address without an interface of its own, and may still bind to it and be reached at it from the other cluster. What
+follows are commands as data; `prfaas_sandbox.supervisor` runs them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+LINK = "link0"
+# Long enough for a full bucket at any rate, short enough that TCP feels the link instead of filling a queue.
+QUEUE_MILLIS = 50
+BURST_MILLIS = 20
+# A bucket of 256 KiB keeps the rate exact under segmentation offload; small rates get less, or a burst would be a
+# second's worth of link. Above 2 Gbit/s the kernel's timer needs at least a millisecond's worth.
+LARGEST_BURST_BYTES = 256 * 1024
+SMALLEST_BURST_BYTES = 8 * 1024
+
+Command = list[str]
+
+
+@dataclass(frozen=True)
+class ClusterNetwork:
+    """The addresses of one cluster.
+
+    Args:
+        name: hub or member.
+        prefix: the first two octets of its /16.
+        service_prefix: the first three octets of the cluster IPs, which nobody routes.
+
+    """
+
+    name: str
+    prefix: str
+    service_prefix: str
+
+    @property
+    def address(self) -> str:
+        """Address of the node and of the API server."""
+        return f"{self.prefix}.0.1"
+
+    @property
+    def range(self) -> str:
+        """All addresses of the cluster."""
+        return f"{self.prefix}.0.0/16"
+
+    def pod_address(self, index: int) -> str:
+        """Return the address of the pod with a running number; after 64,516 numbers they start over."""
+        third, fourth = divmod(index % (254 * 254), 254)
+        return f"{self.prefix}.{third + 1}.{fourth + 1}"
+
+
+HUB = ClusterNetwork("hub", "10.244", "10.96.0")
+MEMBER = ClusterNetwork("member", "10.245", "10.97.0")
+CLUSTERS = (HUB, MEMBER)
+
+
+def enter(namespace: Path, command: Command) -> Command:
+    """Return a command that runs `command` in the network namespace kept at a file."""
+    return ["nsenter", f"--net={namespace}", *command]
+
+
+def create_link(hub: Path, member: Path) -> list[Command]:
+    """Return the commands that join two empty namespaces and make each cluster's addresses its own."""
+    join = ["ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(member)]
+    return [enter(hub, join), *_own_side(hub, HUB, MEMBER), *_own_side(member, MEMBER, HUB)]
+
+
+def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> list[Command]:
+    commands = [
+        ["ip", "link", "set", "lo", "up"],
+        ["ip", "link", "set", LINK, "up"],
+        ["ip", "route", "add", "local", own.range, "dev", "lo"],
+        # One neighbour to resolve, whatever the number of pods behind it.
+        ["ip", "route", "add", other.address, "dev", LINK, "src", own.address],
+        ["ip", "route", "add", other.range, "via", other.address, "dev", LINK, "src", own.address],
+    ]
+    return [enter(namespace, command) for command in commands]
+
+
+def shape_link(namespaces: tuple[Path, ...], mbps: float) -> list[Command]:
+    """Return the commands that limit what leaves each end of the link; they also change a limit that is there."""
+    return [enter(namespace, token_bucket(mbps)) for namespace in namespaces]
+
+
+def token_bucket(mbps: float) -> Command:
+    """Return the tc command for a rate in Mbit/s."""
+    burst_bytes = min(max(_bytes_in(mbps, BURST_MILLIS), SMALLEST_BURST_BYTES), LARGEST_BURST_BYTES)
+    burst_bytes = max(burst_bytes, _bytes_in(mbps, 1))
+    rate = f"{round(mbps * 1_000_000)}bit"
+    shape = ["rate", rate, "burst", f"{burst_bytes}b", "latency", f"{QUEUE_MILLIS}ms"]
+    return ["tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *shape]
+
+
+def _bytes_in(mbps: float, millis: int) -> int:
+    return int(mbps * 1000 / 8 * millis)

@@ -1,0 +1,213 @@
+"""The node agent: registers the process node, keeps its Lease, and runs the pods that the scheduler binds to it."""
+
+import asyncio
+import logging
+import os
+import platform
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import aiohttp
+
+from prfaas.errors import PeerError
+from prfaas_sandbox.api import Api, Listed, Object
+from prfaas_sandbox.controlplane import ControlPlane
+from prfaas_sandbox.network import ClusterNetwork
+from prfaas_sandbox.node.container import Container, now_text
+from prfaas_sandbox.node.logs import PORT, serve_logs
+from prfaas_sandbox.node.pod import Node, Pod
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 40
+RENEW_SECONDS = 10.0
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+# Nothing here enforces requests, so the node offers more than anybody asks for: no placement depends on the machine.
+CAPACITY = {"cpu": "1000", "memory": "1000Gi", "ephemeral-storage": "1000Gi", "pods": "1000"}
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where the agent writes: volumes and container roots, and logs of containers."""
+
+    run: Path
+    logs: Path
+
+
+class NodeAgent:
+    """The agent of one cluster's only node; get one from `start`."""
+
+    def __init__(self, node: Node, network: ClusterNetwork):
+        self._node = node
+        self._network = network
+        self._pods: dict[str, Pod] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._next_address = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, plane: ControlPlane, network: ClusterNetwork, folders: Folders) -> AsyncIterator[Self]:
+        """Register the node with `plane` and run its pods until the context ends.
+
+        The context's task is cancelled, with the error as the cause, should the agent fail.
+        """
+        name = f"{network.name}-node"
+        folders.run.mkdir(parents=True)
+        user = plane.user(f"system:node:{name}", "system:nodes")
+        # As the kubelet, probes look at the answer, not at certificates; and a probe must not find a stale connection.
+        connector = aiohttp.TCPConnector(ssl=False, force_close=True, limit=0)
+        async with Api(user) as api, aiohttp.ClientSession(connector=connector) as session:
+            node = Node(name, network.address, plane.api_port, api, session, folders.run, folders.logs)
+            agent = cls(node, network)
+            async with (
+                serve_logs(network.address, _server_tls(plane, network, folders.run), agent._find),
+                asyncio.TaskGroup() as group,
+            ):
+                await agent._register()
+                running = [group.create_task(agent._renew_lease()), group.create_task(agent._follow_pods())]
+                try:
+                    yield agent
+                finally:
+                    for task in (*running, *agent._tasks.values()):
+                        task.cancel()
+
+    @property
+    def name(self) -> str:
+        """Name of the Node object."""
+        return self._node.name
+
+    def kill_pod(self, namespace: str, name: str) -> bool:
+        """Kill all processes of a pod; return whether the node runs it."""
+        pod = self._pod(namespace, name)
+        if pod is None:
+            return False
+        pod.kill()
+        return True
+
+    def _pod(self, namespace: str, name: str) -> Pod | None:
+        return next((pod for pod in self._pods.values() if pod.name == (namespace, name)), None)
+
+    def _find(self, namespace: str, pod: str, container: str) -> Container | None:
+        found = self._pod(namespace, pod)
+        return found.container(container) if found else None
+
+    async def _register(self) -> None:
+        labels = {
+            "kubernetes.io/hostname": self._node.name,
+            "kubernetes.io/os": "linux",
+            "kubernetes.io/arch": _architecture(),
+        }
+        body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self._node.name, "labels": labels}}
+        await self._node.api.create("/api/v1/nodes", body)
+        await self._lease()
+        await self._node.api.patch(
+            f"/api/v1/nodes/{self._node.name}/status", {"status": _node_status(self._node.address)}
+        )
+
+    async def _renew_lease(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            try:
+                await self._lease()
+            except PeerError as error:
+                log.warning("the node's lease was not renewed: %s", error)
+
+    async def _lease(self) -> None:
+        renewed = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {"holderIdentity": self._node.name, "leaseDurationSeconds": LEASE_SECONDS, "renewTime": renewed}
+        body = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self._node.name},
+            "spec": spec,
+        }
+        await self._node.api.apply(f"{LEASES}/{self._node.name}", body, "process-node")
+
+    async def _follow_pods(self) -> None:
+        async for change in self._node.api.follow("/api/v1/pods", fieldSelector=f"spec.nodeName={self._node.name}"):
+            if isinstance(change, Listed):
+                for uid in self._pods.keys() - {item["metadata"]["uid"] for item in change.items}:
+                    self._pods[uid].vanish()
+                for item in change.items:
+                    self._observe(item)
+            elif not change.deleted:
+                self._observe(change.item)
+            elif pod := self._pods.get(change.item["metadata"]["uid"]):
+                pod.vanish()
+
+    def _observe(self, item: Object) -> None:
+        uid = item["metadata"]["uid"]
+        if pod := self._pods.get(uid):
+            pod.observe(item)
+            return
+        pod = self._pods[uid] = Pod(item, self._node, self._free_address())
+        self._tasks[uid] = asyncio.create_task(self._run(uid, pod))
+        pod.observe(item)
+
+    async def _run(self, uid: str, pod: Pod) -> None:
+        try:
+            await pod.run()
+        except Exception:
+            log.exception("pod %s/%s: the node agent failed", *pod.name)
+        finally:
+            del self._pods[uid], self._tasks[uid]
+
+    def _free_address(self) -> str:
+        """Return an address that no pod has, the one that was free longest."""
+        taken = {pod.address for pod in self._pods.values()}
+        while True:
+            address = self._network.pod_address(self._next_address)
+            self._next_address += 1
+            if address not in taken:
+                return address
+
+
+def _server_tls(plane: ControlPlane, network: ClusterNetwork, folder: Path) -> ssl.SSLContext:
+    """Return a context that serves the node's certificate and wants one of the cluster's CA from every client."""
+    certificate, key = plane.authority.server(f"{network.name}-node", [network.address]).write(folder, "node")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=plane.authority.certificate.decode())
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+def _architecture() -> str:
+    return {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+
+
+def _node_status(address: str) -> Object:
+    now = now_text()
+    pressure = {f"{kind}Pressure": "False" for kind in ("Memory", "Disk", "PID")}
+    conditions = [
+        {
+            "type": kind,
+            "status": status,
+            "reason": "ProcessNode",
+            "message": "containers run as local processes",
+            "lastHeartbeatTime": now,
+            "lastTransitionTime": now,
+        }
+        for kind, status in {**pressure, "Ready": "True"}.items()
+    ]
+    info = {
+        "kubeletVersion": "process-node",
+        "containerRuntimeVersion": "process://1",
+        "kernelVersion": os.uname().release,
+        "osImage": "the host's",
+        "operatingSystem": "linux",
+        "architecture": _architecture(),
+        "machineID": "",
+        "systemUUID": "",
+        "bootID": "",
+        "kubeProxyVersion": "",
+    }
+    # No Hostname address: the API server would try it first, and nothing here resolves it.
+    addresses = [{"type": "InternalIP", "address": address}]
+    endpoints = {"kubeletEndpoint": {"Port": PORT}}
+    sizes = {"capacity": CAPACITY, "allocatable": CAPACITY}
+    return {**sizes, "addresses": addresses, "conditions": conditions, "nodeInfo": info, "daemonEndpoints": endpoints}

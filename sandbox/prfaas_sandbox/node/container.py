@@ -1,0 +1,217 @@
+"""One container of a pod over all its runs: start, probe, restart with back-off, end."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import aiohttp
+
+from prfaas.errors import ConfigError, PeerError
+from prfaas_sandbox.api import Object
+from prfaas_sandbox.node.probes import Target, attempt, verdicts
+from prfaas_sandbox.node.process import ContainerProcess, ProcessSpec, StartError
+from prfaas_sandbox.node.status import ContainerFacts, Running, State, Terminated, Waiting, should_restart
+
+log = logging.getLogger(__name__)
+
+CONFIG_RETRY_SECONDS = 1.0
+# Shorter than the kubelet's 10 s to 5 min: what is tried out here is how prfaas heals, not how long one has to wait.
+LONGEST_BACK_OFF_SECONDS = 30.0
+HEALTHY_AFTER_SECONDS = 60.0
+START_ERROR_CODE = 128
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a container gets from its pod.
+
+    Args:
+        restart_policy: Always, OnFailure or Never.
+        grace_seconds: how long it may take to end.
+        address: the pod's IP address.
+        logs: folder for one log per run.
+        session: for HTTP probes.
+        prepare: returns what to run, as of now; raises ConfigError or PeerError.
+        changed: called after every change of the facts.
+
+    """
+
+    restart_policy: str
+    grace_seconds: float
+    address: str
+    logs: Path
+    session: aiohttp.ClientSession
+    prepare: Callable[[Object], Awaitable[ProcessSpec]]
+    changed: Callable[[], None]
+
+
+class Container:
+    """A container; `run` keeps it alive, `stop` ends it after `run` was cancelled.
+
+    Args:
+        spec: the container's part of the pod's spec.
+        surroundings: see there.
+
+    """
+
+    def __init__(self, spec: Object, surroundings: Surroundings):
+        self._spec = spec
+        self._around = surroundings
+        self._facts = ContainerFacts(spec["name"], spec.get("image", ""), Waiting("ContainerCreating"))
+        self._process: ContainerProcess | None = None
+        self._target: Target | None = None
+        self._around.logs.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def facts(self) -> ContainerFacts:
+        """What its status is made of."""
+        return self._facts
+
+    @property
+    def running(self) -> bool:
+        """Whether its process runs."""
+        return isinstance(self._facts.state, Running)
+
+    def log_file(self, *, previous: bool) -> Path:
+        """Return the log of the present run, or of the one before; it may not exist."""
+        return self._around.logs / f"{self._facts.restarts - previous}.log"
+
+    def wait_for(self, reason: str, message: str) -> None:
+        """Say what the container waits for before its first run."""
+        self._set(Waiting(reason, message))
+
+    async def run(self) -> None:
+        """Run the container until its pod's restart policy says that it is done."""
+        failures = 0
+        while True:
+            started = asyncio.get_running_loop().time()
+            ended = await self._run_once()
+            if not should_restart(self._around.restart_policy, ended.exit_code):
+                self._set(ended)
+                return
+            if asyncio.get_running_loop().time() - started >= HEALTHY_AFTER_SECONDS:
+                failures = 0
+            seconds = back_off_seconds(failures)
+            failures += 1
+            self._set(_pause(ended, seconds), last=ended)
+            await asyncio.sleep(seconds)
+            self._facts = replace(self._facts, restarts=self._facts.restarts + 1)
+
+    async def _run_once(self) -> Terminated:
+        """Start the container as soon as everything it refers to is there, and return how it ended."""
+        spec = await self._prepared()
+        started_at = now_text()
+        try:
+            self._process = await ContainerProcess.start(spec, self.log_file(previous=False))
+        except StartError as error:
+            return Terminated(START_ERROR_CODE, "StartError", started_at, now_text(), str(error))
+        ports = {port["name"]: port["containerPort"] for port in self._spec.get("ports", []) if "name" in port}
+        self._target = Target(self._around.address, ports, self._process, spec.env, self._around.session)
+        started = "startupProbe" not in self._spec
+        self._set(Running(started_at), ready=started and "readinessProbe" not in self._spec, started=started)
+        exit_code = await self._supervise(self._process, self._target)
+        self._process.close()
+        self._process = None
+        return _terminated(exit_code, started_at)
+
+    async def _prepared(self) -> ProcessSpec:
+        while True:
+            try:
+                return await self._around.prepare(self._spec)
+            except (ConfigError, PeerError) as error:
+                self._set(Waiting("CreateContainerConfigError", str(error)))
+                await asyncio.sleep(CONFIG_RETRY_SECONDS)
+
+    async def _supervise(self, process: ContainerProcess, target: Target) -> int:
+        """Probe the process while it runs and return its exit code."""
+        probing = asyncio.create_task(self._probe(process, target))
+        try:
+            return await process.wait()
+        finally:
+            probing.cancel()
+            with suppress(asyncio.CancelledError):
+                await probing
+
+    async def _probe(self, process: ContainerProcess, target: Target) -> None:
+        if startup := self._spec.get("startupProbe"):
+            async for verdict in verdicts(startup, target, initial=None):
+                if verdict is False:
+                    await self._end_unhealthy(process, "startup")
+                    return
+                if verdict:
+                    break
+            self._set(self._facts.state, ready="readinessProbe" not in self._spec, started=True)
+        async with asyncio.TaskGroup() as group:
+            if readiness := self._spec.get("readinessProbe"):
+                group.create_task(self._follow_readiness(readiness, target))
+            if liveness := self._spec.get("livenessProbe"):
+                group.create_task(self._follow_liveness(liveness, process, target))
+
+    async def _follow_readiness(self, probe: Object, target: Target) -> None:
+        async for verdict in verdicts(probe, target, initial=False):
+            self._set(self._facts.state, ready=bool(verdict), started=True)
+
+    async def _follow_liveness(self, probe: Object, process: ContainerProcess, target: Target) -> None:
+        async for verdict in verdicts(probe, target, initial=True):
+            if not verdict:
+                await self._end_unhealthy(process, "liveness")
+                return
+
+    async def _end_unhealthy(self, process: ContainerProcess, probe: str) -> None:
+        log.info("container %s failed its %s probe and will be restarted", self._facts.name, probe)
+        await process.stop(self._around.grace_seconds)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """End the process: preStop hook, SIGTERM, SIGKILL after `grace_seconds`. `run` must have been cancelled."""
+        process, state = self._process, self._facts.state
+        if process is None or self._target is None or not isinstance(state, Running):
+            return
+        deadline = asyncio.get_running_loop().time() + grace_seconds
+        self._set(state)
+        if hook := self._spec.get("lifecycle", {}).get("preStop"):
+            await self._pre_stop(hook, self._target, grace_seconds)
+        await process.stop(max(deadline - asyncio.get_running_loop().time(), 0))
+        self._set(_terminated(await process.wait(), state.started_at))
+        process.close()
+
+    async def _pre_stop(self, hook: Object, target: Target, grace_seconds: float) -> None:
+        if "sleep" in hook:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(target.process.wait(), min(hook["sleep"]["seconds"], grace_seconds))
+        elif not await attempt({**hook, "timeoutSeconds": grace_seconds}, target):
+            log.warning("preStop hook of container %s failed", self._facts.name)
+
+    def kill(self) -> None:
+        """Kill every process of the container at once, as a crash would."""
+        if self._process is not None:
+            self._process.send(signal.SIGKILL)
+
+    def _set(self, state: State, *, last: Terminated | None = None, ready: bool = False, started: bool = False) -> None:
+        self._facts = replace(self._facts, state=state, last=last or self._facts.last, ready=ready, started=started)
+        self._around.changed()
+
+
+def back_off_seconds(failures: int) -> float:
+    """Return how long to wait after `failures` earlier restarts: 0, 1, 2, 4, ... up to the longest."""
+    return 0.0 if failures == 0 else min(2.0 ** (failures - 1), LONGEST_BACK_OFF_SECONDS)
+
+
+def _pause(ended: Terminated, seconds: float) -> Waiting:
+    """Return the state between two runs."""
+    if ended.reason == "StartError":
+        return Waiting("RunContainerError", ended.message)
+    return Waiting("CrashLoopBackOff", f"ended with exit code {ended.exit_code}; starting again in {seconds:.0f} s")
+
+
+def _terminated(exit_code: int, started_at: str) -> Terminated:
+    return Terminated(exit_code, "Error" if exit_code else "Completed", started_at, now_text())
+
+
+def now_text() -> str:
+    """Return the time as the API wants it (RFC 3339, UTC, whole seconds)."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

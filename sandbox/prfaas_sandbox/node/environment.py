@@ -1,0 +1,120 @@
+"""A container's environment and command line, from its spec and the objects that it refers to. Pure.
+
+Rules: https://kubernetes.io/docs/tasks/inject-data-application/define-environment-variable-container/ and the
+`command` field of the API reference.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from prfaas.errors import ConfigError
+from prfaas_sandbox.api import Object
+
+_REFERENCE = re.compile(r"\$\$|\$\(([^()]+)\)")
+
+Kind = Literal["configmaps", "secrets"]
+
+
+class Source(NamedTuple):
+    """A ConfigMap or Secret of the pod's namespace."""
+
+    kind: Kind
+    name: str
+
+
+Data = Mapping[Source, Mapping[str, bytes] | None]
+
+
+def sources(container: Object) -> set[Source]:
+    """Return every ConfigMap and Secret that the container's environment refers to."""
+    return {source for source, *_ in (*_bulk(container), *_single(container))}
+
+
+def _bulk(container: Object) -> Iterator[tuple[Source, str, bool]]:
+    """Yield (source, prefix, optional) of each envFrom entry."""
+    for entry in container.get("envFrom", []):
+        kind: Kind = "secrets" if "secretRef" in entry else "configmaps"
+        reference = entry.get("secretRef") or entry.get("configMapRef") or {}
+        yield Source(kind, reference["name"]), entry.get("prefix", ""), reference.get("optional", False)
+
+
+def _single(container: Object) -> Iterator[tuple[Source, str, bool]]:
+    """Yield (source, key, optional) of each env entry that refers to a key."""
+    for entry in container.get("env", []):
+        if found := _key_reference(entry.get("valueFrom") or {}):
+            yield found
+
+
+def _key_reference(origin: Object) -> tuple[Source, str, bool] | None:
+    kinds: tuple[tuple[str, Kind], ...] = (("secretKeyRef", "secrets"), ("configMapKeyRef", "configmaps"))
+    for name, kind in kinds:
+        if reference := origin.get(name):
+            return Source(kind, reference["name"]), reference["key"], reference.get("optional", False)
+    return None
+
+
+def environment(container: Object, base: Mapping[str, str], data: Data, field: Callable[[str], str]) -> dict[str, str]:
+    """Return the container's environment.
+
+    Args:
+        container: its spec.
+        base: what every container gets; the spec may override it.
+        data: the content of each of `sources(container)`, None when the object does not exist.
+        field: returns the text of a pod's field.
+
+    Raises:
+        ConfigError: a reference leads nowhere and is not optional.
+
+    """
+    result = dict(base)
+    for source, prefix, optional in _bulk(container):
+        for key, value in (_content(data, source, optional=optional) or {}).items():
+            result[prefix + key] = value.decode(errors="surrogateescape")
+    for entry in container.get("env", []):
+        value = _value(entry, result, data, field)
+        if value is not None:
+            result[entry["name"]] = value
+    return result
+
+
+def _value(entry: Object, known: Mapping[str, str], data: Data, field: Callable[[str], str]) -> str | None:
+    """Return the value of one env entry, None for an optional reference that leads nowhere."""
+    origin = entry.get("valueFrom")
+    if not origin:
+        return expand(entry.get("value", ""), known)
+    if "fieldRef" in origin:
+        return field(origin["fieldRef"]["fieldPath"])
+    reference = _key_reference(origin)
+    if reference is None:
+        raise ConfigError(f"env {entry['name']}: the process node does not know valueFrom {', '.join(origin)}")
+    source, key, optional = reference
+    content = _content(data, source, optional=optional)
+    if content is not None and key in content:
+        return content[key].decode(errors="surrogateescape")
+    if optional:
+        return None
+    raise ConfigError(f"env {entry['name']}: {source.kind} {source.name!r} has no key {key!r}")
+
+
+def _content(data: Data, source: Source, *, optional: bool) -> Mapping[str, bytes] | None:
+    content = data[source]
+    if content is None and not optional:
+        raise ConfigError(f"{source.kind} {source.name!r} not found")
+    return content
+
+
+def command_line(container: Object, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return command and arguments with $(NAME) replaced; raise ConfigError when there is no command."""
+    if not container.get("command"):
+        raise ConfigError(f"container {container['name']} has no command: the process node does not read images")
+    return tuple(expand(part, env) for part in (*container["command"], *container.get("args", [])))
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace $(NAME) by its value; unknown names stay as they are, $$ stands for one dollar sign."""
+
+    def value(match: re.Match[str]) -> str:
+        return "$" if match[1] is None else variables.get(match[1], match[0])
+
+    return _REFERENCE.sub(value, text)

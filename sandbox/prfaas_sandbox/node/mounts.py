@@ -1,0 +1,115 @@
+"""The first process of a container: builds the container's view of the file system, then becomes its command.
+
+Run as a script, as pid 1 of new mount and PID namespaces: `python -I -S mounts.py SPEC_FD REPORT_FD`. It reads a JSON
+document {scratch, mounts, argv, env, cwd} from one descriptor and writes to the other one line: `started`, or why not.
+
+The view is the host's file system, with volumes at their mountPaths, which need not exist there. So the root becomes a
+tmpfs in which every entry of the host's root is bound; directories on the way to a mountPath are rebuilt likewise, entry
+by entry. Nothing of this can be seen outside. The standard library alone is imported: this starts with every container.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+# Flags that a mount inherited from a less trusted namespace may not lose when it is remounted read-only (statvfs bits).
+KEPT_FLAGS = 2 | 4 | 8  # nosuid, nodev, noexec
+EXIT_NOT_STARTED = 128
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
+    """Mount as mount(2) does; raise OSError with the target's name."""
+    arguments = [text.encode() if text is not None else None for text in (source, target, kind)]
+    if libc.mount(*arguments, flags, options.encode() if options is not None else None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot mount: {os.strerror(number)}", target)
+
+
+def bind(source: str, target: str, *, read_only: bool = False) -> None:
+    """Make `source` visible at `target`, which is created."""
+    if Path(source).is_dir():
+        Path(target).mkdir(parents=True, exist_ok=True)
+    else:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        Path(target).touch()
+    mount(source, target, flags=MS_BIND | MS_REC)
+    if read_only:
+        kept = os.statvfs(target).f_flag & KEPT_FLAGS
+        mount(None, target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
+
+
+def mirror(path: str, root: str, targets: set[str]) -> None:
+    """Bind every entry of directory `path` below `root`; rebuild, instead of binding, what leads to a target."""
+    for entry in os.scandir(path):
+        copy = root + entry.path
+        if entry.path in targets:
+            continue
+        # An entry may vanish between being listed and being bound; that is as if it had never been there.
+        with suppress(FileNotFoundError):
+            if entry.is_symlink():
+                Path(copy).symlink_to(Path(entry.path).readlink())
+            elif any(target.startswith(entry.path + "/") for target in targets):
+                Path(copy).mkdir()
+                mirror(entry.path, root, targets)
+            else:
+                bind(entry.path, copy)
+
+
+def enter_root(scratch: str, mounts: list[dict[str, Any]]) -> None:
+    """Replace the root of this mount namespace by the container's view of it."""
+    mount(None, "/", flags=MS_REC | MS_PRIVATE)
+    mount("tmpfs", scratch, "tmpfs", options="mode=755")
+    # /var/run is a link to /run: what counts is where a path ends up.
+    targets = {os.path.realpath(each["path"]): each for each in mounts}
+    mirror("/", scratch, set(targets))
+    for path in sorted(targets):  # parents first, for volumes inside volumes
+        bind(targets[path]["source"], scratch + path, read_only=targets[path]["read_only"])
+    old = Path(scratch) / ".old-root"
+    old.mkdir()
+    os.chdir(scratch)
+    if libc.pivot_root(b".", b".old-root") != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot enter the new root: {os.strerror(number)}", scratch)
+    os.chdir("/")
+    mount("proc", "/proc", "proc")
+    libc.umount2(b"/.old-root", MNT_DETACH)
+    Path("/.old-root").rmdir()
+
+
+def start(spec: dict[str, Any], report: int) -> None:
+    """Become the container's command; return only by an exception."""
+    enter_root(spec["scratch"], spec["mounts"])
+    os.chdir(spec["cwd"])
+    program = shutil.which(spec["argv"][0], path=spec["env"].get("PATH"))
+    if program is None:
+        raise FileNotFoundError(f'exec: "{spec["argv"][0]}": executable file not found in the container\'s PATH')
+    os.write(report, b"started\n")
+    os.close(report)
+    os.execve(program, spec["argv"], spec["env"])  # noqa: S606  # becoming the pod's command is what this script is for
+
+
+def main() -> None:
+    """Read the spec and start; report a failure in one line and end with 128, as container runtimes do."""
+    spec_descriptor, report = (int(argument) for argument in sys.argv[1:3])
+    with open(spec_descriptor, "rb") as file:  # noqa: PTH123  # a descriptor has no path
+        spec = json.load(file)
+    try:
+        start(spec, report)
+    except OSError as error:
+        with suppress(OSError):
+            os.write(report, f"{error}\n".encode())
+        sys.stderr.write(f"container not started: {error}\n")
+        sys.exit(EXIT_NOT_STARTED)
+
+
+if __name__ == "__main__":
+    main()

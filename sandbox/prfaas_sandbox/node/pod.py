@@ -1,0 +1,287 @@
+"""One pod on the process node, from being bound to being gone."""
+
+import asyncio
+import logging
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from prfaas.errors import BadInputError, PeerError
+from prfaas_sandbox.api import Api, ApiError, Object
+from prfaas_sandbox.node.container import Container, Surroundings, now_text
+from prfaas_sandbox.node.environment import command_line, environment, sources
+from prfaas_sandbox.node.fields import field
+from prfaas_sandbox.node.process import Mount, ProcessSpec
+from prfaas_sandbox.node.status import PodPlace, pod_status
+from prfaas_sandbox.node.volumes import PodVolumes, unsupported_volumes
+
+log = logging.getLogger(__name__)
+
+FIELD_MANAGER = "process-node"
+RETRY_SECONDS = 1.0
+REFRESH_SECONDS = 10.0
+NOT_FOUND, CONFLICT = 404, 409
+DEFAULT_GRACE_SECONDS = 30
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the pods of a node share.
+
+    Args:
+        name: the Node object's name.
+        address: IP address of the node and of the API server, which has port `api_port` there.
+        api_port: see `address`.
+        api: of the node's user.
+        session: for HTTP probes.
+        folder: for volumes and container roots; gone with the node.
+        logs: for the logs of containers; stays.
+
+    """
+
+    name: str
+    address: str
+    api_port: int
+    api: Api
+    session: aiohttp.ClientSession
+    folder: Path
+    logs: Path
+
+    def environment(self, hostname: str) -> dict[str, str]:
+        """Return what every container finds in its environment."""
+        # The containers' programs are those of our own virtual environment.
+        return {
+            "PATH": f"{sys.prefix}/bin:{SYSTEM_PATH}",
+            "HOME": "/tmp",  # noqa: S108  # an image's user has a home; here every user has this one
+            "HOSTNAME": hostname,
+            "KUBERNETES_SERVICE_HOST": self.address,
+            "KUBERNETES_SERVICE_PORT": str(self.api_port),
+        }
+
+
+def unsupported(pod: Object) -> str:
+    """Return what the pod asks for and the process node does not have, empty when there is nothing."""
+    spec = pod["spec"]
+    hooks = [each["name"] for each in spec["containers"] if "postStart" in each.get("lifecycle", {})]
+    probes = [
+        each["name"]
+        for each in spec["containers"]
+        if any("grpc" in each.get(f"{kind}Probe", {}) for kind in ("liveness", "readiness", "startup"))
+    ]
+    wants = {
+        "initContainers": [each["name"] for each in spec.get("initContainers", [])],
+        "volumes": unsupported_volumes(pod),
+        "postStart hooks of": hooks,
+        "gRPC probes of": probes,
+    }
+    lacks = [f"{what} {', '.join(names)}" for what, names in wants.items() if names]
+    return f"the process node does not offer: {'; '.join(lacks)}" if lacks else ""
+
+
+class Pod:
+    """A pod that this node runs; `run` returns when it is gone.
+
+    Args:
+        pod: the pod object.
+        node: where it runs.
+        address: its IP address.
+
+    """
+
+    def __init__(self, pod: Object, node: Node, address: str):
+        self.address = address
+        self._pod = pod
+        self._node = node
+        self._stopping = asyncio.Event()
+        self._vanished = False
+        self._changed = asyncio.Event()
+        self._sent: Object = {}
+        metadata = pod["metadata"]
+        self._path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+        self._folder = node.folder / metadata["uid"]
+        self._place = PodPlace(address, node.address)
+        self._volumes = PodVolumes(node.api, pod, self._folder / "volumes", (address, node.address))
+        self._containers = {
+            spec["name"]: Container(spec, self._surroundings(spec)) for spec in pod["spec"]["containers"]
+        }
+
+    def _surroundings(self, spec: Object) -> Surroundings:
+        metadata, pod_spec = self._pod["metadata"], self._pod["spec"]
+        folder = f"{metadata['namespace']}_{metadata['name']}_{metadata['uid'][:8]}"
+        return Surroundings(
+            restart_policy=pod_spec.get("restartPolicy", "Always"),
+            grace_seconds=pod_spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS),
+            address=self.address,
+            logs=self._node.logs / folder / spec["name"],
+            session=self._node.session,
+            prepare=self._prepare,
+            changed=self._changed.set,
+        )
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Namespace and name."""
+        return self._pod["metadata"]["namespace"], self._pod["metadata"]["name"]
+
+    def container(self, name: str) -> Container | None:
+        """Return a container by name."""
+        return self._containers.get(name)
+
+    def observe(self, pod: Object) -> None:
+        """Take in a newer state of the pod object."""
+        self._pod = self._volumes.pod = pod
+        self._changed.set()
+        if pod["metadata"].get("deletionTimestamp"):
+            self._stopping.set()
+
+    def vanish(self) -> None:
+        """Take in that the pod object is gone: end everything at once."""
+        self._vanished = True
+        self._stopping.set()
+
+    def kill(self) -> None:
+        """Kill all processes of the pod, as a crash would; its restart policy applies."""
+        for container in self._containers.values():
+            container.kill()
+
+    async def run(self) -> None:
+        """Run the pod until its object is deleted and all is cleaned up."""
+        reporting = asyncio.create_task(self._report())
+        working = asyncio.create_task(self._work())
+        try:
+            await self._stopping.wait()
+            working.cancel()
+            await asyncio.wait({working})
+            grace = (
+                0 if self._vanished else self._pod["metadata"].get("deletionGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
+            )
+            await asyncio.gather(*(container.stop(grace) for container in self._containers.values()))
+        finally:
+            reporting.cancel()
+            working.cancel()
+        if not self._vanished:
+            await self._finish()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _work(self) -> None:
+        if lack := unsupported(self._pod):
+            await self._wait_for("Unsupported", lack)
+            return
+        await self._write_volumes()
+        refreshing = asyncio.create_task(self._refresh_volumes())
+        try:
+            await asyncio.gather(*(container.run() for container in self._containers.values()))
+        except Exception:
+            log.exception("pod %s/%s: the node agent failed", *self.name)
+        finally:
+            refreshing.cancel()
+
+    async def _write_volumes(self) -> None:
+        """Write all volumes; as long as something is missing, say so in the containers' status and in an Event."""
+        told = ""
+        while True:
+            try:
+                return await self._volumes.write()
+            except (BadInputError, PeerError, OSError) as error:
+                if str(error) != told:
+                    told = str(error)
+                    await self._wait_for("CreateContainerConfigError", told)
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _wait_for(self, reason: str, message: str) -> None:
+        for container in self._containers.values():
+            container.wait_for(reason, message)
+        metadata = self._pod["metadata"]
+        event = {
+            "metadata": {"generateName": f"{metadata['name']}-", "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "type": "Warning",
+            "reason": reason,
+            "message": message[:1024],
+            "source": {"component": FIELD_MANAGER, "host": self._node.name},
+            "firstTimestamp": now_text(),
+            "lastTimestamp": now_text(),
+            "count": 1,
+        }
+        try:
+            await self._node.api.create(f"/api/v1/namespaces/{metadata['namespace']}/events", event)
+        except PeerError as error:
+            log.warning("pod %s/%s: %s (event not recorded: %s)", *self.name, message, error)
+
+    async def _refresh_volumes(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            try:
+                await self._volumes.write()
+            except (BadInputError, PeerError, OSError) as error:
+                log.warning("pod %s/%s: volumes stay as they are: %s", *self.name, error)
+
+    async def _prepare(self, spec: Object) -> ProcessSpec:
+        """Return what to run for a container, from the objects it refers to as they are now."""
+        data = await self._volumes.data(sources(spec))
+        addresses = (self.address, self._node.address)
+        base = self._node.environment(self._pod["metadata"]["name"])
+        env = environment(spec, base, data, lambda path: field(self._pod, path, addresses))
+        mounts = tuple(self._mount(mount) for mount in spec.get("volumeMounts", []))
+        argv, scratch = command_line(spec, env), self._folder / "roots" / spec["name"]
+        return ProcessSpec(argv, env, spec.get("workingDir") or "/", mounts, str(scratch))
+
+    def _mount(self, mount: Object) -> Mount:
+        source = self._volumes.source(mount["name"])
+        if sub_path := mount.get("subPath"):
+            source = source / sub_path
+            if not source.exists():  # as the kubelet does: a new folder
+                source.mkdir(parents=True)
+        return Mount(mount["mountPath"].rstrip("/") or "/", str(source), mount.get("readOnly", False))
+
+    async def _report(self) -> None:
+        """Bring the status up to date whenever something changed."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._send_status()
+            except PeerError as error:
+                if isinstance(error, ApiError) and error.status in (NOT_FOUND, CONFLICT):
+                    continue  # the object is gone or another one has its name: the watch will tell
+                log.warning("pod %s/%s: status not written, trying again: %s", *self.name, error)
+                self._changed.set()
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _send_status(self) -> None:
+        facts = [container.facts for container in self._containers.values()]
+        status = pod_status(self._pod, facts, self._place, now_text())
+        if status == self._sent:
+            return
+        # The uid keeps us from writing to another pod of the same name.
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"uid": self._pod["metadata"]["uid"]}, "status": status}
+        self._pod = await self._node.api.apply(f"{self._path}/status", body, FIELD_MANAGER)
+        self._sent = status
+
+    async def _finish(self) -> None:
+        """Tell how the containers ended and let go of the pod object."""
+        with suppress(PeerError):
+            await self._send_status()
+        precondition = {"uid": self._pod["metadata"]["uid"]}
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0, "preconditions": precondition}
+        while not self._vanished:
+            try:
+                await self._node.api.delete(self._path, options)
+            except ApiError as error:
+                log.info("pod %s/%s: %s", *self.name, error)
+                return
+            except PeerError:
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return

@@ -1,0 +1,169 @@
+"""The status of a pod, from what is known of its containers. Pure.
+
+Only fields that the node owns are made here: applied server-side, they leave conditions of others (the scheduler's
+PodScheduled, readiness gates) alone. Rules: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prfaas_sandbox.api import Object
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Not running yet, or not at the moment."""
+
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Running:
+    """Running since a time (RFC 3339)."""
+
+    started_at: str
+
+
+@dataclass(frozen=True)
+class Terminated:
+    """Ended."""
+
+    exit_code: int
+    reason: str
+    started_at: str
+    finished_at: str
+    message: str = ""
+
+
+State = Waiting | Running | Terminated
+
+
+@dataclass(frozen=True)
+class ContainerFacts:
+    """What the node knows of a container.
+
+    Args:
+        name: its name in the pod.
+        image: as the spec has it; nobody reads it.
+        state: now.
+        last: how the run before the present one ended.
+        restarts: runs after the first.
+        ready: its readiness probe's verdict while it runs.
+        started: whether it runs and its startup probe has succeeded.
+
+    """
+
+    name: str
+    image: str
+    state: State
+    last: Terminated | None = None
+    restarts: int = 0
+    ready: bool = False
+    started: bool = False
+
+
+@dataclass(frozen=True)
+class PodPlace:
+    """The addresses that a pod's status tells."""
+
+    pod_address: str
+    node_address: str
+
+
+def pod_status(pod: Object, containers: Sequence[ContainerFacts], place: PodPlace, now: str) -> Object:
+    """Return the node's part of the status.
+
+    Args:
+        pod: the pod object; its conditions keep their transition times while they hold.
+        containers: all its containers, in the spec's order.
+        place: addresses.
+        now: time for new transitions, RFC 3339.
+
+    """
+    current = phase(pod["spec"].get("restartPolicy", "Always"), containers)
+    return {
+        "phase": current,
+        "podIP": place.pod_address,
+        "podIPs": [{"ip": place.pod_address}],
+        "hostIP": place.node_address,
+        "hostIPs": [{"ip": place.node_address}],
+        "startTime": pod.get("status", {}).get("startTime") or now,
+        "conditions": _conditions(pod, containers, current, now),
+        "containerStatuses": [_container_status(pod, facts) for facts in containers],
+    }
+
+
+def phase(restart_policy: str, containers: Sequence[ContainerFacts]) -> str:
+    """Return the pod's phase."""
+    ended = [each.state for each in containers if isinstance(each.state, Terminated)]
+    if len(ended) == len(containers) and restart_policy != "Always":
+        failed = any(state.exit_code != 0 for state in ended)
+        if not failed:
+            return "Succeeded"
+        if restart_policy == "Never":
+            return "Failed"
+    first_start_is_due = any(isinstance(each.state, Waiting) and each.last is None for each in containers)
+    return "Pending" if first_start_is_due else "Running"
+
+
+def should_restart(restart_policy: str, exit_code: int) -> bool:
+    """Return whether a container that ended with `exit_code` is to run again."""
+    return restart_policy == "Always" or (restart_policy == "OnFailure" and exit_code != 0)
+
+
+def _conditions(pod: Object, containers: Sequence[ContainerFacts], current: str, now: str) -> list[Object]:
+    held = {condition["type"]: condition for condition in pod.get("status", {}).get("conditions", [])}
+    not_ready = [each.name for each in containers if not each.ready]
+    gates = [gate["conditionType"] for gate in pod["spec"].get("readinessGates", [])]
+    closed = [gate for gate in gates if held.get(gate, {}).get("status") != "True"]
+    over = "PodCompleted" if current in ("Succeeded", "Failed") else ""
+    if not_ready:
+        blocked = (over or "ContainersNotReady", f"containers with unready status: {' '.join(not_ready)}")
+        verdicts = {"ContainersReady": blocked, "Ready": blocked}
+    elif closed:
+        blocked = ("ReadinessGatesNotReady", f"readiness gates not True: {' '.join(closed)}")
+        verdicts = {"ContainersReady": None, "Ready": blocked}
+    else:
+        verdicts = {"ContainersReady": None, "Ready": None}
+    verdicts = {"Initialized": None, **verdicts}
+    return [_condition(kind, verdict, held.get(kind, {}), now) for kind, verdict in verdicts.items()]
+
+
+def _condition(kind: str, blocked: tuple[str, str] | None, held: Object, now: str) -> Object:
+    """Return a condition, False with (reason, message) when `blocked`, that is as old as its status."""
+    status = "False" if blocked else "True"
+    since = held.get("lastTransitionTime") if held.get("status") == status else None
+    condition = {"type": kind, "status": status, "lastTransitionTime": since or now}
+    if blocked:
+        condition |= {"reason": blocked[0], "message": blocked[1]}
+    return condition
+
+
+def _container_status(pod: Object, facts: ContainerFacts) -> Object:
+    status: Object = {
+        "name": facts.name,
+        "image": facts.image,
+        "imageID": "",
+        "containerID": f"process://{pod['metadata']['uid']}/{facts.name}/{facts.restarts}",
+        "restartCount": facts.restarts,
+        "ready": facts.ready,
+        "started": facts.started,
+        "state": _state(facts.state),
+    }
+    if facts.last is not None:
+        status["lastState"] = _state(facts.last)
+    return status
+
+
+def _state(state: State) -> Object:
+    match state:
+        case Waiting():
+            return {"waiting": {"reason": state.reason, "message": state.message}}
+        case Running():
+            return {"running": {"startedAt": state.started_at}}
+        case Terminated():
+            times = {"startedAt": state.started_at, "finishedAt": state.finished_at}
+            return {
+                "terminated": {"exitCode": state.exit_code, "reason": state.reason, "message": state.message, **times}
+            }

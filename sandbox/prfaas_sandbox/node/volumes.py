@@ -1,0 +1,189 @@
+"""The volumes of a pod as folders: what each holds is fetched, written, and kept up to date while the pod runs."""
+
+import base64
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prfaas.errors import ConfigError
+from prfaas_sandbox.api import Api, ApiError, Object
+from prfaas_sandbox.node.environment import Kind, Source
+from prfaas_sandbox.node.fields import field as pod_field
+
+DEFAULT_MODE = 0o644
+DEFAULT_TOKEN_SECONDS = 3600
+# The kubelet's rule: a token is renewed when 80% of its life is over.
+TOKEN_LIFE_USED = 0.8
+NOT_FOUND = 404
+KINDS = ("emptyDir", "hostPath", "configMap", "secret", "projected", "downwardAPI")
+CONTENT_KINDS = ("configMap", "secret", "downwardAPI", "serviceAccountToken")
+
+Files = dict[str, tuple[bytes, int]]  # relative path -> (content, mode)
+
+
+def unsupported_volumes(pod: Object) -> list[str]:
+    """Return the names of the volumes that the process node cannot provide, with their kind."""
+    volumes = pod["spec"].get("volumes", [])
+    return [f"{volume['name']} ({_kind(volume)})" for volume in volumes if not any(kind in volume for kind in KINDS)]
+
+
+def _kind(volume: Object) -> str:
+    return next((key for key in volume if key != "name"), "no source")
+
+
+@dataclass
+class _Token:
+    value: bytes
+    renew_at: float
+
+
+@dataclass
+class PodVolumes:
+    """The volumes of one pod below one folder.
+
+    Args:
+        api: of the node's user.
+        pod: the pod object.
+        folder: gets one folder per volume.
+        addresses: the pod's and the node's IP address.
+
+    """
+
+    api: Api
+    pod: Object
+    folder: Path
+    addresses: tuple[str, str]
+    _tokens: dict[tuple[str, str], _Token] = field(default_factory=dict[tuple[str, str], _Token])
+
+    def source(self, name: str) -> Path:
+        """Return where the volume `name` of the pod lies on the host."""
+        volume = next((each for each in self.pod["spec"].get("volumes", []) if each["name"] == name), {})
+        return Path(volume["hostPath"]["path"]) if "hostPath" in volume else self.folder / name
+
+    async def write(self) -> None:
+        """Bring every volume up to date; raise ConfigError for what is missing, PeerError when the API fails."""
+        for volume in self.pod["spec"].get("volumes", []):
+            target = self.folder / volume["name"]
+            if "hostPath" in volume:
+                _check_host_path(volume)
+            elif "emptyDir" in volume:
+                target.mkdir(parents=True, exist_ok=True)
+            else:
+                write_files(target, await self._files(volume))
+
+    async def data(self, sources: Iterable[Source]) -> dict[Source, dict[str, bytes] | None]:
+        """Return the content of ConfigMaps and Secrets, None for those that do not exist."""
+        return {source: await self._read(source) for source in sources}
+
+    async def _files(self, volume: Object) -> Files:
+        projected = volume.get("projected")
+        if projected is None:
+            kind = next(kind for kind in CONTENT_KINDS if kind in volume)
+            return await self._content(kind, volume[kind], volume[kind].get("defaultMode", DEFAULT_MODE))
+        files: Files = {}
+        for source in projected.get("sources", []):
+            kind = next((kind for kind in CONTENT_KINDS if kind in source), None)
+            if kind is None:
+                raise ConfigError(f"volume {volume['name']}: cannot project {', '.join(source)}")
+            files |= await self._content(kind, source[kind], projected.get("defaultMode", DEFAULT_MODE))
+        return files
+
+    async def _content(self, kind: str, source: Object, mode: int) -> Files:
+        if kind == "serviceAccountToken":
+            return {source["path"]: (await self._token(source), mode)}
+        if kind == "downwardAPI":
+            return {item["path"]: (self._field(item), item.get("mode", mode)) for item in source.get("items", [])}
+        kinds: dict[str, Kind] = {"configMap": "configmaps", "secret": "secrets"}
+        # A volume says secretName where a projected source says name.
+        wanted = Source(kinds[kind], source.get("secretName") or source["name"])
+        found = await self._read(wanted)
+        if found is None:
+            if source.get("optional"):
+                return {}
+            raise ConfigError(f"{wanted.kind} {wanted.name!r} not found")
+        return choose_items(wanted, found, source, mode)
+
+    def _field(self, item: Object) -> bytes:
+        if "fieldRef" not in item:
+            raise ConfigError(f"downwardAPI file {item['path']}: the process node offers fieldRef alone")
+        return pod_field(self.pod, item["fieldRef"]["fieldPath"], self.addresses).encode()
+
+    async def _read(self, source: Source) -> dict[str, bytes] | None:
+        namespace = self.pod["metadata"]["namespace"]
+        try:
+            found = await self.api.get(f"/api/v1/namespaces/{namespace}/{source.kind}/{source.name}")
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+        return decode(found, source.kind)
+
+    async def _token(self, source: Object) -> bytes:
+        key = (source["path"], source.get("audience", ""))
+        held = self._tokens.get(key)
+        if held is None or time.monotonic() >= held.renew_at:
+            held = self._tokens[key] = await self._new_token(source)
+        return held.value
+
+    async def _new_token(self, source: Object) -> _Token:
+        metadata, account = self.pod["metadata"], self.pod["spec"].get("serviceAccountName", "default")
+        seconds = source.get("expirationSeconds", DEFAULT_TOKEN_SECONDS)
+        bound = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
+        spec: dict[str, Any] = {"expirationSeconds": seconds, "boundObjectRef": bound}
+        if audience := source.get("audience"):
+            spec["audiences"] = [audience]
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        path = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account}/token"
+        answer = await self.api.create(path, body)
+        return _Token(answer["status"]["token"].encode(), time.monotonic() + seconds * TOKEN_LIFE_USED)
+
+
+def decode(found: Object, kind: Kind) -> dict[str, bytes]:
+    """Return the bytes that a ConfigMap or Secret object holds, by key."""
+    encoded = found.get("data", {}) if kind == "secrets" else found.get("binaryData", {})
+    result = {key: base64.b64decode(value) for key, value in (encoded or {}).items()}
+    if kind == "configmaps":
+        result |= {key: value.encode() for key, value in (found.get("data") or {}).items()}
+    return result
+
+
+def choose_items(source: Source, found: dict[str, bytes], spec: Object, mode: int) -> Files:
+    """Return all keys as files, or those that spec.items names, under the paths that it gives them."""
+    if not spec.get("items"):
+        return {key: (value, mode) for key, value in found.items()}
+    files: Files = {}
+    for item in spec["items"]:
+        if item["key"] in found:
+            files[item["path"]] = (found[item["key"]], item.get("mode", mode))
+        elif not spec.get("optional"):
+            raise ConfigError(f"{source.kind} {source.name!r} has no key {item['key']!r}")
+    return files
+
+
+def write_files(folder: Path, files: Files) -> None:
+    """Make the folder hold exactly `files`; a reader sees each file whole, old or new."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (content, mode) in files.items():
+        path = folder / name
+        if path.is_file() and path.read_bytes() == content:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}.new")
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(content)
+        fresh.chmod(mode)
+        fresh.replace(path)
+    for path in [each for each in folder.rglob("*") if each.is_file()]:
+        if str(path.relative_to(folder)) not in files:
+            path.unlink()
+
+
+def _check_host_path(volume: Object) -> None:
+    path, kind = volume["hostPath"]["path"], volume["hostPath"].get("type", "")
+    if kind == "DirectoryOrCreate":
+        Path(path).mkdir(parents=True, exist_ok=True)
+    if not os.path.lexists(path):
+        raise ConfigError(f"volume {volume['name']}: hostPath {path} does not exist")

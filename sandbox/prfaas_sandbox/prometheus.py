@@ -1,0 +1,64 @@
+"""Prometheus, the sandbox's only system service beside the control planes: one in the hub, for both clusters. Pure."""
+
+import json
+from pathlib import Path
+
+from prfaas.names import HUB, LABEL_CLUSTER, LABEL_POLICY, LABEL_POOL, LABEL_ROLE
+from prfaas_sandbox.api import Object
+from prfaas_sandbox.network import HUB as HUB_NETWORK
+
+PORT = 9090
+INTERNAL_URL = f"http://{HUB_NETWORK.address}:{PORT}"
+SCRAPED_PORTS = "api|http|metrics"
+RETENTION = "6h"
+
+
+def configuration(kubeconfigs: dict[str, Path]) -> str:
+    """Return the configuration file's text (JSON, which is YAML).
+
+    Args:
+        kubeconfigs: by cluster; each may list pods.
+
+    """
+    jobs = [_job(cluster, kubeconfig) for cluster, kubeconfig in kubeconfigs.items()]
+    return json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": jobs}, indent=2)
+
+
+def _job(cluster: str, kubeconfig: Path) -> Object:
+    """Return the job that scrapes every named port of prfaas's pods in one cluster."""
+    rules = [
+        {"source_labels": [_pod_label("app.kubernetes.io/part-of")], "regex": "prfaas", "action": "keep"},
+        {"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": SCRAPED_PORTS, "action": "keep"},
+        {"source_labels": ["__meta_kubernetes_pod_phase"], "regex": "Succeeded|Failed", "action": "drop"},
+        {"target_label": "cluster", "replacement": HUB},
+        # A pod without the label keeps the hub's name: the hub's own parts are not in any MemberCluster.
+        {"source_labels": [_pod_label(LABEL_CLUSTER)], "regex": "(.+)", "target_label": "cluster"},
+        *({"source_labels": [source], "target_label": target} for target, source in _TARGET_LABELS.items()),
+    ]
+    discovery = {"role": "pod", "kubeconfig_file": str(kubeconfig)}
+    return {"job_name": cluster, "kubernetes_sd_configs": [discovery], "relabel_configs": rules}
+
+
+def _pod_label(name: str) -> str:
+    return "__meta_kubernetes_pod_label_" + "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+_TARGET_LABELS = {
+    "pool": _pod_label(LABEL_POOL),
+    "policy": _pod_label(LABEL_POLICY),
+    "role": _pod_label(LABEL_ROLE),
+    "pod": "__meta_kubernetes_pod_name",
+    "namespace": "__meta_kubernetes_namespace",
+}
+
+
+def command(program: Path, config: Path, data: Path) -> list[str | Path]:
+    """Return the command that runs Prometheus."""
+    return [
+        program,
+        f"--config.file={config}",
+        f"--storage.tsdb.path={data}",
+        f"--storage.tsdb.retention.time={RETENTION}",
+        f"--web.listen-address={INTERNAL_URL.removeprefix('http://')}",
+        "--log.level=warn",
+    ]

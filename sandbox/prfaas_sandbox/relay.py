@@ -1,0 +1,140 @@
+"""TCP from the host to addresses inside: a listener on 127.0.0.1 here, a unix socket in between, a connection there.
+
+A unix socket in the file system is reached from any network namespace. The host's side sends one line, `ADDRESS PORT`;
+the inside connects, answers `ok` or the reason why not, and from then on bytes flow both ways.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from prfaas.errors import PeerError, UnreachableError
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_SECONDS = 5.0
+CHUNK_BYTES = 256 * 1024
+
+Target = tuple[str, int]
+Resolve = Callable[[], Awaitable[Sequence[Target]]]
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def serve_relay(socket: Path) -> AsyncIterator[None]:
+    """Inside: connect whoever comes to `socket` to where they want to go."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            address, port = (await reader.readline()).decode().split()
+            inside = await asyncio.wait_for(asyncio.open_connection(address, int(port)), CONNECT_TIMEOUT_SECONDS)
+        except (OSError, TimeoutError, ValueError) as error:
+            writer.write(f"{error or 'timed out'}\n".encode())
+            await _close(writer)
+            return
+        writer.write(b"ok\n")
+        await _join((reader, writer), inside)
+
+    server = await asyncio.start_unix_server(handle, socket)
+    socket.chmod(0o600)
+    async with server:
+        yield
+
+
+async def connect_inside(socket: Path, target: Target) -> Stream:
+    """On the host: return a connection to an address inside; raise UnreachableError with the reason if it fails."""
+    address, port = target
+    try:
+        reader, writer = await asyncio.open_unix_connection(socket)
+        writer.write(f"{address} {port}\n".encode())
+        answer = (await asyncio.wait_for(reader.readline(), 2 * CONNECT_TIMEOUT_SECONDS)).decode().strip()
+    except (OSError, TimeoutError) as error:
+        raise UnreachableError(f"the sandbox does not answer at {socket}: {error}") from error
+    if answer != "ok":
+        await _close(writer)
+        raise UnreachableError(f"cannot connect to {address}:{port} inside: {answer or 'the sandbox has ended'}")
+    return reader, writer
+
+
+class Forwards:
+    """Listeners on the host's loopback; use it as an async context manager.
+
+    Each connection is resolved when it comes, so that a forward outlives the pods behind it.
+    """
+
+    def __init__(self) -> None:
+        self._servers: list[asyncio.Server] = []
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def add(self, socket: Path, resolve: Resolve) -> int:
+        """Forward a new port of 127.0.0.1 and return it; `resolve` returns targets in the order to try them in."""
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                inside = await _first(socket, await resolve())
+            except PeerError as error:
+                log.info("a forwarded connection was refused: %s", error)
+                writer.transport.abort()
+                return
+            await _join((reader, writer), inside)
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # A task of our own: asyncio reports the cancellation of its own one as an error.
+            task = asyncio.create_task(handle(reader, writer))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+            await asyncio.wait({task})
+
+        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        self._servers.append(server)
+        return server.sockets[0].getsockname()[1]
+
+    async def __aenter__(self) -> "Forwards":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+
+async def _first(socket: Path, targets: Sequence[Target]) -> Stream:
+    """Connect to the first target that accepts."""
+    reason = UnreachableError("nothing is ready behind this forward")
+    for target in targets:
+        try:
+            return await connect_inside(socket, target)
+        except UnreachableError as error:
+            reason = error
+    raise reason
+
+
+async def _join(one: Stream, other: Stream) -> None:
+    """Pass bytes both ways until both sides have ended, or one broke."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_pump(one[0], other[1]))
+            group.create_task(_pump(other[0], one[1]))
+    except* OSError as broken:
+        log.debug("a relayed connection broke: %s", broken.exceptions[0])
+    finally:
+        await _close(one[1])
+        await _close(other[1])
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(CHUNK_BYTES):
+        writer.write(chunk)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
