@@ -175,7 +175,9 @@ class LatentAttention:
     def _attend_after(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Queries [B, H, T, key] of the tokens from `start` on attend to all keys up to their own."""
         end = start + q.shape[2]
-        mask = torch.ones(q.shape[2], end, dtype=torch.bool, device=q.device).tril(start)
+        # Floats, because a boolean mask would be turned into them; only the square of the block's own tokens hides any.
+        mask = q.new_zeros(q.shape[2], end)
+        mask[:, start:] = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
         return F.scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=self._scale)
 
 
@@ -225,8 +227,8 @@ class MixtureOfExperts:
         return routed.view_as(x) + self._shared(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [N, D] -> picked experts int64 [N, top] and their weights fp32 [N, top]."""
-        scores = F.linear(tokens.float(), self._gate.float()).sigmoid()
+        """Tokens [N, D] -> picked experts int64 [N, top] and their weights [N, top]."""
+        scores = F.linear(tokens, self._gate).sigmoid()
         picked = (scores + self._bias).topk(self._top, dim=-1).indices
         weights = scores.gather(1, picked)
         if self._renormalise:

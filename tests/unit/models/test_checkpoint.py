@@ -1,0 +1,132 @@
+"""Proves that a checkpoint is read in both public spellings, and that one which does not fit is refused with the whole
+list of differences instead of being computed with."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prfaas.errors import ConfigError
+from prfaas_worker.models import load_model
+from prfaas_worker.models.kimi_linear.config import read_config
+from prfaas_worker.models.kimi_linear.model import KimiLinear
+
+LAYER_0 = "model.layers.0."
+
+
+@pytest.fixture
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+@pytest.fixture
+def rewritten(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a checkpoint with other weights or config fields (a field set to None is removed)."""
+
+    def write(weights: dict[str, torch.Tensor] | None = None, **fields) -> Path:
+        config = json.loads((checkpoint / "config.json").read_text()) | fields
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+        save_file(
+            load_file(checkpoint / "model.safetensors") if weights is None else weights, tmp_path / "model.safetensors"
+        )
+        return tmp_path
+
+    return write
+
+
+def test_both_spellings_of_the_dense_layer_are_one_model(checkpoint, rewritten, weights, model):
+    assert f"{LAYER_0}block_sparse_moe.gate_proj.weight" in weights, "transformers writes this spelling"
+    public = {name.replace(f"{LAYER_0}block_sparse_moe.", f"{LAYER_0}mlp."): tensor for name, tensor in weights.items()}
+    assert public.keys() != weights.keys()
+    other = KimiLinear.load(rewritten(public))
+    tokens = torch.arange(50)
+    assert torch.equal(other.prefill(tokens, other.new_cache()), model.prefill(tokens, model.new_cache()))
+    assert other.fingerprint != model.fingerprint
+
+
+def test_weights_may_be_split_over_files_and_kept_in_bfloat16(rewritten, weights):
+    directory = rewritten({})
+    names = sorted(weights)
+    for part, chosen in enumerate((names[::2], names[1::2])):
+        save_file({n: weights[n].bfloat16() for n in chosen}, directory / f"model-0000{part + 1}-of-00002.safetensors")
+    loaded = KimiLinear.load(directory)
+    assert loaded.embedding.dtype == torch.float32
+    assert loaded.prefill(torch.arange(40), loaded.new_cache()).isfinite().all()
+
+
+def test_every_difference_is_listed(rewritten, weights):
+    del weights["model.norm.weight"]
+    del weights["model.layers.1.self_attn.q_conv1d.weight"]
+    weights["model.layers.2.self_attn.o_norm.weight"] = torch.ones(33)
+    weights["model.layers.9.input_layernorm.weight"] = torch.ones(256)
+    with pytest.raises(ConfigError) as refused:
+        KimiLinear.load(rewritten(weights))
+    message = str(refused.value)
+    assert "model.norm.weight: missing, shape [256]" in message
+    assert "model.layers.1.self_attn.q_conv1d.weight: missing, shape [128, 1, 4]" in message
+    assert "model.layers.2.self_attn.o_norm.weight: shape [33], the config asks for [32]" in message
+    assert "model.layers.9.input_layernorm.weight: not in this architecture, shape [256]" in message
+    assert len(message.splitlines()) == 1 + 4
+
+
+def test_a_swap_of_two_axes_is_noticed(rewritten, weights):
+    name = "model.layers.1.self_attn.f_a_proj.weight"
+    weights[name] = weights[name].T.contiguous()
+    with pytest.raises(ConfigError, match=r"f_a_proj.weight: shape \[256, 32\], the config asks for \[32, 256\]"):
+        KimiLinear.load(rewritten(weights))
+
+
+def test_damaged_or_absent_weights_are_refused(rewritten):
+    directory = rewritten()
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        KimiLinear.load(directory)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"no model\*\.safetensors"):
+        KimiLinear.load(directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+        ({"q_lora_rank": 64}, "q_lora_rank is 64"),
+        ({"num_expert_group": 4}, "num_expert_group is 4"),
+        ({"num_key_value_heads": 2}, "MLA needs them equal"),
+        ({"mla_use_nope": False}, "mla_use_nope is False"),
+        ({"hidden_size": ...}, "the field 'hidden_size'"),
+        ({"linear_attn_config": {"full_attn_layers": [0, 4], "kda_layers": [1, 2, 3, 5, 6, 7]}}, "1-based"),
+        ({"mlp_layer_types": ["dense"] * 7}, "mlp_layer_types must hold 8 words"),
+    ],
+)
+def test_a_config_that_we_do_not_implement_is_refused_by_field(rewritten, fields, complaint):
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        KimiLinear.load(rewritten(**fields))
+    assert "config.json" in str(refused.value)
+
+
+def test_layer_lists_are_one_based_and_mlp_types_may_replace_the_dense_count(rewritten):
+    types = ["sparse", "dense", "dense", *["sparse"] * 5]
+    config = read_config(rewritten(mlp_layer_types=types, first_k_dense_replace=...))
+    assert [i for i, kind in enumerate(config.layer_kinds) if kind == "attention"] == [3, 7]
+    assert [i for i, dense in enumerate(config.dense_layers) if dense] == [1, 2]
+
+
+def test_the_fingerprint_follows_config_and_weights(rewritten, weights, model, checkpoint):
+    assert KimiLinear.load(checkpoint).fingerprint == model.fingerprint
+    assert KimiLinear.load(rewritten(model_max_length=4096)).fingerprint != model.fingerprint
+    weights["model.norm.weight"][0] += 1
+    assert KimiLinear.load(rewritten(weights)).fingerprint != model.fingerprint
+
+
+def test_sources_that_name_no_model_say_what_there_is(rewritten, tmp_path):
+    with pytest.raises(ConfigError, match=r"built-in models are: .*kimi-linear-tiny"):
+        load_model("builtin:gpt", None)
+    with pytest.raises(ConfigError, match=r"no config\.json in .*nowhere"):
+        load_model(str(tmp_path / "nowhere"), None)
+    with pytest.raises(ConfigError, match="model_type is 'llama'"):
+        load_model(str(rewritten(model_type="llama")), None)

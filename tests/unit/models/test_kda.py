@@ -1,0 +1,100 @@
+"""Proves that the chunked delta rule is the recurrence: against a token-by-token loop in fp64, for gates from nearly
+none to ones that forget everything at once, in values, in the state carried between calls and in gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from prfaas_worker.models.kimi_linear import kda
+from prfaas_worker.models.kimi_linear.kda import kda_chunked, kda_step
+
+HEADS, SIZE = 3, 32
+GATE_SCALES = [0.1, 1.0, 5.0, 10.0, 30.0, 100.0]
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule as it is written, one token after another, in fp64."""
+    q, k, v, g, beta, state = (x.double() for x in (q, k, v, g, beta, state))
+    outputs = []
+    for t in range(q.shape[1]):
+        state = g[:, t].exp().unsqueeze(-1) * state
+        error = beta[:, t, None] * (v[:, t] - torch.einsum("mk,mkv->mv", k[:, t], state))
+        state = state + torch.einsum("mk,mv->mkv", k[:, t], error)
+        outputs.append(torch.einsum("mk,mkv->mv", q[:, t], state))
+    return torch.stack(outputs, dim=1), state
+
+
+def inputs(tokens: int, gate_scale: float, *, seed: int = 0) -> list[Tensor]:
+    """q, k, v, g, beta and a state that earlier tokens left, as a layer makes them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = (normal(HEADS, tokens, SIZE) for _ in range(3))
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    g = -gate_scale * torch.nn.functional.softplus(normal(HEADS, tokens, SIZE))
+    return [q * SIZE**-0.5, k, v, g, normal(HEADS, tokens).sigmoid(), normal(HEADS, SIZE, SIZE)]
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 33, 64, 300])
+@pytest.mark.parametrize("gate_scale", GATE_SCALES)
+def test_chunks_are_the_recurrence(gate_scale, tokens):
+    arguments = inputs(tokens, gate_scale)
+    o, state = kda_chunked(*arguments)
+    expected_o, expected_state = recurrence(*arguments)
+    assert (o - expected_o).abs().max() < 2e-6
+    assert (state - expected_state).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("gate_scale", GATE_SCALES)
+def test_steps_are_the_recurrence(gate_scale):
+    arguments = inputs(20, gate_scale)
+    state = arguments[5]
+    outputs = []
+    for t in range(20):
+        o, state = kda_step(*(x[:, t] for x in arguments[:5]), state)
+        outputs.append(o)
+    expected_o, expected_state = recurrence(*arguments)
+    assert (torch.stack(outputs, dim=1) - expected_o).abs().max() < 2e-6
+    assert (state - expected_state).abs().max() < 5e-6
+
+
+def test_any_split_of_the_tokens_gives_the_same_state():
+    arguments = inputs(2500, 0.3)
+    o, state = kda_chunked(*arguments)
+    pieces, carried = [], arguments[5]
+    for piece in zip(*(x.split([1, 31, 1024, 1400, 44], dim=1) for x in arguments[:5]), strict=True):
+        part, carried = kda_chunked(*piece, carried)
+        pieces.append(part)
+    assert (torch.cat(pieces, dim=1) - o).abs().max() < 2e-6
+    assert (carried - state).abs().max() < 5e-6
+
+
+def test_equal_keys_that_are_written_in_full_stay_exact():
+    """The worst case of the triangular inverse: every product inside the chunk is 1."""
+    q, k, v, g, beta, state = inputs(64, 0.1)
+    k = k[:, :1].expand_as(k)
+    arguments = [q, k, v, torch.zeros_like(g), torch.ones_like(beta), state]
+    o, final = kda_chunked(*arguments)
+    expected_o, expected_final = recurrence(*arguments)
+    assert (o - expected_o).abs().max() < 1e-5
+    assert (final - expected_final).abs().max() < 1e-5
+
+
+def test_the_factorised_form_alone_would_overflow(monkeypatch):
+    """Negative control: without the switch to the exact form strong gates give NaN, so the switch saves them."""
+    monkeypatch.setattr(kda, "_MAX_DECAY", float("inf"))
+    o, _ = kda_chunked(*inputs(64, 30.0))
+    assert not o.isfinite().all()
+
+
+@pytest.mark.parametrize("gate_scale", [1.0, 30.0])
+def test_gradients_are_those_of_the_recurrence(gate_scale):
+    chunked = [x.requires_grad_() for x in inputs(50, gate_scale)]
+    looped = [x.requires_grad_() for x in inputs(50, gate_scale)]
+    for function, arguments in ((kda_chunked, chunked), (recurrence, looped)):
+        o, state = function(*arguments)
+        (o.sin().sum() + state.sin().sum()).backward()
+    for ours, expected in zip(chunked, looped, strict=True):
+        assert (ours.grad - expected.grad).abs().max() < 2e-5
