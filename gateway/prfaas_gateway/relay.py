@@ -43,25 +43,32 @@ async def relay(request: web.Request, answer: Answer, added: dict[str, str], idl
         response.content_length = int(length)
     try:
         await response.prepare(request)
-        tail = b""
-        while chunk := await _next_piece(answer, request, response, tail, idle_seconds):
-            async with asyncio.timeout(idle_seconds):
-                await response.write(chunk)
-            tail = chunk[-2:]
+        await _pump(request, answer, response, idle_seconds)
         await response.write_eof()
-    except (OSError, aiohttp.ClientError) as error:  # TimeoutError is an OSError
+    except (OSError, aiohttp.ClientError) as error:
         raise ClientGoneError(str(error)) from error
     return response
 
 
-async def _next_piece(
-    answer: Answer, request: web.Request, response: web.StreamResponse, tail: bytes, idle_seconds: float
-) -> bytes:
-    """Return what the worker sent next; empty at the end of its answer."""
+async def _pump(request: web.Request, answer: Answer, response: web.StreamResponse, idle_seconds: float) -> None:
+    """Pass pieces on until the answer ends; tell the client if the worker ends first.
+
+    One timer that moves with every piece watches both sides; a timer a piece would cost as much as the piece.
+    """
+    loop = asyncio.get_running_loop()
+    tail = b""
+    awaiting_worker = True
     try:
-        async with asyncio.timeout(idle_seconds):
-            return await answer.content.readany()
-    except (OSError, aiohttp.ClientError) as error:
+        async with asyncio.timeout(idle_seconds) as idle:
+            while chunk := await answer.content.readany():
+                awaiting_worker = False
+                await response.write(chunk)
+                awaiting_worker = True
+                tail = chunk[-2:]
+                idle.reschedule(loop.time() + idle_seconds)
+    except (OSError, aiohttp.ClientError) as error:  # TimeoutError is an OSError
+        if not awaiting_worker:
+            raise
         reason = f"the worker's stream broke off: {type(error).__name__} {error}".rstrip()
         await _break_off(request, response, tail, reason)
         raise BrokenOffError(reason, response) from error
