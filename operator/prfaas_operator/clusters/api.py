@@ -112,7 +112,7 @@ class Cluster(Protocol):
         ...
 
     async def apply(self, body: Object, *, subresource: str = "") -> Object:
-        """Apply a manifest as field manager prfaas-operator, taking over contested fields; return the live object."""
+        """Apply a manifest under the connection's field manager, taking over contested fields; return it live."""
         ...
 
     async def create(self, kind: Kind, body: Object) -> Object:

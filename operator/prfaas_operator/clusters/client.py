@@ -44,12 +44,15 @@ class KubernetesCluster:
         client: an ApiClient with address and credentials; closed by `close`.
         namespace: everything namespaced is read and written here.
         label: how error messages call this cluster, for example "cluster prefill-eu".
+        field_manager: who owns the fields that `apply` sends; every writer needs its own, because an apply removes
+            what the same manager sent before and leaves out now.
 
     """
 
-    def __init__(self, client: ApiClient, namespace: str, label: str):
+    def __init__(self, client: ApiClient, namespace: str, label: str, field_manager: str = FIELD_MANAGER_OPERATOR):
         self.namespace = namespace
         self._label = label
+        self._field_manager = field_manager
         self._client = client
         self._dynamic = DynamicClient(client)
 
@@ -97,7 +100,7 @@ class KubernetesCluster:
                 f"{kind.name} {name}",
                 body=body,
                 content_type="application/apply-patch+yaml",
-                field_manager=FIELD_MANAGER_OPERATOR,
+                field_manager=self._field_manager,
                 force_conflicts=True,
             )
         except _NotFoundError as error:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import tempfile
 from pathlib import Path
+from typing import Final, NamedTuple
 
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
@@ -18,7 +19,8 @@ from prfaas_operator.clusters.client import KubernetesCluster
 from prfaas_operator.errors import KubeconfigRefusedError
 from prfaas_operator.plan.kubeconfig import Access
 
-CONNECTIONS = 32  # watches hold two each; reconciles of different objects run side by side
+FIELD_MANAGER_CLI: Final = "prfaas-cli"
+CONNECTIONS: Final = 32  # watches hold two each; reconciles of different objects run side by side
 
 
 async def connect_hub(namespace: str) -> KubernetesCluster:
@@ -36,7 +38,15 @@ async def connect_hub(namespace: str) -> KubernetesCluster:
     return _cluster(configuration, namespace, "hub")
 
 
-async def connect_context(kubeconfig: Path | None, context: str | None, namespace: str) -> KubernetesCluster:
+class Terminal(NamedTuple):
+    """A cluster as a person at a terminal reaches it, with the address and CA of their kubeconfig."""
+
+    cluster: KubernetesCluster
+    server: str
+    ca_pem: str
+
+
+async def connect_context(kubeconfig: Path | None, context: str | None, namespace: str) -> Terminal:
     """Connect as a person at a terminal does: their kubeconfig, their context, exec plugins and all."""
     configuration = Configuration()
     try:
@@ -45,7 +55,10 @@ async def connect_context(kubeconfig: Path | None, context: str | None, namespac
         )
     except (ConfigException, OSError) as error:
         raise ConfigError(f"kubeconfig {kubeconfig or 'of $KUBECONFIG or ~/.kube/config'}: {error}") from error
-    return _cluster(configuration, namespace, f"context {context or 'current'}")
+    where = f"context {context or 'current'} of {kubeconfig or 'the kubeconfig'}"
+    cluster = KubernetesCluster(ApiClient(configuration), namespace, where, FIELD_MANAGER_CLI)
+    ca_file = configuration.ssl_ca_cert
+    return Terminal(cluster, str(configuration.host), Path(ca_file).read_text() if ca_file else "")
 
 
 async def connect_member(name: str, namespace: str, access: Access) -> KubernetesCluster:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from prfaas.api import MemberCluster, PrefillPool
 from prfaas.errors import PrfaasError
 from prfaas_operator.errors import ClusterUnreachableError, reason_of
-from prfaas_operator.plan.conditions import REACHABLE, READY, Verdict, no, rfc3339, yes
+from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, Verdict, no, rfc3339, yes
 
 CONTACT_TIME_STEP: Final = timedelta(minutes=1)
 
@@ -62,7 +62,7 @@ def _ready(cluster: MemberCluster, contact: Contact) -> Verdict:
 def _deleting(users: tuple[str, ...]) -> Verdict:
     if users:
         return no("InUse", f"stays until no PrefillPool names it; delete {', '.join(users)} first")
-    return no("Deleting", "no pool needs this cluster any more")
+    return no(DELETING, "no pool needs this cluster any more")
 
 
 def contact_time(known: str | None, now: datetime) -> str:

@@ -11,7 +11,7 @@ from prfaas_operator.clusters import api
 from prfaas_operator.clusters.api import Object
 from prfaas_operator.plan import policy as plan
 from prfaas_operator.plan import routes
-from prfaas_operator.plan.conditions import READY, no
+from prfaas_operator.plan.conditions import DELETING, READY, no
 from prfaas_operator.plan.pool import Counts, counts
 from prfaas_operator.reconcile import children
 from prfaas_operator.reconcile.member import read_all
@@ -39,7 +39,7 @@ async def judge(runtime: Runtime, live: Object) -> Report:
     hub, policy = runtime.hub, PrfaaSPolicy.model_validate(live)
     if policy.metadata.deletion_timestamp:
         remaining = await children.remove(hub, CHILD_KINDS, f"{names.LABEL_POLICY_UID}={policy.metadata.uid}")
-        waiting = no("Deleting", "waiting until the gateway has ended")
+        waiting = no(DELETING, "waiting until the gateway has ended")
         return Report({READY: waiting}) if remaining else Report(gone=True)
     facts = await _observe(runtime, policy)
     table = await _table(runtime, facts)

@@ -9,7 +9,7 @@ from prfaas.errors import PrfaasError
 from prfaas_operator.clusters.api import DECODE_POOL, DEPLOYMENT, MEMBER_CLUSTER, PREFILL_POOL, Cluster, Object
 from prfaas_operator.errors import ClusterNotFoundError, reason_of
 from prfaas_operator.plan import pool as plan
-from prfaas_operator.plan.conditions import READY, no, rfc3339
+from prfaas_operator.plan.conditions import DELETING, READY, no, rfc3339
 from prfaas_operator.reconcile import children, events
 from prfaas_operator.reconcile.runtime import RETRY_SECONDS, Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
@@ -83,7 +83,7 @@ async def _remove_from(cluster: Cluster, pool: plan.Pool) -> Report:
     selector = f"{names.LABEL_POOL_UID}={pool.metadata.uid}"
     if not await children.remove(cluster, (DEPLOYMENT,), selector):
         return Report(gone=True)
-    return Report({READY: no("Deleting", "waiting until the instances have ended")})
+    return Report({READY: no(DELETING, "waiting until the instances have ended")})
 
 
 async def _until_deadline(

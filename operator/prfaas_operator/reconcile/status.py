@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from prfaas.api import Condition
 from prfaas_operator import metrics
 from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Cluster, Kind, Object
-from prfaas_operator.plan.conditions import REACHABLE, READY, merge, rfc3339, turned
+from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, merge, rfc3339, turned
 from prfaas_operator.plan.drift import status_differs
 from prfaas_operator.reconcile import events
 from prfaas_operator.reconcile.runtime import Report
@@ -58,9 +58,10 @@ async def write(hub: Cluster, kind: Kind, live: Object, report: Report) -> None:
     metrics.STATUS_WRITES.labels(kind.name).inc()
     ready = report.conditions.get(READY)
     if ready is not None and turned(known, READY, ready):
-        level = logging.INFO if ready.good else logging.WARNING
+        expected = ready.good or ready.reason == DELETING
+        level = logging.INFO if expected else logging.WARNING
         log.log(level, "%s %s: %s: %s", kind.name, metadata["name"], ready.reason, ready.message)
-        await events.post(hub, live, "Normal" if ready.good else "Warning", ready.reason, ready.message)
+        await events.post(hub, live, "Normal" if expected else "Warning", ready.reason, ready.message)
 
 
 def read_conditions(status: Mapping[str, Any]) -> list[Condition]:

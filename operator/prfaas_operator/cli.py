@@ -1,0 +1,135 @@
+"""`prfaas cluster`: join, list and leave, for people at a terminal and for scripts (-o json)."""
+
+import asyncio
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prfaas.api import MemberCluster
+from prfaas_operator import join as work
+from prfaas_operator.join import Place
+from prfaas_operator.plan.conditions import REACHABLE, READY
+from prfaas_operator.render.account import Registration
+
+app = typer.Typer(help="Register member clusters in the hub.", no_args_is_help=True, rich_markup_mode=None)
+
+
+class Addressing(StrEnum):
+    """Which address of a worker pod the hub reaches."""
+
+    POD_IP = "PodIP"
+    HOST_IP = "HostIP"
+
+
+class Output(StrEnum):
+    """How results are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+HubContext = Annotated[str | None, typer.Option(help="Kubeconfig context of the hub; the current one if not given.")]
+HubKubeconfig = Annotated[Path | None, typer.Option(help="Kubeconfig file of the hub; the usual one if not given.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the hub where prfaas is installed.")]
+MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the member cluster; the hub's if not given.")]
+Context = Annotated[str | None, typer.Option(help="Kubeconfig context of the member cluster.")]
+Kubeconfig = Annotated[Path | None, typer.Option(help="Kubeconfig file of the member cluster.")]
+WaitSeconds = Annotated[float, typer.Option(min=0, help="How long to wait for the operator.")]
+OutputFormat = Annotated[Output, typer.Option("--output", "-o", help="How to print the result.")]
+
+
+@app.command("join")
+def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
+    name: Annotated[str, typer.Argument(help="Name that pools will use in spec.clusterName.")],
+    link_mbps: Annotated[int, typer.Option(min=1, help="Capacity of the link to the hub in Mbit/s.")],
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    hub_context: HubContext = None,
+    hub_kubeconfig: HubKubeconfig = None,
+    namespace: Namespace = "prfaas",
+    member_namespace: MemberNamespace = None,
+    server: Annotated[
+        str | None, typer.Option(help="Address of the member's API server as the hub reaches it, if not the context's.")
+    ] = None,
+    round_trip_millis: Annotated[int, typer.Option(min=0, help="Round trip of the link in ms.")] = 0,
+    addressing: Annotated[Addressing, typer.Option(help="How the hub reaches worker pods.")] = Addressing.POD_IP,
+    datacenter: Annotated[str, typer.Option(help="Name that policies use in prefer and forbid.")] = "",
+    region: Annotated[str, typer.Option(help="Free text.")] = "",
+    wait_seconds: WaitSeconds = 30,
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Register a member cluster. Example: prfaas cluster join prefill-eu --context eu --link-mbps 1000."""
+    if context is None and kubeconfig is None:
+        raise typer.BadParameter("name the member cluster by --context, --kubeconfig or both")
+    place = Place(kubeconfig, context, member_namespace or namespace)
+    registration = Registration(
+        name, place.namespace, link_mbps, round_trip_millis, addressing.value, datacenter, region
+    )
+    hub = Place(hub_kubeconfig, hub_context, namespace)
+    live = asyncio.run(work.join(hub, place, registration, server, wait_seconds))
+    cluster = MemberCluster.model_validate(live)
+    if output is Output.JSON:
+        typer.echo(json.dumps(_facts(cluster, ())))
+    else:
+        typer.echo(f"{name} joined: {cluster.status.server_version}, {link_mbps} Mbit/s; use spec.clusterName: {name}")
+
+
+@app.command("list")
+def list_members(
+    hub_context: HubContext = None,
+    hub_kubeconfig: HubKubeconfig = None,
+    namespace: Namespace = "prfaas",
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """List member clusters and the pools that run in them. Example: prfaas cluster list -o json."""
+    rows = [_facts(*member) for member in asyncio.run(work.members(Place(hub_kubeconfig, hub_context, namespace)))]
+    if output is Output.JSON:
+        typer.echo(json.dumps(rows))
+        return
+    table = Table("NAME", "READY", "REACHABLE", "VERSION", "LINK MBIT/S", "POOLS", "WHY", box=None)
+    for row in rows:
+        table.add_row(
+            *(str(row[key]) for key in ("name", "ready", "reachable", "version", "link_mbps")),
+            ",".join(row["pools"]) or "-",
+            row["reason"],
+        )
+    Console().print(table)
+
+
+def _facts(cluster: MemberCluster, pools: tuple[str, ...]) -> dict:
+    conditions = {condition.type: condition for condition in cluster.status.conditions}
+    ready, reachable = conditions.get(READY), conditions.get(REACHABLE)
+    return {
+        "name": cluster.metadata.name,
+        "ready": ready.status if ready else "Unknown",
+        "reason": ready.reason if ready else "",
+        "message": ready.message if ready else "",
+        "reachable": reachable.status if reachable else "Unknown",
+        "version": cluster.status.server_version,
+        "link_mbps": cluster.spec.link.capacity_mbps,
+        "datacenter": cluster.spec.datacenter,
+        "pools": list(pools),
+    }
+
+
+@app.command("leave")
+def leave(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
+    name: Annotated[str, typer.Argument(help="Name of the MemberCluster.")],
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    hub_context: HubContext = None,
+    hub_kubeconfig: HubKubeconfig = None,
+    namespace: Namespace = "prfaas",
+    member_namespace: MemberNamespace = None,
+    wait_seconds: WaitSeconds = 30,
+) -> None:
+    """Take a member cluster out of the hub; with --context also the account there. Example: prfaas cluster leave eu."""
+    named = context is not None or kubeconfig is not None
+    member = Place(kubeconfig, context, member_namespace or namespace) if named else None
+    asyncio.run(work.leave(Place(hub_kubeconfig, hub_context, namespace), member, name, wait_seconds))
+    typer.echo(f"{name} left")

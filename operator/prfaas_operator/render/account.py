@@ -1,0 +1,111 @@
+"""What `prfaas cluster join` makes: the account that the hub uses in a member cluster, and the hub's MemberCluster.
+
+The account is the one of the chart prfaas-member; where that is installed, nothing of it is made again.
+"""
+
+import base64
+import json
+from typing import Final, NamedTuple
+
+from prfaas import names
+from prfaas_operator.render.common import Manifest
+
+ACCOUNT: Final = "prfaas-operator"
+TOKEN_SECRET: Final = "prfaas-operator-token"  # noqa: S105  # a name
+RBAC_GROUP: Final = "rbac.authorization.k8s.io"
+LABELS: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: "prfaas-cli"}
+
+
+class Registration(NamedTuple):
+    """What a person says about a member cluster when it joins."""
+
+    name: str
+    namespace: str
+    link_mbps: int
+    round_trip_millis: int
+    addressing: str
+    datacenter: str
+    region: str
+
+
+def member_account(namespace: str) -> list[Manifest]:
+    """Return namespace, account, token and rights in the member cluster, in the order in which they need each other."""
+    metadata = {"name": ACCOUNT, "namespace": namespace, "labels": LABELS}
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": LABELS}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata, "automountServiceAccountToken": False},
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": metadata
+            | {"name": TOKEN_SECRET, "annotations": {"kubernetes.io/service-account.name": ACCOUNT}},
+            "type": "kubernetes.io/service-account-token",
+        },
+        {
+            "apiVersion": f"{RBAC_GROUP}/v1",
+            "kind": "Role",
+            "metadata": metadata,
+            "rules": [
+                _rule("apps", "deployments", "get", "list", "watch", "create", "patch", "delete"),
+                _rule("", "pods", "get", "list", "watch"),
+            ],
+        },
+        {
+            "apiVersion": f"{RBAC_GROUP}/v1",
+            "kind": "RoleBinding",
+            "metadata": metadata,
+            "roleRef": {"apiGroup": RBAC_GROUP, "kind": "Role", "name": ACCOUNT},
+            "subjects": [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": namespace}],
+        },
+    ]
+
+
+def _rule(group: str, resource: str, *verbs: str) -> Manifest:
+    return {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
+
+
+def kubeconfig(name: str, server: str, ca_pem: str, token: str) -> str:
+    """Return a kubeconfig of the only form that the operator accepts with a token. JSON is YAML."""
+    authority = base64.b64encode(ca_pem.encode()).decode()
+    document = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": name, "cluster": {"server": server, "certificate-authority-data": authority}}],
+        "users": [{"name": ACCOUNT, "user": {"token": token}}],
+        "contexts": [{"name": name, "context": {"cluster": name, "user": ACCOUNT}}],
+        "current-context": name,
+    }
+    return json.dumps(document, indent=1)
+
+
+def secret_name(member: str) -> str:
+    """Return the name of the Secret that `join` keeps a member's kubeconfig in."""
+    return f"{member}-kubeconfig"
+
+
+def secret(member: str, document: str) -> Manifest:
+    """Return the hub's Secret with a member's kubeconfig."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": secret_name(member), "labels": LABELS},
+        "type": "Opaque",
+        "data": {"kubeconfig": base64.b64encode(document.encode()).decode()},
+    }
+
+
+def member_cluster(registration: Registration) -> Manifest:
+    """Return the MemberCluster of a registration."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "MemberCluster",
+        "metadata": {"name": registration.name, "labels": LABELS},
+        "spec": {
+            "kubeconfigSecretRef": {"name": secret_name(registration.name), "key": "kubeconfig"},
+            "namespace": registration.namespace,
+            "addressing": registration.addressing,
+            "datacenter": registration.datacenter,
+            "region": registration.region,
+            "link": {"capacityMbps": registration.link_mbps, "roundTripMillis": registration.round_trip_millis},
+        },
+    }
