@@ -1,0 +1,242 @@
+"""Proves that Helm installs the charts into a real API server, and that the operator works with exactly their rights.
+
+One control plane plays both clusters: the hub is its namespace `prfaas`, the member its namespace `prefill`. The
+operator is the real process, run on this machine with a token of the account that the chart made for it.
+"""
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prfaas_sandbox.controlplane import free_ports
+
+pytestmark = pytest.mark.clusters
+
+ROOT = Path(__file__).parents[2]
+HUB, MEMBER = "prfaas", "prefill"
+TIMEOUT_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The control plane with both charts in it."""
+
+    cluster: Any
+    credentials: dict[str, Any]
+    """The administrator's kubeconfig: where the server is, and its CA."""
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        return self.cluster.kubectl(*arguments, stdin=stdin)
+
+    def helm(self, *arguments: str | Path) -> str:
+        command = [self.cluster.tools["helm"], "--kubeconfig", self.cluster.kubeconfig, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
+
+    def kubeconfig(self, token: str) -> str:
+        """Return a kubeconfig for this server with a token."""
+        server = self.credentials["clusters"][0]["cluster"]
+        return json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": "c", "cluster": server}],
+                "users": [{"name": "u", "user": {"token": token}}],
+                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                "current-context": "x",
+            }
+        )
+
+    def member_token(self) -> str:
+        """Return the long-lived token, as `prfaas cluster join` reads it, once the controller has written it."""
+        wait = "--for=jsonpath={.data.token}"
+        self.kubectl("-n", MEMBER, "wait", wait, "secret/prfaas-operator-token", "--timeout=20s")
+        secret = json.loads(self.kubectl("-n", MEMBER, "get", "secret", "prfaas-operator-token", "-o", "json"))
+        return base64.b64decode(secret["data"]["token"]).decode()
+
+
+@pytest.fixture(scope="module")
+def installed(start_cluster: Callable[[str], Any]) -> Installed:
+    """A cluster of this module's own, because Helm adopts no CRDs that somebody else has applied."""
+    cluster = start_cluster("charts")
+    both = Installed(cluster, yaml.safe_load(cluster.kubeconfig.read_text()))
+    both.helm("install", "prfaas", ROOT / "charts/prfaas", "-n", HUB, "--create-namespace")
+    both.helm("install", "prfaas-member", ROOT / "charts/prfaas-member", "-n", MEMBER, "--create-namespace")
+    both.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=20s")
+    return both
+
+
+def test_server_took_every_object_as_it_was_rendered(installed):
+    for release, namespace in (("prfaas", HUB), ("prfaas-member", MEMBER)):
+        rendered = installed.helm("get", "manifest", release, "-n", namespace)
+        applied = installed.kubectl(
+            "-n", namespace, "diff", "--server-side", "--force-conflicts", "-f", "-", stdin=rendered
+        )
+        assert applied == ""
+
+
+def test_upgrade_works_and_keeps_the_members_token(installed):
+    token = installed.member_token()
+    installed.helm("upgrade", "prfaas", ROOT / "charts/prfaas", "-n", HUB)
+    installed.helm("upgrade", "prfaas-member", ROOT / "charts/prfaas-member", "-n", MEMBER)
+    assert installed.member_token() == token
+
+
+@pytest.mark.parametrize(
+    ("namespace", "may_not"),
+    [
+        (HUB, "list secrets"),
+        (HUB, "create secrets"),
+        (HUB, "create pods"),
+        (HUB, "create pods/exec"),
+        (HUB, "create prefillpools.prfaas.io"),
+        (HUB, "delete prfaaspolicies.prfaas.io"),
+        (HUB, "escalate roles.rbac.authorization.k8s.io"),
+        (HUB, "impersonate serviceaccounts"),
+        (MEMBER, "list deployments.apps"),
+        ("kube-system", "get secrets"),
+        ("default", "list pods"),
+    ],
+)
+def test_hubs_operator_may_not(installed, namespace, may_not):
+    assert not may(installed, HUB, namespace, may_not)
+
+
+@pytest.mark.parametrize(
+    "may_not",
+    ["get secrets", "get configmaps", "create pods", "create pods/exec", "patch roles.rbac.authorization.k8s.io"],
+)
+def test_hub_may_not_in_its_member(installed, may_not):
+    assert not may(installed, MEMBER, MEMBER, may_not)
+
+
+@pytest.mark.parametrize(
+    ("account", "can"), [(HUB, "get secrets"), (HUB, "list pods"), (MEMBER, "create deployments.apps")]
+)
+def test_the_question_can_be_answered_with_yes(installed, account, can):
+    assert may(installed, account, account, can)
+
+
+def may(installed: Installed, account: str, namespace: str, question: str) -> bool:
+    """Ask the API server whether the operator's account of one namespace may do something in another."""
+    spec = {
+        "user": f"system:serviceaccount:{account}:prfaas-operator",
+        "resourceAttributes": attributes(question) | {"namespace": namespace},
+    }
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
+    answer = installed.kubectl("create", "-o", "json", "-f", "-", stdin=json.dumps(review))
+    return json.loads(answer)["status"]["allowed"]
+
+
+def attributes(question: str) -> dict[str, str]:
+    """Read "VERB RESOURCE[/SUBRESOURCE][.GROUP]"."""
+    verb, _, what = question.partition(" ")
+    resource, _, group = what.partition(".")
+    resource, _, subresource = resource.partition("/")
+    return {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
+
+
+@pytest.fixture
+def operator_log(installed: Installed, tmp_path: Path) -> Iterator[Path]:
+    """Run the operator with a token of its account; yield its log."""
+    token = installed.kubectl("-n", HUB, "create", "token", "prfaas-operator").strip()
+    kubeconfig, log = tmp_path / "kubeconfig", tmp_path / "operator.log"
+    kubeconfig.write_text(installed.kubeconfig(token))
+    metrics_port, health_port = free_ports(2)
+    command = [sys.executable, "-m", "prfaas_operator", "--namespace", HUB]
+    command += ["--metrics-port", str(metrics_port), "--health-port", str(health_port)]
+    environment = os.environ | {"KUBECONFIG": str(kubeconfig)}
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
+        yield log
+        process.send_signal(signal.SIGTERM)
+        process.wait(TIMEOUT_SECONDS)
+
+
+def test_operator_gets_by_with_the_rights_of_the_charts(installed, operator_log):
+    """From two charts and an example to all children in both clusters, and back to nothing, without one refusal."""
+    join(installed)
+    installed.kubectl("apply", "-f", str(ROOT / "examples"))
+    exist(installed, HUB, "configmap/kimi-routes", "serviceaccount/kimi-gateway", "role/kimi-gateway")
+    exist(installed, HUB, "rolebinding/kimi-gateway", "deployment/kimi-gateway", "service/kimi-gateway")
+    exist(installed, HUB, "networkpolicy/kimi-gateway", "lease/kimi-scheduler")
+    installed.kubectl("-n", HUB, "patch", "prfaas/kimi", "--type=merge", "-p", '{"spec": {"gateway": {"replicas": 2}}}')
+    exist(installed, HUB, "poddisruptionbudget/kimi-gateway")
+    eventually(lambda: pools_with_deployments(installed, MEMBER) == {"offload"})
+    eventually(lambda: pools_with_deployments(installed, HUB) == {"local", "decode"})
+    eventually(lambda: "prfaas.io/cleanup" in kubeconfig_secret(installed)["metadata"].get("finalizers", []))
+    installed.kubectl("-n", HUB, "delete", "prfaas-all", "--all", f"--timeout={TIMEOUT_SECONDS}s")
+    eventually(lambda: not pools_with_deployments(installed, MEMBER) and not pools_with_deployments(installed, HUB))
+    assert "forbidden" not in operator_log.read_text().lower()
+
+
+def join(installed: Installed) -> None:
+    """Register the member the way `prfaas cluster join` does."""
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "prefill-eu-kubeconfig", "namespace": HUB},
+        "stringData": {"kubeconfig": installed.kubeconfig(installed.member_token())},
+    }
+    member = {
+        "apiVersion": "prfaas.io/v1alpha1",
+        "kind": "MemberCluster",
+        "metadata": {"name": "prefill-eu", "namespace": HUB},
+        "spec": {
+            "kubeconfigSecretRef": {"name": "prefill-eu-kubeconfig"},
+            "namespace": MEMBER,
+            "link": {"capacityMbps": 100},
+        },
+    }
+    for body in (secret, member):
+        installed.kubectl("apply", "-f", "-", stdin=json.dumps(body))
+    ready = ("--for=condition=Ready", "pmc/prefill-eu", f"--timeout={TIMEOUT_SECONDS}s")
+    installed.kubectl("-n", HUB, "wait", *ready)
+
+
+def exist(installed: Installed, namespace: str, *objects: str) -> None:
+    """Wait until the objects of a namespace exist."""
+    get = ("-n", namespace, "get", *objects, "--ignore-not-found", "-o", "name")
+    eventually(lambda: len(installed.kubectl(*get).split()) == len(objects))
+
+
+def pools_with_deployments(installed: Installed, namespace: str) -> set[str]:
+    selector = "app.kubernetes.io/managed-by=prfaas-operator,prfaas.io/pool"
+    listed = json.loads(installed.kubectl("-n", namespace, "get", "deployments", "-l", selector, "-o", "json"))
+    return {item["metadata"]["labels"]["prfaas.io/pool"] for item in listed["items"]}
+
+
+def kubeconfig_secret(installed: Installed) -> dict[str, Any]:
+    return json.loads(installed.kubectl("-n", HUB, "get", "secret", "prefill-eu-kubeconfig", "-o", "json"))
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait for what a controller brings about."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "did not come about in time"
+        time.sleep(0.3)
+
+
+def test_uninstall_leaves_custom_resources_alone(installed):
+    """Last, because it takes the operator away."""
+    pool = {
+        "apiVersion": "prfaas.io/v1alpha1",
+        "kind": "PrefillPool",
+        "metadata": {"name": "precious", "namespace": HUB},
+        "spec": {"model": {"name": "m", "source": "/m"}},
+    }
+    installed.kubectl("apply", "-f", "-", stdin=json.dumps(pool))
+    installed.helm("uninstall", "prfaas", "-n", HUB, "--wait")
+    assert "precious" in installed.kubectl("-n", HUB, "get", "pfpool", "-o", "name")
+    with pytest.raises(subprocess.CalledProcessError):
+        installed.kubectl("-n", HUB, "get", "deployment", "prfaas-operator")
