@@ -52,8 +52,8 @@ class CounterHistory:
         return status.offloaded_percent(self._counts[0][1], self._counts[-1][1]) if self._counts else None
 
     def offloads_since(self, at_seconds: float) -> int | None:
-        """Return how many prompts were offloaded after the last count before `at_seconds`; None without counts."""
-        if not self._counts:
+        """Return how many prompts were offloaded after the last count before `at_seconds`; None without two counts."""
+        if len(self._counts) < 2:
             return None
         earlier = [counters for at, counters in self._counts if at <= at_seconds]
         first = earlier[-1] if earlier else self._counts[0][1]

@@ -66,6 +66,7 @@ class FakeGateway:
     offloaded: int = 0
     local: int = 0
     updates: list[ThresholdUpdate] = field(default_factory=list)
+    pushed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def get_table(self, _: web.Request) -> web.Response:
         if self.table is None:
@@ -80,6 +81,7 @@ class FakeGateway:
 
     async def put_threshold(self, request: web.Request) -> web.Response:
         self.updates.append(msgspec.json.decode(await request.read(), type=ThresholdUpdate))
+        self.pushed.set()
         return web.Response(status=204)
 
     @contextlib.asynccontextmanager

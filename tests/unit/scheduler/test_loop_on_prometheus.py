@@ -1,0 +1,94 @@
+"""The loop between a real Prometheus and a gateway's control socket: a cut link raises the threshold within seconds,
+a silent one turns offload off at the next step, and without Prometheus the policy's own threshold comes back.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from prfaas.wire.routes import Threshold
+from prfaas_scheduler.gateway import Gateway
+from prfaas_scheduler.loop import Loop
+from prfaas_scheduler.metrics import Metrics
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass
+class Run:
+    """A running loop and what it pushed."""
+
+    gateway: object
+    loop: Loop
+
+    async def until(self, holds, seconds: float) -> float:
+        """Wait until the last update satisfies `holds`; return how long that took."""
+        started = time.monotonic()
+        while time.monotonic() - started < seconds:
+            if self.gateway.updates and holds(self.gateway.updates[-1]):
+                return time.monotonic() - started
+            await asyncio.sleep(0.05)
+        pytest.fail(f"after {seconds} s the last updates are {self.gateway.updates[-5:]}")
+
+
+async def offload_steadily(gateway):
+    while True:
+        gateway.offloaded += 1
+        await asyncio.sleep(0.5)
+
+
+async def test_a_cut_a_dead_link_and_a_dead_prometheus(site, http, gateway, table):
+    one, other, _ = site.workers.values()
+    gateway.table = table(prometheus_url=site.prometheus_url, stale_after_seconds=4)
+    async with gateway.listening(), Gateway(gateway.path) as client:
+        loop = Loop(client, http, Metrics())
+        tasks = [asyncio.create_task(loop.run()), asyncio.create_task(offload_steadily(gateway))]
+        run = Run(gateway, loop)
+        try:
+            one.move(mbps=24, backlogged_share=0.24)
+            await run.until(lambda u: u.tokens == 512 and u.offload_clusters == ("eu",), 15)
+            await asyncio.sleep(5)  # the window is full of the wide link
+            assert gateway.updates[-1].bandwidth == "Abundant"
+
+            one.move(mbps=5, backlogged_share=1.0)
+            assert await run.until(lambda u: u.tokens >= 1024, 15) <= 9
+            assert gateway.updates[-1].bandwidth == "Scarce"
+
+            one.answers = other.answers = False
+            assert await run.until(lambda u: u.offload_clusters == (), 10) <= 3
+            assert loop.report.conditions["LinkHealthy"][:2] == ("False", "NoSamples")
+            one.move(mbps=0, backlogged_share=0)
+            one.answers = other.answers = True
+            await run.until(lambda u: u.offload_clusters == ("eu",), 10)
+            await run.until(lambda u: u.tokens == 512, 40)
+
+            gateway.table = table(prometheus_url="http://127.0.0.1:9", stale_after_seconds=4)
+            held = gateway.updates[-1].tokens
+            assert await run.until(lambda u: u.tokens == 1024, 10) >= 3
+            assert held == 512
+            assert gateway.updates[-1].offload_clusters == ("eu",), "blind is not dead"
+            assert loop.report.conditions["MetricsFresh"][:2] == ("False", "PrometheusUnreachable")
+            assert loop.report.conditions["LinkHealthy"].status == "True"
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+
+
+@pytest.mark.parametrize(("mode", "offload"), [("Fixed", ("eu",)), ("Disabled", ())])
+async def test_other_modes_still_report_the_link(site, http, gateway, table, mode, offload):
+    next(iter(site.workers.values())).move(mbps=60, backlogged_share=0.6)
+    threshold = Threshold(mode=mode, tokens=1024, min_tokens=512, max_tokens=32768)
+    gateway.table = table(prometheus_url=site.prometheus_url, threshold=threshold)
+    async with gateway.listening(), Gateway(gateway.path) as client:
+        loop = Loop(client, http, Metrics())
+        deadline = time.monotonic() + 15
+        while not loop.report or (loop.report.figures["linkUtilisationPercent"] or 0) < 50:
+            assert time.monotonic() < deadline
+            await loop.once()
+            await asyncio.sleep(0.2)
+    assert {update.tokens for update in gateway.updates} == {1024}
+    assert gateway.updates[-1].offload_clusters == offload

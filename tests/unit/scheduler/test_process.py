@@ -1,0 +1,109 @@
+"""The process: flags, a start before its gateway, a prompt and clean end, metrics, and how little memory it takes."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import aiohttp
+import pytest
+
+MAX_RSS_MIB = 100
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "prfaas_scheduler", *flags]
+
+
+def run(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*flags), capture_output=True, text=True, timeout=60, check=False)
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("KUBERNETES_SERVICE")}
+
+
+def test_help_shows_an_example():
+    shown = run("--help")
+    assert shown.returncode == 0
+    assert "prfaas-scheduler --control-socket" in shown.stdout
+
+
+@pytest.mark.parametrize("flags", [["--nonsense"], [], ["--metrics-port", "soon"]])
+def test_a_wrong_flag_is_a_usage_error(flags):
+    shown = run(*flags)
+    assert shown.returncode == 2
+    assert "usage:" in shown.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def flags_for(gateway, port: int) -> list[str]:
+    given = {"control-socket": gateway.path, "policy": "kimi", "namespace": "prfaas", "identity": "pod-a"}
+    named = [f"--{name}={value}" for name, value in given.items()]
+    return [*named, "--host=127.0.0.1", f"--metrics-port={port}"]
+
+
+def test_a_port_that_is_taken_is_one_sentence(gateway):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        shown = run(*flags_for(gateway, taken.getsockname()[1]))
+    assert shown.returncode == 1
+    assert "metrics port cannot listen on 127.0.0.1" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def resident_mib(pid: int) -> float:
+    with open(f"/proc/{pid}/status") as lines:  # noqa: PTH123
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+async def test_it_waits_for_its_gateway_pushes_and_ends_promptly(gateway):
+    port = free_port()
+    process = await asyncio.create_subprocess_exec(
+        *command(*flags_for(gateway, port)), stderr=asyncio.subprocess.PIPE, env=environment()
+    )
+    try:
+        await until_metrics(port)
+        async with gateway.listening():
+            await asyncio.wait_for(gateway.pushed.wait(), 20)
+            exposed = await until_metrics(port)
+            resident = resident_mib(process.pid)
+            started = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            _, logged = await asyncio.wait_for(process.communicate(), 10)
+            ended_seconds = time.monotonic() - started
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, logged.decode()
+    assert gateway.updates[0].tokens == 1024
+    assert "prfaas_scheduler_threshold_tokens 1024.0" in exposed
+    assert 'prfaas_scheduler_link_alive{member_cluster="eu"} 1.0' in exposed
+    assert resident <= MAX_RSS_MIB, f"{resident:.0f} MiB resident"
+    assert ended_seconds < 2
+    text = logged.decode()
+    assert text.count("control socket failed") == 1, text
+    assert "control socket works again" in text
+    assert "Traceback" not in text
+
+
+async def until_metrics(port: int) -> str:
+    deadline = time.monotonic() + 30
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+                    return await response.text()
+            except aiohttp.ClientError:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
