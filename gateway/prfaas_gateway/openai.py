@@ -87,9 +87,10 @@ def _read_model(body: bytes) -> str:
         raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from error
 
 
-def relayed_headers(answer: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a worker's response headers without those that belong to its connection with us."""
-    return [(name, value) for name, value in answer.items() if name.lower() not in HOP_BY_HOP]
+def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a worker's response headers without those of its connection with us, and with ours in place of its own."""
+    left_out = HOP_BY_HOP.union(added)
+    return [(name, value) for name, value in answer.items() if name.lower() not in left_out] + list(added.items())
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:

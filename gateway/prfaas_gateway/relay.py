@@ -28,14 +28,14 @@ class BrokenOffError(Exception):
 
 
 async def relay(request: web.Request, answer: Answer, added: dict[str, str], idle_seconds: float) -> web.StreamResponse:
-    """Send an answer with our own headers `added`, and return the finished response.
+    """Send an answer with our own headers `added` (lower-case names), and return the finished response.
 
     Raises:
         BrokenOffError: the worker died after its first byte.
         ClientGoneError: nobody is there to read.
 
     """
-    kept = [*relayed_headers(answer.headers), *added.items()]
+    kept = relayed_headers(answer.headers, added)
     if answer.body is not None:
         return web.Response(status=answer.status, headers=kept, body=answer.body)
     response = web.StreamResponse(status=answer.status, headers=kept)

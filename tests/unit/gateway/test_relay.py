@@ -120,6 +120,24 @@ async def test_the_clients_request_id_is_kept_and_a_bad_one_replaced(world, shor
     assert len(world.workers["d0"].seen[1].headers["x-request-id"]) == 32
 
 
+async def test_every_header_of_ours_stands_in_the_answer_once(world, short):
+    await world.start("d0")
+
+    async def reply(request, _body):
+        told = {
+            "X-Request-ID": request.headers["x-request-id"],
+            "X-PRFAAS-Decision": "offload",
+            "Keep-Alive": "timeout=9",
+        }
+        return web.json_response({}, headers=told)
+
+    world.workers["d0"].reply = reply
+    async with world.client.post(world.url + "/v1/completions", data=short) as response:
+        assert len(response.headers.getall("x-request-id")) == 1
+        assert response.headers.getall(headers.DECISION) == ["local"]
+        assert "keep-alive" not in response.headers
+
+
 async def test_the_answer_says_what_was_decided(world, short, long):
     await world.start("d0", "p0", "x0")
     got = (await world.post(short)).headers
