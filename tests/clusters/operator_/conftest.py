@@ -1,0 +1,304 @@
+"""The real operator process between two real API servers, with no more rights than the charts give it.
+
+Each test module gets fresh namespaces in both clusters and an operator of its own. There are no nodes: the real
+controller manager makes pods, and a test that needs one ready writes its status, as a kubelet would.
+"""
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+CHILDREN = "app.kubernetes.io/managed-by=prfaas-operator"
+CHILD_KINDS = (
+    "deployments,replicasets,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases,"
+    "poddisruptionbudgets"
+)
+MODEL = {"name": "kimi-linear-tiny", "source": "builtin:kimi-linear-tiny"}
+
+
+class Cluster(Protocol):
+    """What tests/clusters/conftest.py gives: one running control plane."""
+
+    kubeconfig: Path
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str: ...
+
+
+def eventually(check: Callable[[], Any], what: str, timeout_seconds: float = 20.0) -> Any:
+    """Return what `check` returns once that is true; fail with `what` when it never is."""
+    deadline = time.monotonic() + timeout_seconds
+    while not (result := check()):
+        assert time.monotonic() < deadline, f"not within {timeout_seconds:g} s: {what}"
+        time.sleep(0.1)
+    return result
+
+
+class Namespace:
+    """One namespace of one cluster, through kubectl as its administrator."""
+
+    def __init__(self, cluster: Cluster, name: str):
+        self.cluster = cluster
+        self.name = name
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        return self.cluster.kubectl("-n", self.name, *arguments, stdin=stdin)
+
+    def apply(self, *bodies: dict[str, Any]) -> None:
+        self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(bodies)}))
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        return json.loads(self.kubectl("get", kind, name, "-o", "json"))
+
+    def exists(self, kind: str, name: str) -> bool:
+        return bool(self.kubectl("get", kind, name, "--ignore-not-found", "-o", "name").strip())
+
+    def listing(self, kinds: str, selector: str = CHILDREN) -> list[dict[str, Any]]:
+        return json.loads(self.kubectl("get", kinds, "-l", selector, "-o", "json"))["items"]
+
+    def condition(self, kind: str, name: str, type_: str = "Ready") -> dict[str, Any]:
+        conditions = self.get(kind, name).get("status", {}).get("conditions", [])
+        return next((one for one in conditions if one["type"] == type_), {"status": "", "reason": "", "message": ""})
+
+    def wait_reason(self, kind: str, name: str, reason: str, timeout_seconds: float = 20.0) -> dict[str, Any]:
+        """Return the condition Ready once it has a reason."""
+
+        def reached() -> dict[str, Any] | None:
+            found = self.condition(kind, name)
+            return found if found["reason"] == reason else None
+
+        return eventually(reached, f"{kind} {name} has reason {reason}", timeout_seconds)
+
+    def set_pod(self, name: str, *, address: str, ready: bool = True) -> None:
+        """Write a pod's status the way a kubelet does."""
+        status = {
+            "phase": "Running",
+            "podIP": address,
+            "podIPs": [{"ip": address}],
+            "hostIP": "192.168.7.7",
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+        }
+        patch = json.dumps({"status": status})
+        self.kubectl("patch", "pod", name, "--subresource=status", "--type=merge", "-p", patch)
+
+    def pods(self, pool: str) -> list[str]:
+        return [pod["metadata"]["name"] for pod in self.listing("pods", f"prfaas.io/pool={pool}")]
+
+    def ready_up(self, pool: str, prefix: str) -> list[str]:
+        """Make all pods of a pool ready, with addresses PREFIX.1, PREFIX.2, ...; return their names."""
+        names = eventually(lambda: self.pods(pool), f"pool {pool} has pods")
+        for index, name in enumerate(names, start=1):
+            self.set_pod(name, address=f"{prefix}.{index}")
+        return names
+
+
+def resource(kind: str, name: str, **spec: Any) -> dict[str, Any]:
+    """Return one custom resource."""
+    return {"apiVersion": "prfaas.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def pool(kind: str, name: str, **spec: Any) -> dict[str, Any]:
+    """Return a pool of the tiny model."""
+    return resource(kind, name, **{"model": MODEL, "replicas": 1, **spec})
+
+
+class World:
+    """Hub and member namespaces with an operator between them, and the words that the tests are written in."""
+
+    eventually = staticmethod(eventually)
+    resource = staticmethod(resource)
+    pool = staticmethod(pool)
+
+    def __init__(self, hub: Namespace, member: Namespace, log: Path, metrics_port: int):
+        self.hub = hub
+        self.member = member
+        self.log = log
+        self._metrics_port = metrics_port
+
+    def kubeconfig(self, server: str | None = None) -> dict[str, Any]:
+        """Return a kubeconfig for the member that is accepted: the chart's account, by token."""
+        account = eventually(
+            lambda: self.member.get("secret", "prfaas-operator-token").get("data", {}).get("token"), "a token"
+        )
+        cluster = yaml.safe_load(self.member.cluster.kubeconfig.read_text())["clusters"][0]["cluster"]
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": cluster | ({"server": server} if server else {})}],
+            "users": [{"name": "u", "user": {"token": base64.b64decode(account).decode()}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            "current-context": "x",
+        }
+
+    def secret(self, name: str, kubeconfig: dict[str, Any]) -> dict[str, Any]:
+        document = json.dumps(kubeconfig)
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name},
+            "stringData": {"kubeconfig": document},
+        }
+
+    def member_cluster(self, name: str, secret: str, **spec: Any) -> dict[str, Any]:
+        return resource(
+            "MemberCluster",
+            name,
+            kubeconfigSecretRef={"name": secret},
+            namespace=self.member.name,
+            link={"capacityMbps": 100},
+            **spec,
+        )
+
+    def join(self, name: str, **spec: Any) -> None:
+        """Register the member under a name, and wait until it can be used."""
+        secret = f"{name}-kubeconfig"
+        self.hub.apply(self.secret(secret, self.kubeconfig()), self.member_cluster(name, secret, **spec))
+        self.hub.wait_reason("pmc", name, "AllReady")
+
+    def metrics(self) -> dict[str, float]:
+        """Return the operator's own metrics."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+    def writes(self) -> float:
+        """Return how often the operator has written anything so far."""
+        return sum(value for name, value in self.metrics().items() if "_writes_total" in name)
+
+    def children(self) -> list[str]:
+        """Return everything that the operator made and that is still there, in both clusters."""
+        return [
+            f"{where.name}: {child['kind']} {child['metadata']['name']}"
+            for where in (self.hub, self.member)
+            for child in where.listing(CHILD_KINDS)
+        ]
+
+
+class Tap:
+    """A TCP relay in front of an API server, which can freeze: connections stay open, no byte passes."""
+
+    def __init__(self, target: tuple[str, int]):
+        self._target = target
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"https://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def freeze(self) -> None:
+        self._flowing.clear()
+
+    def thaw(self) -> None:
+        self._flowing.set()
+
+    def close(self) -> None:
+        self._flowing.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self._target)
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
+
+    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                self._flowing.wait()
+                sink.sendall(data)
+        except OSError:
+            pass
+        for side in (source, sink):
+            side.close()
+
+
+@pytest.fixture
+def tap(member: Cluster) -> Iterator[Tap]:
+    server = yaml.safe_load(member.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
+    host, port = server.removeprefix("https://").rsplit(":", 1)
+    made = Tap((host, int(port)))
+    yield made
+    made.close()
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def render(tools: Any, chart: str, namespace: str, *templates: str) -> str:
+    """Return manifests of a chart as Helm renders them."""
+    command = [tools["helm"], "template", "prfaas", ROOT / "charts" / chart, "-n", namespace]
+    command += [word for template in templates for word in ("--show-only", f"templates/{template}")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+
+
+def operator_kubeconfig(hub: Namespace, path: Path) -> Path:
+    """Write a kubeconfig with a token of the operator's ServiceAccount: the rights of the chart and no more."""
+    config = yaml.safe_load(hub.cluster.kubeconfig.read_text())
+    token = hub.kubectl("create", "token", "prfaas-operator", "--duration=1h").strip()
+    config["users"][0]["user"] = {"token": token}
+    path.write_text(json.dumps(config))
+    return path
+
+
+def start_operator(namespace: str, kubeconfig: Path, log: Path, ports: list[int]) -> subprocess.Popen[bytes]:
+    """Start the operator and wait until it is ready."""
+    command = [sys.executable, "-m", "prfaas_operator", "--namespace", namespace, "--host", "127.0.0.1"]
+    command += ["--metrics-port", str(ports[0]), "--health-port", str(ports[1])]
+    environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    with log.open("ab") as sink:
+        process = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+
+    def is_ready() -> bool:
+        assert process.poll() is None, f"the operator ended: {log.read_text()}"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/readyz", timeout=2) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    eventually(is_ready, "the operator is ready", 60)
+    return process
+
+
+@pytest.fixture(scope="module")
+def world(
+    hub: Cluster, member: Cluster, tools: Any, request: pytest.FixtureRequest, tmp_path_factory
+) -> Iterator[World]:
+    name = request.module.__name__.rsplit(".", 1)[-1].removeprefix("test_").replace("_", "-")
+    here, there = Namespace(hub, f"{name}-hub"), Namespace(member, f"{name}-member")
+    for place in (here, there):
+        place.cluster.kubectl("create", "namespace", place.name)
+    hub.kubectl("apply", "-f", str(ROOT / "crds"))
+    hub.kubectl("wait", "--for=condition=Established", "-f", str(ROOT / "crds"), "--timeout=20s")
+    here.kubectl("apply", "-f", "-", stdin=render(tools, "prfaas", here.name, "rbac.yaml"))
+    there.kubectl("apply", "-f", "-", stdin=render(tools, "prfaas-member", there.name))
+    folder = tmp_path_factory.mktemp(name)
+    ports = free_ports(2)
+    log = folder / "operator.log"
+    process = start_operator(here.name, operator_kubeconfig(here, folder / "kubeconfig"), log, ports)
+    yield World(here, there, log, ports[0])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0, log.read_text()
+    assert "Traceback" not in log.read_text(), log.read_text()

@@ -1,0 +1,167 @@
+"""Proves on real API servers that a pool is a Deployment in its own cluster, and stays what its spec says."""
+
+import json
+import time
+
+import pytest
+
+pytestmark = pytest.mark.clusters
+
+
+@pytest.fixture(scope="module")
+def joined(world):
+    world.join("eu")
+    return world
+
+
+def test_pools_become_deployments_in_their_own_cluster(joined):
+    joined.hub.apply(
+        joined.pool("PrefillPool", "offload", clusterName="eu", replicas=2),
+        joined.pool("PrefillPool", "local"),
+        joined.pool("DecodePool", "decode"),
+    )
+    for where, name in ((joined.member, "offload"), (joined.hub, "local"), (joined.hub, "decode")):
+        joined.eventually(lambda where=where, name=name: where.exists("deployment", name), f"Deployment {name}")
+    assert not joined.hub.exists("deployment", "offload")
+    assert not joined.member.exists("deployment", "local")
+    offload = joined.member.get("deployment", "offload")
+    assert offload["spec"]["replicas"] == 2
+    assert "ownerReferences" not in offload["metadata"], "owners do not cross clusters"
+    assert joined.hub.get("deployment", "local")["metadata"]["ownerReferences"][0]["name"] == "local"
+
+
+def test_a_pool_is_ready_when_its_instances_are_and_says_who_is_not(joined):
+    joined.hub.apply(joined.pool("PrefillPool", "sick", clusterName="eu", replicas=1))
+    name = joined.eventually(lambda: joined.member.pods("sick"), "a pod")[0]
+    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
+    status = {"containerStatuses": [{"name": "worker", "ready": False, "restartCount": 0, "image": "x", "imageID": ""}]}
+    status["containerStatuses"][0]["state"] = {"waiting": waiting}
+    patch = json.dumps({"status": status})
+    joined.member.kubectl("patch", "pod", name, "--subresource=status", "--type=merge", "-p", patch)
+
+    def message() -> str:
+        return joined.hub.condition("pfpool", "sick")["message"]
+
+    joined.eventually(lambda: "ImagePullBackOff: no such image" in message(), "the pod's own words in the condition")
+    assert name in message()
+    joined.member.set_pod(name, address="10.1.0.9")
+    joined.hub.wait_reason("pfpool", "sick", "AllReady")
+    status = joined.hub.get("pfpool", "sick")["status"]
+    assert (status["replicas"], status["readyReplicas"], status["observedGeneration"]) == (1, 1, 1)
+
+
+def test_kubectl_scale_works_on_both_pools_independently(joined):
+    joined.hub.kubectl("scale", "pfpool/offload", "--replicas=3")
+    joined.hub.kubectl("scale", "dcpool/decode", "--replicas=0")
+    joined.eventually(lambda: joined.member.get("deployment", "offload")["spec"]["replicas"] == 3, "3 in the member")
+    joined.eventually(lambda: joined.hub.get("deployment", "decode")["spec"]["replicas"] == 0, "0 in the hub")
+    assert joined.hub.get("deployment", "local")["spec"]["replicas"] == 1
+    ready = joined.hub.wait_reason("dcpool", "decode", "AllReady")
+    assert ready["message"] == "scaled to zero"
+    scale = json.loads(
+        joined.hub.kubectl(
+            "get",
+            "--raw",
+            f"/apis/prfaas.io/v1alpha1/namespaces/{joined.hub.name}/prefillpools/offload/scale",
+        )
+    )
+    joined.eventually(lambda: joined.hub.get("pfpool", "offload")["status"]["replicas"] == 3, "status counts 3")
+    selected = joined.member.listing("pods", scale["status"]["selector"])
+    assert len(selected) == 3
+
+
+def test_a_changed_spec_reaches_the_pods_and_keeps_the_selector(joined):
+    before = joined.hub.get("deployment", "local")["spec"]["selector"]
+    patch = {"spec": {"drainSeconds": 45, "template": {"nodeSelector": {"accelerator": "h200"}}}}
+    joined.hub.kubectl("patch", "pfpool", "local", "--type=merge", "-p", json.dumps(patch))
+
+    def rolled() -> bool:
+        spec = joined.hub.get("deployment", "local")["spec"]["template"]["spec"]
+        return spec["terminationGracePeriodSeconds"] == 55 and spec.get("nodeSelector") == {"accelerator": "h200"}
+
+    joined.eventually(rolled, "the pod template follows")
+    assert joined.hub.get("deployment", "local")["spec"]["selector"] == before
+
+
+@pytest.mark.parametrize("where", ["hub", "member"])
+def test_a_hand_edited_child_is_put_back(joined, where):
+    cluster, name = (joined.hub, "local") if where == "hub" else (joined.member, "offload")
+    wanted = cluster.get("deployment", name)["spec"]["replicas"]
+    patch = {"spec": {"replicas": wanted + 4, "template": {"spec": {"automountServiceAccountToken": True}}}}
+    cluster.kubectl("patch", "deployment", name, "-p", json.dumps(patch))
+
+    def restored() -> bool:
+        spec = cluster.get("deployment", name)["spec"]
+        return spec["replicas"] == wanted and spec["template"]["spec"]["automountServiceAccountToken"] is False
+
+    joined.eventually(restored, "the Deployment is as rendered again", 8)
+
+
+def test_a_deleted_child_comes_back(joined):
+    old = joined.member.get("deployment", "offload")["metadata"]["uid"]
+    joined.member.kubectl("delete", "deployment", "offload", "--wait=false")
+
+    def fresh() -> bool:
+        return joined.member.exists("deployment", "offload") and (
+            joined.member.get("deployment", "offload")["metadata"]["uid"] != old
+        )
+
+    joined.eventually(fresh, "a new Deployment", 10)
+
+
+def test_somebody_elses_deployment_is_left_alone(joined):
+    joined.hub.kubectl("create", "deployment", "taken", "--image=theirs")
+    joined.hub.apply(joined.pool("DecodePool", "taken"))
+    found = joined.hub.wait_reason("dcpool", "taken", "ChildConflict")
+    assert "Deployment taken" in found["message"]
+    assert joined.hub.get("deployment", "taken")["spec"]["template"]["spec"]["containers"][0]["image"] == "theirs"
+    joined.hub.kubectl("delete", "deployment", "taken")
+    joined.hub.wait_reason("dcpool", "taken", "InstancesNotReady", 8)
+    joined.hub.kubectl("delete", "dcpool", "taken")
+
+
+def test_a_pool_that_names_no_cluster_says_so_and_heals(joined):
+    joined.hub.apply(joined.pool("PrefillPool", "stray", clusterName="asia"))
+    assert "MemberCluster asia" in joined.hub.wait_reason("pfpool", "stray", "ClusterNotFound")["message"]
+    joined.hub.kubectl("delete", "pfpool", "stray", "--timeout=10s")
+
+
+def test_what_the_api_server_refuses_is_said_in_its_words(joined):
+    joined.hub.apply(
+        joined.pool("PrefillPool", "odd", template={"resources": {"limits": {"cpu": "1"}, "requests": {"cpu": "2"}}})
+    )
+    found = joined.hub.wait_reason("pfpool", "odd", "Invalid")
+    assert "must be less than or equal to cpu limit" in found["message"]
+    joined.hub.kubectl("delete", "pfpool", "odd", "--timeout=10s")
+
+
+def test_nothing_is_written_when_nothing_changes(joined):
+    writes = joined.writes()
+    versions = [one["metadata"]["resourceVersion"] for one in joined.hub.listing("deployments,configmaps")]
+    time.sleep(6)  # more than one probe and one retry
+    assert joined.writes() == writes
+    assert [one["metadata"]["resourceVersion"] for one in joined.hub.listing("deployments,configmaps")] == versions
+
+
+def test_conditions_keep_the_moment_they_turned(joined):
+    before = joined.hub.condition("dcpool", "decode")
+    time.sleep(1.1)  # times have whole seconds
+    joined.hub.kubectl("patch", "dcpool", "decode", "--type=merge", "-p", '{"spec": {"drainSeconds": 7}}')
+
+    def seen() -> dict:
+        found = joined.hub.condition("dcpool", "decode")
+        return found if found["observedGeneration"] > before["observedGeneration"] and found["status"] == "True" else {}
+
+    after = joined.eventually(seen, "the new generation is observed")
+    turned = joined.hub.kubectl(
+        "get", "events", "--field-selector", "involvedObject.name=decode,reason=AllReady", "-o", "name"
+    )
+    assert after["lastTransitionTime"] >= before["lastTransitionTime"]
+    assert turned.strip(), "an Event tells when a condition turned"
+
+
+def test_deleting_pools_and_cluster_leaves_nothing(joined):
+    joined.hub.kubectl("delete", "pfpool,dcpool", "--all", "--timeout=30s")
+    joined.hub.kubectl("delete", "pmc", "--all", "--timeout=30s")
+    joined.eventually(lambda: not joined.children(), "no child is left")
+    assert joined.hub.get("secret", "eu-kubeconfig")["metadata"].get("finalizers", []) == []
