@@ -34,7 +34,7 @@ class Publisher:
     """One candidate for writing the status of one policy.
 
     Args:
-        session: with the API server; its account may get the policy, patch its status, and get, create and update the
+        session: with the API server; its account may get and patch the policy's status, and get and update the
             Lease.
         policy: which PrfaaSPolicy.
         identity: this replica's name.
@@ -118,7 +118,7 @@ class Publisher:
         self._trouble.worked(f"writing the status of {self._policy}")
 
     async def _read_conditions(self) -> Sequence[Mapping[str, Any]]:
-        current = await self._session.call("GET", self._policy.path, timeout_seconds=TIMEOUT_SECONDS)
+        current = await self._session.call("GET", f"{self._policy.path}/status", timeout_seconds=TIMEOUT_SECONDS)
         return (current.get("status") or {}).get("conditions") or []
 
 

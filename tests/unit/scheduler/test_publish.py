@@ -35,7 +35,7 @@ class ApiServer:
             self.writes.append((json.loads(await request.read()))["status"])
             self.conditions = self.writes[-1]["conditions"]
             return web.json_response({})
-        assert (request.method, request.path) == ("GET", POLICY)
+        assert (request.method, request.path) == ("GET", f"{POLICY}/status")
         return web.json_response({"status": {"conditions": self.conditions}})
 
     async def _lease(self, request: web.Request) -> web.Response:
