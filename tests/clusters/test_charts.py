@@ -92,6 +92,26 @@ def test_upgrade_works_and_keeps_the_members_token(installed):
     assert installed.member_token() == token
 
 
+def test_operators_pod_passes_the_restricted_pod_security_standard(installed):
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "restricted", "labels": labels}}
+    installed.kubectl("apply", "-f", "-", stdin=json.dumps(namespace))
+    installed.kubectl("-n", "restricted", "create", "serviceaccount", "prfaas-operator")
+    deployment = json.loads(installed.kubectl("-n", HUB, "get", "deployment", "prfaas-operator", "-o", "json"))
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "it"},
+        "spec": deployment["spec"]["template"]["spec"],
+    }
+    create = ("-n", "restricted", "create", "--dry-run=server", "-f", "-")
+    installed.kubectl(*create, stdin=json.dumps(pod))
+    del pod["spec"]["containers"][0]["securityContext"]
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        installed.kubectl(*create, stdin=json.dumps(pod))
+    assert 'violates PodSecurity "restricted' in refused.value.stderr
+
+
 @pytest.mark.parametrize(
     ("namespace", "may_not"),
     [

@@ -1,0 +1,30 @@
+"""Proves that what a pool's owner may not set is exactly what the operator sets itself."""
+
+from prfaas.api import PrefillPool
+from prfaas.api.pool import OWN_FLAGS, EnvVar, PodTemplate
+from prfaas_operator.render import common, pool
+
+OFFLOAD = PrefillPool.from_dict(
+    {
+        "metadata": {"name": "offload", "namespace": "prfaas", "uid": "1"},
+        "spec": {"model": {"name": "m", "source": "builtin:m"}},
+    }
+)
+
+
+def test_flags_refused_in_args_are_those_of_the_rendered_worker():
+    (worker,) = pool.deployment(OFFLOAD, None)["spec"]["template"]["spec"]["containers"]
+    flags = {argument.removeprefix("--") for argument in worker["args"] if argument.startswith("--")}
+    assert set(OWN_FLAGS.split("|")) == flags
+
+
+def test_variables_refused_in_env_are_those_of_the_rendered_worker():
+    refused = next(rule.rule for rule in EnvVar.rules if rule.field == "name")
+    assert refused == f"!(self.name in {[name for name, _ in common.POD_FIELDS]})"
+
+
+def test_prefixes_refused_in_labels_cover_those_of_the_rendered_pods():
+    labels = pool.deployment(OFFLOAD, None)["spec"]["template"]["metadata"]["labels"]
+    refused = next(rule.rule for rule in PodTemplate.rules if rule.field == "labels")
+    for label in labels:
+        assert f"startsWith('{label.partition('/')[0]}/')" in refused
