@@ -1,0 +1,103 @@
+"""The gateway follows its routing table on a real API server, with the rights that the operator gives its pods."""
+
+import asyncio
+import base64
+import json
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from prfaas.api import PrfaaSPolicy
+from prfaas.kube import KubeSession, ObjectRef, StatusError, watch_object
+from prfaas.names import ROUTES_KEY, gateway_name, routes_configmap
+from prfaas.wire.routes import LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas_gateway.sources import follow_configmap
+from prfaas_operator.render import access
+
+pytestmark = pytest.mark.clusters
+
+NAMESPACE = "gateway-routes"
+TABLE = RoutingTable(
+    policy="kimi",
+    namespace=NAMESPACE,
+    generation=1,
+    model="m",
+    on_offload_failure="Reject",
+    threshold=Threshold(mode="Auto", tokens=1, min_tokens=1, max_tokens=2),
+    watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+    short_interval_seconds=1,
+)
+REF = ObjectRef("v1", "ConfigMap", "configmaps", NAMESPACE, routes_configmap("kimi"))
+
+
+@pytest.fixture(scope="module")
+def namespace(hub) -> Iterator[str]:
+    """A namespace with a gateway's account and nothing else."""
+    hub.kubectl("create", "namespace", NAMESPACE)
+    metadata = {"name": "kimi", "namespace": NAMESPACE, "uid": "00000000-0000-0000-0000-000000000000"}
+    spec = {"model": "m", "decodePool": "d", "threshold": {"mode": "Disabled"}}
+    policy = PrfaaSPolicy.model_validate({"metadata": metadata, "spec": spec})
+    for render in (access.service_account, access.role, access.role_binding):
+        manifest = render(policy)
+        manifest["metadata"] = {"name": manifest["metadata"]["name"], "namespace": NAMESPACE}  # no owner to collect it
+        hub.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+    yield NAMESPACE
+    hub.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+@pytest.fixture
+def session(hub, namespace, tmp_path: Path) -> KubeSession:
+    cluster = yaml.safe_load(hub.kubeconfig.read_text())["clusters"][0]["cluster"]
+    (tmp_path / "token").write_text(hub.kubectl("-n", namespace, "create", "token", gateway_name("kimi")))
+    authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
+    tls = ssl.create_default_context(cadata=authority)
+    return KubeSession(cluster["server"], token_file=tmp_path / "token", tls=tls)
+
+
+def write(hub, generation: int) -> None:
+    document = base64.b64encode(encode(msgspec.structs.replace(TABLE, generation=generation))).decode()
+    metadata = {"name": REF.name, "namespace": NAMESPACE}
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": {ROUTES_KEY: document}}
+    hub.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(body))
+
+
+async def test_a_table_is_followed_from_before_its_creation_through_changes_and_deletion(hub, session):
+    tables: asyncio.Queue[RoutingTable] = asyncio.Queue()
+    async with session:
+        following = asyncio.create_task(follow_configmap(session, NAMESPACE, "kimi", tables.put_nowait))
+        try:
+            for generation in (1, 2):
+                await asyncio.to_thread(write, hub, generation)
+                assert (await asyncio.wait_for(tables.get(), 10)).generation == generation
+            await asyncio.to_thread(hub.kubectl, "-n", NAMESPACE, "delete", "configmap", REF.name)
+            await asyncio.to_thread(write, hub, 3)
+            assert (await asyncio.wait_for(tables.get(), 10)).generation == 3
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_watch_outlives_its_windows(hub, session):
+    """The server ends every watch after a second here; changes before, between and after are all seen."""
+    await asyncio.to_thread(write, hub, 10)
+    versions: list[str] = []
+    async with session, asyncio.timeout(20):
+        async for current in watch_object(session, REF, window_seconds=1):
+            versions.append(current["metadata"]["resourceVersion"])
+            if len(versions) == 4:
+                break
+            await asyncio.sleep(1.3)
+            await asyncio.to_thread(write, hub, 10 + len(versions))
+    assert len(set(versions)) == 4
+
+
+async def test_the_account_reads_that_one_object_alone(session):
+    async with session:
+        for path in (f"/api/v1/namespaces/{NAMESPACE}/configmaps/other", f"/api/v1/namespaces/{NAMESPACE}/secrets"):
+            with pytest.raises(StatusError) as refused:
+                await session.call("GET", path)
+            assert refused.value.status == 403
