@@ -11,6 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from prfaas.wire.prefill import PrefillGrant, PrefillStatus
+from prfaas.wire.transfer import Buffer
 
 FinishReason = Literal["stop", "length"]
 ALL_CHOICES: Final = -1
@@ -158,7 +159,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     requests_waiting: int
     prefills_running: int
     prefills_waiting: int
-    cache_bytes: int
     transfers: list[tuple[str, str, int]]
     sent_bytes: int
     received_bytes: int
@@ -183,11 +183,11 @@ def encode_batch(messages: Sequence[ToEngine] | Sequence[ToFront]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def decode_for_engine(body: bytes) -> list[ToEngine]:
+def decode_for_engine(body: Buffer) -> list[ToEngine]:
     """Read a batch from the front. Our own other half wrote it: a damaged one raises msgspec's error, a bug."""
     return _FOR_ENGINE.decode(body)
 
 
-def decode_for_front(body: bytes) -> list[ToFront]:
+def decode_for_front(body: Buffer) -> list[ToFront]:
     """Read a batch from the engine; as `decode_for_engine`."""
     return _FOR_FRONT.decode(body)

@@ -1,0 +1,91 @@
+"""The worker's HTTP application: its routes, and every error as an OpenAI-style body."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from prfaas.errors import CapacityError, RequestError
+from prfaas.wire.headers import CODE_OVERLOADED
+from prfaas_worker.front import generation, prefills
+from prfaas_worker.front.answers import error_body
+from prfaas_worker.front.engine_client import EngineError
+from prfaas_worker.front.serving import SERVING, Serving
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_app(serving: Serving) -> web.Application:
+    """Return the application that serves `serving`."""
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    app[SERVING] = serving
+    app.add_routes(
+        [
+            web.post("/v1/completions", generation.completions),
+            web.post("/v1/chat/completions", generation.chat_completions),
+            web.get("/v1/models", _models),
+            web.post("/v1/prefills", prefills.create),
+            web.get("/v1/prefills/{id}", prefills.read),
+            web.delete("/v1/prefills/{id}", prefills.delete),
+            web.get("/healthz", _healthz),
+            web.get("/readyz", _readyz),
+            web.get("/metrics", _metrics),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn errors into answers; a bug becomes a 500 without details, and a log entry with them."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _error(str(error), status=error.status, code=error.code, param=error.param)
+    except EngineError as error:
+        return _error(str(error), status=error.status, code=error.code)
+    except CapacityError as error:
+        return _error(str(error), status=503, code=CODE_OVERLOADED)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _error(f"{request.method} {request.path}: {error.reason}", status=error.status, code="invalid_request")
+    except ConnectionError:
+        raise  # the client left: there is nobody to answer
+    except Exception:
+        log.exception("%s %s", request.method, request.path)
+        return _error("an error of this worker's own; its log has the details", status=500, code="internal_error")
+
+
+def _error(message: str, *, status: int, code: str, param: str | None = None) -> web.Response:
+    body = error_body(message, status=status, code=code, param=param)
+    return web.json_response(body=msgspec.json.encode(body), status=status)
+
+
+async def _models(request: web.Request) -> web.Response:
+    served = request.app[SERVING].served
+    model = {"id": served.model_name, "object": "model", "created": 0, "owned_by": "prfaas"}
+    return web.json_response({"object": "list", "data": [model | {"max_model_len": served.max_context}]})
+
+
+async def _healthz(_request: web.Request) -> web.Response:
+    return web.Response(text="ok\n")
+
+
+async def _readyz(request: web.Request) -> web.Response:
+    serving = request.app[SERVING]
+    if serving.ready:
+        return web.Response(text="ok\n")
+    return web.Response(status=503, text="draining\n" if serving.draining else "loading the model\n")
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    serving = request.app[SERVING]
+    stats = await serving.engine.stats() if serving.engine.ready.done() else None
+    return web.Response(body=serving.metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})

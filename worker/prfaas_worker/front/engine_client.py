@@ -1,0 +1,141 @@
+"""The front's end of the unix socket: sends messages to the engine and its answers to the calls they belong to."""
+
+import asyncio
+import socket
+
+from prfaas.errors import InternalError
+from prfaas.wire.engine import (
+    LENGTH,
+    AskStats,
+    Cancel,
+    Failed,
+    Granted,
+    PrefillAnswer,
+    Ready,
+    Started,
+    StartFailed,
+    Stats,
+    ToEngine,
+    ToFront,
+    Tokens,
+    decode_for_front,
+    encode_batch,
+)
+
+Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats
+
+
+class EngineError(Exception):
+    """The engine ended a call: carries the HTTP status, error code and sentence of its `Failed`."""
+
+    def __init__(self, failed: Failed):
+        super().__init__(failed.message)
+        self.status = failed.status
+        self.code = failed.code
+
+
+class Call:
+    """One call's answers. Use as a context: whatever ends the block, the engine then holds nothing of the call."""
+
+    def __init__(self, client: "EngineClient", handle: int):
+        self.handle = handle
+        self._client = client
+        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
+        self._over = False
+
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._client.forget(self.handle)
+        if not self._over:
+            self._client.send(Cancel(self.handle))
+
+    def over(self) -> None:
+        """Note that the engine is done with the call, or that another owner has taken it over."""
+        self._over = True
+
+    def put(self, answer: Answer) -> None:
+        """Take an answer in."""
+        self._answers.put_nowait(answer)
+
+    async def next(self) -> Answer:
+        """Wait for the next answer.
+
+        Raises:
+            EngineError: the engine could not serve the call.
+
+        """
+        answer = await self._answers.get()
+        if isinstance(answer, Failed):
+            self.over()
+            raise EngineError(answer)
+        return answer
+
+
+class EngineClient:
+    """All calls of the front to its engine."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader = reader
+        self._writer = writer
+        self._calls: dict[int, Call] = {}
+        self._last_handle = 0
+        self.ready: asyncio.Future[Ready | StartFailed] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def connect(cls, sock: socket.socket) -> "EngineClient":
+        """Use a connected unix socket."""
+        return cls(*await asyncio.open_unix_connection(sock=sock))
+
+    def call(self) -> Call:
+        """Open a call; its handle goes into the message that starts it."""
+        self._last_handle += 1
+        call = self._calls[self._last_handle] = Call(self, self._last_handle)
+        return call
+
+    def forget(self, handle: int) -> None:
+        """Drop answers to this call from now on."""
+        self._calls.pop(handle, None)
+
+    @property
+    def open_calls(self) -> int:
+        """Calls that are not over."""
+        return len(self._calls)
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message. The socket is local and the engine's reading thread always reads, so nothing piles up."""
+        self._writer.write(encode_batch([message]))
+
+    async def stats(self) -> Stats:
+        """Ask the engine for its figures."""
+        with self.call() as call:
+            self.send(AskStats(call.handle))
+            answer = await call.next()
+            call.over()
+        if not isinstance(answer, Stats):
+            raise InternalError(f"the engine answered AskStats with {type(answer).__name__}")
+        return answer
+
+    async def run(self) -> None:
+        """Hand out answers until the engine closes its end; then fail every open call."""
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                for message in decode_for_front(await self._reader.readexactly(length)):
+                    self._take(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            for handle, call in self._calls.items():
+                call.put(Failed(handle, 500, "engine_failed", "the engine process ended; this instance restarts"))
+
+    def close(self) -> None:
+        """Close the socket, on which the engine ends."""
+        self._writer.close()
+
+    def _take(self, message: ToFront) -> None:
+        if isinstance(message, (Ready, StartFailed)):
+            self.ready.set_result(message)
+            return
+        call = self._calls.get(message.handle)
+        if call is not None:  # its client may have gone
+            call.put(message)

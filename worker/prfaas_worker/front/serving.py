@@ -1,0 +1,64 @@
+"""What the handlers share while the worker serves, and whether it may take new work."""
+
+import asyncio
+from typing import Final
+
+from aiohttp import web
+
+from prfaas.errors import CapacityError
+from prfaas_worker.front.engine_client import EngineClient
+from prfaas_worker.front.metrics import Metrics
+from prfaas_worker.front.openai import Served
+from prfaas_worker.options import Options
+from prfaas_worker.tokenizer import ByteTokenizer
+
+
+class Serving:
+    """State of the front. `served` and `tokenizer` exist once the engine has loaded the model."""
+
+    def __init__(self, options: Options, engine: EngineClient):
+        self.options = options
+        self.engine = engine
+        self.metrics = Metrics()
+        self.draining = False
+        self._model: tuple[Served, ByteTokenizer] | None = None
+
+    def loaded(self, served: Served, tokenizer: ByteTokenizer) -> None:
+        """Open for requests."""
+        self._model = served, tokenizer
+
+    @property
+    def ready(self) -> bool:
+        """The model is loaded and new work is welcome."""
+        return self._model is not None and not self.draining
+
+    @property
+    def served(self) -> Served:
+        """What requests are checked against."""
+        return self._loaded()[0]
+
+    @property
+    def tokenizer(self) -> ByteTokenizer:
+        """The model's tokenizer."""
+        return self._loaded()[1]
+
+    def require_open(self) -> None:
+        """Raise CapacityError while the worker drains."""
+        if self.draining:
+            raise CapacityError("this instance is shutting down; send the request to another one")
+
+    async def idle(self) -> None:
+        """Wait until no request runs and no prefill is undelivered."""
+        while True:
+            stats = await self.engine.stats()
+            if not (self.engine.open_calls or stats.prefills_running or stats.prefills_waiting):
+                return
+            await asyncio.sleep(0.05)
+
+    def _loaded(self) -> tuple[Served, ByteTokenizer]:
+        if self._model is None:
+            raise CapacityError("the model is still loading; try again in a moment")
+        return self._model
+
+
+SERVING: Final = web.AppKey("serving", Serving)

@@ -1,0 +1,97 @@
+"""The flags of `prfaas-worker`, checked before anything starts."""
+
+import argparse
+import ipaddress
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
+
+WAITING_PER_RUNNING = 8
+"""Requests that may wait for each one that may run; beyond that the worker says it is overloaded."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's configuration. `max_context_tokens` 0 and `threads` 0 leave the choice to model and torch."""
+
+    model_source: str
+    model_name: str
+    host: str
+    api_port: int
+    data_port: int
+    instance: str
+    cluster: str
+    pool: str
+    role: str
+    drain_seconds: int
+    threads: int
+    max_context_tokens: int
+    max_running: int
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests, and likewise prefills for others, that may wait."""
+        return WAITING_PER_RUNNING * self.max_running
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. A bad flag ends the process with exit code 2 and a sentence, --help with 0."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.api_port == given.data_port:
+        parser.error(f"--api-port and --data-port are both {given.api_port}; give two different ports")
+    return Options(**vars(given))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prfaas-worker",
+        description="Serve one replica of a model: OpenAI API, Prefill-as-a-Service API and the data port.",
+        epilog="example: prfaas-worker --model-source builtin:kimi-linear-tiny --model-name kimi-linear-tiny "
+        "--host 127.0.0.1 --instance decode-0 --role decode",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--model-source", required=True, metavar="DIR|builtin:NAME", help="model directory, or a model that ships along"
+    )
+    add("--model-name", required=True, metavar="NAME", help="what requests call the model")
+    add("--host", type=_address, default="127.0.0.1", metavar="IP", help="address both ports listen on (%(default)s)")
+    add("--api-port", type=_port, default=WORKER_API_PORT, metavar="PORT", help="HTTP port (%(default)s)")
+    add("--data-port", type=_port, default=WORKER_DATA_PORT, metavar="PORT", help="cache transfer port (%(default)s)")
+    add("--instance", default=os.uname().nodename, metavar="NAME", help="this replica's name, its pod's (host name)")
+    add("--cluster", default="hub", metavar="NAME", help="the cluster it runs in (%(default)s)")
+    add("--pool", default="", metavar="NAME", help="the pool it belongs to")
+    add("--role", choices=("prefill", "decode"), default="decode", help="what its pool is for (%(default)s)")
+    add("--drain-seconds", type=_count, default=30, metavar="N", help="time to finish after SIGTERM (%(default)s)")
+    add("--threads", type=_positive, default=0, metavar="N", help="torch threads (all cores)")
+    add("--max-context", type=_positive, default=0, metavar="N", dest="max_context_tokens", help="tokens (the model's)")
+    add("--max-running", type=_positive, default=32, metavar="N", help="sequences computed at once (%(default)s)")
+    return parser
+
+
+def _address(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an IP address; give the pod's address") from None
+
+
+def _port(text: str) -> int:
+    return _bounded(text, 1, 65535)
+
+
+def _count(text: str) -> int:
+    return _bounded(text, 0, 1 << 31)
+
+
+def _positive(text: str) -> int:
+    return _bounded(text, 1, 1 << 31)
+
+
+def _bounded(text: str, low: int, high: int) -> int:
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {low} to {high}")
+    return int(text)
