@@ -1,0 +1,225 @@
+"""What the scheduler sidecar costs: one decision, one whole round of its process, and its memory.
+
+    python -m benchmarks.scheduler_step              a table
+    python -m benchmarks.scheduler_step -o json      the figures
+
+A decision is compared with reading the routing table of 1,000 instances, which a round has to do anyway. The round is
+the real process between a control socket and an HTTP server that answers like Prometheus, both in this process; CPU
+time comes from /proc/PID/stat, so that other work on the machine disturbs the figures little.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from prfaas.routing.controller import Config, Facts, LinkFacts, LinkSample, State, initial_state, step
+from prfaas.wire.control import Counters
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, decode
+
+CLUSTERS = 16  # as many as a policy may name pools
+INSTANCES = 1000
+ROUNDS = 15
+REPEATS = 15
+ROUND_CPU_REACH_MS = 20.0  # 2% of one core at one round a second
+RSS_REACH_MIB = 100
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+def make_table(prometheus_url: str = "") -> RoutingTable:
+    names = [f"member-{n}" for n in range(CLUSTERS)]
+    instances = tuple(
+        Instance(
+            name=f"pod-{n}",
+            pool=f"pool-{n % CLUSTERS}",
+            cluster=names[n % CLUSTERS],
+            role="prefill",
+            url="http://10.0.0.1:8000",
+        )
+        for n in range(INSTANCES)
+    )
+    return RoutingTable(
+        policy="bench",
+        namespace="bench",
+        generation=1,
+        model="m",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode="Auto", tokens=1024, min_tokens=512, max_tokens=32768),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        prometheus_url=prometheus_url,
+        clusters=tuple(Cluster(name=name, capacity_mbps=1000, utilisation_query="vector(500)") for name in names),
+        instances=instances,
+    )
+
+
+def median_us(work: Callable[[], object], calls: int) -> float:
+    """Return microseconds a call: the median of several timed runs."""
+    runs = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        runs.append((time.perf_counter() - started) / calls * 1e6)
+    return statistics.median(runs)
+
+
+def decision_us(links: int) -> float:
+    """Time of one step of the controller over this many links that all were measured."""
+    table = make_table()
+    config = Config(threshold=table.threshold, watermarks=table.watermarks, stale_after_seconds=10)
+    sample = LinkSample(
+        sampled_at_seconds=1.0, age_seconds=0.5, traffic_mbps=500, delivery_mbps=900, backlogged_fraction=0.5
+    )
+    facts = Facts(
+        now_seconds=100.0,
+        links=tuple(
+            LinkFacts(cluster=one.name, capacity_mbps=1000, reachable=True, ready_instances=4, sample=sample)
+            for one in table.clusters[:links]
+        ),
+        hub_measured=True,
+        recent_offloads=1,
+    )
+    state: State = initial_state(config)
+    return median_us(lambda: step(config, state, facts), 300)
+
+
+def answer_of(query: str) -> bytes:
+    """Answer as Prometheus does: one figure for a traffic query, five for every cluster for our own."""
+    rows: list[tuple[dict[str, str], float]] = [({}, 500.0)]
+    if "label_replace" in query:
+        figures = ("sampled_at_seconds", "backlogged_mbps", "backlogged_fraction", "unsent_bytes", "waiting_prefills")
+        clusters = ["hub", *(cluster.name for cluster in make_table().clusters)]
+        rows = [({"cluster": cluster, "figure": figure}, 0.5) for cluster in clusters for figure in figures]
+    result = [{"metric": labels, "value": [time.time(), str(value)]} for labels, value in rows]
+    return json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}}).encode()
+
+
+class Surroundings:
+    """The gateway and the Prometheus of one scheduler."""
+
+    def __init__(self) -> None:
+        self.table = b""
+        self.rounds = 0
+
+    async def get_table(self, _: web.Request) -> web.Response:
+        return web.Response(body=self.table)
+
+    async def get_counters(self, _: web.Request) -> web.Response:
+        counters = Counters(offloaded=1, local=1, failed_offloads=0, in_flight_offloads=0, in_flight_local=0)
+        return web.Response(body=msgspec.json.encode(counters))
+
+    async def put_threshold(self, _: web.Request) -> web.Response:
+        self.rounds += 1
+        return web.Response(status=204)
+
+    async def query(self, request: web.Request) -> web.Response:
+        return web.Response(body=answer_of(str((await request.post())["query"])))
+
+
+async def round_figures() -> tuple[float, float]:
+    """Return CPU milliseconds a round of the real process, and its peak resident memory in MiB."""
+    around = Surroundings()
+    app = web.Application()
+    app.router.add_get("/table", around.get_table)
+    app.router.add_get("/counters", around.get_counters)
+    app.router.add_put("/threshold", around.put_threshold)
+    app.router.add_post("/api/v1/query", around.query)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    with tempfile.TemporaryDirectory() as folder:
+        control = f"{folder}/control.sock"
+        await web.UnixSite(runner, control).start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = next(address[1] for address in runner.addresses if isinstance(address, tuple))
+        around.table = msgspec.json.encode(make_table(f"http://127.0.0.1:{port}"))
+        try:
+            return await _watch_process(around, control)
+        finally:
+            await runner.cleanup()
+
+
+async def _watch_process(around: Surroundings, control: str) -> tuple[float, float]:
+    flags = ["--policy=bench", "--namespace=bench", "--identity=bench", "--metrics-port=0"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "prfaas_scheduler", f"--control-socket={control}", *flags, stderr=subprocess.DEVNULL
+    )
+    try:
+        await _until(around, 3)  # warm
+        before, rounds = cpu_seconds(process.pid), around.rounds
+        await _until(around, rounds + ROUNDS)
+        cpu_ms = (cpu_seconds(process.pid) - before) * 1000 / (around.rounds - rounds)
+        return cpu_ms, peak_mib(process.pid)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _until(around: Surroundings, rounds: int) -> None:
+    deadline = time.monotonic() + 60
+    while around.rounds < rounds:
+        if time.monotonic() > deadline:
+            sys.exit("the scheduler makes no rounds: run python -m prfaas_scheduler by hand to see why")
+        await asyncio.sleep(0.05)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return user and system time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+
+
+def peak_mib(pid: int) -> float:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found.group(1)) / 1024 if found else float("nan")
+
+
+def measure() -> list[dict]:
+    document = msgspec.json.encode(make_table())
+    reading_us = median_us(lambda: decode(document), 20)
+    cpu_ms, rss_mib = asyncio.run(round_figures())
+    reading = {"rival": f"reading the routing table of {INSTANCES} instances", "rival_value": round(reading_us, 1)}
+    return [
+        figure("decision, 1 link", decision_us(1), "us", reach=reading_us, **reading),
+        figure(f"decision, {CLUSTERS} links", decision_us(CLUSTERS), "us", reach=reading_us, **reading),
+        figure(f"CPU of a round, {CLUSTERS} links, {INSTANCES} instances", cpu_ms, "ms", reach=ROUND_CPU_REACH_MS),
+        figure("peak resident memory", rss_mib, "MiB", reach=RSS_REACH_MIB),
+    ]
+
+
+def figure(name: str, value: float, unit: str, *, reach: float, **rival) -> dict:
+    rest = rival or {"rival": None, "rival_value": None}
+    return {"name": name, "value": round(value, 1), "unit": unit, "better": "lower", "reach": round(reach, 1), **rest}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    output = parser.parse_args().output
+    figures = measure()
+    if output == "table":
+        for one in figures:
+            print(
+                f"{one['name']:50} {one['value']:10,.1f} {one['unit']:4} reach {one['reach']:,.1f} {one['rival'] or ''}"
+            )
+        return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    report = {"bench": "scheduler_step", "commit": commit.stdout.strip(), "machine": machine, "figures": figures}
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
