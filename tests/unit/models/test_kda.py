@@ -83,8 +83,8 @@ def test_equal_keys_that_are_written_in_full_stay_exact():
 
 
 def test_the_factorised_form_alone_would_overflow(monkeypatch):
-    """Negative control: without the switch to the exact form strong gates give NaN, so the switch saves them."""
-    monkeypatch.setattr(kda, "_MAX_DECAY", float("inf"))
+    """Negative control: with the whole chunk as one product strong gates give NaN, so the halving saves them."""
+    monkeypatch.setattr(kda, "_LEAF", 32)
     o, _ = kda_chunked(*inputs(64, 30.0))
     assert not o.isfinite().all()
 

@@ -6,20 +6,25 @@ A chunk of C tokens is done at once. With G the running sum of g inside the chun
     L = strictly lower part of beta_i <k_i e^(G_i), k_j e^(-G_j)>,   [U | W] = (I + L)^-1 beta [v | k e^G],
     v' = U - W S,   o = (q e^G) S + lower(<q_i e^(G_i), k_j e^(-G_j)>) v',   S <- e^(G_C) S + (k e^(G_C - G))^T v'.
 
-The hard part is e^(-G): with strong gates it overflows fp32 inside one chunk. Decays are therefore taken relative to
-the start of a sub-block of 16 tokens, and where even that could overflow, the differences G_i - G_j (never positive
-where they count) are formed before the exponential. Everything is plain torch and differentiable; S stays in fp32.
+The hard part is e^(-G): with strong gates it overflows fp32 inside one chunk. So the pairwise terms are formed by
+halves: for a query in the second half of a block and a key in the first, both decays are taken to the boundary between
+them, and neither is above 1. That leaves blocks of 8 tokens, which are taken relative to their middle: 4 tokens on
+either side of it cannot overflow once g >= -20. Gates stronger than that are set to it: e^-20 = 2e-9 of what was there
+is less than fp32 can tell from nothing beside values of the same size. Everything is plain torch and differentiable;
+S stays in fp32.
 """
 
 import torch
 from torch import Tensor
 
 _CHUNK = 32
-_SUB = 16
+# The largest block that is one product: half of it times the strongest gate must stay below 87, where e^x overflows.
+_LEAF = 8
+_STRONGEST_GATE = -20.0
+# The triangular inverse is formed from blocks of half a chunk.
+_HALF = _CHUNK // 2
 # Tokens whose pairwise terms are formed together: more hides the overhead of small operations, fewer stay in caches.
 _SEGMENT = 1024
-# e^84 is the largest factor that keeps products of ordinary keys below fp32's 3.4e38, and e^-84 above its subnormals.
-_MAX_DECAY = 84.0
 
 
 def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,6 +42,7 @@ def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
         Outputs [M, T, V] and S after the last token [M, K, V].
 
     """
+    g = g.clamp(min=_STRONGEST_GATE)
     outputs = []
     for start in range(0, q.shape[1], _SEGMENT):
         segment = [x[:, start : start + _SEGMENT] for x in (q, k, v, g, beta)]
@@ -57,16 +63,14 @@ def _segment(segment: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """`kda_chunked` for one segment: pairwise terms of all chunks together, then the states chunk by chunk."""
     tokens = segment[0].shape[1]
     q, k, v, g, beta = (_to_chunks(x) for x in segment)
-    decay = g.cumsum(dim=2)
-    qk, kk = _pairwise(q, k, g)
-    inverse = _unit_lower_inverse(beta.unsqueeze(-1) * kk)
+    qk, kk = _decayed_products(torch.stack([q, k], dim=2), k, g).unbind(2)
+    inverse = _unit_lower_inverse(beta.unsqueeze(-1) * kk.tril(-1))
 
-    from_start = decay.exp()
-    to_end = (decay[:, :, -1:] - decay).exp()
+    from_start = _decay_from_start(g)
     written = beta.unsqueeze(-1) * torch.cat([v, k * from_start], dim=-1)
     u, w = (inverse @ written).split([v.shape[-1], k.shape[-1]], dim=-1)
     reads = torch.cat([w, q * from_start], dim=2)
-    k_to_end = (k * to_end).transpose(2, 3)
+    k_to_end = (k * _decay_to_end(g)).transpose(2, 3)
     chunk_decay = from_start[:, :, -1].unsqueeze(-1)
 
     new_values, inherited = [], []
@@ -88,43 +92,57 @@ def _to_chunks(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1, _CHUNK, *x.shape[2:])
 
 
-def _pairwise(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Decayed products inside each chunk, two [M, N, C, C]: q with k (lower part), k with k (strictly lower part)."""
-    q, k, g = (x.unflatten(2, (_CHUNK // _SUB, _SUB)) for x in (q, k, g))
-    decay = g.cumsum(dim=3)
-    from_start = decay.exp()
-    rows = torch.cat([q * from_start, k * from_start], dim=3)
-    if decay.detach()[..., -1, :].amin() > -_MAX_DECAY:
-        diagonal = rows @ (k * (-decay).exp()).transpose(3, 4)
-    else:
-        diagonal = torch.cat([_exact_products(q, k, decay), _exact_products(k, k, decay)], dim=3)
-    to_end = (decay[:, :, 0, -1:] - decay[:, :, 0]).exp()
-    below = rows[:, :, 1] @ (k[:, :, 0] * to_end).transpose(2, 3)
-    qk_diagonal, kk_diagonal = diagonal.split(_SUB, dim=3)
-    qk_below, kk_below = below.split(_SUB, dim=2)
-    return _assemble(qk_diagonal.tril(), qk_below), _assemble(kk_diagonal.tril(-1), kk_below)
+def _decayed_products(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """<r_i, k_j> with the decay between j and i <= S, zero above the diagonal: see the module's "hard part".
+
+    Args:
+        rows: r [..., R, S, K], R kinds of rows (queries and keys) at the same S tokens.
+        k: keys [..., S, K].
+        g: log decays [..., S, K].
+
+    Returns:
+        Products [..., R, S, S].
+
+    """
+    kinds, size = rows.shape[-3:-1]
+    if size == _LEAF:
+        decay = g.cumsum(-2)
+        decay = decay - decay[..., size // 2 - 1 : size // 2, :]
+        products = (rows * decay.exp().unsqueeze(-3)).flatten(-3, -2) @ (k * (-decay).exp()).mT
+        return products.unflatten(-2, (kinds, size)).tril()
+    halves = (2, size // 2)
+    rows, k, g = rows.unflatten(-2, halves).transpose(-4, -3), k.unflatten(-2, halves), g.unflatten(-2, halves)
+    first, second = _decayed_products(rows, k, g).unbind(-4)
+    late_rows = rows.select(-4, 1) * _decay_from_start(g.select(-3, 1)).unsqueeze(-3)
+    early_keys = k.select(-3, 0) * _decay_to_end(g.select(-3, 0))
+    below = (late_rows.flatten(-3, -2) @ early_keys.mT).unflatten(-2, (kinds, size // 2))
+    return _block_lower(first, below, second)
 
 
-def _exact_products(a: Tensor, b: Tensor, decay: Tensor) -> Tensor:
-    """<a_i e^(G_i), b_j e^(-G_j)> for i >= j without ever forming e^(-G): [..., S, K] -> [..., S, S]. Slow."""
-    lower = torch.ones(_SUB, _SUB, dtype=torch.bool, device=a.device).tril().unsqueeze(-1)
-    difference = decay.unsqueeze(-2) - decay.unsqueeze(-3)
-    factor = difference.masked_fill(~lower, -torch.inf).exp()
-    return torch.einsum("...ik,...jk,...ijk->...ij", a, b, factor)
+def _decay_from_start(g: Tensor) -> Tensor:
+    """Share of the state before a block [..., S, K] that is left after each of its tokens."""
+    return g.cumsum(-2).exp()
 
 
-def _assemble(diagonal: Tensor, below: Tensor) -> Tensor:
-    """Block lower matrix [M, N, C, C] of its diagonal blocks [M, N, 2, S, S] and the one below them [M, N, S, S]."""
-    top = torch.cat([diagonal[:, :, 0], torch.zeros_like(below)], dim=-1)
-    return torch.cat([top, torch.cat([below, diagonal[:, :, 1]], dim=-1)], dim=-2)
+def _decay_to_end(g: Tensor) -> Tensor:
+    """Share of what each token of a block [..., S, K] wrote that is left at its end.
+
+    Summed from the end: as a difference of sums from the start it would lose digits behind strong gates.
+    """
+    return (g.flip(-2).cumsum(-2).flip(-2) - g).exp()
+
+
+def _block_lower(first: Tensor, below: Tensor, second: Tensor) -> Tensor:
+    """[[first, 0], [below, second]] of square blocks [..., S, S]."""
+    return torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([below, second], -1)], -2)
 
 
 def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
-    """(I + L)^-1 for L [M, N, C, C], by its 16 x 16 blocks: far quicker here than a triangular solve."""
-    first, second = strictly_lower[..., :_SUB, :_SUB], strictly_lower[..., _SUB:, _SUB:]
-    diagonal: Tensor = _BlockInverse.apply(torch.stack([first, second], dim=2))  # pyright: ignore[reportAssignmentType]
-    below = -diagonal[:, :, 1] @ strictly_lower[..., _SUB:, :_SUB] @ diagonal[:, :, 0]
-    return _assemble(diagonal, below)
+    """(I + L)^-1 for L [M, N, C, C], by its four blocks: far quicker here than a triangular solve."""
+    blocks = torch.stack([strictly_lower[..., :_HALF, :_HALF], strictly_lower[..., _HALF:, _HALF:]])
+    inverse: Tensor = _BlockInverse.apply(blocks)  # pyright: ignore[reportAssignmentType] (apply is untyped)
+    first, second = inverse.unbind(0)
+    return _block_lower(first, -second @ strictly_lower[..., _HALF:, :_HALF] @ first, second)
 
 
 class _BlockInverse(torch.autograd.Function):
