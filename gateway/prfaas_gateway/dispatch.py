@@ -57,7 +57,7 @@ class Dispatcher:
         exchange: Exchange | None = None
         outcome: Outcome = "failed"
         try:
-            intake = await read_intake(request, self._limits.request_bytes)
+            intake = await read_intake(request, self._limits)
             exchange = Exchange(intake, self._estimator.tokens(len(intake.body)), self._state.clock())
             response = await self._serve(request, exchange)
             outcome = exchange.outcome

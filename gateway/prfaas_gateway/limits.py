@@ -14,7 +14,7 @@ class Limits(NamedTuple):
     first_byte_seconds: float = 600.0
     """Until the worker's response headers: queueing, prefill, and without streaming the whole generation."""
     idle_seconds: float = 60.0
-    """Between two pieces of a stream, from the worker or to the client."""
+    """For the request body, and between two pieces of a stream, from the worker or to the client."""
     attempts: int = 4
     """Legs that one request may start."""
     eject_seconds: float = 0.5

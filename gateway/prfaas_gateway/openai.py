@@ -3,6 +3,7 @@
 A request's body is parsed for `model` alone and relayed as the very bytes that came.
 """
 
+import asyncio
 import re
 import uuid
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from prfaas.errors import BadInputError, CapacityError, PeerError, RequestError
 from prfaas.wire import headers
+from prfaas_gateway.limits import Limits
 
 # What a worker needs of a request stands in its body. An allow-list keeps out hop-by-hop headers, credentials meant for
 # the gateway, and x-prfaas-* headers that would let a client choose where its prompt is computed.
@@ -52,28 +54,39 @@ class Intake(msgspec.Struct, frozen=True):
     headers: dict[str, str]
 
 
-async def read_intake(request: web.Request, limit_bytes: int) -> Intake:
+async def read_intake(request: web.Request, limits: Limits) -> Intake:
     """Read and check one request.
 
     Raises:
-        RequestError: 413 for a body over `limit_bytes`, 400 for one that is not a JSON object with a model.
+        RequestError: 413 for a body that is too large, 408 for one that does not arrive, 400 for one that is not a JSON
+            object with a model.
 
     """
-    too_large = RequestError(
-        f"the request body exceeds {limit_bytes} bytes; send a shorter prompt", status=413, code="request_too_large"
-    )
-    if (request.content_length or 0) > limit_bytes:
-        raise too_large
-    try:
-        body = await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise too_large from error
+    body = await _read_body(request, limits)
     request_id = request.headers.get(headers.REQUEST_ID, "")
     if not REQUEST_ID_PATTERN.fullmatch(request_id):
         request_id = uuid.uuid4().hex
     forwarded = {name: request.headers[name] for name in FORWARDED_REQUEST_HEADERS if name in request.headers}
     forwarded[headers.REQUEST_ID] = request_id
     return Intake(request.path, _read_model(body), request_id, body, forwarded)
+
+
+async def _read_body(request: web.Request, limits: Limits) -> bytes:
+    too_large = RequestError(
+        f"the request body exceeds {limits.request_bytes} bytes; send a shorter prompt",
+        status=413,
+        code="request_too_large",
+    )
+    if (request.content_length or 0) > limits.request_bytes:
+        raise too_large
+    try:
+        async with asyncio.timeout(limits.idle_seconds):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise too_large from error
+    except TimeoutError as error:
+        message = f"the request body did not arrive within {limits.idle_seconds:g} s"
+        raise RequestError(message, status=408, code="request_timeout") from error
 
 
 def _read_model(body: bytes) -> str:

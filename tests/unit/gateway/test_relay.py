@@ -1,6 +1,7 @@
 """Proves that the gateway relays bytes as they are, both ways, keeps its headers to itself, and passes aborts on."""
 
 import asyncio
+import contextlib
 import io
 import json
 import time
@@ -185,6 +186,35 @@ async def test_a_client_that_leaves_a_stream_aborts_the_worker_at_once(world):
     response.close()
     await asyncio.wait_for(world.workers["d0"].aborted.wait(), 2)
     await settled(world)
+
+
+async def test_a_client_that_stops_reading_is_cut_off_and_the_worker_aborted(world):
+    await world.start("d0", limits=world_limits(idle_seconds=0.2))
+
+    async def flood(request, _body):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(b"data: " + b"x" * 100_000 + b"\n\n")
+
+    world.workers["d0"].reply = flood
+    body = b'{"model":"m","stream":true}'
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.running.port, limit=1000)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 5)
+    await settled(world)
+    with contextlib.suppress(ConnectionResetError):
+        await asyncio.wait_for(reader.read(), 5)  # all that was under way, and then the end
+    writer.close()
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="aborted"}') == 1
+
+
+async def test_a_client_that_never_finishes_its_body_is_answered(world):
+    await world.start("d0", limits=world_limits(idle_seconds=0.1))
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.running.port)
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"model":')
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 408 ")
+    writer.close()
 
 
 async def settled(world) -> None:
