@@ -225,11 +225,12 @@ async def _scraping(binary: Path, folder: Path, configuration: str) -> AsyncIter
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site(tmp_path_factory: pytest.TempPathFactory, http: aiohttp.ClientSession) -> AsyncIterator[Site]:
-    """Two workers in eu, one in the hub, and a real Prometheus that has begun to scrape them (which takes it 5 s)."""
+    """Workers in eu, one of another policy's pool, one in the hub; a real Prometheus scrapes them (after 5 s)."""
     binary = _prometheus()
     if binary is None:
         pytest.skip("no Prometheus: run `make tools` first")
-    workers = {"eu/offload/eu-0": Worker(), "eu/offload/eu-1": Worker(), "hub/decode/hub-0": Worker()}
+    keys = ("eu/offload/eu-0", "eu/offload/eu-1", "hub/decode/hub-0", "eu/of-another-policy/eu-2")
+    workers = {key: Worker() for key in keys}
     folder = tmp_path_factory.mktemp("prometheus")
     async with _exporting(workers) as port, _scraping(binary, folder, _configuration(port, workers)) as url:
         deadline = time.monotonic() + 30
@@ -238,7 +239,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory, http: aiohttp.ClientSes
                 form = {"query": "count(prfaas_transfer_sent_bytes_total)"}
                 async with http.post(f"{url}/api/v1/query", data=form) as response:
                     result = (await response.json())["data"]["result"]
-                    if result and result[0]["value"][1] == "3":
+                    if result and result[0]["value"][1] == str(len(keys)):
                         break
             await asyncio.sleep(0.1)
         else:

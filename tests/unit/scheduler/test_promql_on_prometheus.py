@@ -44,13 +44,14 @@ def about(measured: Measured, **expected: float) -> bool:
 
 async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_from_blind(site, ask, table):
     assert table().clusters[0].utilisation_query == DEFAULT_UTILISATION_QUERY
-    one, other, hub = site.workers.values()
+    one, other, hub, stranger = site.workers.values()
 
     one.move(mbps=20, backlogged_share=0.5)
     other.move(mbps=20, backlogged_share=0.5)
     hub.move(mbps=900, backlogged_share=1.0)  # the hub's own traffic is no part of the link's
     one.unsent_bytes, other.unsent_bytes, hub.unsent_bytes = 100, 23, 7
     one.waiting, other.waiting, hub.waiting = 2, 1, 9
+    stranger.waiting, stranger.unsent_bytes = 50, 1000  # its queue is another policy's, its bytes share our link
     # Two instances, each busy half of the time, keep the link busy three quarters of it if they are independent.
     measured = await until(
         ask,
@@ -58,7 +59,7 @@ async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_fro
         "40 Mbit/s, waiting for three quarters of the time",
     )
     sample = measured.samples["eu"]
-    assert (sample.unsent_bytes, sample.waiting_prefills) == (123, 3)
+    assert (sample.unsent_bytes, sample.waiting_prefills) == (1123, 3)
     assert 0 <= sample.age_seconds < 2
     assert measured.hub_measured
     assert measured.errors == ()
@@ -77,9 +78,9 @@ async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_fro
     idle = await until(ask, lambda m: about(m, traffic_mbps=0, backlogged_fraction=0), "idle")
     assert idle.samples["eu"].delivery_mbps is None
 
-    one.answers = False
+    one.answers = stranger.answers = False
     await asyncio.sleep(1.0)  # five scrapes
-    assert "eu" in (await ask()).samples, "one instance of two answers"
+    assert "eu" in (await ask()).samples, "one instance still answers"
     other.answers = False
     dead = await until(ask, lambda m: "eu" not in m.samples, "without a sample of eu")
     assert dead.hub_measured
@@ -87,7 +88,7 @@ async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_fro
     blind = await until(ask, lambda m: not m.hub_measured, "without a sample of the hub")
     assert blind.errors == ()
 
-    one.answers = other.answers = hub.answers = True
+    one.answers = other.answers = hub.answers = stranger.answers = True
     await until(ask, lambda m: m.hub_measured and about(m, traffic_mbps=0), "measured again")
 
 
@@ -102,7 +103,7 @@ async def test_the_samples_time_moves_with_every_scrape_and_not_with_every_quest
     ("query", "said"),
     [
         ("sum(rate(", "parse error"),
-        ("prfaas_prefills_waiting", "3 values"),
+        ("prfaas_prefills_waiting", "4 values"),
         ("prfaas_prefills_waiting[5s]", "a matrix where one value is needed"),
         ("sum(prfaas_prefills_waiting) + on() group_left() prfaas_prefills_waiting", "many-to-many"),
     ],
