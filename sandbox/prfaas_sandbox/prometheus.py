@@ -8,7 +8,9 @@ from prfaas_sandbox.api import Object
 from prfaas_sandbox.network import HUB as HUB_NETWORK
 
 PORT = 9090
-INTERNAL_URL = f"http://{HUB_NETWORK.address}:{PORT}"
+ADDRESS = HUB_NETWORK.address
+SERVICE = "prometheus.monitoring.svc"  # what an installation's own Prometheus is often called, and the example says
+INTERNAL_URL = f"http://{SERVICE}:{PORT}"
 SCRAPED_PORTS = "api|http|metrics"
 RETENTION = "6h"
 
@@ -59,6 +61,6 @@ def command(program: Path, config: Path, data: Path) -> list[str | Path]:
         f"--config.file={config}",
         f"--storage.tsdb.path={data}",
         f"--storage.tsdb.retention.time={RETENTION}",
-        f"--web.listen-address={INTERNAL_URL.removeprefix('http://')}",
+        f"--web.listen-address={ADDRESS}:{PORT}",
         "--log.level=warn",
     ]

@@ -75,6 +75,7 @@ class Supervisor:
     async def run(self) -> None:
         """Start everything and watch over it; return only by an exception."""
         await self._lay_network()
+        await self._name_prometheus()
         await self._serve_link()
         clusters = [self._start_cluster(network.name) for network in CLUSTERS]
         kubeconfigs = {network.name: self._state.cluster(network.name).prometheus_kubeconfig for network in CLUSTERS}
@@ -95,6 +96,12 @@ class Supervisor:
             commands += [["touch", str(path)], ["unshare", f"--net={path}", "true"]]
         commands += create_link(self._namespaces["hub"], self._namespaces["member"])
         await _run([*commands, *shape_link(tuple(self._namespaces.values()), self._mbps)])
+
+    async def _name_prometheus(self) -> None:
+        """Give Prometheus the name that cluster DNS would: there is none here, so the hosts file says it."""
+        hosts = self._state.run / "hosts"
+        hosts.write_text(f"{Path('/etc/hosts').read_text()}\n{prometheus.ADDRESS} {prometheus.SERVICE}\n")
+        await _run([["mount", "--bind", str(hosts), "/etc/hosts"]])
 
     def _start_cluster(self, name: str) -> Child:
         command = [sys.executable, "-m", "prfaas_sandbox.cluster", str(self._state.root), name]

@@ -115,7 +115,6 @@ class Container:
         started = "startupProbe" not in self._spec
         self._set(Running(started_at), ready=started and "readinessProbe" not in self._spec, started=started)
         exit_code = await self._supervise(self._process, self._target)
-        self._process.close()
         self._process = None
         return _terminated(exit_code, started_at)
 
@@ -177,7 +176,6 @@ class Container:
             await self._pre_stop(hook, self._target, grace_seconds)
         await process.stop(max(deadline - asyncio.get_running_loop().time(), 0))
         self._set(_terminated(await process.wait(), state.started_at))
-        process.close()
 
     async def _pre_stop(self, hook: Object, target: Target, grace_seconds: float) -> None:
         if "sleep" in hook:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,8 @@ from prfaas.errors import PeerError
 from prfaas_sandbox.processes import wait_process
 
 START_TIMEOUT_SECONDS = 30.0
-SCRIPT = Path(__file__).with_name("mounts.py")
 # The agent's interpreter, without site-packages: the script needs none, and starts in a third of the time.
-LAUNCH = ("unshare", "--mount", "--pid", "--fork", "--kill-child", sys.executable, "-I", "-S", str(SCRIPT))
-REPORT_BYTES = 4096
+LAUNCH = (sys.executable, "-I", "-S", str(Path(__file__).with_name("launch.py")))
 
 
 class StartError(PeerError):
@@ -55,11 +54,17 @@ class ProcessSpec:
 
 
 class ContainerProcess:
-    """A container's process tree; get one from `start`."""
+    """A container's process tree; get one from `start`.
 
-    def __init__(self, launcher: subprocess.Popen[bytes], descriptor: int):
+    Args:
+        launcher: our child, which ends as the container does.
+        pid: the container's first process.
+
+    """
+
+    def __init__(self, launcher: subprocess.Popen[bytes], pid: int):
         self._launcher = launcher
-        self._descriptor = descriptor  # of the container's pid 1: unlike a number it cannot come to mean another
+        self._pid = pid
 
     @classmethod
     async def start(cls, spec: ProcessSpec, log: Path) -> Self:
@@ -70,14 +75,12 @@ class ContainerProcess:
             launcher = _launch(spec, log, report_end)
         finally:
             os.close(report_end)
-        line = await _first_line(report)
-        if line == "started":
-            with suppress(OSError, ValueError):  # the command may have ended already
-                return cls(launcher, os.pidfd_open(_only_child(launcher.pid)))
-            return cls(launcher, os.pidfd_open(launcher.pid))
+        answer = await _read_all(report)
+        if answer.startswith("started "):
+            return cls(launcher, int(answer.split()[1]))
         launcher.kill()
         await wait_process(launcher)
-        raise StartError(line or f"the container's first process ended before its command; see {log}")
+        raise StartError(answer or f"the container's first process ended before its command; see {log}")
 
     @property
     def running(self) -> bool:
@@ -86,13 +89,14 @@ class ContainerProcess:
 
     async def wait(self) -> int:
         """Wait for the end and return the exit code, 128 + N for signal N."""
-        status = await wait_process(self._launcher)
-        return status if status >= 0 else 128 - status
+        return await wait_process(self._launcher)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the container's first process; with SIGKILL the kernel ends all the others too."""
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, number)
+        # The launcher reaps that process and ends at once: while it runs, the pid means what it meant.
+        if self.running:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
     async def stop(self, grace_seconds: float) -> None:
         """Ask the container to end and kill it after `grace_seconds`."""
@@ -104,14 +108,9 @@ class ContainerProcess:
             self.send(signal.SIGKILL)
             await self.wait()
 
-    def close(self) -> None:
-        """Forget the process, which has ended."""
-        os.close(self._descriptor)
-
     def enter_command(self, command: list[str]) -> list[str]:
         """Return a command that runs `command` in the container's namespaces and root folder."""
-        pid = _only_child(self._launcher.pid)
-        return ["nsenter", f"--target={pid}", "--mount", "--pid", "--root", *command]
+        return [shutil.which("nsenter") or "nsenter", f"--target={self._pid}", "--mount", "--pid", "--root", *command]
 
 
 def _launch(spec: ProcessSpec, log: Path, report_end: int) -> subprocess.Popen[bytes]:
@@ -132,22 +131,16 @@ def _launch(spec: ProcessSpec, log: Path, report_end: int) -> subprocess.Popen[b
         )
 
 
-async def _first_line(descriptor: int) -> str:
-    """Read one line from a pipe; empty when nothing was written before it was closed or time was up."""
+async def _read_all(descriptor: int) -> str:
+    """Read a pipe to its end; empty when time is up before."""
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=REPORT_BYTES)
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
-    )
+    reader = asyncio.StreamReader()
+    pipe = os.fdopen(descriptor, "rb")
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
         async with asyncio.timeout(START_TIMEOUT_SECONDS):
-            return (await reader.readline()).decode(errors="replace").strip()
+            return (await reader.read()).decode(errors="replace")
     except TimeoutError:
         return ""
     finally:
         transport.close()
-
-
-def _only_child(pid: int) -> int:
-    """Return the child of a process that has exactly one; raise ValueError when it has none any more."""
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())

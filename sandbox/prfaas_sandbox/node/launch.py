@@ -1,17 +1,19 @@
-"""The first process of a container: builds the container's view of the file system, then becomes its command.
+"""Launches a container: new mount and PID namespaces, the container's view of the file system, then its command.
 
-Run as a script, as pid 1 of new mount and PID namespaces: `python -I -S mounts.py SPEC_FD REPORT_FD`. It reads a JSON
-document {scratch, mounts, argv, env, cwd} from one descriptor and writes to the other one line: `started`, or why not.
+Run as a script, `python -I -S launch.py SPEC_FD REPORT_FD`. It reads a JSON document {scratch, mounts, argv, env, cwd}
+from one descriptor and writes to the other `started PID`, or why not. Then it waits for the command, which is pid 1 of
+its namespace, and ends as the command did, with 128 + N for signal N. (unshare(1) would do, but makes SIGKILL a 1.)
 
 The view is the host's file system, with volumes at their mountPaths, which need not exist there. So the root becomes a
-tmpfs in which every entry of the host's root is bound; directories on the way to a mountPath are rebuilt likewise, entry
-by entry. Nothing of this can be seen outside. The standard library alone is imported: this starts with every container.
+tmpfs in which every entry of the host's root is bound; directories on the way to a mountPath are rebuilt likewise,
+entry by entry. Nothing of this can be seen outside. Only the standard library is imported: every container starts here.
 """
 
 import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any
 
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
+CLONE_NEWNS, CLONE_NEWPID = 0x20000, 0x20000000
+PR_SET_PDEATHSIG = 1
 # Flags that a mount inherited from a less trusted namespace may not lose when it is remounted read-only (statvfs bits).
 KEPT_FLAGS = 2 | 4 | 8  # nosuid, nodev, noexec
 EXIT_NOT_STARTED = 128
@@ -29,9 +33,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
     """Mount as mount(2) does; raise OSError with the target's name."""
     arguments = [text.encode() if text is not None else None for text in (source, target, kind)]
-    if libc.mount(*arguments, flags, options.encode() if options is not None else None) != 0:
+    check(libc.mount(*arguments, flags, options.encode() if options is not None else None), f"mount {target}")
+
+
+def check(result: int, what: str) -> None:
+    """Raise OSError when a call of libc failed."""
+    if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"cannot mount: {os.strerror(number)}", target)
+        raise OSError(number, f"cannot {what}: {os.strerror(number)}")
 
 
 def bind(source: str, target: str, *, read_only: bool = False) -> None:
@@ -76,39 +85,53 @@ def enter_root(scratch: str, mounts: list[dict[str, Any]]) -> None:
     old = Path(scratch) / ".old-root"
     old.mkdir()
     os.chdir(scratch)
-    if libc.pivot_root(b".", b".old-root") != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot enter the new root: {os.strerror(number)}", scratch)
+    check(libc.pivot_root(b".", b".old-root"), "enter the new root")
     os.chdir("/")
     mount("proc", "/proc", "proc")
     libc.umount2(b"/.old-root", MNT_DETACH)
     Path("/.old-root").rmdir()
 
 
-def start(spec: dict[str, Any], report: int) -> None:
+def become(spec: dict[str, Any]) -> None:
     """Become the container's command; return only by an exception."""
     enter_root(spec["scratch"], spec["mounts"])
     os.chdir(spec["cwd"])
     program = shutil.which(spec["argv"][0], path=spec["env"].get("PATH"))
     if program is None:
         raise FileNotFoundError(f'exec: "{spec["argv"][0]}": executable file not found in the container\'s PATH')
-    os.write(report, b"started\n")
-    os.close(report)
-    os.execve(program, spec["argv"], spec["env"])  # noqa: S606  # becoming the pod's command is what this script is for
+    os.execve(program, spec["argv"], spec["env"])  # noqa: S606  # becoming the pod's command is what this is for
+
+
+def run_child(spec: dict[str, Any], report: int) -> None:
+    """Be the container's first process; never return. A successful exec closes `report`, a failure is written there."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        become(spec)
+    except OSError as error:
+        os.write(report, str(error).encode())
+    finally:
+        os._exit(EXIT_NOT_STARTED)
 
 
 def main() -> None:
-    """Read the spec and start; report a failure in one line and end with 128, as container runtimes do."""
+    """Launch the container and wait for its end."""
     spec_descriptor, report = (int(argument) for argument in sys.argv[1:3])
     with open(spec_descriptor, "rb") as file:  # noqa: PTH123  # a descriptor has no path
         spec = json.load(file)
-    try:
-        start(spec, report)
-    except OSError as error:
-        with suppress(OSError):
-            os.write(report, f"{error}\n".encode())
-        sys.stderr.write(f"container not started: {error}\n")
-        sys.exit(EXIT_NOT_STARTED)
+    check(libc.unshare(CLONE_NEWNS | CLONE_NEWPID), "make namespaces")
+    failure, failure_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(report)
+        run_child(spec, failure_end)
+    os.close(failure_end)
+    with open(failure, "rb") as file:  # noqa: PTH123
+        reason = file.read()
+    os.write(report, reason or f"started {child}".encode())
+    os.close(report)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":
