@@ -6,9 +6,15 @@ from prfaas.errors import ConfigError, PeerError, PrfaasError, ProtocolError, Un
 
 
 class ClusterUnreachableError(UnreachableError):
-    """The API server refused the connection, did not answer in time, or answered that it is not able to serve."""
+    """The API server refused the connection, did not answer in time, or is too busy to serve."""
 
     reason: ClassVar = "ClusterUnreachable"
+
+
+class ServerFailedError(PeerError):
+    """The API server answered that it failed: its store, a webhook, or an apply that it cannot merge."""
+
+    reason: ClassVar = "ServerError"
 
 
 class UnauthorizedError(ConfigError):

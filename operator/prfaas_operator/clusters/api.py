@@ -90,7 +90,7 @@ class Cluster(Protocol):
     """One namespace of one API server.
 
     Every call ends within a hard timeout. All raise from `prfaas_operator.errors`: ClusterUnreachableError,
-    UnauthorizedError, ForbiddenError, InvalidObjectError, ConflictError, NamespaceNotFoundError.
+    ServerFailedError, UnauthorizedError, ForbiddenError, InvalidObjectError, ConflictError, NamespaceNotFoundError.
     """
 
     namespace: str

@@ -34,7 +34,7 @@ PAGE_LIMIT: Final = 500
 NOT_FOUND: Final = 404
 CONFLICT: Final = 409
 GONE: Final = 410
-SERVER_TROUBLE: Final = frozenset({429, 500, 502, 503, 504})
+TOO_BUSY: Final = frozenset({429, 502, 503, 504})
 
 
 class KubernetesCluster:
@@ -173,7 +173,7 @@ class KubernetesCluster:
     def _refusal(self, what: str, error: ApiException) -> Exception:
         status = error.status or 0
         message = f"{self._label}, {what}: {_server_message(error)}"
-        if status in SERVER_TROUBLE:
+        if status in TOO_BUSY:
             return errors.ClusterUnreachableError(message)
         by_status = {
             401: errors.UnauthorizedError,
@@ -181,6 +181,7 @@ class KubernetesCluster:
             NOT_FOUND: _NotFoundError,
             CONFLICT: errors.ConflictError,
             GONE: errors.ExpiredError,
+            500: errors.ServerFailedError,
         }
         return by_status.get(status, errors.InvalidObjectError)(message)
 

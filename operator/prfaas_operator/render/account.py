@@ -47,7 +47,7 @@ def member_account(namespace: str) -> list[Manifest]:
             "metadata": metadata,
             "rules": [
                 _rule("apps", "deployments", "get", "list", "watch", "create", "patch", "delete"),
-                _rule("", "pods", "get", "list", "watch"),
+                _rule("", "pods", "list", "watch"),
             ],
         },
         {

@@ -126,13 +126,25 @@ def test_a_pool_that_names_no_cluster_says_so_and_heals(joined):
     joined.hub.kubectl("delete", "pfpool", "stray", "--timeout=10s")
 
 
-def test_what_the_api_server_refuses_is_said_in_its_words(joined):
-    joined.hub.apply(
-        joined.pool("PrefillPool", "odd", template={"resources": {"limits": {"cpu": "1"}, "requests": {"cpu": "2"}}})
-    )
-    found = joined.hub.wait_reason("pfpool", "odd", "Invalid")
-    assert "must be less than or equal to cpu limit" in found["message"]
-    joined.hub.kubectl("delete", "pfpool", "odd", "--timeout=10s")
+def test_what_an_api_server_refuses_is_said_in_its_words_and_heals(joined):
+    rules = joined.member.get("role", "prfaas-operator")["rules"]
+    weaker = [{**rule, "verbs": [verb for verb in rule["verbs"] if verb != "create"]} for rule in rules]
+    joined.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": weaker}))
+    joined.hub.apply(joined.pool("PrefillPool", "barred", clusterName="eu"))
+    assert "cannot create resource" in joined.hub.wait_reason("pfpool", "barred", "Forbidden")["message"]
+    joined.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": rules}))
+    joined.hub.wait_reason("pfpool", "barred", "InstancesNotReady", 8)
+    joined.hub.kubectl("delete", "pfpool", "barred", "--timeout=20s")
+
+
+def test_pods_that_a_cluster_refuses_are_explained_by_its_controller(joined):
+    joined.hub.apply(joined.pool("PrefillPool", "eager", clusterName="eu", template={"priorityClassName": "top"}))
+
+    def explained() -> bool:
+        return "no PriorityClass with name top" in joined.hub.condition("pfpool", "eager")["message"]
+
+    joined.eventually(explained, "the controller's complaint is in the condition")
+    joined.hub.kubectl("delete", "pfpool", "eager", "--timeout=10s")
 
 
 def test_nothing_is_written_when_nothing_changes(joined):

@@ -1,0 +1,96 @@
+"""Proves that `prfaas cluster` registers and removes a member on real API servers, and makes what its chart makes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from prfaas_operator.render.account import member_account
+
+pytestmark = pytest.mark.clusters
+
+
+def run(world, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `prfaas cluster ...` against the world's hub."""
+    command = [sys.executable, "-m", "prfaas.cli.main", "cluster", *arguments]
+    command += ["--hub-kubeconfig", str(world.hub.cluster.kubeconfig), "--namespace", world.hub.name]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+def at_member(world, namespace: str) -> list[str]:
+    return ["--kubeconfig", str(world.member.cluster.kubeconfig), "--member-namespace", namespace]
+
+
+def test_a_cluster_joins_carries_a_pool_and_leaves_without_a_trace(world):
+    namespace = f"{world.member.name}-fresh"
+    joined = run(world, "join", "fresh", "--link-mbps", "250", *at_member(world, namespace), "-o", "json")
+    assert joined.returncode == 0, joined.stderr
+    assert json.loads(joined.stdout)["ready"] == "True"
+    again = run(world, "join", "fresh", "--link-mbps", "300", *at_member(world, namespace))
+    assert again.returncode == 0, "joining again changes the registration"
+    assert world.hub.get("pmc", "fresh")["spec"]["link"]["capacityMbps"] == 300
+    world.hub.apply(world.pool("PrefillPool", "fresh-pool", clusterName="fresh"))
+    member = world.member.cluster
+    world.eventually(
+        lambda: member.kubectl("-n", namespace, "get", "deployments", "-o", "name").strip(), "the pool runs there"
+    )
+    assert json.loads(run(world, "list", "-o", "json").stdout)[0]["pools"] == ["fresh-pool"]
+    stays = run(world, "leave", "fresh", "--wait-seconds", "2")
+    assert stays.returncode == 1
+    assert "delete fresh-pool first" in stays.stderr
+    world.hub.kubectl("delete", "pfpool", "fresh-pool", "--timeout=20s")
+    world.eventually(lambda: not world.hub.exists("pmc", "fresh"), "the delayed deletion ends")
+    rejoined = run(world, "join", "fresh", "--link-mbps", "250", *at_member(world, namespace))
+    assert rejoined.returncode == 0, rejoined.stderr
+    left = run(world, "leave", "fresh", *at_member(world, namespace))
+    assert left.returncode == 0, left.stderr
+    assert not world.hub.exists("secret", "fresh-kubeconfig")
+    kinds = "serviceaccounts,secrets,roles,rolebindings,deployments"
+    leftovers = member.kubectl("-n", namespace, "get", kinds, "-l", "app.kubernetes.io/part-of=prfaas", "-o", "name")
+    assert leftovers.strip() == ""
+
+
+def test_join_uses_the_chart_where_it_is_installed_and_leaves_it_there(world):
+    before = world.member.get("role", "prfaas-operator")["metadata"]["resourceVersion"]
+    assert run(world, "join", "charted", "--link-mbps", "10", *at_member(world, world.member.name)).returncode == 0
+    assert run(world, "leave", "charted", *at_member(world, world.member.name)).returncode == 0
+    assert world.member.get("role", "prfaas-operator")["metadata"]["resourceVersion"] == before
+
+
+def test_join_gives_the_same_rights_as_the_chart(world):
+    made = {manifest["kind"]: manifest for manifest in member_account(world.member.name)}
+    assert made["Role"]["rules"] == world.member.get("role", "prfaas-operator")["rules"]
+
+
+def test_a_cluster_that_the_hub_cannot_reach_is_reported_with_its_reason(world):
+    tried = run(
+        world, "join", "astray", "--link-mbps", "1", "--server", "https://127.0.0.1:1", "--wait-seconds", "6",
+        *at_member(world, world.member.name),
+    )  # fmt: skip
+    assert tried.returncode == 1
+    assert "ClusterUnreachable" in tried.stderr
+    assert run(world, "leave", "astray").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["join", "x", "--link-mbps", "1"], "--context, --kubeconfig or both"),
+        (["join", "x", "--link-mbps", "1", "--kubeconfig", "/nowhere"], "/nowhere"),
+        (["leave", "nobody"], "MemberCluster nobody does not exist"),
+    ],
+)
+def test_mistakes_are_answered_in_a_sentence(world, arguments, said):
+    done = run(world, *arguments)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_token_is_not_shown_anywhere(world):
+    assert "eyJ" not in world.log.read_text(), "no token in the operator's log"
+    listing = run(world, "list", "-o", "json").stdout
+    assert "eyJ" not in listing
+    assert yaml.safe_load(listing) == []

@@ -1,0 +1,214 @@
+"""Proves on real API servers that a policy has its gateway with the least rights, and a routing table that is true."""
+
+import base64
+import json
+import subprocess
+import time
+
+import pytest
+
+from prfaas.wire import routes
+
+pytestmark = pytest.mark.clusters
+
+
+@pytest.fixture(scope="module")
+def served(world):
+    world.join("eu", datacenter="fra")
+    world.hub.apply(
+        world.pool("PrefillPool", "offload", clusterName="eu", replicas=2),
+        world.pool("PrefillPool", "local"),
+        world.pool("DecodePool", "decode"),
+        policy(world, "kimi"),
+    )
+    return world
+
+
+def policy(world, name: str, **spec):
+    wanted = {
+        "model": "kimi-linear-tiny",
+        "decodePool": "decode",
+        "prefillPools": ["offload", "local"],
+        "threshold": {"mode": "Fixed", "tokens": 1000},
+    }
+    return world.resource("PrfaaSPolicy", name, **{**wanted, **spec})
+
+
+def table_of(world, name: str = "kimi") -> routes.RoutingTable:
+    return routes.decode(base64.b64decode(world.hub.get("configmap", f"{name}-routes")["binaryData"]["routes.json.gz"]))
+
+
+def states(world) -> dict[str, tuple[str, str, str, str]]:
+    return {one.url: (one.cluster, one.pool, one.role, one.state) for one in table_of(world).instances}
+
+
+def test_the_routing_table_holds_the_policy_and_starts_without_instances(served):
+    served.eventually(lambda: served.hub.exists("configmap", "kimi-routes"), "a table")
+    table = table_of(served)
+    assert (table.policy, table.namespace, table.model) == ("kimi", served.hub.name, "kimi-linear-tiny")
+    assert (table.threshold.mode, table.threshold.tokens, table.generation) == ("Fixed", 1000, 1)
+    assert table.instances == ()
+    (cluster,) = table.clusters
+    assert (cluster.name, cluster.datacenter, cluster.capacity_mbps) == ("eu", "fra", 100)
+    assert '{cluster="eu"}' in cluster.utilisation_query
+    assert "DecodePool decode" in served.hub.wait_reason("prfaas", "kimi", "NoReadyInstances")["message"]
+
+
+def test_instances_follow_readiness_in_both_clusters(served):
+    served.hub.ready_up("decode", "10.1.1")
+    served.hub.ready_up("local", "10.1.2")
+    offloads = served.member.ready_up("offload", "10.2.1")
+    expected = {
+        "http://10.1.1.1:8000": ("hub", "decode", "decode", "Ready"),
+        "http://10.1.2.1:8000": ("hub", "local", "prefill", "Ready"),
+        "http://10.2.1.1:8000": ("eu", "offload", "prefill", "Ready"),
+        "http://10.2.1.2:8000": ("eu", "offload", "prefill", "Ready"),
+    }
+    served.eventually(lambda: states(served) == expected, "every ready instance is in the table", 5)
+    served.hub.wait_reason("prfaas", "kimi", "GatewayNotReady")
+    status = served.hub.get("prfaas", "kimi")["status"]
+    assert (status["readyPrefill"], status["readyDecode"]) == (3, 1)
+    served.member.set_pod(offloads[0], address="10.2.1.1", ready=False)
+    del expected["http://10.2.1.1:8000"]
+    served.eventually(lambda: states(served) == expected, "an unready instance leaves the table", 5)
+    served.member.set_pod(offloads[0], address="10.2.1.1")
+    served.eventually(lambda: "http://10.2.1.1:8000" in states(served), "and comes back", 5)
+
+
+def test_an_instance_that_ends_is_draining_until_it_is_gone(served):
+    name = served.member.pods("offload")[0]
+    address = served.member.get("pod", name)["status"]["podIP"]
+    served.member.kubectl("patch", "pod", name, "--type=merge", "-p", '{"metadata": {"finalizers": ["test.io/hold"]}}')
+    served.member.kubectl("delete", "pod", name, "--wait=false")
+    url = f"http://{address}:8000"
+    served.eventually(lambda: states(served).get(url, ("",) * 4)[3] == "Draining", "it is draining", 5)
+    served.member.kubectl("patch", "pod", name, "--type=merge", "-p", '{"metadata": {"finalizers": null}}')
+    served.eventually(lambda: url not in states(served), "it leaves the table", 5)
+
+
+def test_the_table_is_written_at_most_once_a_second(served):
+    name = served.hub.pods("decode")[0]
+    seen = set()
+    started = time.monotonic()
+    while time.monotonic() - started < 5:
+        ready = len(seen) % 2 == 0
+        served.hub.set_pod(name, address="10.1.1.1", ready=ready)
+        seen.add(served.hub.get("configmap", "kimi-routes")["metadata"]["resourceVersion"])
+    served.hub.set_pod(name, address="10.1.1.1")
+    assert 2 <= len(seen) <= 6, f"{len(seen)} tables in 5 s"
+
+
+def test_the_gateway_is_ready_last_and_then_all_is(served):
+    pods = served.eventually(lambda: served.hub.listing("pods", "prfaas.io/policy=kimi"), "a gateway pod")
+    served.hub.set_pod(pods[0]["metadata"]["name"], address="10.1.3.1")
+    served.member.ready_up("offload", "10.2.5")
+    served.hub.wait_reason("prfaas", "kimi", "AllReady")
+    service = served.hub.get("service", "kimi-gateway")
+    assert service["spec"]["ports"][0]["port"] == 80
+    selected = served.hub.listing("pods", ",".join(f"{k}={v}" for k, v in service["spec"]["selector"].items()))
+    assert [pod["metadata"]["name"] for pod in selected] == [pods[0]["metadata"]["name"]]
+
+
+def test_gateway_pods_have_the_least_rights(served):
+    account = f"system:serviceaccount:{served.hub.name}:kimi-gateway"
+
+    def may(verb: str, what: str) -> bool:
+        command = ["auth", "can-i", verb, *what.split(), "--as", account, "-q"]
+        try:
+            served.hub.kubectl(*command)
+        except subprocess.CalledProcessError:
+            return False
+        return True
+
+    allowed = [
+        ("get", "configmap/kimi-routes"),
+        ("watch", "configmap/kimi-routes"),
+        ("patch", "prfaaspolicies.prfaas.io/kimi --subresource=status"),
+        ("get", "lease.coordination.k8s.io/kimi-scheduler"),
+        ("update", "lease.coordination.k8s.io/kimi-scheduler"),
+    ]
+    refused = [
+        ("get", "configmap/other"),
+        ("list", "configmaps"),
+        ("patch", "configmap/kimi-routes"),
+        ("get", "secrets"),
+        ("patch", "prfaaspolicies.prfaas.io/kimi"),
+        ("patch", "prfaaspolicies.prfaas.io/other --subresource=status"),
+        ("create", "leases.coordination.k8s.io"),
+        ("get", "pods"),
+    ]
+    assert [one for one in allowed if not may(*one)] == []
+    assert [one for one in refused if may(*one)] == []
+
+
+def test_what_other_writers_say_in_the_status_stays(served):
+    other = {
+        "type": "MetricsFresh",
+        "status": "True",
+        "reason": "Fresh",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    body = served.resource("PrfaaSPolicy", "kimi")
+    del body["spec"]
+    body["status"] = {"thresholdTokens": 777, "conditions": [other]}
+    served.hub.kubectl(
+        "apply", "--server-side", "--field-manager=prfaas-scheduler", "--subresource=status", "-f", "-",
+        stdin=json.dumps(body),
+    )  # fmt: skip
+    served.hub.set_pod(served.hub.pods("decode")[0], address="10.1.1.1", ready=False)
+    served.hub.wait_reason("prfaas", "kimi", "NoReadyInstances")
+    status = served.hub.get("prfaas", "kimi")["status"]
+    assert status["thresholdTokens"] == 777
+    assert {one["type"] for one in status["conditions"]} == {"Ready", "MetricsFresh"}
+    served.hub.set_pod(served.hub.pods("decode")[0], address="10.1.1.1")
+    served.hub.wait_reason("prfaas", "kimi", "AllReady")
+
+
+def test_a_second_gateway_brings_a_disruption_budget_and_one_takes_it_away(served):
+    served.hub.kubectl("patch", "prfaas", "kimi", "--type=merge", "-p", '{"spec": {"gateway": {"replicas": 2}}}')
+    served.eventually(lambda: served.hub.exists("pdb", "kimi-gateway"), "a budget for two")
+    served.hub.kubectl("patch", "prfaas", "kimi", "--type=merge", "-p", '{"spec": {"gateway": {"replicas": 1}}}')
+    served.eventually(lambda: not served.hub.exists("pdb", "kimi-gateway"), "none for one")
+
+
+def test_a_pool_that_does_not_exist_or_serves_another_model_is_named_and_heals(served):
+    served.hub.apply(policy(served, "odd", decodePool="nobody", prefillPools=["nothing"]))
+    assert "DecodePool nobody" in served.hub.wait_reason("prfaas", "odd", "DecodePoolNotFound")["message"]
+    served.hub.apply(served.pool("DecodePool", "nobody", model={"name": "other", "source": "builtin:other"}))
+    assert "PrefillPool nothing" in served.hub.wait_reason("prfaas", "odd", "PrefillPoolNotFound", 5)["message"]
+    served.hub.apply(served.pool("PrefillPool", "nothing", replicas=0))
+    assert "DecodePool nobody serves other" in served.hub.wait_reason("prfaas", "odd", "ModelMismatch", 5)["message"]
+    served.hub.ready_up("nobody", "10.1.7")
+    time.sleep(2)
+    assert table_of(served, "odd").instances == (), "no request ever reaches another model"
+    model = json.dumps({"spec": {"model": {"name": "kimi-linear-tiny", "source": "builtin:kimi-linear-tiny"}}})
+    served.hub.kubectl("patch", "dcpool", "nobody", "--type=merge", "-p", model)
+    served.hub.wait_reason("prfaas", "odd", "NoReadyInstances", 5)
+    assert served.hub.condition("prfaas", "kimi")["reason"] in {"AllReady", "GatewayNotReady"}, "the other goes on"
+
+
+def test_hand_edited_children_of_a_policy_are_put_back(served):
+    served.hub.kubectl("patch", "service", "kimi-gateway", "--type=merge", "-p", '{"spec": {"selector": {"a": "b"}}}')
+    served.hub.kubectl("patch", "role", "kimi-gateway", "--type=merge", "-p", '{"rules": []}')
+    served.hub.kubectl("delete", "networkpolicy", "kimi-gateway")
+    served.hub.kubectl(
+        "patch", "configmap", "kimi-routes", "--type=merge", "-p", '{"binaryData": {"routes.json.gz": ""}}'
+    )
+
+    def restored() -> bool:
+        selector = served.hub.get("service", "kimi-gateway")["spec"]["selector"]
+        return (
+            "prfaas.io/policy" in selector
+            and served.hub.get("role", "kimi-gateway")["rules"]
+            and served.hub.exists("networkpolicy", "kimi-gateway")
+            and served.hub.get("configmap", "kimi-routes")["binaryData"]["routes.json.gz"]
+        )
+
+    served.eventually(restored, "every child is as rendered again", 40)
+
+
+def test_deleting_everything_leaves_nothing(served):
+    served.hub.kubectl("delete", "prfaas,pfpool,dcpool", "--all", "--timeout=40s")
+    served.hub.kubectl("delete", "pmc", "--all", "--timeout=30s")
+    served.eventually(lambda: not served.children(), "no child is left")
