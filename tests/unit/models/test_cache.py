@@ -44,6 +44,16 @@ def test_reserved_rows_can_be_received_into():
     assert torch.equal(cache.rows(10, 20), rows(10))
 
 
+def test_what_inference_wrote_can_be_written_outside_of_it():
+    with torch.inference_mode():
+        cache = SequenceCache((LINEAR, ATTENTION))
+        cache.attention(1).write(0, rows(300))
+    cache.attention(1).rows(0, 300)[5] = 0
+    cache.attention(1).write(300, rows(10))
+    cache.linear(0).load({"conv": torch.ones(8, 3), "recurrent": torch.ones(2, 4, 4)})
+    assert cache.linear(0).tensors["recurrent"].all()
+
+
 def test_memory_stays_within_twice_the_rows():
     cache = AttentionCache(ATTENTION)
     allocations = set()

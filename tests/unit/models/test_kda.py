@@ -60,6 +60,19 @@ def test_steps_are_the_recurrence(gate_scale):
     assert (state - expected_state).abs().max() < 5e-6
 
 
+def test_strong_and_weak_gates_side_by_side_stay_exact():
+    """Tokens and channels that forget everything stand beside ones that forget nothing: sums must not lose digits."""
+    q, k, v, g, beta, state = inputs(300, 1.0)
+    mixed = g * 10 ** (5 * torch.rand(g.shape, generator=torch.Generator().manual_seed(1)) - 3)
+    arguments = [q, k, v, mixed, beta, state]
+    o, final = kda_chunked(*arguments)
+    expected_o, expected_final = recurrence(*arguments)
+    assert mixed.min() < -100
+    assert mixed.max() > -1e-3
+    assert (o - expected_o).abs().max() < 2e-6
+    assert (final - expected_final).abs().max() < 5e-6
+
+
 def test_any_split_of_the_tokens_gives_the_same_state():
     arguments = inputs(2500, 0.3)
     o, state = kda_chunked(*arguments)

@@ -44,13 +44,19 @@ class LayerSpec(NamedTuple):
     tensors: tuple[TensorSpec, ...]
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that may be written outside inference mode too, as transfers do, wherever they were allocated."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype)
+
+
 class AttentionCache:
     """Rows of one attention layer: a [capacity, width] buffer whose capacity doubles when a write needs more."""
 
     def __init__(self, spec: LayerSpec):
         (self.tensor_spec,) = spec.tensors
         self.width = self.tensor_spec.shape[0]
-        self._buffer = torch.empty(0, self.width, dtype=self.tensor_spec.torch_dtype)
+        self._buffer = _zeros((0, self.width), self.tensor_spec.torch_dtype)
 
     @property
     def capacity(self) -> int:
@@ -67,7 +73,7 @@ class AttentionCache:
         if tokens <= self.capacity:
             return
         capacity = max(tokens, 2 * self.capacity, _INITIAL_ROWS)
-        grown = torch.empty(capacity, self.width, dtype=self._buffer.dtype)
+        grown = _zeros((capacity, self.width), self._buffer.dtype)
         grown[: self.capacity] = self._buffer
         self._buffer = grown
 
@@ -99,7 +105,7 @@ class LinearState:
 
     def __init__(self, spec: LayerSpec):
         self.spec = spec
-        self.tensors = {t.name: torch.zeros(t.shape, dtype=t.torch_dtype) for t in spec.tensors}
+        self.tensors = {t.name: _zeros(t.shape, t.torch_dtype) for t in spec.tensors}
 
     @property
     def nbytes(self) -> int:
@@ -107,12 +113,13 @@ class LinearState:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the whole state by copies of `tensors`: exactly the spec's names, shapes and dtypes."""
+        """Copy the whole state from `tensors`, which have exactly the spec's names, shapes and dtypes."""
         wanted = {t.name: (t.shape, t.torch_dtype) for t in self.spec.tensors}
         given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         if wanted != given:
             raise InternalError(f"linear state loaded with {given}, its layer keeps {wanted}")
-        self.tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
 
 
 class SequenceCache:
