@@ -7,9 +7,10 @@
 The grant is a lease: whoever holds it connects to the data port in time and presents the token; see transfer.py.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 PrefillState = Literal["waiting", "computing", "sending"]
 
@@ -26,10 +27,10 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Where to fetch the result, and until when to connect. The token is a secret: it never enters a log."""
 
-    transfer_id: str
+    transfer_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
     token: str
-    epoch: int
-    data_port: int
+    epoch: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    data_port: Annotated[int, Meta(ge=1, le=65535)]
     expires_seconds: int
 
 

@@ -96,10 +96,10 @@ class Fetch:
             result = self._fetch()
             outcome = "delivered"
         except PrfaasError as error:
-            result = error
+            result = PeerError(f"prefill at {self._wanted.prefill_url} failed: {error}")
         except Exception as error:  # a bug here must end this one request, never leave it waiting
             log.exception("fetch of %s", self._wanted.request_id)
-            result = PeerError(f"fetching the prefill failed: {error!r}")
+            result = PeerError(f"prefill at {self._wanted.prefill_url} failed: {error!r}")
         self._counters.ended("receive", "cancelled" if self._cancelled else outcome)
         on_end(result)
 
@@ -130,11 +130,11 @@ class Fetch:
         status, answer = _call(url, ("POST", "/v1/prefills"), msgspec.json.encode(body), self._hold)
         if status != http.client.CREATED:
             text = answer[:500].decode("utf-8", "replace")
-            raise PeerError(f"{url} refused to prefill with HTTP {status}: {text}")
+            raise PeerError(f"refused with HTTP {status}: {text}")
         try:
             return msgspec.json.decode(answer, type=PrefillGrant)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"{url} answered with no prefill grant: {error}") from error
+            raise ProtocolError(f"the answer is no prefill grant: {error}") from error
 
     def _release(self, grant: PrefillGrant) -> None:
         """Tell P that nobody will come; its lease would end it anyway."""
@@ -221,7 +221,7 @@ def _call(url: str, line: tuple[str, str], body: bytes, hold: Callable[[socket.s
         response = connection.getresponse()
         return response.status, response.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise UnreachableError(f"{url} did not answer {' '.join(line)}: {error!r}") from error
+        raise UnreachableError(f"no answer to {' '.join(line)}: {error!r}") from error
     finally:
         connection.close()
 

@@ -68,7 +68,7 @@ class Offers:
         self._lock = threading.Lock()
         self._offers: dict[str, Offer] = {}
         # A restarted instance does not repeat the epochs of its former life.
-        self._epoch = secrets.randbits(62)
+        self._epoch = secrets.randbits(48)
         self.counters = TransferCounters()
         self.on_end: Callable[[int], None] = lambda _handle: None
 

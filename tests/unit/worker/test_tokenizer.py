@@ -1,0 +1,108 @@
+"""Text to tokens and back: bytes survive exactly, special tokens come from the template alone, and streams never show
+half a character or any part of a stop string.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.errors import ConfigError, RequestError
+from prfaas_worker.assets import model_directory
+from prfaas_worker.front.text import TextStream
+from prfaas_worker.tokenizer import ByteTokenizer, load_tokenizer
+
+BOS, USER, ASSISTANT, END = 256, 259, 260, 262
+TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
+
+
+@given(st.text())
+def test_a_prompt_is_its_bytes_after_the_beginning_token(text: str):
+    assert TINY.encode(text) == [BOS, *text.encode()]
+
+
+def test_half_a_surrogate_pair_is_refused():
+    with pytest.raises(RequestError, match="surrogate pair at character 2"):
+        TINY.encode("ab\ud800")
+
+
+def test_a_conversation_is_rendered_with_special_tokens():
+    messages = [
+        {"role": "user", "content": "hé"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": ""},
+    ]
+    assert TINY.encode_chat(messages) == [
+        *(BOS, USER, *"hé".encode(), END),
+        *(ASSISTANT, ord("x"), END),
+        *(USER, END, ASSISTANT),
+    ]
+
+
+@given(st.text(st.sampled_from("<|user|>end_of_turn|bos")))
+def test_a_user_cannot_write_special_tokens(text: str):
+    content = TINY.encode_chat([{"role": "user", "content": text}])[2:-2]
+    assert bytes(content).decode() == text
+
+
+def test_a_role_that_the_template_refuses_is_quoted():
+    with pytest.raises(RequestError, match="not 'wizard'"):
+        TINY.encode_chat([{"role": "wizard", "content": "x"}])
+
+
+def test_a_template_cannot_reach_python(tmp_path: Path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "byte", "added_tokens_decoder": {}}')
+    (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(RequestError, match="refuses"):
+        load_tokenizer(tmp_path).encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "{}", '{"tokenizer_class": "byte"}', '{"tokenizer_class": "bpe"}'])
+def test_a_directory_without_a_byte_tokenizer_is_refused_by_file(tmp_path: Path, config: str):
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ConfigError, match=str(tmp_path / "tokenizer_config.json")):
+        load_tokenizer(tmp_path)
+
+
+def streamed(data: bytes, cuts: list[int], *stop: str) -> list[str]:
+    """Texts that a stream shows when the tokens come in pieces."""
+    stream = TextStream(TINY, stop)
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    texts = [stream.push(data[start:end], final=False) for start, end in itertools.pairwise(edges)]
+    return [*texts, stream.push([], final=True)]
+
+
+@given(st.text(), st.lists(st.integers(0, 100)))
+def test_streamed_text_is_the_whole_text_without_damaged_characters(text: str, cuts: list[int]):
+    assert "".join(streamed(text.encode(), cuts)) == text
+
+
+@given(st.binary(), st.lists(st.integers(0, 100)))
+def test_bytes_that_are_no_utf8_become_replacement_characters_wherever_they_are_cut(data: bytes, cuts: list[int]):
+    assert "".join(streamed(data, cuts)) == data.decode("utf-8", "replace")
+
+
+@given(
+    st.text(st.sampled_from("abé")),
+    st.lists(st.text(st.sampled_from("abé"), min_size=1), min_size=1, max_size=3),
+)
+def test_text_ends_right_before_the_first_stop_string(text: str, stops: list[str]):
+    """Cut token by token, so that "first" is the one completed first, as an unhurried stream finds it."""
+    shown = "".join(streamed(text.encode(), list(range(len(text.encode()))), *stops))
+    ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    if not ends:
+        assert shown == text
+    else:
+        first_end = min(end for end, _ in ends)
+        assert shown == text[: min(start for end, start in ends if end == first_end)]
+
+
+def test_special_tokens_add_no_text():
+    assert TextStream(TINY, ()).push([ord("a"), END, ord("b"), USER], final=True) == "ab"
+
+
+def test_a_tokenizer_without_template_says_where_to_go():
+    with pytest.raises(RequestError, match="use /v1/completions"):
+        ByteTokenizer({}, None, None).encode_chat([{"role": "user", "content": "x"}])
