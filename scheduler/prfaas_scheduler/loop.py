@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.routing import controller
@@ -114,7 +115,7 @@ class Loop:
         return interval_seconds
 
     async def _round(self) -> float:
-        table = await self._gateway.table()
+        table = permitted(await self._gateway.table())
         self._history.add(self._clock(), await self._gateway.counters())
         measured = await self._measure(table)
         step = self._step(table, measured)
@@ -157,6 +158,12 @@ class Loop:
             log.info("threshold %d tokens, bandwidth %s: %s", step.tokens, step.bandwidth, step.reason)
         self._known = Known(config, step.state)
         return step
+
+
+def permitted(table: RoutingTable) -> RoutingTable:
+    """Return the table without clusters whose datacenter is forbidden: a link that is never used must not move t."""
+    clusters = tuple(one for one in table.clusters if one.datacenter not in table.forbid_datacenters)
+    return msgspec.structs.replace(table, clusters=clusters)
 
 
 def config_of(table: RoutingTable) -> Config:

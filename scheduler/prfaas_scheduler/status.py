@@ -102,7 +102,7 @@ def link_healthy(links: Sequence[LinkReport]) -> Verdict:
     if not dead:
         return Verdict("True", "AllAlive", f"{', '.join(link.cluster for link in links)}: alive")
     message = "; ".join(f"{link.cluster}: {LINK_REASONS[link.state][1]}" for link in dead)
-    return Verdict("False", LINK_REASONS[dead[0].state][0], f"nothing is offloaded to {message}")
+    return Verdict("False", LINK_REASONS[dead[0].state][0], message)
 
 
 def busiest_percent(step: Step) -> int | None:

@@ -18,8 +18,8 @@ the low one it falls, by down to x0.7 at 0 %; between the two it holds. Three th
   threshold changes nothing but the time it takes to come back. Nothing moves twice on one sample.
 - Metrics lie. A figure that is no number, negative or infinite counts as not measured. Without measurements the
   threshold holds, and goes back to the policy's own `tokens` after `stale_after_seconds`. A link that alone went
-  silent is dead, and so is one whose cluster is unreachable or has no Ready instance: nothing is offloaded over it
-  from this step on.
+  silent is dead (one lost scrape is not silence), and so is one whose cluster is unreachable or has no Ready
+  instance: nothing is offloaded over it from this step on.
 """
 
 import math
@@ -38,6 +38,7 @@ SATURATED_QUEUE_PER_INSTANCE = 4.0
 MIN_BACKLOGGED_FRACTION = 0.02  # below this too little data waited to say what the link can deliver
 MIN_RISE_FROM_TOKENS = 64.0  # from where a threshold of 0, which no factor moves, starts to rise
 MAX_PERCENT = 1000.0
+SILENT_AFTER_SECONDS = 1.5  # a busy worker may miss one scrape of a second; then the link would flap
 
 LinkState = Literal["Alive", "Unreachable", "NoReadyInstance", "Silent"]
 MetricsState = Literal["Fresh", "Held", "Stale"]
@@ -101,7 +102,9 @@ class LinkMemory(msgspec.Struct, frozen=True, kw_only=True):
     utilisation_percent: float | None
     sampled_at_seconds: float | None
     measured_at_seconds: float
-    """When, by our clock, a new sample came last, or the link was first seen."""
+    """When, by our clock, a new sample came last, or the link was first known."""
+    heard_at_seconds: float
+    """When, by our clock, there was a sample at all; -inf: never."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,7 +240,9 @@ def _judge(config: Config, facts: Facts, link: LinkFacts, memory: LinkMemory | N
     """Return everything one step thinks of one link."""
     declared_mbps = max(1.0, _number(link.capacity_mbps) or 1.0)
     before = memory if memory and memory.declared_mbps == declared_mbps else _unknown(link, declared_mbps, facts)
-    state = _link_state(config, facts, link)
+    if _heard(config, link):
+        before = msgspec.structs.replace(before, heard_at_seconds=facts.now_seconds)
+    state = _link_state(facts, link, before)
     if state != "Alive":  # its clock starts again when it comes back: it was not expected to be measured meanwhile
         before = msgspec.structs.replace(before, measured_at_seconds=facts.now_seconds)
     sample = usable(link.sample)
@@ -260,6 +265,7 @@ def _judge(config: Config, facts: Facts, link: LinkFacts, memory: LinkMemory | N
         utilisation_percent=utilisation,
         sampled_at_seconds=sample.sampled_at_seconds,
         measured_at_seconds=facts.now_seconds,
+        heard_at_seconds=facts.now_seconds,
     )
     return _Link(
         report=_report(memory, state),
@@ -278,16 +284,22 @@ def _unknown(link: LinkFacts, declared_mbps: float, facts: Facts) -> LinkMemory:
         utilisation_percent=None,
         sampled_at_seconds=None,
         measured_at_seconds=facts.now_seconds,
+        heard_at_seconds=-math.inf,
     )
 
 
-def _link_state(config: Config, facts: Facts, link: LinkFacts) -> LinkState:
+def _heard(config: Config, link: LinkFacts) -> bool:
+    """Tell whether some instance there has a sample that is not stale."""
+    return link.sample is not None and link.sample.age_seconds <= config.stale_after_seconds
+
+
+def _link_state(facts: Facts, link: LinkFacts, memory: LinkMemory) -> LinkState:
     """Say whether prompts may cross the link at all."""
     if not link.reachable:
         return "Unreachable"
     if link.ready_instances < 1:
         return "NoReadyInstance"
-    silent = link.sample is None or not link.sample.age_seconds <= config.stale_after_seconds
+    silent = facts.now_seconds - memory.heard_at_seconds > SILENT_AFTER_SECONDS
     return "Silent" if silent and facts.hub_measured else "Alive"
 
 

@@ -323,10 +323,29 @@ def test_a_sample_that_never_renews_is_as_blind_as_none():
 def test_a_dead_link_turns_offload_off_in_that_very_step(given, state):
     alive = one(sample())
     assert alive.offload_clusters == ("eu",)
-    dead = step(CONFIG, alive.state, world(given.pop("link", sample(2.0)), **given))
+    dead = step(CONFIG, alive.state, world(given.pop("link", sample(2.0)), now=102.0, **given))
     assert dead.links[0].state == state
     assert dead.offload_clusters == ()
     assert dead.tokens == alive.tokens, "the threshold itself waits for the link to come back"
+
+
+def test_one_lost_scrape_is_no_dead_link_and_a_second_one_is():
+    state, seen = one(sample()).state, []
+    for second, link in [(1, None), (2, sample(2.0)), (3, None), (4, None), (5, sample(3.0))]:
+        result = step(CONFIG, state, world(link, now=100.0 + second))
+        state = result.state
+        seen.append((result.links[0].state, result.metrics))
+    assert seen == [
+        ("Alive", "Held"),
+        ("Alive", "Fresh"),
+        ("Alive", "Held"),
+        ("Silent", "Fresh"),
+        ("Alive", "Fresh"),
+    ]
+
+
+def test_a_link_that_was_never_heard_of_is_silent_at_once():
+    assert one(None).offload_clusters == ()
 
 
 def test_a_dead_link_does_not_stop_the_others():

@@ -161,6 +161,18 @@ async def test_a_policy_whose_threshold_changed_starts_from_its_own_tokens(gatew
     assert [update.tokens for update in gateway.updates] == [1024, 4096]
 
 
+async def test_the_link_of_a_forbidden_datacenter_is_neither_measured_nor_used(gateway, table):
+    (eu,) = table().clusters
+    abroad = type(eu)(name="abroad", datacenter="x", capacity_mbps=1, utilisation_query="vector(1000)")
+    async with prometheus_answering(quiet_link("65")) as url, looping(gateway) as (loop, metrics):
+        gateway.table = table(prometheus_url=url, clusters=(eu, abroad), forbid_datacenters=("x",))
+        await loop.once()
+        links = {"member_cluster": "abroad"}
+        assert metrics.registry.get_sample_value("prfaas_scheduler_link_alive", links) is None
+    assert gateway.updates[-1].offload_clusters == ("eu",)
+    assert loop.report.conditions["LinkHealthy"].status == "True"
+
+
 def counted(offloaded: int, local: int) -> Counters:
     return Counters(offloaded=offloaded, local=local, failed_offloads=0, in_flight_offloads=0, in_flight_local=0)
 
