@@ -1,0 +1,165 @@
+"""Real workers on loopback: each is the two processes that a pod runs, on an address of its own."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+# Loopback addresses of this test process alone, so that several test runs can share a machine.
+_ADDRESSES = (f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.{n}" for n in itertools.count(2))
+START_SECONDS = 120  # `import torch` on a busy machine
+
+
+class Worker:
+    """A running prfaas-worker."""
+
+    def __init__(self, log: Path, *flags: str):
+        self.host = next(_ADDRESSES)
+        self.url = f"http://{self.host}:8000"
+        self.log = log
+        command = [sys.executable, "-m", "prfaas_worker", "--model-source", "builtin:kimi-linear-tiny"]
+        command += ["--model-name", "tiny", "--host", self.host, "--instance", log.stem, "--threads", "1", *flags]
+        with log.open("wb") as output:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process, found as the front's only child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        (pid,) = map(int, children.split())
+        return pid
+
+    async def ready(self) -> "Worker":
+        """Wait until /readyz says yes."""
+        deadline = time.monotonic() + START_SECONDS
+        async with aiohttp.ClientSession() as session:
+            while time.monotonic() < deadline:
+                assert self.process.poll() is None, self.log.read_text()
+                try:
+                    async with session.get(f"{self.url}/readyz") as answer:
+                        if answer.status == 200:
+                            return self
+                except aiohttp.ClientConnectionError:
+                    pass
+                await asyncio.sleep(0.1)
+        raise AssertionError(f"not ready within {START_SECONDS} s:\n{self.log.read_text()}")
+
+    async def exit_code(self, seconds: float = 15) -> int:
+        """Wait for the front to end."""
+        return await asyncio.to_thread(self.process.wait, seconds)
+
+    def stop(self) -> None:
+        """End it whatever it does."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+
+@contextmanager
+def _launcher(directory: Path) -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def launch(name: str, *flags: str) -> Worker:
+        workers.append(Worker(directory / f"{name}.log", *flags))
+        return workers[-1]
+
+    try:
+        yield launch
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """Start workers for one test."""
+    with _launcher(tmp_path) as launch:
+        yield launch
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Worker]]:
+    """A prefill and a decode worker that all tests share and none may break."""
+    with _launcher(tmp_path_factory.mktemp("pair")) as launch:
+        pair = launch("prefill", "--role", "prefill"), launch("decode", "--role", "decode")
+        asyncio.run(_all_ready(*pair))
+        yield pair
+
+
+async def _all_ready(*workers: Worker) -> None:
+    await asyncio.gather(*(worker.ready() for worker in workers))
+
+
+class Client:
+    """Talks to workers as a gateway does."""
+
+    def __init__(self, session: aiohttp.ClientSession):
+        self.session = session
+
+    async def complete(self, worker: Worker, via: Worker | str | None = None, **fields: Any) -> aiohttp.ClientResponse:
+        """POST /v1/completions with greedy defaults; `via` prefills. The body is read."""
+        async with self.open(worker, via, **fields) as answer:
+            await answer.read()
+            return answer
+
+    def open(self, worker: Worker, via: Worker | str | None = None, **fields: Any) -> Any:
+        """Begin the same request; its body is the caller's to read."""
+        url = via.url if isinstance(via, Worker) else via
+        extra = {"x-prfaas-prefill-url": url} if url else {}
+        body = {"model": "tiny", "prompt": "def main(", "max_tokens": 8, "temperature": 0} | fields
+        return self.session.post(f"{worker.url}/v1/completions", json=body, headers=extra)
+
+    async def status(self, worker: Worker, path: str) -> int:
+        """Return the HTTP status of a GET."""
+        async with self.session.get(f"{worker.url}{path}") as answer:
+            return answer.status
+
+    async def until_status(self, worker: Worker, path: str, wanted: int, seconds: float = 3) -> None:
+        """Wait until a GET has this status."""
+        deadline = time.monotonic() + seconds
+        while (found := await self.status(worker, path)) != wanted:
+            assert time.monotonic() < deadline, found
+            await asyncio.sleep(0.01)
+
+    async def metrics(self, worker: Worker) -> dict[str, float]:
+        """Return /metrics by sample name with labels."""
+        async with self.session.get(f"{worker.url}/metrics") as answer:
+            lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    async def eventually(self, worker: Worker, seconds: float = 3, **wanted: float) -> None:
+        """Wait until these metrics have these values."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = await self.metrics(worker)
+            if all(found[name] == value for name, value in wanted.items()):
+                return
+            assert time.monotonic() < deadline, {name: found[name] for name in wanted}
+            await asyncio.sleep(0.02)
+
+    @staticmethod
+    async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | str]:
+        """Yield a stream's events, the closing [DONE] as text."""
+        async for line in answer.content:
+            if line.startswith(b"data: "):
+                data = line[6:].strip().decode()
+                yield data if data == "[DONE]" else json.loads(data)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    """A client for one test."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        yield Client(session)
