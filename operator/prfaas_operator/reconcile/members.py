@@ -44,17 +44,23 @@ class Connection:
         self._deployments = Informer(cluster, DEPLOYMENT, self.selector, owner_and_version, self._deployment_changed)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def follow(self) -> None:
-        """Start to watch pods and Deployments, once."""
+    async def follow(self, *, afresh: bool) -> None:
+        """Watch pods and Deployments; `afresh` after a silence, through which an old watch may have lost its peer."""
+        if afresh:
+            await self._stop()
         if not self._tasks:
             self._tasks = [asyncio.create_task(informer.run()) for informer in (self.pods, self._deployments)]
 
     async def close(self) -> None:
         """Stop watching and close the connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stop()
         await self.cluster.close()
+
+    async def _stop(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _pod_changed(self, pod: PodFacts) -> None:
         self._wakers.wake_uid(pod.pool_uid)
@@ -87,7 +93,8 @@ class Members:
             connection = await self._connection(member, access_from(member, secret))
             version = await connection.cluster.version()
             deployments = await connection.cluster.list_all(DEPLOYMENT, selector=connection.selector)
-            connection.follow()
+            before = self._contacts.get(name)
+            await connection.follow(afresh=before is not None and before.error is not None)
             contact = Contact(server_version=version)
             metrics.contacted(name, time.monotonic())
         except PrfaasError as error:

@@ -1,0 +1,141 @@
+"""Proves what pods and Deployments say about a pool, and when a deletion stops waiting."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from prfaas_operator.errors import ClusterUnreachableError, ForbiddenError, SecretNotFoundError
+from prfaas_operator.plan.conditions import REACHABLE, READY
+from prfaas_operator.plan.member import Contact, contact_time, secret_is_needed, users_of, verdicts
+from prfaas_operator.plan.pods import project
+from prfaas_operator.plan.pool import Counts, counts, readiness, seconds_left
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def raw_pod(status: dict, **metadata) -> dict:
+    labels = {"prfaas.io/pool-uid": "u", "prfaas.io/role": "prefill"}
+    return {"metadata": {"name": "p", "labels": labels, **metadata}, "status": status}
+
+
+def container(ready: bool = False, **states) -> dict:
+    return {"containerStatuses": [{"name": "worker", "ready": ready, **states}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ({"phase": "Pending"}, "is Pending, no container has started yet"),
+        ({"phase": "Running"}, "is running, but its readiness probe fails"),
+        (
+            {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3"}]},
+            "Unschedulable: 0/3",
+        ),
+        (
+            container(state={"waiting": {"reason": "ImagePullBackOff", "message": "no image"}}),
+            "ImagePullBackOff: no image",
+        ),
+        (
+            container(state={"waiting": {"reason": "CrashLoopBackOff"}}, lastState={"terminated": {"exitCode": 3}}),
+            "CrashLoopBackOff (last exit code 3)",
+        ),
+        (
+            container(state={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}),
+            "container ended with exit code 137 (OOMKilled)",
+        ),
+    ],
+)
+def test_a_pod_that_is_not_ready_says_why(status, said):
+    assert project(raw_pod(status)).problem == said
+
+
+def test_a_ready_pod_has_no_problem_and_both_addresses():
+    status = {"conditions": [{"type": "Ready", "status": "True"}], "podIP": "10.0.0.1", "hostIP": "192.168.0.1"}
+    facts = project(raw_pod(status))
+    assert (facts.ready, facts.problem, facts.pod_ip, facts.host_ip) == (True, "", "10.0.0.1", "192.168.0.1")
+
+
+def test_a_deletion_timestamp_makes_a_pod_terminating():
+    assert project(raw_pod({}, deletionTimestamp="2026-01-01T00:00:00Z")).terminating
+
+
+def deployment(generation: int = 1, **status) -> dict:
+    return {"metadata": {"generation": generation}, "status": {"observedGeneration": 1, **status}}
+
+
+FULL = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 2}
+
+
+def test_a_pool_is_ready_when_all_instances_are_ready_and_of_the_present_template(make):
+    pool = make.prefill_pool()
+    assert readiness(pool, deployment(**FULL), ()).good
+    assert not readiness(pool, deployment(**{**FULL, "readyReplicas": 1}), ()).good
+    assert not readiness(pool, deployment(**{**FULL, "updatedReplicas": 1}), ()).good
+    assert not readiness(pool, deployment(**{**FULL, "replicas": 3}), ()).good
+    assert not readiness(pool, deployment(generation=2, **FULL), ()).good
+
+
+def test_no_instances_are_wanted_and_none_is_fine(make):
+    assert readiness(make.prefill_pool(replicas=0), deployment(), ()).message == "scaled to zero"
+
+
+def test_the_first_waiting_pod_is_cited_and_a_terminating_one_is_not(make):
+    pods = (
+        make.pod("b", "offload", ready=False, problem="is Pending"),
+        make.pod("a", "offload", ready=False, problem="is terminating", terminating=True),
+    )
+    verdict = readiness(make.prefill_pool(), deployment(replicas=2), pods)
+    assert verdict.message == "0 of 2 instances ready, 0 of the present template; pod b: is Pending"
+
+
+def test_the_controllers_complaint_comes_before_any_pod(make):
+    failing = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "quota exceeded"}]}
+    pods = (make.pod("b", "offload", ready=False, problem="is Pending"),)
+    assert readiness(make.prefill_pool(), deployment(**failing), pods).message.endswith("; quota exceeded")
+
+
+def test_a_deployment_without_status_counts_nothing():
+    assert counts({}) == Counts()
+
+
+def test_the_deadline_of_a_deletion_counts_from_its_timestamp():
+    since = (NOW - timedelta(seconds=100)).isoformat().replace("+00:00", "Z")
+    assert seconds_left(since, 300, NOW) == 200
+    assert seconds_left(since, 100, NOW) == 0
+    assert seconds_left(since, 30, NOW) == -70
+
+
+@pytest.mark.parametrize(
+    ("error", "reachable", "ready"),
+    [
+        (None, ("True", "Answered"), ("True", "AllReady")),
+        (ClusterUnreachableError("x"), ("False", "ClusterUnreachable"), ("False", "ClusterUnreachable")),
+        (ForbiddenError("x"), ("True", "Answered"), ("False", "Forbidden")),
+        (SecretNotFoundError("x"), ("Unknown", "SecretNotFound"), ("False", "SecretNotFound")),
+    ],
+)
+def test_the_last_contact_decides_both_conditions_of_a_member(make, error, reachable, ready):
+    found = verdicts(make.member(), Contact("v1.34.4", error), ())
+    assert (found[REACHABLE][:2], found[READY][:2]) == (reachable, ready)
+
+
+def test_a_member_that_is_being_deleted_names_the_pools_that_hold_it(make):
+    going = make.member(meta={"deletionTimestamp": "2026-01-01T00:00:00Z"})
+    verdict = verdicts(going, Contact("v1"), ("a", "b"))[READY]
+    assert verdict.reason == "InUse"
+    assert "delete a, b first" in verdict.message
+    assert verdicts(going, Contact("v1"), ())[READY].reason == "Deleting"
+
+
+def test_a_secret_is_needed_while_any_pool_is_reached_through_it(make):
+    pools = [make.prefill_pool("a", clusterName="eu"), make.prefill_pool("b", clusterName="")]
+    assert users_of("eu", pools) == ("a",)
+    assert secret_is_needed("s", [make.member("us"), make.member("eu")], pools)
+    assert not secret_is_needed("s", [make.member("us")], pools)
+    assert not secret_is_needed("t", [make.member("eu")], pools)
+
+
+def test_the_time_of_contact_moves_in_steps_of_a_minute():
+    assert contact_time(None, NOW) == "2026-01-01T12:00:00Z"
+    assert contact_time("2026-01-01T11:59:01Z", NOW) == "2026-01-01T11:59:01Z"
+    assert contact_time("2026-01-01T11:59:00Z", NOW) == "2026-01-01T12:00:00Z"
