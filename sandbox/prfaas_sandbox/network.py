@@ -70,6 +70,8 @@ def create_link(hub: Path, member: Path) -> list[Command]:
 def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> list[Command]:
     commands = [
         ["ip", "link", "set", "lo", "up"],
+        # Without an address that is not loopback's, name resolution by AI_ADDRCONFIG finds nothing.
+        ["ip", "address", "add", f"{own.address}/32", "dev", LINK],
         ["ip", "link", "set", LINK, "up"],
         ["ip", "route", "add", "local", own.range, "dev", "lo"],
         # One neighbour to resolve, whatever the number of pods behind it.

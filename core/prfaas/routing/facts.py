@@ -75,17 +75,19 @@ Decision = Route | Refusal
 def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Rule:
     """Return the rule that a table and the scheduler's last unexpired update give together.
 
-    Only mode Auto listens to the scheduler, and never outside the policy's own bounds. Without an update nothing is
-    known of the links, and caches are judged per cluster (Scarce).
+    Only mode Auto takes the scheduler's threshold, and never outside the policy's own bounds; mode Fixed takes what it
+    knows of the links, so that a dead one is left alone. Without an update nothing is known of them, and caches are
+    judged per cluster (Scarce).
     """
     threshold = table.threshold
     clusters = frozenset(cluster.name for cluster in table.clusters)
     if threshold.mode == "Disabled":
         return Rule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=frozenset())
-    if threshold.mode == "Fixed" or update is None:
+    if update is None:
         return Rule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=clusters)
+    bounded = min(max(update.tokens, threshold.min_tokens), threshold.max_tokens)
     return Rule(
-        threshold_tokens=min(max(update.tokens, threshold.min_tokens), threshold.max_tokens),
+        threshold_tokens=bounded if threshold.mode == "Auto" else threshold.tokens,
         bandwidth=update.bandwidth,
         offload_clusters=clusters & frozenset(update.offload_clusters),
     )

@@ -1,8 +1,8 @@
 """Messages on the unix socket between a gateway and its scheduler sidecar.
 
-    GET  /table      -> RoutingTable (JSON), 503 before the first one
-    PUT  /threshold  <- ThresholdUpdate
-    GET  /counters   -> Counters
+GET  /table      -> RoutingTable (JSON), 503 before the first one
+PUT  /threshold  <- ThresholdUpdate
+GET  /counters   -> Counters
 """
 
 from typing import Literal

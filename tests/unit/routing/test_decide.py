@@ -207,13 +207,17 @@ def test_a_pushed_threshold_stays_within_the_policys_bounds(pushed, in_force):
     assert rule_in_force(TWO_CLUSTERS, update).threshold_tokens == in_force
 
 
-@pytest.mark.parametrize(("mode", "clusters"), [("Fixed", {"eu"}), ("Disabled", set())])
-def test_fixed_and_disabled_do_not_listen_to_the_scheduler(mode, clusters):
-    update = ThresholdUpdate(
-        tokens=1, bandwidth="Abundant", offload_clusters=("eu", "us"), expires_seconds=5, reason=""
-    )
-    got = rule_in_force(table(mode=mode), update)
-    assert (got.threshold_tokens, got.bandwidth, got.offload_clusters) == (1000, "Scarce", clusters)
+@pytest.mark.parametrize("alive", [("eu",), ()])
+def test_fixed_keeps_its_own_threshold_but_leaves_dead_links_alone(alive):
+    update = ThresholdUpdate(tokens=1, bandwidth="Abundant", offload_clusters=alive, expires_seconds=5, reason="")
+    got = rule_in_force(table(mode="Fixed"), update)
+    assert (got.threshold_tokens, got.offload_clusters) == (1000, set(alive))
+
+
+def test_disabled_does_not_listen_to_the_scheduler():
+    update = ThresholdUpdate(tokens=1, bandwidth="Abundant", offload_clusters=("eu",), expires_seconds=5, reason="")
+    got = rule_in_force(table(mode="Disabled"), update)
+    assert (got.threshold_tokens, got.offload_clusters) == (1000, set())
 
 
 def test_a_scheduler_cannot_name_a_cluster_that_the_table_lacks():
