@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
@@ -272,9 +272,8 @@ def write_checkpoint(tensors: dict[str, Tensor], output: Path) -> None:
     """config.json and model.safetensors in the public layout."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    temporary = output / "model.safetensors.part"
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
-    temporary.replace(output / "model.safetensors")
+    weights = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, {"format": "pt"})
+    (output / "model.safetensors").write_bytes(weights)
 
 
 def train(seconds: float, steps: int, output: Path) -> None:
