@@ -36,7 +36,7 @@ def demo(
         console.print("\nInterrupted; everything that was started has been stopped.")
         raise typer.Exit(130) from None
     if story.problems:
-        console.print(f"The demo did not show what it promises. Logs: {state}/sandbox", highlight=False)
+        console.print(f"The demo did not show what it promises. Logs: {state}/sandbox", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -65,7 +65,8 @@ async def _run(story: Story, show: Show, *, state: Path, keep: bool) -> None:
         story.problems = judge(story)
         report = state / "demo.json"
         report.write_bytes(msgspec.json.format(msgspec.json.encode(story), indent=2) + b"\n")
-        summary(story, show.console)
+        for text in summary(story):
+            show.line(text)
         show.line(f"  report      {report}")
         if keep:
             show.line(installation.next_commands())

@@ -76,12 +76,12 @@ class Show:
 
     def line(self, text: str) -> None:
         """Print one line above the live table."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def act(self, text: str) -> None:
         """Say what happens next."""
         self._act = text
-        self.console.print(f"\n[bold]{text}[/bold]", highlight=False)
+        self.console.print(f"\n[bold]{text}[/bold]", highlight=False, soft_wrap=True)
         self._refresh()
 
     def request(self, record: RequestRecord) -> None:
@@ -91,6 +91,7 @@ class Show:
                 f"  {record.id}  {record.tokens:>6} tokens  prefilled in {record.prefilled_in:<10} "
                 f"cache {human_bytes(record.kv_bytes):>9}  TTFT {record.ttft_seconds:6.2f} s  {record.outcome}",
                 highlight=False,
+                soft_wrap=True,
             )
         self._refresh()
 
@@ -98,7 +99,7 @@ class Show:
         """Show a new sample of the threshold."""
         if self._live is None and len(self._story.threshold) % 5 == 0:
             percent = "" if sample.utilisation_percent is None else f", link at {sample.utilisation_percent:.0f}%"
-            self.console.print(f"  threshold {sample.tokens} tokens{percent}", highlight=False)
+            self.console.print(f"  threshold {sample.tokens} tokens{percent}", highlight=False, soft_wrap=True)
         self._refresh()
 
     @contextlib.contextmanager
@@ -130,32 +131,25 @@ class Show:
         return Group(request_table(story.requests[-SHOWN_REQUESTS:]), Text(status, style="bold blue"))
 
 
-def summary(story: Story, console: Console) -> None:
-    """Print the end: what was shown, in figures, and what went wrong if anything did."""
+def summary(story: Story) -> list[str]:
+    """Return the end in lines of console markup: what was shown, in figures, and what went wrong if anything did."""
     offloaded = [record for record in story.requests if record.decision == "offload"]
-    moved = sum(record.kv_bytes for record in offloaded)
-    console.print(
-        f"\n[bold]Summary[/bold]  {len(story.requests)} requests, {len(offloaded)} offloaded, {human_bytes(moved)} "
-        f"of cache crossed the link, {story.total_seconds:.0f} s",
-        highlight=False,
-    )
-    console.print(
-        f"  threshold   {story.threshold_before_narrowing:,} before, {story.threshold_narrow_peak:,} on the "
-        f"narrow link, {story.threshold_after_widening:,} after widening",
-        highlight=False,
-    )
+    moved = human_bytes(sum(record.kv_bytes for record in offloaded))
+    lines = [
+        f"\n[bold]Summary[/bold]  {len(story.requests)} requests, {len(offloaded)} offloaded, {moved} of cache crossed "
+        f"the link, {story.total_seconds:.0f} s",
+        f"  threshold   {story.threshold_before_narrowing:,} before, {story.threshold_narrow_peak:,} on the narrow "
+        f"link, {story.threshold_after_widening:,} after widening",
+    ]
     longest = max(offloaded, key=lambda record: (record.outcome == "ok", record.tokens), default=None)
     if longest is not None and longest.prefill_seconds:
-        console.print(
+        lines.append(
             f"  pipelining  the cache of a {longest.tokens:,}-token prompt began to leave after "
-            f"{longest.first_byte_seconds:.3f} s of its {longest.prefill_seconds:.2f} s prefill",
-            highlight=False,
+            f"{longest.first_byte_seconds:.3f} s of its {longest.prefill_seconds:.2f} s prefill"
         )
     if (drill := story.failure_drill) is not None:
-        console.print(
-            f"  failure     killed after {human_bytes(drill.bytes_sent_before_kill)} of cache; "
-            f"the request completed ({drill.request.outcome}), the worker was back after {drill.recovered_seconds:.1f} s",
-            highlight=False,
+        lines.append(
+            f"  failure     killed after {human_bytes(drill.bytes_sent_before_kill)} of cache; the request completed "
+            f"({drill.request.outcome}), the worker was back after {drill.recovered_seconds:.1f} s"
         )
-    for problem in story.problems:
-        console.print(f"  [red]problem[/red]     {problem}", highlight=False)
+    return lines + [f"  [red]problem[/red]     {problem}" for problem in story.problems]

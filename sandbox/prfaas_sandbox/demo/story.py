@@ -18,8 +18,9 @@ from prfaas_sandbox.demo.texts import text_of
 from prfaas_sandbox.demo.watch import SENT_BYTES_QUERY, Watch
 
 LENGTHS = (100, 300, 600, 1_200, 2_500, 5_000, 10_000, 16_000)
-WIDE_MBPS, NARROW_MBPS, DRILL_MBPS = 100, 5, 8
+WIDE_MBPS, NARROW_MBPS, DRILL_MBPS = 100, 5, 4
 LOAD_TOKENS, LOAD_CLIENTS = 6_000, 3
+DRILL_TOKENS, DRILL_BYTES = 8_000, 250_000  # so much of the cache has left when the worker is killed
 NARROW_TIMEOUT_SECONDS, WIDEN_TIMEOUT_SECONDS, RECOVERY_TIMEOUT_SECONDS = 30.0, 40.0, 60.0
 
 
@@ -101,7 +102,7 @@ class Teller:
         )
 
     async def _drill(self) -> None:
-        tokens = LENGTHS[-1]
+        tokens = DRILL_TOKENS
         self._show.act(
             f"The cache of a {tokens:,}-token prompt crosses at {DRILL_MBPS} Mbit/s; its prefill worker is killed"
         )
@@ -110,7 +111,7 @@ class Teller:
         before = await self._watch.query(query) or 0.0
         request = asyncio.create_task(self._ask(tokens, "kill"))
         sent = 0.0
-        while sent <= 0 and not request.done():
+        while sent < DRILL_BYTES and not request.done():
             await asyncio.sleep(0.1)
             sent = (await self._watch.query(query) or 0.0) - before
         pod = await self._installation.ready_pod(OFFLOAD_POOL)
