@@ -1,14 +1,14 @@
 """The one tree of errors. Its branches answer who can act: the caller, the peer, the capacity planner, or we ourselves.
 
-    PrfaasError
-    ├── BadInputError        the caller sent or configured something wrong: say what, where, and the fix
-    │   ├── RequestError     an API request; carries the HTTP status and OpenAI-style code
-    │   └── ConfigError      a flag, file, custom resource or checkpoint
-    ├── PeerError            another process or cluster did not do its part; retry elsewhere may help
-    │   ├── UnreachableError connection refused, timed out, or cut
-    │   └── ProtocolError    bytes that break the protocol: never decoded, never retried as they are
-    ├── CapacityError        the system is full; retry later may help
-    └── InternalError        our own promise is broken: a bug
+PrfaasError
+├── BadInputError        the caller sent or configured something wrong: say what, where, and the fix
+│   ├── RequestError     an API request; carries the HTTP status and OpenAI-style code
+│   └── ConfigError      a flag, file, custom resource or checkpoint
+├── PeerError            another process or cluster did not do its part; retry elsewhere may help
+│   ├── UnreachableError connection refused, timed out, or cut
+│   └── ProtocolError    bytes that break the protocol: never decoded, never retried as they are
+├── CapacityError        the system is full; retry later may help
+└── InternalError        our own promise is broken: a bug
 """
 
 

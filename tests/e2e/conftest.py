@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from prfaas_sandbox.sandbox import Sandbox
 
 from prfaas_sandbox.demo.install import Installation
+from prfaas_sandbox.sandbox import Sandbox
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
