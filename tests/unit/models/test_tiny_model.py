@@ -21,7 +21,7 @@ from prfaas_worker.models.base import Model
 
 SOURCE = "builtin:kimi-linear-tiny"
 BOUND_BITS = 2.8
-READ_BYTES, MEASURED_BYTES = 512, 768
+READ_BYTES, MEASURED_BYTES = 512, 512
 
 
 @pytest.fixture(scope="module")
