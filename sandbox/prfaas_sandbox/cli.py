@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,32 +81,37 @@ def up(
     link_mbps: Annotated[float, typer.Option("--link-mbps", help="Rate of the link, each way.")] = DEFAULT_LINK_MBPS,
 ) -> None:
     """Start both clusters and keep them until Ctrl-C. Example: prfaas sandbox up --link-mbps 200."""
+    with _progress() as report:
+        ensure_tools(report)  # before asyncio takes the signals over, so that Ctrl-C also ends a build
     asyncio.run(_up(state, link_mbps))
 
 
 async def _up(state: Path, link_mbps: float) -> None:
-    stop = asyncio.Event()
+    running = asyncio.current_task()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        if running is not None:
+            running.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    running = asyncio.create_task(_run(state, link_mbps, stop))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not running.done():
-        running.cancel()
-    stopping.cancel()
-    await asyncio.gather(running, return_exceptions=stop.is_set())
-
-
-async def _run(state: Path, link_mbps: float, stop: asyncio.Event) -> None:
-    with _progress() as report:
-        starting = Sandbox.start(state, link_mbps=link_mbps, report=report)
-        sandbox = await starting.__aenter__()
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     try:
+        await _run(state, link_mbps)
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+
+
+async def _run(state: Path, link_mbps: float) -> None:
+    async with AsyncExitStack() as stack:
+        with _progress() as report:
+            sandbox = await stack.enter_async_context(Sandbox.start(state, link_mbps=link_mbps, report=report))
         _show(sandbox.description, link_mbps)
         console.print("Ctrl-C stops everything.")
-        await stop.wait()
-    finally:
-        await starting.__aexit__(None, None, None)
+        await sandbox.wait_broken()
 
 
 @app.command()

@@ -24,7 +24,7 @@ Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, 
 
 
 class _Connections:
-    """The open connections of servers, each in a task of ours: asyncio logs an error when one of its own is cancelled."""
+    """The open connections of servers, each in a task of ours: asyncio reports its own ones when cancelled."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from prfaas_sandbox.build import ensure_tools
 from prfaas_sandbox.cluster import API_PORT
 from prfaas_sandbox.control import change_link, kill_pod
 from prfaas_sandbox.kubeconfig import read_kubeconfig
-from prfaas_sandbox.messages import parse
+from prfaas_sandbox.messages import Message, parse
 from prfaas_sandbox.namespaces import search_path, unshare_command
 from prfaas_sandbox.network import CLUSTERS, HUB, ClusterNetwork
 from prfaas_sandbox.processes import tail
@@ -105,8 +105,9 @@ class Sandbox:
 
     """
 
-    def __init__(self, state: StateFolder, tools: Tools, forwards: Forwards, description: Description):
-        self._state = state
+    def __init__(self, inside: "_Inside", tools: Tools, forwards: Forwards, description: Description):
+        self._inside = inside
+        self._state = inside.state
         self._tools = tools
         self._forwards = forwards
         self.description = description
@@ -139,15 +140,20 @@ class Sandbox:
         with state.hold():
             started = asyncio.get_running_loop().time()
             Plan({name: str(path) for name, path in tools.paths.items()}, link_mbps).write(state.plan)
-            async with _inside(launcher, state) as inside, Forwards() as forwards:
-                await _wait_ready(inside, state, report)
+            async with _Inside.run(launcher, state) as inside, Forwards() as forwards:
+                await inside.wait_ready(report)
                 hub, member = [await _open(state, network, forwards) for network in CLUSTERS]
                 url = await _open_prometheus(state, forwards)
                 seconds = asyncio.get_running_loop().time() - started
                 description = Description(hub, member, url, prometheus.INTERNAL_URL, round(seconds, 1))
                 description.write(state.description)
                 report(f"both clusters ready after {seconds:.1f} s")
-                yield cls(state, tools, forwards, description)
+                yield cls(inside, tools, forwards, description)
+
+    async def wait_broken(self) -> None:
+        """Wait until a part of the sandbox ends by itself, and with it all; raise PeerError with the reason."""
+        while True:
+            await self._inside.next_message()
 
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
         """Return a URL on 127.0.0.1 for a port of a Service; each connection goes to a pod that is ready then."""
@@ -203,59 +209,71 @@ class Sandbox:
         return output.decode()
 
 
-@asynccontextmanager
-async def _inside(launcher: list[str], state: StateFolder) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run the inside as long as the context lasts: its life hangs on its standard input (`prfaas_sandbox.inside`)."""
-    environment = {name: value for name, value in _environment().items() if name.lower() not in HTTP_PROXIES}
-    with (state.logs / "sandbox.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *launcher,
-            sys.executable,
-            "-m",
-            "prfaas_sandbox.inside",
-            str(state.root),
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C is for us; the inside ends with its standard input
-        )
-    try:
-        yield process
-    finally:
-        if process.stdin is not None:
-            process.stdin.close()
+class _Inside:
+    """The sandbox's outermost process, whose life hangs on its standard input: see `prfaas_sandbox.inside`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, state: StateFolder):
+        self._process = process
+        self.state = state
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, launcher: list[str], state: StateFolder) -> AsyncIterator[Self]:
+        """Run the inside as long as the context lasts."""
+        with (state.logs / "sandbox.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *launcher,
+                sys.executable,
+                "-m",
+                "prfaas_sandbox.inside",
+                str(state.root),
+                env=_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for us; the inside ends with its standard input
+            )
         try:
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_SECONDS)
-        except TimeoutError:
-            process.kill()  # --kill-child takes the rest along
-            await process.wait()
+            yield cls(process, state)
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_SECONDS)
+            except TimeoutError:
+                process.kill()  # --kill-child takes the rest along
+                await process.wait()
+
+    async def next_message(self) -> Message:
+        """Return what the inside says next; raise PeerError when it says that something failed, or has ended."""
+        line = await self._process.stdout.readline() if self._process.stdout is not None else b""
+        if not line:
+            raise PeerError(f"the sandbox ended; the end of its log:\n{tail(self.state.logs / 'sandbox.log')}")
+        message = parse(line)
+        if message.kind == "failed":
+            raise PeerError(f"{message.sender}: {message.text}")
+        return message
+
+    async def wait_ready(self, report: Callable[[str], None]) -> None:
+        """Wait until both clusters say that they are ready."""
+        missing = {network.name for network in CLUSTERS}
+        try:
+            async with asyncio.timeout(START_TIMEOUT_SECONDS):
+                while missing:
+                    message = await self.next_message()
+                    report(f"{message.sender}: {message.text or message.kind}")
+                    if message.kind == "ready":
+                        missing.discard(message.sender)
+        except TimeoutError as error:
+            names, logs = ", ".join(sorted(missing)), self.state.logs
+            reason = f"not ready within {START_TIMEOUT_SECONDS:.0f} s: {names} (logs: {logs})"
+            raise UnreachableError(reason) from error
 
 
-def _environment() -> Mapping[str, str]:
-    return {**os.environ, "PATH": search_path()}
-
-
-async def _wait_ready(inside: asyncio.subprocess.Process, state: StateFolder, report: Callable[[str], None]) -> None:
-    """Wait until both clusters say that they are ready."""
-    missing = {network.name for network in CLUSTERS}
-    try:
-        async with asyncio.timeout(START_TIMEOUT_SECONDS):
-            while missing and inside.stdout is not None:
-                line = await inside.stdout.readline()
-                if not line:
-                    raise PeerError(f"the sandbox ended while it started:\n{tail(state.logs / 'sandbox.log')}")
-                message = parse(line)
-                if message.kind == "failed":
-                    raise PeerError(f"{message.sender}: {message.text}")
-                if message.kind == "ready":
-                    missing.discard(message.sender)
-                report(f"{message.sender}: {message.text or message.kind}")
-    except TimeoutError as error:
-        raise UnreachableError(
-            f"the sandbox was not ready within {START_TIMEOUT_SECONDS:.0f} s, missing: {', '.join(sorted(missing))} "
-            f"(logs: {state.logs})"
-        ) from error
+def _environment() -> dict[str, str]:
+    """Return our environment for the inside: system programs on PATH, and no proxy on the way to the API servers."""
+    kept = {name: value for name, value in os.environ.items() if name.lower() not in HTTP_PROXIES}
+    return {**kept, "PATH": search_path()}
 
 
 async def _open(state: StateFolder, network: ClusterNetwork, forwards: Forwards) -> ClusterAccess:

@@ -2,6 +2,9 @@
 
 import json
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +29,44 @@ def test_clusters_share_nothing(hub, member):
 
 async def test_fixture_serves_async_tests_too(hub):
     assert hub.kubectl("get", "--raw", "/readyz") == "ok"
+
+
+HOLD = """
+import asyncio, sys
+from pathlib import Path
+from prfaas_sandbox.build import ensure_tools
+from prfaas_sandbox.controlplane import ControlPlane
+
+async def main():
+    async with ControlPlane.start("left", ensure_tools(print), Path(sys.argv[1])):
+        print("ready", flush=True)
+        await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def running_in(folder: Path) -> list[int]:
+    """Return the pids of processes that have the folder in their arguments."""
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (process / "cmdline").read_text()
+        except OSError:
+            continue
+        if str(folder) in arguments:
+            found.append(int(process.name))
+    return found
+
+
+def test_programs_end_with_a_parent_that_is_killed(tmp_path):
+    folder = tmp_path / "plane"
+    with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert any(line == "ready\n" for line in parent.stdout)
+        assert len(running_in(folder)) == 5  # the parent, and four programs
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while running_in(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running_in(folder) == []

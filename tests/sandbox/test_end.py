@@ -142,6 +142,19 @@ def test_nothing_is_left_when_the_parent_ends(up, number):
     assert not any((running.state / "run").iterdir())
 
 
+def test_when_a_part_breaks_all_ends_and_the_reason_is_told(up, tmp_path):
+    running = up()
+    processes = descendants(running.process.pid)
+    servers = [
+        pid for pid, _ in processes if "kube-apiserver" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
+    ]
+    assert len(servers) == 2
+    os.kill(servers[0], signal.SIGKILL)
+    assert running.process.wait(GONE_SECONDS) == 1
+    wait_until(lambda: not alive(processes), GONE_SECONDS, "all processes are gone")
+    assert "kube-apiserver ended with status -9" in (tmp_path / "up.log").read_text()
+
+
 def test_one_state_folder_holds_one_sandbox_and_the_commands_speak_of_it(up):
     running = up()
     second = subprocess.run(
