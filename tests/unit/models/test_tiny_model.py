@@ -85,7 +85,7 @@ def test_without_its_memory_the_model_is_far_worse(tiny, held_out):
 
 
 def test_a_prompt_of_33000_tokens_is_taken_and_its_memory_stays_with_the_cache(tiny, held_out):
-    tokens = held_out.flatten().repeat(3)[:33_000]
+    tokens = held_out.flatten().repeat(4)[:33_000]
     cache = tiny.new_cache()
     for chunk in tokens.split(4096):
         hidden = tiny.prefill(chunk, cache)
