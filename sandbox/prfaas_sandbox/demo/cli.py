@@ -1,6 +1,7 @@
 """`prfaas demo`: options, Ctrl-C, the report file and the exit code."""
 
 import asyncio
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +29,7 @@ def demo(
     ),
 ) -> None:
     """Run the whole system on this machine and show it at work. Example: prfaas demo --keep."""
-    console = Console()
+    console = Console(soft_wrap=not sys.stdout.isatty())  # a log keeps its lines whole
     story = Story()
     try:
         asyncio.run(_run(story, Show(story, console), state=state, keep=keep))
@@ -36,7 +37,7 @@ def demo(
         console.print("\nInterrupted; everything that was started has been stopped.")
         raise typer.Exit(130) from None
     if story.problems:
-        console.print(f"The demo did not show what it promises. Logs: {state}/sandbox", highlight=False, soft_wrap=True)
+        console.print(f"The demo did not show what it promises. Logs: {state}/sandbox", highlight=False)
         raise typer.Exit(1)
 
 

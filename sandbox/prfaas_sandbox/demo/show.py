@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -76,12 +77,12 @@ class Show:
 
     def line(self, text: str) -> None:
         """Print one line above the live table."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False)
 
     def act(self, text: str) -> None:
         """Say what happens next."""
         self._act = text
-        self.console.print(f"\n[bold]{text}[/bold]", highlight=False, soft_wrap=True)
+        self.console.print(f"\n[bold]{text}[/bold]", highlight=False)
         self._refresh()
 
     def request(self, record: RequestRecord) -> None:
@@ -91,7 +92,6 @@ class Show:
                 f"  {record.id}  {record.tokens:>6} tokens  prefilled in {record.prefilled_in:<10} "
                 f"cache {human_bytes(record.kv_bytes):>9}  TTFT {record.ttft_seconds:6.2f} s  {record.outcome}",
                 highlight=False,
-                soft_wrap=True,
             )
         self._refresh()
 
@@ -99,7 +99,7 @@ class Show:
         """Show a new sample of the threshold."""
         if self._live is None and len(self._story.threshold) % 5 == 0:
             percent = "" if sample.utilisation_percent is None else f", link at {sample.utilisation_percent:.0f}%"
-            self.console.print(f"  threshold {sample.tokens} tokens{percent}", highlight=False, soft_wrap=True)
+            self.console.print(f"  threshold {sample.tokens} tokens{percent}", highlight=False)
         self._refresh()
 
     @contextlib.contextmanager
@@ -147,6 +147,7 @@ def summary(story: Story) -> list[str]:
             f"  pipelining  the cache of a {longest.tokens:,}-token prompt began to leave after "
             f"{longest.first_byte_seconds:.3f} s of its {longest.prefill_seconds:.2f} s prefill"
         )
+        lines.append(f"  text        which went on: {escape(repr(longest.text))}")
     if (drill := story.failure_drill) is not None:
         lines.append(
             f"  failure     killed after {human_bytes(drill.bytes_sent_before_kill)} of cache; the request completed "

@@ -131,9 +131,10 @@ class Teller:
         )
 
     async def _until_offloaded_again(self, tokens: int, deadline: float) -> RequestRecord:
-        """Wait for the pool to be whole and the threshold to allow it, then send the prompt again."""
+        """Send such prompts until one is offloaded: the gateway leaves a worker that failed alone for a moment."""
         await self._installation.wait_ready("prefillpool", OFFLOAD_POOL, timeout_seconds=deadline - time.monotonic())
-        await self._watch.until(
-            lambda threshold: threshold < tokens, timeout_seconds=max(deadline - time.monotonic(), 1.0)
-        )
-        return await self._ask(tokens, "again")
+        while True:
+            record = await self._ask(tokens, "again")
+            if record.prefilled_in == self._installation.member_name or time.monotonic() > deadline:
+                return record
+            await asyncio.sleep(1.0)
