@@ -127,8 +127,10 @@ class StateFolder:
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
-            yield
-            self.description.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                self.description.unlink(missing_ok=True)
 
     def owner(self) -> int | None:
         """Return the pid of the process that runs the sandbox here, None when there is none."""
