@@ -8,7 +8,7 @@ ended before one was taken.
 from collections.abc import Callable
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 Outcome = Literal["ok", "fallback", "invalid", "rejected", "failed", "aborted"]
 
@@ -21,6 +21,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
         self.requests = Counter(
             "prfaas_gateway_requests", "Finished requests", ["decision", "outcome"], registry=registry
         )

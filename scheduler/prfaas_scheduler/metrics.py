@@ -1,7 +1,7 @@
 """The scheduler's own metrics. Their label is `member_cluster`, because every target has a label `cluster` already."""
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from prfaas.routing.controller import Step
@@ -14,6 +14,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.threshold_tokens = Gauge(
             "prfaas_scheduler_threshold_tokens", "Threshold pushed to the gateway", registry=self.registry
         )

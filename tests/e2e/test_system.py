@@ -218,6 +218,20 @@ async def test_requests_are_served_while_the_operator_is_away(installation: Inst
     assert [(r.prefilled_in, r.output_tokens) for r in records] == [("hub", 24), ("prefill-eu", 24)]
 
 
+async def test_operator_gateway_and_scheduler_stay_small(installation: Installation):
+    async with httpx.AsyncClient(base_url=installation.sandbox.prometheus_url, timeout=10) as http:
+        answer = await http.get("/api/v1/query", params={"query": "process_resident_memory_bytes"})
+    resident = {
+        f"{result['metric']['pod'].rsplit('-', 2)[0]}:{result['metric']['instance'].rsplit(':')[-1]}": float(
+            result["value"][1]
+        )
+        for result in answer.json()["data"]["result"]
+    }
+    limits = {"prfaas-operator:9090": 150e6, f"{POLICY}-gateway:8080": 100e6, f"{POLICY}-gateway:9091": 100e6}
+    assert set(limits) <= set(resident)
+    assert {name: size for name, size in resident.items() if size > limits.get(name, size)} == {}
+
+
 async def test_logs_of_a_worker_in_the_member_cluster_can_be_read(installation: Installation):
     sandbox = installation.sandbox
     logs = await sandbox.kubectl(sandbox.member, "-n", NAMESPACE, "logs", f"deployment/{OFFLOAD_POOL}", "--tail=50")

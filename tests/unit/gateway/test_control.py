@@ -50,10 +50,13 @@ async def test_naming_no_cluster_turns_offload_off(world, long):
     assert (await world.post(long)).headers[headers.DECISION] == "local"
 
 
-@pytest.mark.parametrize(("mode", "decision"), [("Fixed", "offload"), ("Disabled", "local")])
-async def test_other_modes_ignore_the_scheduler(world, long, mode, decision):
+@pytest.mark.parametrize(
+    ("mode", "alive", "decision"),
+    [("Fixed", ("eu",), "offload"), ("Fixed", (), "local"), ("Disabled", ("eu",), "local")],
+)
+async def test_other_modes_take_no_threshold_from_the_scheduler(world, long, mode, alive, decision):
     await world.start("d0", "x0", mode=mode)
-    assert (await world.control("PUT", "/threshold", update(tokens=5000, clusters=()))).status == 204
+    assert (await world.control("PUT", "/threshold", update(tokens=5000, clusters=alive))).status == 204
     got = await world.post(long)
     assert (got.headers[headers.DECISION], got.headers[headers.THRESHOLD_TOKENS]) == (decision, "1000")
 
