@@ -11,7 +11,11 @@ def main() -> None:
     """Run one worker until it is told to stop."""
     options = parse()
     configure_logs(options, "front")
-    sys.exit(run(options))
+    try:
+        code = run(options)
+    except KeyboardInterrupt:  # a second Ctrl-C: somebody does not want to wait for the requests that still run
+        code = 130
+    sys.exit(code)
 
 
 if __name__ == "__main__":

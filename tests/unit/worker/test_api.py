@@ -1,0 +1,119 @@
+"""One real worker's HTTP face: streams say what whole answers say, and every error is an OpenAI-style body."""
+
+import io
+from typing import Any
+
+import pytest
+
+SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 40}
+
+
+async def streamed(client, worker, path: str, body: dict[str, Any]) -> list[Any]:
+    ask = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
+    async with client.session.post(f"{worker.url}{path}", json=ask) as answer:
+        assert answer.status == 200
+        assert answer.content_type == "text/event-stream"
+        assert int(answer.headers["x-prfaas-prompt-tokens"]) > 0
+        return [event async for event in client.events(answer)]
+
+
+async def whole(client, worker, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with client.session.post(f"{worker.url}{path}", json={"model": "tiny"} | body) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+async def test_a_stream_is_the_whole_answer_in_pieces(client, pair):
+    body = SAMPLED | {"prompt": "def f(", "n": 2, "logprobs": 1}
+    *chunks, usage, done = await streamed(client, pair[1], "/v1/completions", body)
+    expected = await whole(client, pair[1], "/v1/completions", body)
+    for choice in expected["choices"]:
+        mine = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        assert [part["finish_reason"] for part in mine if part["finish_reason"]] == [choice["finish_reason"]]
+        logprobs = [value for part in mine if part["logprobs"] for value in part["logprobs"]["token_logprobs"]]
+        assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+    assert (usage["choices"], usage["usage"]) == ([], expected["usage"])
+    assert done == "[DONE]"
+
+
+async def test_a_chat_stream_says_whose_turn_it_is_once(client, pair):
+    body = SAMPLED | {"messages": [{"role": "user", "content": "Hello"}]}
+    *chunks, usage, done = await streamed(client, pair[1], "/v1/chat/completions", body)
+    expected = await whole(client, pair[1], "/v1/chat/completions", body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    assert "".join(delta.get("content", "") for delta in deltas) == expected["choices"][0]["message"]["content"]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert usage["usage"] == expected["usage"]
+    assert expected["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert done == "[DONE]"
+
+
+async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_stops_too(client, pair):
+    body = SAMPLED | {"prompt": "def f("}
+    text = (await whole(client, pair[1], "/v1/completions", body))["choices"][0]["text"]
+    stop = text[8:10]
+    cut = await whole(client, pair[1], "/v1/completions", body | {"stop": stop, "max_tokens": 20_000})
+    assert cut["choices"][0]["text"] == text[: text.index(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["usage"]["completion_tokens"] <= 40
+    await client.eventually(pair[1], prfaas_requests_running=0)
+
+
+async def test_every_token_of_a_chat_can_have_logprobs(client, pair):
+    body = SAMPLED | {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True, "top_logprobs": 3}
+    answer = await whole(client, pair[1], "/v1/chat/completions", body)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == answer["usage"]["completion_tokens"]
+    for entry in content:
+        ranked = [other["logprob"] for other in entry["top_logprobs"]]
+        assert len(ranked) == 3
+        assert ranked == sorted(ranked, reverse=True)
+        assert entry["logprob"] <= ranked[0] + 1e-6
+    text = bytes(byte for entry in content for byte in entry["bytes"])
+    assert text.decode("utf-8", "replace") == answer["choices"][0]["message"]["content"]
+
+
+async def test_the_request_id_of_the_caller_comes_back(client, pair):
+    ask = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    headers = {"x-request-id": "mine-1"}
+    async with client.session.post(f"{pair[1].url}/v1/completions", json=ask, headers=headers) as answer:
+        assert answer.headers["x-request-id"] == "mine-1"
+        assert (await answer.json())["id"] == "cmpl-mine-1"
+
+
+TOO_LONG = b'{"model": "tiny", "prompt": "' + b"x" * 70_000 + b'"}'
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "wanted"),
+    [
+        ("POST", "/v1/completions", b"{", (400, "invalid_json")),
+        ("POST", "/v1/completions", b'{"model": "gpt", "prompt": "x"}', (404, "model_not_found")),
+        ("POST", "/v1/chat/completions", b'{"model": "tiny", "messages": []}', (400, "invalid_request")),
+        ("POST", "/v1/completions", TOO_LONG, (400, "context_length_exceeded")),
+        ("GET", "/v1/completions", b"", (405, "invalid_request")),
+        ("GET", "/v1/nothing", b"", (404, "invalid_request")),
+    ],
+)
+async def test_every_error_has_an_openai_body(
+    client, pair, method: str, path: str, body: bytes, wanted: tuple[int, str]
+):
+    async with client.session.request(method, f"{pair[1].url}{path}", data=body) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["code"]) == wanted
+        assert error["type"] == "invalid_request_error"
+        assert set(error) == {"message", "type", "param", "code"}
+
+
+async def test_a_body_beyond_all_bounds_is_a_413(client, pair):
+    with io.BytesIO(b"x" * (65 << 20)) as body:
+        async with client.session.post(f"{pair[1].url}/v1/completions", data=body) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (413, "invalid_request")
+
+
+async def test_the_model_list_tells_the_context(client, pair):
+    async with client.session.get(f"{pair[1].url}/v1/models") as answer:
+        (model,) = (await answer.json())["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 65536)
