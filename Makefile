@@ -31,7 +31,8 @@ demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leav
 	@prfaas demo $(if $(KEEP),--keep,)
 
 test: lint tools ## Everything: lint, types, unit, model parity, API server, whole system
-	$(PYTEST)
+	$(PYTEST) -n 3 --dist loadfile -m "not e2e"
+	$(PYTEST) -m e2e
 
 unit: $(STAMP) ## The tests that need no cluster
 	$(PYTEST) tests/unit

@@ -130,3 +130,12 @@ def test_sources_that_name_no_model_say_what_there_is(rewritten, tmp_path):
         load_model(str(tmp_path / "nowhere"), None)
     with pytest.raises(ConfigError, match="model_type is 'llama'"):
         load_model(str(rewritten(model_type="llama")), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"), [("{", "is not JSON"), ("[]", "holds a list"), ("{}", "model_type is None")]
+)
+def test_a_config_that_is_no_config_is_refused_by_name(tmp_path, text, advice):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{advice}"):
+        load_model(str(tmp_path), None)

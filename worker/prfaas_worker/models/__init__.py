@@ -1,11 +1,9 @@
-"""Models that the engine can run: `load_model` picks the implementation by the checkpoint's `model_type`."""
+"""Models that the engine can run; today Kimi Linear, and a checkpoint of another family says so by its name."""
 
-import json
 from pathlib import Path
 
 import torch
 
-from prfaas.errors import ConfigError
 from prfaas_worker.assets import model_directory
 from prfaas_worker.models.base import Model
 from prfaas_worker.models.kimi_linear.model import KimiLinear
@@ -25,9 +23,4 @@ def load_model(source: str, threads: int | None) -> tuple[Model, Path]:
     if threads is not None:
         torch.set_num_threads(threads)
     directory = model_directory(source)
-    model_type = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if model_type != KimiLinear.model_type:
-        raise ConfigError(
-            f"{directory / 'config.json'}: model_type is {model_type!r}; the engine runs {KimiLinear.model_type!r}"
-        )
     return KimiLinear.load(directory), directory

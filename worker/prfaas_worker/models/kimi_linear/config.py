@@ -9,6 +9,8 @@ from prfaas.errors import ConfigError
 
 LayerKind = Literal["attention", "linear"]
 
+MODEL_TYPE = "kimi_linear"
+
 # Values that change the computation and that we implement in one form only.
 _REQUIRED = {
     "hidden_act": "silu",
@@ -84,8 +86,12 @@ def read_config(directory: Path) -> KimiLinearConfig:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse_config(raw: dict[str, Any]) -> KimiLinearConfig:
+def parse_config(raw: Any) -> KimiLinearConfig:
     """Turn the document of config.json into sizes; a missing field is a KeyError, a wrong one a ConfigError."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"holds a {type(raw).__name__}, not an object with a checkpoint's fields")
+    if (family := raw.get("model_type")) != MODEL_TYPE:
+        raise ConfigError(f"model_type is {family!r}; the engine runs {MODEL_TYPE!r}")
     for field, wanted in _REQUIRED.items():
         if (given := raw.get(field, wanted)) != wanted:
             raise ConfigError(f"{field} is {given!r}; only {wanted!r} is implemented")

@@ -51,8 +51,6 @@ class Layer:
 class KimiLinear:
     """A loaded checkpoint; see `prfaas_worker.models.base.Model` for what each method promises."""
 
-    model_type = "kimi_linear"
-
     def __init__(self, config: KimiLinearConfig, tensors: Mapping[str, Tensor], fingerprint: str):
         """Put the layers together from tensors by public name, which must be complete (`read_weights` checks)."""
         weights = Weights(tensors)
