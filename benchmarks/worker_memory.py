@@ -1,16 +1,13 @@
 """What an idle worker's memory costs: both processes against `import torch` alone.
 
-    python -m benchmarks.worker_memory              a table
-    python -m benchmarks.worker_memory -o json      the figures
+    prfaas bench worker_memory
 
 The worker is a real one with the built-in model, idle after one answered request. Memory is the resident set of each
 process added up; the proportional set (PSS), which counts shared pages once, stands beside it.
 """
 
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -18,10 +15,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from benchmarks.report import MIB, Figure, run
+
 REACH_MIB = 200.0  # both processes may take this much more than `import torch` alone
 START_SECONDS = 120
 HOST = f"127.{50 + os.getpid() % 50}.{os.getpid() // 50 % 250}.7"
-MIB = 1 << 20
 
 
 def memory_mib(pid: int) -> tuple[float, float]:
@@ -70,52 +68,21 @@ def answer(process: subprocess.Popen, url: str, body: bytes) -> None:
             time.sleep(0.2)
 
 
-def figures() -> list[dict]:
+def figures() -> list[Figure]:
     """Measure everything."""
     torch_rss, torch_pss = torch_alone()
     worker = idle_worker()
-    total_rss = sum(rss for rss, _ in worker.values())
-    total_pss = sum(pss for _, pss in worker.values())
-
-    def figure(
-        name: str, value: float, unit: str = "MiB", reach: float | None = None, rival: float | None = None
-    ) -> dict:
-        return {
-            "name": name,
-            "value": round(value, 3),
-            "unit": unit,
-            "better": "lower",
-            "reach": reach,
-            "rival": "import torch" if rival is not None else None,
-            "rival_value": round(rival, 3) if rival is not None else None,
-        }
-
+    rss = sum(rss for rss, _ in worker.values())
+    pss = sum(pss for _, pss in worker.values())
+    beside_rss = {"unit": "MiB", "rival": "import torch", "rival_value": torch_rss}
+    beside_pss = {"unit": "MiB", "rival": "import torch", "rival_value": torch_pss}
     return [
-        figure("front_rss", worker["front"][0]),
-        figure("engine_rss", worker["engine"][0], rival=torch_rss),
-        figure("worker_rss", total_rss, reach=round(torch_rss + REACH_MIB, 3), rival=torch_rss),
-        figure("worker_pss", total_pss, rival=torch_pss),
-        figure("worker_rss_ratio", total_rss / torch_rss, "times", round((torch_rss + REACH_MIB) / torch_rss, 3), 1.0),
+        Figure(name="front, resident", value=worker["front"][0], unit="MiB"),
+        Figure(name="engine, resident", value=worker["engine"][0], **beside_rss),
+        Figure(name="worker, resident", value=rss, reach=torch_rss + REACH_MIB, **beside_rss),
+        Figure(name="worker, proportional", value=pss, **beside_pss),
     ]
 
 
-def main() -> None:
-    """Print a table or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", choices=["json"], help="print the figures as JSON")
-    arguments = parser.parse_args()
-    found = figures()
-    if arguments.output == "json":
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        document = {"bench": "worker_memory", "commit": commit, "machine": machine, "figures": found}
-        print(json.dumps(document, indent=2))
-        return
-    for row in found:
-        rival = f"   {row['rival']}: {row['rival_value']:.1f}" if row["rival"] else ""
-        reach = f"   reach: {row['reach']:.1f}" if row["reach"] else ""
-        print(f"{row['name']:<18} {row['value']:9.2f} {row['unit']}{rival}{reach}")
-
-
 if __name__ == "__main__":
-    main()
+    run("worker_memory", __doc__, figures)

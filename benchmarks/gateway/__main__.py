@@ -1,16 +1,12 @@
 """What the gateway costs a request, beside the backend driven directly in the same run.
 
-    python -m benchmarks.gateway              a table
-    python -m benchmarks.gateway -o json      the figures
+    prfaas bench gateway
 
 Three processes: an instant backend, the gateway with a routes file, and this one, which drives 16 connections. CPU time
 comes from /proc/PID/stat, so that other work on the machine disturbs the figures little. Prompts of 1 KB and 100 KB.
 """
 
-import argparse
 import json
-import os
-import platform
 import re
 import statistics
 import subprocess
@@ -23,29 +19,18 @@ from pathlib import Path
 
 import uvloop
 from benchmarks.gateway.load import drive
+from benchmarks.report import Figure, cpu_seconds, peak_mib, run
 
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 CONCURRENCY = 16
 SIZES = {"1 KB": (1_000, 8_000), "100 KB": (100_000, 3_000)}  # prompt bytes, requests
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-RSS_REACH_MB = 100
+RSS_REACH_MIB = 100
 MEASURED = {
     "cpu_ms": ("gateway CPU a request", "ms", "lower"),
     "per_second": ("throughput", "requests/s", "higher"),
     "p50_ms": (f"median latency at c={CONCURRENCY}", "ms", "lower"),
 }
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return user and system time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
-
-
-def rss_peak_mb(pid: int) -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found.group(1)) * 1024 / 1e6
 
 
 @contextmanager
@@ -87,7 +72,7 @@ def measure(port: int, pid: int, size_bytes: int, requests: int) -> dict[str, fl
     return {"cpu_ms": cpu / requests * 1e3, "per_second": requests / wall, "p50_ms": statistics.median(latencies) * 1e3}
 
 
-def figures() -> list[dict]:
+def figures() -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as directory:
         routes = Path(directory) / "routes.json.gz"
         backend_file = Path(__file__).with_name("backend.py")
@@ -97,51 +82,24 @@ def figures() -> list[dict]:
             command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)]
             with started([*command, "--drain-seconds", "0"], stderr=subprocess.PIPE) as gateway:
                 port = int(re.search(r"listening on \S+:(\d+)", gateway.stderr.readline()).group(1))
-                return list(compare(gateway.pid, port, backend.pid, backend_port))
+                yield from compare(gateway.pid, port, backend.pid, backend_port)
 
 
-def compare(gateway_pid: int, port: int, backend_pid: int, backend_port: int) -> Iterator[dict]:
+def compare(gateway_pid: int, port: int, backend_pid: int, backend_port: int) -> Iterator[Figure]:
     for label, (size_bytes, requests) in SIZES.items():
         direct = measure(backend_port, backend_pid, size_bytes, requests)
         through = measure(port, gateway_pid, size_bytes, requests)
         for key, (name, unit, better) in MEASURED.items():
-            yield figure(f"{name}, {label} prompt", unit, better, through[key], rival_value=direct[key])
-    yield figure("gateway peak memory", "MB", "lower", rss_peak_mb(gateway_pid), reach=RSS_REACH_MB)
-
-
-def figure(name: str, unit: str, better: str, value: float, **beside: float) -> dict:
-    """Return one figure; `beside` may hold `rival_value` and `reach`."""
-    rival_value = beside.get("rival_value")
-    return {
-        "name": name,
-        "value": round(value, 4),
-        "unit": unit,
-        "better": better,
-        "reach": beside.get("reach"),
-        "rival": None if rival_value is None else "the same backend driven directly",
-        "rival_value": None if rival_value is None else round(rival_value, 4),
-    }
-
-
-def report() -> dict:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    return {"bench": "gateway", "commit": commit, "machine": machine, "figures": figures()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    made = parser.parse_args()
-    result = report()
-    if made.output == "json":
-        print(json.dumps(result, indent=2))
-        return
-    for one in result["figures"]:
-        direct = one["rival_value"]
-        rival = f"   direct {direct:>10.3f}   ratio {one['value'] / direct:.2f}" if direct else ""
-        print(f"{one['name']:<44}{one['value']:>10.3f} {one['unit']:<10}{rival}")
+            yield Figure(
+                name=f"{name}, {label} prompt",
+                value=through[key],
+                unit=unit,
+                better=better,
+                rival="the backend driven directly",
+                rival_value=direct[key],
+            )
+    yield Figure(name="gateway peak memory", value=peak_mib(gateway_pid), unit="MiB", reach=RSS_REACH_MIB)
 
 
 if __name__ == "__main__":
-    main()
+    run("gateway", __doc__, figures)

@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points, version
 import typer
 
 from prfaas.cli import crds
+from prfaas.cli.bench import bench
 from prfaas.errors import PrfaasError
 
 ENTRY_POINT_GROUP = "prfaas.commands"
@@ -30,28 +31,27 @@ def show_version() -> None:
     typer.echo(version("prfaas"))
 
 
-def _missing(point: EntryPoint, error: ImportError) -> typer.Typer:
-    """Return a stand-in for a subcommand whose dependencies are not installed."""
-    extra = EXTRA_OF_PACKAGE.get(point.module.split(".")[0], "dev")
-    stand_in = typer.Typer(help=f"(needs: pip install 'prfaas[{extra}]')", invoke_without_command=True)
+def _add_stand_in(point: EntryPoint, error: ImportError) -> None:
+    """Add, for a subcommand whose dependencies are not installed, one that says so whatever its arguments are."""
+    advice = f"pip install 'prfaas[{EXTRA_OF_PACKAGE.get(point.module.split('.')[0], 'dev')}]'"
 
-    @stand_in.callback(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-    def explain() -> None:  # pyright: ignore[reportUnusedFunction]  # typer keeps it
-        typer.echo(f"prfaas {point.name}: {error.name} is missing; run: pip install 'prfaas[{extra}]'", err=True)
+    def explain() -> None:
+        typer.echo(f"prfaas {point.name}: {error.name} is missing; run: {advice}", err=True)
         raise typer.Exit(2)
 
-    return stand_in
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command(point.name, help=f"(needs: {advice})", context_settings=anything)(explain)
 
 
 def build() -> typer.Typer:
     """Return the whole command with every registered subcommand mounted."""
+    app.command("bench")(bench)
     app.add_typer(crds.app, name="crds")
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         try:
-            sub: typer.Typer = point.load()
+            app.add_typer(point.load(), name=point.name)
         except ImportError as error:
-            sub = _missing(point, error)
-        app.add_typer(sub, name=point.name)
+            _add_stand_in(point, error)
     return app
 
 

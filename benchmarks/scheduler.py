@@ -1,29 +1,24 @@
 """What the scheduler sidecar costs: one decision, one whole round of its process, and its memory.
 
-    python -m benchmarks.scheduler_step              a table
-    python -m benchmarks.scheduler_step -o json      the figures
+    prfaas bench scheduler
 
 A decision is compared with reading the routing table of 1,000 instances, which a round has to do anyway. The round is
 the real process between a control socket and an HTTP server that answers like Prometheus, both in this process; CPU
 time comes from /proc/PID/stat, so that other work on the machine disturbs the figures little.
 """
 
-import argparse
 import asyncio
 import json
-import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 from aiohttp import web
+from benchmarks.report import Figure, cpu_seconds, peak_mib, run
 
 from prfaas.routing.controller import Config, Facts, LinkFacts, LinkSample, State, initial_state, step
 from prfaas.wire.control import Counters
@@ -35,7 +30,6 @@ ROUNDS = 15
 REPEATS = 15
 ROUND_CPU_REACH_MS = 20.0  # 2% of one core at one round a second
 RSS_REACH_MIB = 100
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def make_table(prometheus_url: str = "") -> RoutingTable:
@@ -175,51 +169,18 @@ async def _until(around: Surroundings, rounds: int) -> None:
         await asyncio.sleep(0.05)
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return user and system time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
-
-
-def peak_mib(pid: int) -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found.group(1)) / 1024 if found else float("nan")
-
-
-def measure() -> list[dict]:
+def figures() -> list[Figure]:
     document = msgspec.json.encode(make_table())
     reading_us = median_us(lambda: decode(document), 20)
     cpu_ms, rss_mib = asyncio.run(round_figures())
-    reading = {"rival": f"reading the routing table of {INSTANCES} instances", "rival_value": round(reading_us, 1)}
+    beside = {"unit": "us", "rival": f"reading a table of {INSTANCES} instances", "rival_value": reading_us}
     return [
-        figure("decision, 1 link", decision_us(1), "us", reach=reading_us, **reading),
-        figure(f"decision, {CLUSTERS} links", decision_us(CLUSTERS), "us", reach=reading_us, **reading),
-        figure(f"CPU of a round, {CLUSTERS} links, {INSTANCES} instances", cpu_ms, "ms", reach=ROUND_CPU_REACH_MS),
-        figure("peak resident memory", rss_mib, "MiB", reach=RSS_REACH_MIB),
+        Figure(name="decision, 1 link", value=decision_us(1), reach=reading_us, **beside),
+        Figure(name=f"decision, {CLUSTERS} links", value=decision_us(CLUSTERS), reach=reading_us, **beside),
+        Figure(name=f"CPU of a round, {CLUSTERS} links", value=cpu_ms, unit="ms", reach=ROUND_CPU_REACH_MS),
+        Figure(name="peak resident memory", value=rss_mib, unit="MiB", reach=RSS_REACH_MIB),
     ]
 
 
-def figure(name: str, value: float, unit: str, *, reach: float, **rival) -> dict:
-    rest = rival or {"rival": None, "rival_value": None}
-    return {"name": name, "value": round(value, 1), "unit": unit, "better": "lower", "reach": round(reach, 1), **rest}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    output = parser.parse_args().output
-    figures = measure()
-    if output == "table":
-        for one in figures:
-            print(
-                f"{one['name']:50} {one['value']:10,.1f} {one['unit']:4} reach {one['reach']:,.1f} {one['rival'] or ''}"
-            )
-        return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    report = {"bench": "scheduler_step", "commit": commit.stdout.strip(), "machine": machine, "figures": figures}
-    print(json.dumps(report, indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    run("scheduler", __doc__, figures)

@@ -1,0 +1,82 @@
+"""What every benchmark shares: the figure, the table and JSON it is printed as, and what /proc says of a process."""
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+MIB = 1 << 20
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One measured value, what it should reach, and what was measured beside it in the same run."""
+
+    name: str
+    value: float
+    unit: str
+    better: Literal["lower", "higher"] = "lower"
+    reach: float | None = None
+    rival: str | None = None
+    rival_value: float | None = None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One benchmark's figures, and where they come from."""
+
+    bench: str
+    commit: str
+    machine: str
+    figures: list[Figure]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return user and system time that a process has used; other work on the machine disturbs it little."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+
+
+def peak_mib(pid: int) -> float:
+    """Return the largest resident set that a process has had."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found.group(1)) / 1024 if found else float("nan")
+
+
+def run(bench: str, description: str, measure: Callable[[], Iterable[Figure]]) -> None:
+    """Read the command line, measure, and print."""
+    parser = argparse.ArgumentParser(prog=f"prfaas bench {bench}", description=description.splitlines()[0])
+    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    output = parser.parse_args().output
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    report = Report(bench=bench, commit=git.stdout.strip(), machine=machine, figures=list(measure()))
+    if output == "json":
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    else:
+        Console().print(table(report))
+
+
+def table(report: Report) -> Table:
+    """Return the figures a row each, with the ratio to the rival where there is one."""
+    rivals = sorted({one.rival for one in report.figures if one.rival})
+    caption = f"rival: {', '.join(rivals)}" if rivals else None
+    made = Table(title=f"{report.bench}: {report.machine}", caption=caption, box=None, pad_edge=False)
+    made.title_justify = made.caption_justify = "left"
+    made.add_column("figure", no_wrap=True)
+    for name in ("value", "unit", "reach", "rival", "ratio"):
+        made.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
+    for one in report.figures:
+        ratio = f"{one.value / one.rival_value:.2f}" if one.rival_value else ""
+        rival = "" if one.rival_value is None else f"{one.rival_value:,.3f}"
+        reach = "" if one.reach is None else f"{one.reach:,.1f}"
+        made.add_row(one.name, f"{one.value:,.3f}", one.unit, reach, rival, ratio)
+    return made

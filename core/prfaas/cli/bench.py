@@ -1,0 +1,44 @@
+"""`prfaas bench NAME`: the one entry for figures. Benchmarks live in a checkout's benchmarks/, a module each."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prfaas.errors import ConfigError
+
+SHARED = {"report"}  # what benchmarks have in common is none itself
+
+
+def bench(
+    name: Annotated[str | None, typer.Argument(help="Which; without it they are listed.", show_default=False)] = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Measure a part against its rival in the same run. Example: prfaas bench gateway -o json."""
+    root = _checkout()
+    names = sorted(
+        {path.stem for path in (root / "benchmarks").glob("*.py")}.union(
+            path.parent.name for path in (root / "benchmarks").glob("*/__main__.py")
+        )
+        - SHARED
+    )
+    if name is None:
+        typer.echo("\n".join(names))
+        return
+    if name not in names:
+        raise ConfigError(f"no benchmark is called {name!r}; there are: {', '.join(names)}")
+    if output not in ("table", "json"):
+        raise ConfigError(f"--output is {output!r}; it can be table or json")
+    command = [sys.executable, "-m", f"benchmarks.{name}", "-o", output]
+    raise typer.Exit(subprocess.run(command, cwd=root, check=False).returncode)
+
+
+def _checkout() -> Path:
+    """Return the nearest folder, from here upward, that holds benchmarks/."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "benchmarks" / "report.py").is_file():
+            return folder
+    raise ConfigError(f"benchmarks run from a checkout of the repository; there is none at {here} or above")

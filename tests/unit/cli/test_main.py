@@ -1,0 +1,54 @@
+"""Proves the `prfaas` command's frame: what is listed, how mistakes end, and what a missing extra says."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from prfaas.cli import main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def prfaas(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prfaas.cli.main", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_every_installed_part_is_listed():
+    listed = prfaas("--help").stdout
+    assert {"bench", "cluster", "crds", "demo", "sandbox", "version"} <= set(listed.split())
+
+
+@pytest.mark.parametrize("command", [["bench"], ["cluster", "join"], ["crds", "write"], ["demo"], ["sandbox", "up"]])
+def test_every_command_explains_itself_with_an_example(command):
+    explained = prfaas(*command, "--help")
+    assert (explained.returncode, "Example: prfaas" in " ".join(explained.stdout.split())) == (0, True)
+
+
+@pytest.mark.parametrize("arguments", [["--nope"], ["demo", "--nope"], ["nowhere"], ["sandbox", "link", "wide"]])
+def test_a_wrong_word_ends_with_2_and_one_explanation(arguments):
+    ended = prfaas(*arguments)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
+    assert "Error" in ended.stderr
+
+
+def test_benchmarks_are_listed_and_an_unknown_one_names_them(tmp_path):
+    assert prfaas("bench").stdout.split() == ["gateway", "scheduler", "worker_memory"]
+    unknown = prfaas("bench", "nothing")
+    assert (unknown.returncode, "gateway, scheduler, worker_memory" in unknown.stderr) == (1, True)
+    outside = prfaas("bench", cwd=tmp_path)
+    assert (outside.returncode, "run from a checkout" in outside.stderr) == (1, True)
+
+
+def test_a_part_whose_extra_is_missing_says_how_to_install_it(monkeypatch):
+    point = EntryPoint(name="fleet", value="prfaas_operator.no_such_module:app", group=main.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(main, "entry_points", lambda **_: [point])
+    monkeypatch.setattr(main, "app", typer.Typer())
+    ended = CliRunner().invoke(main.build(), ["fleet", "join", "--help"])
+    assert ended.exit_code == 2
+    assert "pip install 'prfaas[operator]'" in ended.output
