@@ -6,6 +6,7 @@ listed with the command that installs it, instead of vanishing or ending in a tr
 
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
+from typing import Any
 
 import typer
 
@@ -39,7 +40,7 @@ def _add_stand_in(point: EntryPoint, error: ImportError) -> None:
         typer.echo(f"prfaas {point.name}: {error.name} is missing; run: {advice}", err=True)
         raise typer.Exit(2)
 
-    anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    anything: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     app.command(point.name, help=f"(needs: {advice})", context_settings=anything)(explain)
 
 
