@@ -23,7 +23,7 @@ CHILD_WRITES = Counter("prfaas_operator_child_writes_total", "Children applied."
 CONTACT_AGE = Gauge(
     "prfaas_operator_member_contact_age_seconds",
     "Time since a member cluster's API server last answered.",
-    ("cluster",),
+    ("member_cluster",),
 )
 
 
