@@ -219,16 +219,18 @@ async def test_requests_are_served_while_the_operator_is_away(installation: Inst
 
 
 async def test_operator_gateway_and_scheduler_stay_small(installation: Installation):
-    async with httpx.AsyncClient(base_url=installation.sandbox.prometheus_url, timeout=10) as http:
-        answer = await http.get("/api/v1/query", params={"query": "process_resident_memory_bytes"})
-    resident = {
-        f"{result['metric']['pod'].rsplit('-', 2)[0]}:{result['metric']['instance'].rsplit(':')[-1]}": float(
-            result["value"][1]
-        )
-        for result in answer.json()["data"]["result"]
-    }
     limits = {"prfaas-operator:9090": 150e6, f"{POLICY}-gateway:8080": 100e6, f"{POLICY}-gateway:9091": 100e6}
-    assert set(limits) <= set(resident)
+    resident: dict[str, float] = {}
+
+    async def all_are_scraped() -> bool:
+        async with httpx.AsyncClient(base_url=installation.sandbox.prometheus_url, timeout=10) as http:
+            answer = await http.get("/api/v1/query", params={"query": "process_resident_memory_bytes"})
+        for result in answer.json()["data"]["result"]:
+            deployment = result["metric"]["pod"].rsplit("-", 2)[0]
+            resident[f"{deployment}:{result['metric']['instance'].rsplit(':')[-1]}"] = float(result["value"][1])
+        return set(limits) <= set(resident)
+
+    await eventually(all_are_scraped, "Prometheus has seen operator, gateway and scheduler")
     assert {name: size for name, size in resident.items() if size > limits.get(name, size)} == {}
 
 

@@ -62,6 +62,8 @@ class Installation:
         await sandbox.kubectl(sandbox.hub, "apply", "-f", str(repository_root() / EXAMPLE))
         report("waiting for workers in both clusters, the gateway and the policy")
         await self.wait_ready("prfaaspolicy", POLICY, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
+        # Ready serves requests; offload begins once the scheduler has seen the link.
+        await self.wait_for("LinkHealthy", "prfaaspolicy", POLICY, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
         self.gateway_url = await sandbox.forward(sandbox.hub, NAMESPACE, f"{POLICY}-gateway", 80)
         return self
 
@@ -86,7 +88,11 @@ class Installation:
             raise PeerError(f"prfaas cluster join {MEMBER} failed: {output.decode().strip()}")
 
     async def wait_ready(self, kind: str, name: str, *, timeout_seconds: float) -> None:
-        """Wait until an object of the hub has the condition Ready.
+        """Wait until an object of the hub is Ready, as `wait_for` does."""
+        await self.wait_for("Ready", kind, name, timeout_seconds=timeout_seconds)
+
+    async def wait_for(self, condition: str, kind: str, name: str, *, timeout_seconds: float) -> None:
+        """Wait until a condition of an object of the hub is True.
 
         Raises:
             PeerError: it has not within the time; the message holds the object's own conditions.
@@ -98,13 +104,13 @@ class Installation:
                 "-n",
                 NAMESPACE,
                 "wait",
-                "--for=condition=Ready",
+                f"--for=condition={condition}",
                 f"{kind}/{name}",
                 f"--timeout={max(int(timeout_seconds), 1)}s",
             )
         except PeerError as error:
             why = await self._conditions()
-            raise PeerError(f"{kind} {name} is not Ready after {timeout_seconds:.0f} s:\n{why}") from error
+            raise PeerError(f"{kind} {name} is not {condition} after {timeout_seconds:.0f} s:\n{why}") from error
 
     async def _conditions(self) -> str:
         """Return the conditions of everything of prfaas in the hub, a line each."""
