@@ -10,6 +10,7 @@ When the context ends, or this process does in whatever way, no process, mount o
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -177,6 +178,10 @@ class Sandbox:
     async def kill_pod(self, cluster: ClusterAccess, namespace: str, pod: str) -> None:
         """Kill all processes of a pod with SIGKILL; the node then restarts its containers, as after any crash."""
         await kill_pod(self._state.cluster(cluster.name), namespace, pod)
+
+    def program(self, name: str) -> str:
+        """Return what a person types to run one of our programs: its name where PATH has it, else its path."""
+        return name if shutil.which(name) else str(self._tools[name])
 
     async def kubectl(self, cluster: ClusterAccess, *arguments: str, stdin: str | None = None) -> str:
         """Run kubectl against a cluster and return what it prints; raise PeerError with its message when it fails."""

@@ -5,6 +5,7 @@ Nothing is created by hand here: what these three commands cannot do, the produc
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,14 +132,16 @@ class Installation:
     def next_commands(self) -> str:
         """Return what a person may try next, with the addresses of this run."""
         hub, member = self.sandbox.hub.kubeconfig, self.sandbox.member.kubeconfig
+        kubectl = self.sandbox.program("kubectl")
+        prfaas = os.path.relpath(Path(sys.executable).with_name("prfaas"))
         return f"""
 Still running. Ctrl-C stops everything. In another terminal:
   curl {self.gateway_url}/v1/completions -H 'content-type: application/json' \\
        -d '{{"model": "{MODEL}", "prompt": "The with statement", "max_tokens": 40}}'
-  kubectl --kubeconfig {hub} -n {NAMESPACE} get prfaas-all
-  kubectl --kubeconfig {hub} -n {NAMESPACE} scale pfpool/local --replicas=2
-  kubectl --kubeconfig {member} -n {NAMESPACE} logs deployment/{OFFLOAD_POOL} -f
-  prfaas sandbox link 5        # narrow the link to 5 Mbit/s
+  {kubectl} --kubeconfig {hub} -n {NAMESPACE} get prfaas-all
+  {kubectl} --kubeconfig {hub} -n {NAMESPACE} scale pfpool/local --replicas=2
+  {kubectl} --kubeconfig {member} -n {NAMESPACE} logs deployment/{OFFLOAD_POOL} -f
+  {prfaas} sandbox link 5        # narrow the link to 5 Mbit/s
   Prometheus: {self.sandbox.prometheus_url}"""
 
 

@@ -103,9 +103,7 @@ class Teller:
 
     async def _drill(self) -> None:
         tokens = DRILL_TOKENS
-        self._show.act(
-            f"The cache of a {tokens:,}-token prompt crosses at {DRILL_MBPS} Mbit/s; its prefill worker is killed"
-        )
+        self._show.act(f"The cache of {tokens:,} tokens crosses at {DRILL_MBPS} Mbit/s; its prefill worker is killed")
         await self._shape(DRILL_MBPS)
         query = SENT_BYTES_QUERY.format(cluster=self._installation.member_name)
         before = await self._watch.query(query) or 0.0
