@@ -73,7 +73,6 @@ class Show:
         self.console = console
         self._story = story
         self._live: Live | None = None
-        self._act = ""
 
     def line(self, text: str) -> None:
         """Print one line above the live table."""
@@ -81,7 +80,6 @@ class Show:
 
     def act(self, text: str) -> None:
         """Say what happens next."""
-        self._act = text
         self.console.print(f"\n[bold]{text}[/bold]", highlight=False)
         self._refresh()
 
