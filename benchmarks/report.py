@@ -62,7 +62,7 @@ def run(bench: str, description: str, measure: Callable[[], Iterable[Figure]]) -
     if output == "json":
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     else:
-        Console().print(table(report))
+        Console(width=None if sys.stdout.isatty() else 120).print(table(report))
 
 
 def table(report: Report) -> Table:
