@@ -173,11 +173,17 @@ async def test_what_is_missing_is_named_and_the_pod_starts_when_it_comes(hub):
     mounts = [{"name": "late", "mountPath": "/etc/late"}]
     await hub.run("early", "cat", "/etc/late/key", spec={"volumes": volumes}, volumeMounts=mounts)
 
-    async def waiting():
-        return (await hub.main("early")).get("state", {}).get("waiting", {}).get("message")
+    async def named():
+        # Until the node authorizer has seen the pod, the API server says for a moment that the node may not read it.
+        message = (await hub.main("early")).get("state", {}).get("waiting", {}).get("message", "")
+        return "'late' not found" in message
 
-    assert "'late' not found" in await hub.eventually(waiting, "a reason")
-    assert "'late' not found" in await hub.kubectl("describe", "pod", "early")
+    await hub.eventually(named, "the missing Secret is named")
+
+    async def told():
+        return "'late' not found" in await hub.kubectl("describe", "pod", "early")
+
+    await hub.eventually(told, "an Event names it too")
     await hub.kubectl("create", "secret", "generic", "late", "--from-literal=key=value")
     await hub.until("early", "Succeeded")
     assert await hub.kubectl("logs", "early") == "value"
