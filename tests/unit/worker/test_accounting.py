@@ -63,16 +63,17 @@ def test_a_receiver_that_reads_slowly_makes_a_backlog_and_its_end_clears_it(
     ours, theirs = connection
     monitor = Monitor()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-    sending = threading.Thread(target=ours.sendall, args=(bytes(8 << 20),))
+    size_bytes, received_bytes = 8 << 20, 0
+    sending = threading.Thread(target=ours.sendall, args=(bytes(size_bytes),))
     grown = threading.Event()
     with monitor.watch(ours, lambda: 100):
         sending.start()
         while monitor.backlogged.seconds < 0.05:
-            theirs.recv(1 << 12)
+            received_bytes += len(theirs.recv(1 << 12))
             grown.wait(0.001)
         assert monitor.unsent_bytes >= 100
-        while sending.is_alive():
-            theirs.recv(1 << 20)
+        while received_bytes < size_bytes:
+            received_bytes += len(theirs.recv(1 << 20))
         sending.join()
     assert 0 < monitor.backlogged.delivered_bytes <= 8 << 20
     assert monitor.unsent_bytes == 0
