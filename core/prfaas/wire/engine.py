@@ -14,16 +14,33 @@ from prfaas.wire.prefill import PrefillGrant, PrefillStatus
 from prfaas.wire.transfer import Buffer
 
 FinishReason = Literal["stop", "length"]
+Role = Literal["prefill", "decode", "mixed"]
 ALL_CHOICES: Final = -1
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens are drawn. temperature 0 is greedy; top_k 0 keeps all; equal seeds give equal text."""
+    """How tokens are drawn. temperature 0 is greedy; top_k 0 keeps all; equal seeds give equal text.
+
+    Penalties count what was generated (presence, frequency) or stands in prompt and answer (repetition, 1 for none).
+    `logit_bias` is added to the logits of these tokens.
+    """
 
     temperature: float
     top_p: float
     top_k: int
     seed: int
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must be: a JSON schema, a regular expression or a Lark grammar, as text."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
 
 
 # front -> engine
@@ -41,6 +58,13 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     logprobs: int
     prefill_url: str
     """API address of the instance that prefills, empty to prefill here."""
+    min_tokens: int = 0
+    """Until so many are drawn, no token that would end the answer is."""
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    cache_salt: str = ""
+    """Only prompts with the same salt share cached prefixes."""
 
 
 class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -50,6 +74,20 @@ class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     token_ids: list[int]
     start_token: int
+    cache_salt: str = ""
+
+
+class ResetCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget every cached prefix that no running request uses, in all tiers. Answered by CacheReset."""
+
+    handle: int
+
+
+class SetRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Divide each step by this role's budgets from now on. Answered by RoleSet."""
+
+    handle: int
+    role: Role
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,7 +116,7 @@ class AskStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     handle: int
 
 
-ToEngine = Generate | StartPrefill | Cancel | CancelPrefill | AskPrefill | AskStats
+ToEngine = Generate | StartPrefill | Cancel | CancelPrefill | AskPrefill | AskStats | ResetCache | SetRole
 
 
 # engine -> front
@@ -109,6 +147,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prefill_seconds: float
     transfer_seconds: float
     first_byte_seconds: float
+    queue_seconds: float = 0.0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +190,43 @@ class PrefillAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     status: PrefillStatus | None
 
 
+class CacheReset(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The cached prefixes are gone: how many pages that freed."""
+
+    handle: int
+    freed_pages: int
+
+
+class RoleSet(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The role is in force."""
+
+    handle: int
+    role: Role
+
+
+class CacheStats(msgspec.Struct, frozen=True, array_like=True):
+    """The prefix cache: pages now, and counts since the engine's start.
+
+    `used_pages` are held by requests, `cached_pages` only by the prefix cache, which gives them up when others need them.
+    Of `query_tokens` looked up, `hit_tokens` were found with a state, `stateless_tokens` more had attention rows but no
+    state there.
+    """
+
+    page_bytes: int = 0
+    total_pages: int = 0
+    used_pages: int = 0
+    cached_pages: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    stateless_tokens: int = 0
+    evicted_pages: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    corrupt_entries: int = 0
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Gauges now and counters since the engine's start. `transfers` is counted by (direction, outcome)."""
 
@@ -167,9 +243,12 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     backlogged_seconds: float
     prompt_tokens: int
     generation_tokens: int
+    preemptions: int = 0
+    role: Role = "mixed"
+    cache: CacheStats = CacheStats()
 
 
-ToFront = Ready | StartFailed | Started | Tokens | Failed | Granted | PrefillAnswer | Stats
+ToFront = Ready | StartFailed | Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet
 
 LENGTH: Final = struct.Struct("!I")
 _ENCODER: Final = msgspec.msgpack.Encoder()
