@@ -207,9 +207,9 @@ class RoleSet(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class CacheStats(msgspec.Struct, frozen=True, array_like=True):
     """The prefix cache: pages now, and counts since the engine's start.
 
-    `used_pages` are held by requests, `cached_pages` only by the prefix cache, which gives them up when others need them.
-    Of `query_tokens` looked up, `hit_tokens` were found with a state, `stateless_tokens` more had attention rows but no
-    state there.
+    `used_pages` are held by requests, `cached_pages` only by the prefix cache, which gives them up when others need
+    them. Of `query_tokens` looked up, `hit_tokens` were found with a state, `stateless_tokens` more had attention rows
+    but no state there.
     """
 
     page_bytes: int = 0
