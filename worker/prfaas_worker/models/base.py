@@ -1,29 +1,34 @@
-"""What the engine asks of a model, and the per-sequence cache that both share.
+"""What the engine asks of a model, and how a step's work is described to it.
 
-A hybrid model keeps two kinds of state for a sequence. An *attention* layer appends one row per token, so its rows can
-leave for another instance while later tokens are still computed. A *linear* layer holds one state of fixed size that
-stands for all tokens so far: it is right at exactly one length, cannot be rewound, and leaves whole.
+A hybrid model keeps two kinds of cache for a sequence. *Rows* grow by one a token: they live in pages of the shared pool,
+so they can leave for another instance, or serve another prompt, while later tokens are still computed. *State* has a
+fixed size and stands for all tokens so far: it is right at exactly one length, cannot be rewound, and leaves whole; the
+state of a running sequence lives in a slot. A layer may keep either or both; an attention window is a state.
+
+A step is one `Batch`: chunks of prompts and one token of every decoding sequence go through the model together. The
+model finds their cache through the memory that it was bound to (see `prfaas_worker.cache.memory`).
 
 Axis names belong to every tensor: where two axes have the same length, a swap would be silent. Nothing here knows a
 particular architecture, HTTP or the wire.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
-from prfaas.errors import InternalError
+if TYPE_CHECKING:
+    from prfaas_worker.cache.memory import CacheMemory
 
-# Rows that a fresh attention cache has room for; from there capacity doubles, so appending costs O(1) copies a token.
-_INITIAL_ROWS = 256
+AttentionKind = Literal["mla_attention", "full_attention"]
 
 
 class TensorSpec(NamedTuple):
     """One tensor of a layer's cache.
 
-    `axes` names every axis. Attention tensors grow along axes[0] == "token", which `shape` leaves out; linear tensors
-    have a fixed `shape` with one entry per axis. `dtype` is torch's name, for example "float32".
+    `axes` names every axis. A row tensor grows along axes[0] == "token", which `shape` leaves out; a state tensor has a
+    fixed `shape` with one entry an axis. `dtype` is torch's name, for example "float32".
     """
 
     name: str
@@ -36,122 +41,54 @@ class TensorSpec(NamedTuple):
         """The dtype as torch's object."""
         return getattr(torch, self.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a state tensor, or of one token in a row tensor."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
 
 class LayerSpec(NamedTuple):
-    """The cache of one layer. An attention layer has exactly one tensor, with axes ("token", <row>)."""
+    """The cache of one layer: tensors that grow with the tokens, and tensors that stand for all of them."""
 
-    kind: Literal["attention", "linear"]
-    tensors: tuple[TensorSpec, ...]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that may be written outside inference mode too, as transfers do, wherever they were allocated."""
-    with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=dtype)
+    rows: tuple[TensorSpec, ...] = ()
+    state: tuple[TensorSpec, ...] = ()
 
 
-class AttentionCache:
-    """Rows of one attention layer: a [capacity, width] buffer whose capacity doubles when a write needs more."""
+class Chunk(NamedTuple):
+    """The next `tokens` of one prompt; `start` tokens stand in the cache of its slot already."""
 
-    def __init__(self, spec: LayerSpec):
-        (self.tensor_spec,) = spec.tensors
-        self.width = self.tensor_spec.shape[0]
-        self._buffer = _zeros((0, self.width), self.tensor_spec.torch_dtype)
+    slot: int
+    start: int
+    tokens: int
 
     @property
-    def capacity(self) -> int:
-        """Rows that fit without another allocation."""
-        return self._buffer.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated, which is at most twice what was reserved or written (and at least the initial room)."""
-        return self._buffer.nbytes
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for rows [0, tokens). Views that `rows` handed out before keep the old buffer and its values."""
-        if tokens <= self.capacity:
-            return
-        capacity = max(tokens, 2 * self.capacity, _INITIAL_ROWS)
-        grown = _zeros((capacity, self.width), self._buffer.dtype)
-        grown[: self.capacity] = self._buffer
-        self._buffer = grown
-
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """Contiguous, writable view [end - start, width] of rows that were written or reserved."""
-        if not 0 <= start <= end <= self.capacity:
-            raise InternalError(
-                f"rows [{start}, {end}) asked of an attention cache that holds {self.capacity}: reserve first"
-            )
-        return self._buffer[start:end]
-
-    def write(self, start: int, rows: torch.Tensor) -> None:
-        """Copy rows [n, width] to tokens [start, start + n), growing as needed."""
-        if rows.ndim != 2 or rows.shape[1] != self.width:
-            raise InternalError(
-                f"rows of shape {tuple(rows.shape)} written to an attention cache of width {self.width}"
-            )
-        end = start + rows.shape[0]
-        self.reserve(end)
-        self.rows(start, end).copy_(rows)
+    def end(self) -> int:
+        """Tokens in the cache afterwards."""
+        return self.start + self.tokens
 
 
-class LinearState:
-    """The state of one linear layer, by tensor name; a fresh one is all zeros.
+class Decodes(NamedTuple):
+    """One token each of B sequences: their slots and how many tokens stand in their caches, int64 [B] on the device.
 
-    `tensors` always holds contiguous tensors of the spec's shapes. The next prefill or decode of the sequence changes
-    them in place: copy what must outlive that.
+    `max_length` is the largest of `lengths`, known without asking the device.
     """
 
-    def __init__(self, spec: LayerSpec):
-        self.spec = spec
-        self.tensors = {t.name: _zeros(t.shape, t.torch_dtype) for t in spec.tensors}
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    max_length: int
+
+
+class Batch(NamedTuple):
+    """One step's input. `tokens`, int64 [N]: those of each chunk one after the other, then one for each decode."""
+
+    tokens: torch.Tensor
+    chunks: tuple[Chunk, ...] = ()
+    decodes: Decodes | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the whole state from `tensors`, which have exactly the spec's names, shapes and dtypes."""
-        wanted = {t.name: (t.shape, t.torch_dtype) for t in self.spec.tensors}
-        given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        if wanted != given:
-            raise InternalError(f"linear state loaded with {given}, its layer keeps {wanted}")
-        for name, tensor in tensors.items():
-            self.tensors[name].copy_(tensor)
-
-
-class SequenceCache:
-    """All layers' state of one sequence after `length` tokens.
-
-    The model moves `length` on; whoever imports a cache from elsewhere writes every layer, then sets it.
-    """
-
-    def __init__(self, specs: Sequence[LayerSpec]):
-        self.length = 0
-        self.layers: list[AttentionCache | LinearState] = [
-            AttentionCache(spec) if spec.kind == "attention" else LinearState(spec) for spec in specs
-        ]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated for all layers."""
-        return sum(layer.nbytes for layer in self.layers)
-
-    def attention(self, layer: int) -> AttentionCache:
-        """The rows of an attention layer."""
-        cache = self.layers[layer]
-        if not isinstance(cache, AttentionCache):
-            raise InternalError(f"layer {layer} is linear, its rows were asked for")
-        return cache
-
-    def linear(self, layer: int) -> LinearState:
-        """The state of a linear layer."""
-        cache = self.layers[layer]
-        if not isinstance(cache, LinearState):
-            raise InternalError(f"layer {layer} is attention, its linear state was asked for")
-        return cache
+    def outputs(self) -> int:
+        """Hidden states that come out: the last of each chunk, and one for each decode."""
+        return len(self.chunks) + (0 if self.decodes is None else self.decodes.slots.shape[0])
 
 
 class Model(Protocol):
@@ -169,7 +106,7 @@ class Model(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden state that `prefill` returns."""
+        """Width of the hidden states that `forward` returns."""
         ...
 
     @property
@@ -183,42 +120,34 @@ class Model(Protocol):
         ...
 
     @property
+    def attention_kind(self) -> AttentionKind:
+        """What the rows are, in the words of vLLM's cache events."""
+        ...
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a generation."""
         ...
 
-    def new_cache(self) -> SequenceCache:
-        """An empty cache for one sequence."""
+    @property
+    def device(self) -> torch.device:
+        """Where weights and cache live."""
         ...
 
-    def prefill(
-        self, tokens: torch.Tensor, cache: SequenceCache, on_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
-        """Append tokens (int64 [T], T >= 1) at `cache.length`, which grows by T.
+    def bind(self, memory: "CacheMemory") -> None:
+        """Use this memory, made from `layers`, for all that follows. Called once, before the first `forward`."""
+        ...
 
-        `on_layer(i)` is called right after layer i is done with these tokens: its new rows stand in the cache, and its
-        linear state is that after the last of them. A callback that raises leaves the cache unusable.
+    def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Run one step. Every sequence's pages cover its new tokens; its state slot is that after `start` tokens.
 
-        Returns the last token's normed hidden state, fp32 [hidden_size], which `logits` takes.
+        `on_layer(i)` is called right after layer i is done with the batch: its new rows stand in the pages, and its
+        states are those after the last tokens.
 
-        Raises:
-            RequestError: the sequence would pass `max_context`, or a token is not in the vocabulary; the cache is
-                unchanged.
-
+        Returns normed hidden states, fp32 [batch.outputs, hidden_size], which `logits` takes.
         """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [..., vocab_size] of normed hidden states [..., hidden_size]."""
-        ...
-
-    def decode(self, tokens: torch.Tensor, caches: Sequence[SequenceCache]) -> torch.Tensor:
-        """One step of B independent sequences: append tokens[b] (int64 [B]) to caches[b].
-
-        Returns logits fp32 [B, vocab_size].
-
-        Raises:
-            RequestError: a sequence would pass `max_context`, or a token is not in the vocabulary; no cache is changed.
-
-        """
         ...

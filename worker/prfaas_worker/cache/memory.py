@@ -1,0 +1,133 @@
+"""The bytes of the hybrid cache on one device: a pool of pages for everything that stays, and slots for running states.
+
+A *page* has room for the rows of `page_tokens` tokens in all layers, layer after layer; the same pages, taken as bytes,
+hold state checkpoints and states on their way to another instance. A *slot* is the working state of one running sequence:
+kernels change it in place, so it is dense, and copying it to or from pages is one operation. `table[slot]` lists the
+pages of the sequence in that slot, in order of its tokens.
+
+Nothing is touched before it is used, so memory that was reserved but not written costs nothing on a CPU. Who holds what
+is not known here.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from prfaas_worker.models.base import LayerSpec, TensorSpec
+
+PAGE_TOKENS = 64
+# Every tensor in a page or slot starts at a multiple of this, which suits every dtype and vector width.
+_ALIGNMENT = 64
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class CacheGeometry:
+    """Sizes that follow from a model's layers: bytes of a page and of a state, and where each tensor stands in them."""
+
+    def __init__(self, layers: Sequence[LayerSpec], page_tokens: int = PAGE_TOKENS):
+        self.layers = tuple(layers)
+        self.page_tokens = page_tokens
+        self.row_offsets, self.page_bytes = _place([layer.rows for layer in layers], page_tokens)
+        self.state_offsets, self.state_bytes = _place([layer.state for layer in layers], 1)
+        self.pages_per_state = -(-self.state_bytes // self.page_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token adds to a sequence's cache."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.rows)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold the rows of so many tokens."""
+        return -(-tokens // self.page_tokens)
+
+
+def _place(layers: Sequence[tuple[TensorSpec, ...]], copies: int) -> tuple[dict[tuple[int, str], int], int]:
+    """Offset of each tensor by (layer, name), each with room for `copies` of it, and the bytes of all together."""
+    offsets, at = {}, 0
+    for index, tensors in enumerate(layers):
+        for tensor in tensors:
+            offsets[index, tensor.name] = at
+            at += _aligned(copies * tensor.nbytes)
+    return offsets, at
+
+
+class CacheMemory:
+    """Pages, slots and page tables of one device."""
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        *,
+        num_pages: int,
+        num_slots: int,
+        max_context: int,
+        device: torch.device | str = "cpu",
+    ):
+        self.geometry = geometry
+        self.num_pages, self.num_slots = num_pages, num_slots
+        self.device = torch.device(device)
+        # Writable outside inference mode too, as transfers write, wherever they were allocated.
+        with torch.inference_mode(False):
+            self.pages = torch.empty(num_pages, geometry.page_bytes, dtype=torch.uint8, device=device)
+            slot_bytes = geometry.pages_per_state * geometry.page_bytes
+            self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+            columns = geometry.pages_for(max_context)
+            self.table = torch.zeros(num_slots, columns, dtype=torch.int64, device=device)
+        self._rows = [self._views(self.pages, index, True) for index in range(len(geometry.layers))]
+        self._states = [self._views(self.slots, index, False) for index in range(len(geometry.layers))]
+
+    def rows(self, layer: int) -> dict[str, Tensor]:
+        """Row tensors of a layer by name, each [num_pages, page_tokens, *shape], viewing the pages."""
+        return self._rows[layer]
+
+    def states(self, layer: int) -> dict[str, Tensor]:
+        """State tensors of a layer by name, each [num_slots, *shape], viewing the slots."""
+        return self._states[layer]
+
+    def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Enter pages into a slot's table from its column `first` on."""
+        if pages:
+            self.table[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+
+    def clear_slot(self, slot: int) -> None:
+        """Make a slot the state of an empty sequence."""
+        self.slots[slot].zero_()
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy one running state over another."""
+        self.slots[target].copy_(self.slots[source])
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page over another."""
+        self.pages[target].copy_(self.pages[source])
+
+    def save_state(self, slot: int, pages: Sequence[int]) -> None:
+        """Copy a running state into `pages_per_state` pages."""
+        self.pages[torch.tensor(pages)] = self.slots[slot].view(len(pages), -1)
+
+    def load_state(self, pages: Sequence[int], slot: int) -> None:
+        """Copy a state out of the pages that `save_state` filled."""
+        torch.index_select(self.pages, 0, torch.tensor(pages, device=self.device), out=self.slots[slot].view(len(pages), -1))
+
+    def _views(self, buffer: Tensor, layer: int, is_rows: bool) -> dict[str, Tensor]:
+        spec, geometry = self.geometry.layers[layer], self.geometry
+        offsets, lead = (
+            (geometry.row_offsets, (geometry.page_tokens,)) if is_rows else (geometry.state_offsets, ())
+        )
+        return {
+            tensor.name: _view(buffer, offsets[layer, tensor.name], tensor, lead)
+            for tensor in (spec.rows if is_rows else spec.state)
+        }
+
+
+def _view(buffer: Tensor, offset: int, tensor: TensorSpec, lead: tuple[int, ...]) -> Tensor:
+    """View [len(buffer), *lead, *shape] of the bytes that stand at `offset` in each line of `buffer`."""
+    shape = (*lead, *tensor.shape)
+    size = tensor.nbytes
+    for length in lead:
+        size *= length
+    return buffer[:, offset : offset + size].view(tensor.torch_dtype).view(buffer.shape[0], *shape)
