@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from prfaas.errors import RequestError
-from prfaas_worker.models.base import AttentionCache, Model, SequenceCache
+from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
+from prfaas_worker.models.solo import Solo, SoloSequence
 
 from .conftest import LOGIT_SCALE
 
@@ -34,28 +34,51 @@ def expected(oracle: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return oracle(tokens.unsqueeze(0)).logits[0]
 
 
-def prefill(model: Model, tokens: torch.Tensor, *sizes: int) -> tuple[SequenceCache, torch.Tensor]:
-    """A cache filled in chunks of these sizes (one chunk if none is given), and the logits after the last."""
-    cache = model.new_cache()
+@pytest.fixture
+def solo(model: Model) -> Solo:
+    """The model on a memory of this test's own."""
+    return Solo(model, slots=6, tokens=1600)
+
+
+def prefill(solo: Solo, tokens: torch.Tensor, *sizes: int) -> tuple[SoloSequence, torch.Tensor]:
+    """A sequence filled in chunks of these sizes (one chunk if none is given), and the logits after the last."""
+    sequence = solo.new()
     for chunk in tokens.split(list(sizes) or [len(tokens)]):
-        hidden = model.prefill(chunk, cache)
-    return cache, model.logits(hidden)
+        hidden = solo.prefill(chunk, sequence)
+    return sequence, solo.model.logits(hidden)
 
 
-def through_bytes(model: Model, cache: SequenceCache) -> SequenceCache:
-    """A fresh cache made from nothing but each tensor's bytes and the layers' specs."""
-    fresh = model.new_cache()
-    for index, spec in enumerate(model.layers):
-        layer = cache.layers[index]
-        target = fresh.layers[index]
-        if isinstance(layer, AttentionCache):
-            payload = layer.rows(0, cache.length).numpy().tobytes()
-            (tensor,) = spec.tensors
-            target.write(0, restored(payload, (cache.length, *tensor.shape), tensor.dtype))
-        else:
-            payloads = {tensor.name: layer.tensors[tensor.name].numpy().tobytes() for tensor in spec.tensors}
-            target.load({t.name: restored(payloads[t.name], t.shape, t.dtype) for t in spec.tensors})
-    fresh.length = cache.length
+def rows_of(solo: Solo, sequence: SoloSequence, layer: int) -> dict[str, torch.Tensor]:
+    """A copy of a layer's rows, each [length, ...]."""
+    pages = solo.pages(sequence)
+    return {n: t[pages].flatten(0, 1)[: sequence.length] for n, t in solo.memory.rows(layer).items()}
+
+
+def write_rows(solo: Solo, sequence: SoloSequence, layer: int, rows: dict[str, torch.Tensor]) -> None:
+    """Put rows [n, ...] at the beginning of a sequence's pages, token by token."""
+    for name, values in rows.items():
+        for token, row in enumerate(values):
+            solo.memory.rows(layer)[name][solo.memory.table[sequence.slot, token // 64], token % 64] = row
+
+
+def states_of(solo: Solo, sequence: SoloSequence, layer: int) -> dict[str, torch.Tensor]:
+    """Views of a layer's states."""
+    return {name: tensor[sequence.slot] for name, tensor in solo.memory.states(layer).items()}
+
+
+def through_bytes(solo: Solo, sequence: SoloSequence) -> SoloSequence:
+    """A fresh sequence, in other pages, made from nothing but each tensor's bytes and the layers' specs."""
+    fresh = solo.new()
+    for index, spec in enumerate(solo.model.layers):
+        rows, states = rows_of(solo, sequence, index), states_of(solo, sequence, index)
+        for tensor in spec.rows:
+            payload = rows[tensor.name].numpy().tobytes()
+            copy = restored(payload, (sequence.length, *tensor.shape), tensor.dtype)
+            write_rows(solo, fresh, index, {tensor.name: copy})
+        for tensor in spec.state:
+            payload = states[tensor.name].numpy().tobytes()
+            states_of(solo, fresh, index)[tensor.name].copy_(restored(payload, tensor.shape, tensor.dtype))
+    fresh.length = sequence.length
     return fresh
 
 
@@ -71,80 +94,96 @@ def test_logits_have_the_scale_at_which_parity_is_claimed(expected):
     assert expected.std().item() == pytest.approx(LOGIT_SCALE, rel=0.2)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 200, 400])
-def test_one_prefill_matches_the_oracle(model, tokens, expected, length):
-    _, logits = prefill(model, tokens[:length])
+@pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 63, 64, 65, 200, 400])
+def test_one_prefill_matches_the_oracle(solo, tokens, expected, length):
+    _, logits = prefill(solo, tokens[:length])
     assert distance(logits, expected[length - 1]) < BOUND
 
 
 @pytest.mark.parametrize("sizes", [(1, 399), (200, 200), (37, 1, 2, 130, 229, 1), (100,) * 4])
-def test_chunked_prefill_matches_the_oracle(model, tokens, expected, sizes):
-    _, logits = prefill(model, tokens, *sizes)
+def test_chunked_prefill_matches_the_oracle(solo, tokens, expected, sizes):
+    _, logits = prefill(solo, tokens, *sizes)
     assert distance(logits, expected[-1]) < BOUND
 
 
-def test_prefill_longer_than_a_segment_matches_the_oracle(model, oracle):
+def test_prefill_longer_than_a_segment_matches_the_oracle(solo, oracle):
     tokens = torch.randint(320, (1500,), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         expected = oracle(tokens.unsqueeze(0)).logits[0]
-    assert distance(prefill(model, tokens)[1], expected[-1]) < BOUND
-    assert distance(prefill(model, tokens, 10, 1100, 390)[1], expected[-1]) < BOUND
+    assert distance(prefill(solo, tokens)[1], expected[-1]) < BOUND
+    assert distance(prefill(solo, tokens, 10, 1100, 390)[1], expected[-1]) < BOUND
 
 
-def test_decode_from_nothing_and_after_prefill_matches_the_oracle(model, tokens, expected):
+def test_decode_from_nothing_and_after_prefill_matches_the_oracle(solo, tokens, expected):
     for start in (0, 350):
-        cache = prefill(model, tokens[:start])[0] if start else model.new_cache()
+        sequence = prefill(solo, tokens[:start])[0] if start else solo.new()
         for position in range(start, start + 50):
-            logits = model.decode(tokens[position].view(1), [cache])
+            logits = solo.decode(tokens[position].view(1), [sequence])
             assert distance(logits[0], expected[position]) < BOUND
 
 
-def test_a_batch_of_different_lengths_decodes_each_sequence_as_if_alone(model, tokens, expected):
+def test_a_batch_of_different_lengths_decodes_each_sequence_as_if_alone(solo, tokens, expected):
     lengths = (1, 77, 300, 32)
-    caches = [prefill(model, tokens[:length])[0] for length in lengths]
+    sequences = [prefill(solo, tokens[:length])[0] for length in lengths]
     for step in range(5):
-        logits = model.decode(torch.stack([tokens[length + step] for length in lengths]), caches)
+        logits = solo.decode(torch.stack([tokens[length + step] for length in lengths]), sequences)
         for row, length in zip(logits, lengths, strict=True):
             assert distance(row, expected[length + step]) < BOUND
-    assert [cache.length for cache in caches] == [length + 5 for length in lengths]
+    assert [sequence.length for sequence in sequences] == [length + 5 for length in lengths]
 
 
-def test_decode_after_the_cache_went_through_bytes_matches_the_oracle(model, tokens, expected):
-    cache = through_bytes(model, prefill(model, tokens[:350], 200, 150)[0])
+def test_chunks_and_decodes_of_one_step_are_computed_as_if_alone(solo, tokens, expected):
+    decoding = [prefill(solo, tokens[:length])[0] for length in (130, 63)]
+    begun, fresh = prefill(solo, tokens[:100])[0], solo.new()
+    chunks = (Chunk(begun.slot, 100, 60), Chunk(fresh.slot, 0, 45))
+    slots = torch.tensor([sequence.slot for sequence in decoding])
+    batch = Batch(
+        torch.cat([tokens[100:160], tokens[:45], tokens[[130, 63]]]),
+        chunks,
+        Decodes(slots, torch.tensor([130, 63]), 130),
+    )
+    logits = solo.model.logits(solo.model.forward(batch))
+    for row, position in zip(logits, (159, 44, 130, 63), strict=True):
+        assert distance(row, expected[position]) < BOUND
+
+
+def test_decode_after_the_cache_went_through_bytes_matches_the_oracle(solo, tokens, expected):
+    sequence = through_bytes(solo, prefill(solo, tokens[:350], 200, 150)[0])
     for position in range(350, 400):
-        logits = model.decode(tokens[position].view(1), [cache])
+        logits = solo.decode(tokens[position].view(1), [sequence])
         assert distance(logits[0], expected[position]) < BOUND
 
 
-def test_prefill_goes_on_in_a_cache_that_went_through_bytes(model, tokens, expected):
-    cache = through_bytes(model, prefill(model, tokens[:123])[0])
-    assert distance(model.logits(model.prefill(tokens[123:], cache)), expected[-1]) < BOUND
+def test_prefill_goes_on_in_a_cache_that_went_through_bytes(solo, tokens, expected):
+    sequence = through_bytes(solo, prefill(solo, tokens[:123])[0])
+    assert distance(solo.model.logits(solo.prefill(tokens[123:], sequence)), expected[-1]) < BOUND
 
 
-def test_our_prefill_can_be_decoded_by_the_oracle(model, oracle, tokens, expected):
+def test_our_prefill_can_be_decoded_by_the_oracle(solo, oracle, tokens, expected):
     from transformers import DynamicCache
 
-    ours, _ = prefill(model, tokens[:350])
+    ours, _ = prefill(solo, tokens[:350])
     theirs = DynamicCache(config=oracle.config)
     with torch.no_grad():
         oracle(tokens[:2].unsqueeze(0), past_key_values=theirs, use_cache=True)  # allocates every layer's tensors
-    for layer, other in zip(ours.layers, theirs.layers, strict=True):
-        overwrite_oracle_layer(layer, other, ours.length, model.config.latent_size)
+    for index, other in enumerate(theirs.layers):
+        overwrite_oracle_layer(solo, ours, index, other)
     with torch.no_grad():
         logits = oracle(tokens[350:351].unsqueeze(0), past_key_values=theirs, use_cache=True).logits[0, -1]
     assert distance(logits, expected[350]) < BOUND
 
 
-def overwrite_oracle_layer(layer, other, length: int, latent_size: int) -> None:
-    if isinstance(layer, AttentionCache):
-        latent, shared = layer.rows(0, length).split([latent_size, layer.width - latent_size], dim=-1)
+def overwrite_oracle_layer(solo: Solo, sequence: SoloSequence, index: int, other) -> None:
+    if solo.model.layers[index].rows:
+        rows, latent_size = rows_of(solo, sequence, index)["latent"], solo.model.config.latent_size
+        latent, shared = rows.split([latent_size, rows.shape[1] - latent_size], dim=-1)
         other.keys, other.values = latent[None, None].clone(), shared[None, None].clone()
         return
-    recurrent, conv = layer.tensors["recurrent"], layer.tensors["conv"]
+    states = states_of(solo, sequence, index)
     (their_conv,) = as_list(other.conv_states)
     (their_recurrent,) = as_list(other.recurrent_states)
-    their_recurrent.copy_(recurrent.unsqueeze(0))
-    their_conv[..., -conv.shape[-1] :] = conv
+    their_recurrent.copy_(states["recurrent"].unsqueeze(0))
+    their_conv[..., -states["conv"].shape[-1] :] = states["conv"]
 
 
 def as_list(states) -> list[torch.Tensor]:
@@ -153,78 +192,85 @@ def as_list(states) -> list[torch.Tensor]:
     )
 
 
-def zero_latents(cache: SequenceCache) -> None:
-    for layer in cache.layers:
-        if isinstance(layer, AttentionCache):
-            layer.rows(0, cache.length)[:, :64].zero_()
+def zero_latents(solo: Solo, sequence: SoloSequence) -> None:
+    for layer in attention_layers(solo):
+        solo.memory.rows(layer)["latent"][solo.pages(sequence), :, :64] = 0
 
 
-def zero_recurrent(cache: SequenceCache) -> None:
-    for layer in linear_layers(cache):
-        layer.tensors["recurrent"].zero_()
+def zero_recurrent(solo: Solo, sequence: SoloSequence) -> None:
+    for layer in linear_layers(solo):
+        states_of(solo, sequence, layer)["recurrent"].zero_()
 
 
-def transpose_recurrent(cache: SequenceCache) -> None:
-    for layer in linear_layers(cache):
-        layer.tensors["recurrent"].copy_(layer.tensors["recurrent"].mT.clone())
+def transpose_recurrent(solo: Solo, sequence: SoloSequence) -> None:
+    for layer in linear_layers(solo):
+        recurrent = states_of(solo, sequence, layer)["recurrent"]
+        recurrent.copy_(recurrent.mT.clone())
 
 
-def swap_conv_columns(cache: SequenceCache) -> None:
-    for layer in linear_layers(cache):
-        layer.tensors["conv"].copy_(layer.tensors["conv"].flip(-1).clone())
+def swap_conv_columns(solo: Solo, sequence: SoloSequence) -> None:
+    for layer in linear_layers(solo):
+        conv = states_of(solo, sequence, layer)["conv"]
+        conv.copy_(conv.flip(-1).clone())
 
 
-def shift_one_row(cache: SequenceCache) -> None:
-    for layer in cache.layers:
-        if isinstance(layer, AttentionCache):
-            layer.rows(0, cache.length)[100:101] = layer.rows(0, cache.length)[101:102].clone()
+def shift_one_row(solo: Solo, sequence: SoloSequence) -> None:
+    page = solo.pages(sequence)[1]
+    for layer in attention_layers(solo):
+        rows = solo.memory.rows(layer)["latent"][page]
+        rows[36] = rows[37].clone()
 
 
-def zero_one_head_of_one_layer(cache: SequenceCache) -> None:
-    linear_layers(cache)[0].tensors["recurrent"][0].zero_()
+def swap_two_pages(solo: Solo, sequence: SoloSequence) -> None:
+    """What a page table with two entries exchanged would read; attention without positions must still tell."""
+    first, last = solo.pages(sequence)[[0, -1]].tolist()
+    for layer in attention_layers(solo):
+        pages = solo.memory.rows(layer)["latent"]
+        pages[[first, last]] = pages[[last, first]].clone()
 
 
-def linear_layers(cache: SequenceCache) -> list:
-    return [layer for layer in cache.layers if not isinstance(layer, AttentionCache)]
+def zero_one_head_of_one_layer(solo: Solo, sequence: SoloSequence) -> None:
+    states_of(solo, sequence, linear_layers(solo)[0])["recurrent"][0].zero_()
+
+
+def attention_layers(solo: Solo) -> list[int]:
+    return [index for index, spec in enumerate(solo.model.layers) if spec.rows]
+
+
+def linear_layers(solo: Solo) -> list[int]:
+    return [index for index, spec in enumerate(solo.model.layers) if spec.state]
 
 
 @pytest.mark.parametrize(
     "damage",
-    [zero_latents, zero_recurrent, transpose_recurrent, swap_conv_columns, shift_one_row, zero_one_head_of_one_layer],
+    [
+        zero_latents,
+        zero_recurrent,
+        transpose_recurrent,
+        swap_conv_columns,
+        shift_one_row,
+        swap_two_pages,
+        zero_one_head_of_one_layer,
+    ],
 )
 def test_a_damaged_cache_moves_the_logits_far_past_the_bound(
-    model, tokens, expected, damage: Callable[[SequenceCache], None]
+    solo, tokens, expected, damage: Callable[[Solo, SoloSequence], None]
 ):
-    cache = through_bytes(model, prefill(model, tokens[:350])[0])
-    damage(cache)
-    logits = model.decode(tokens[350].view(1), [cache])
+    sequence = through_bytes(solo, prefill(solo, tokens[:350])[0])
+    damage(solo, sequence)
+    logits = solo.decode(tokens[350].view(1), [sequence])
     assert distance(logits[0], expected[350]) > DAMAGE
 
 
-def test_layers_report_in_order_with_their_rows_and_states_in_place(model, tokens):
-    whole, _ = prefill(model, tokens[:300])
-    cache, seen = model.new_cache(), []
+def test_layers_report_in_order_with_their_rows_and_states_in_place(solo, tokens):
+    whole, _ = prefill(solo, tokens[:300])
+    sequence, seen = solo.new(), []
 
     def on_layer(index: int) -> None:
         seen.append(index)
-        layer, final = cache.layers[index], whole.layers[index]
-        if isinstance(layer, AttentionCache):
-            assert distance(layer.rows(0, 300), final.rows(0, 300)) < BOUND
-        else:
-            assert all(distance(layer.tensors[name], final.tensors[name]) < BOUND for name in layer.tensors)
+        now = SoloSequence(sequence.slot, 300)
+        for found, final in ((f(solo, now, index), f(solo, whole, index)) for f in (rows_of, states_of)):
+            assert all(distance(found[name], final[name]) < BOUND for name in final)
 
-    model.prefill(tokens[:300], cache, on_layer)
+    solo.prefill(tokens[:300], sequence, on_layer)
     assert seen == list(range(8))
-
-
-def test_sequences_past_the_context_and_unknown_tokens_are_refused_and_change_nothing(model, tokens):
-    cache, _ = prefill(model, tokens[:10])
-    rows_before = cache.attention(3).rows(0, 10).clone()
-    with pytest.raises(RequestError, match="8193 tokens, the model takes 8192") as refused:
-        model.prefill(torch.zeros(8183, dtype=torch.int64), cache)
-    assert refused.value.code == "context_length_exceeded"
-    for wrong in (torch.tensor([320]), torch.tensor([-1]), torch.empty(0, dtype=torch.int64)):
-        with pytest.raises(RequestError):
-            model.prefill(wrong, cache)
-    assert cache.length == 10
-    assert torch.equal(cache.attention(3).rows(0, 10), rows_before)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from prfaas_worker.assets import model_directory
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
+from prfaas_worker.models.solo import Solo
 
 SOURCE = "builtin:kimi-linear-tiny"
 BOUND_BITS = 2.8
@@ -57,12 +58,13 @@ def source_of(name: str) -> bytes:
 
 def bits_per_byte(model: Model, texts: torch.Tensor) -> float:
     """Read READ_BYTES of each text, then score every following byte: prefill alone, decode as one batch."""
-    caches = [model.new_cache() for _ in texts]
-    logits = torch.stack([model.logits(model.prefill(t[:READ_BYTES], c)) for t, c in zip(texts, caches, strict=True)])
-    nats = []
+    solo = Solo(model, slots=len(texts), tokens=texts.shape[1])
+    sequences = [solo.new() for _ in texts]
+    read = [solo.prefill(text[:READ_BYTES], sequence) for text, sequence in zip(texts, sequences, strict=True)]
+    logits, nats = model.logits(torch.stack(read)), []
     for column in texts[:, READ_BYTES:].T:
         nats.append(torch.nn.functional.cross_entropy(logits, column))
-        logits = model.decode(column, caches)
+        logits = solo.decode(column, sequences)
     return torch.stack(nats).mean().item() / math.log(2)
 
 
@@ -79,20 +81,22 @@ def test_without_its_memory_the_model_is_far_worse(tiny, held_out):
     """The figure comes from the cache that prefill and decode carry: a fresh one for each byte loses it."""
     nats = []
     for position in range(READ_BYTES, READ_BYTES + 64):
-        logits = tiny.decode(held_out[:, position - 1], [tiny.new_cache() for _ in held_out])
+        solo = Solo(tiny, slots=len(held_out), tokens=1)
+        logits = solo.decode(held_out[:, position - 1], [solo.new() for _ in held_out])
         nats.append(torch.nn.functional.cross_entropy(logits, held_out[:, position]))
     assert torch.stack(nats).mean().item() / math.log(2) > BOUND_BITS + 0.7
 
 
-def test_a_prompt_of_33000_tokens_is_taken_and_its_memory_stays_with_the_cache(tiny, held_out):
+def test_a_prompt_of_33000_tokens_is_taken_and_its_memory_is_the_cache_alone(tiny, held_out):
     tokens = held_out.flatten().repeat(4)[:33_000]
-    cache = tiny.new_cache()
+    solo = Solo(tiny, slots=1, tokens=33_001)
+    sequence = solo.new()
     for chunk in tokens.split(4096):
-        hidden = tiny.prefill(chunk, cache)
-    assert cache.length == 33_000
+        hidden = solo.prefill(chunk, sequence)
+    assert sequence.length == 33_000
     assert tiny.logits(hidden).isfinite().all()
-    assert tiny.decode(torch.tensor([32]), [cache]).isfinite().all()
-    assert cache.nbytes <= 2 * 33_001 * 64 * 4 + 3 * (4 * 32 * 32 + 3 * 128 * 3) * 4
+    assert solo.decode(torch.tensor([32]), [sequence]).isfinite().all()
+    assert solo.memory.pages.nbytes == 516 * 64 * 64 * 4
 
 
 def test_the_script_declares_what_ships_and_never_reads_the_held_out_modules(training):
@@ -106,7 +110,8 @@ def test_the_script_declares_what_ships_and_never_reads_the_held_out_modules(tra
 def test_training_computes_what_serving_does(tiny, training, held_out):
     tensors = load_file(model_directory(SOURCE) / "model.safetensors")
     logits, loads = training.forward(tiny.config, tensors, held_out[:2, :100])
-    served = [tiny.logits(tiny.prefill(text, tiny.new_cache())) for text in held_out[:2, :100]]
+    solo = Solo(tiny)
+    served = [tiny.logits(solo.prefill(text, solo.new())) for text in held_out[:2, :100]]
     assert (logits[:, -1] - torch.stack(served)).abs().max() < 1e-4
     assert [load.sum().item() for load in loads] == [2 * 100 * 2] * 3
 

@@ -77,8 +77,9 @@ class CacheMemory:
             self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
             columns = geometry.pages_for(max_context)
             self.table = torch.zeros(num_slots, columns, dtype=torch.int64, device=device)
-        self._rows = [self._views(self.pages, index, True) for index in range(len(geometry.layers))]
-        self._states = [self._views(self.slots, index, False) for index in range(len(geometry.layers))]
+            layers = range(len(geometry.layers))
+            self._rows = [self._views(self.pages, index, True) for index in layers]
+            self._states = [self._views(self.slots, index, False) for index in layers]
 
     def rows(self, layer: int) -> dict[str, Tensor]:
         """Row tensors of a layer by name, each [num_pages, page_tokens, *shape], viewing the pages."""

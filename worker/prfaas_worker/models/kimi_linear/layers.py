@@ -1,11 +1,13 @@
 """The blocks of a Kimi Linear layer as functions of weights: KDA, MLA, MLP and mixture of experts.
 
 A block is built from its tensors in the public layout (joining those that are multiplied together) and keeps nothing
-else: state goes in and comes out, or is read from rows that the caller keeps. Prefill takes one or more sequences of
-equal length [B, T, D], decode one token of each sequence [B, D]; gradients flow unless the caller turns them off.
+else: state goes in and comes out, or is read from rows that the caller keeps. What tokens do by themselves (projections,
+norms, feed-forward) takes any number of them in one call; where they meet, a chunk has one or more sequences of equal
+length [B, T, ...], a step one token of each sequence [B, ...]. Gradients flow unless the caller turns them off.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +47,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+class Projected(NamedTuple):
+    """What a KDA layer makes of its input before tokens meet: channels [..., 3 H K], and by head [..., H, K] or [..., H]."""
+
+    qkv: Tensor
+    log_decay: Tensor
+    strength: Tensor
+    gate: Tensor
+
+    def of(self, tokens: slice) -> "Projected":
+        """The part of these tokens, along the first axis."""
+        return Projected(*(part[tokens] for part in self))
+
+
 class DeltaAttention:
     """A KDA layer. Its state is (conv [B, 3 H K, kernel - 1], recurrent [B, H, K, V])."""
 
@@ -64,31 +79,41 @@ class DeltaAttention:
 
     def prefill(self, x: Tensor, conv: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Append T tokens x [B, T, D]; returns outputs [B, T, D], conv, recurrent."""
-        batch = x.shape[0]
-        qkv, gates = self._project(x)
-        padded = torch.cat([conv.transpose(1, 2), qkv], dim=1)
-        mixed = _causal_conv(padded, self._conv)
-        q, k, v, g, beta = (t.transpose(1, 2).flatten(0, 1) for t in (*self._heads_of(mixed), *gates[:2]))
-        o, state = kda_chunked(q, k, v, g, beta, recurrent.flatten(0, 1))
-        o = o.unflatten(0, (batch, self._heads)).transpose(1, 2)
-        return self._output(o, gates[2]), padded[:, -conv.shape[2] :].transpose(1, 2), state.view_as(recurrent)
+        projected = self.project(x)
+        o, conv, recurrent = self.mix_chunk(projected, conv, recurrent)
+        return self.output(o, projected.gate), conv, recurrent
 
-    def decode(self, x: Tensor, conv: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append one token to each of B sequences, x [B, D]; returns outputs [B, D], conv, recurrent."""
-        qkv, gates = self._project(x)
-        window = torch.cat([conv, qkv.unsqueeze(-1)], dim=-1)
-        mixed = (window * self._conv).sum(-1)
-        q, k, v, g, beta = (t.flatten(0, 1) for t in (*self._heads_of(mixed), *gates[:2]))
-        o, state = kda_step(q, k, v, g, beta, recurrent.flatten(0, 1))
-        return self._output(o.unflatten(0, (-1, self._heads)), gates[2]), window[..., 1:], state.view_as(recurrent)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """x [..., D] -> q, k, v before the convolution [..., 3 H K]; log decay, write strength, output gate by head."""
+    def project(self, x: Tensor) -> Projected:
+        """Everything that each token [..., D] contributes by itself."""
         qkv, forget, gate, strength = F.linear(x, self._input).split(self._widths, dim=-1)
         forget = F.softplus(F.linear(forget, self._f_b) + self._dt_bias)
         log_decay = self._decay_rate * forget.unflatten(-1, (self._heads, self._head_size))
         output_gate = F.linear(gate, self._g_b).unflatten(-1, (self._heads, self._head_size))
-        return qkv, (log_decay, strength.sigmoid(), output_gate)
+        return Projected(qkv, log_decay, strength.sigmoid(), output_gate)
+
+    def mix_chunk(self, x: Projected, conv: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append T tokens to B sequences, x [B, T, ...]; returns outputs by head [B, T, H, V], conv, recurrent."""
+        batch = x.qkv.shape[0]
+        padded = torch.cat([conv.transpose(1, 2), x.qkv], dim=1)
+        mixed = _causal_conv(padded, self._conv)
+        parts = (*self._heads_of(mixed), x.log_decay, x.strength)
+        q, k, v, g, beta = (part.transpose(1, 2).flatten(0, 1) for part in parts)
+        o, state = kda_chunked(q, k, v, g, beta, recurrent.flatten(0, 1))
+        o = o.unflatten(0, (batch, self._heads)).transpose(1, 2)
+        return o, padded[:, -conv.shape[2] :].transpose(1, 2), state.view_as(recurrent)
+
+    def mix_step(self, x: Projected, conv: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append one token to each of B sequences, x [B, ...]; returns outputs by head [B, H, V], conv, recurrent."""
+        window = torch.cat([conv, x.qkv.unsqueeze(-1)], dim=-1)
+        mixed = (window * self._conv).sum(-1)
+        parts = (*self._heads_of(mixed), x.log_decay, x.strength)
+        q, k, v, g, beta = (part.flatten(0, 1) for part in parts)
+        o, state = kda_step(q, k, v, g, beta, recurrent.flatten(0, 1))
+        return o.unflatten(0, (-1, self._heads)), window[..., 1:], state.view_as(recurrent)
+
+    def output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Norm and gate of each head's output [..., H, V], then the projection to [..., D]."""
+        return F.linear((rms_norm(o, self._o_norm, self._eps) * gate.sigmoid()).flatten(-2), self._o_proj)
 
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convolved channels [..., 3 H K] -> normalised and scaled q, normalised k, v, each [..., H, K]."""
@@ -96,10 +121,6 @@ class DeltaAttention:
         q = q * (self._head_size**-0.5 * (q.square().sum(-1, keepdim=True) + _L2_NORM_EPS).rsqrt())
         k = k * (k.square().sum(-1, keepdim=True) + _L2_NORM_EPS).rsqrt()
         return q, k, v
-
-    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Norm and gate of each head's output [..., H, V], then the projection to [..., D]."""
-        return F.linear((rms_norm(o, self._o_norm, self._eps) * gate.sigmoid()).flatten(-2), self._o_proj)
 
 
 def _causal_conv(padded: Tensor, taps: Tensor) -> Tensor:
@@ -132,34 +153,46 @@ class LatentAttention:
         latent, shared = F.linear(x, self._kv_a).split([self._latent, self._shared], dim=-1)
         return torch.cat([rms_norm(latent, self._latent_norm, _LATENT_NORM_EPS), shared], dim=-1)
 
+    def queries(self, x: Tensor) -> Tensor:
+        """Queries [..., H, key] of tokens [..., D]."""
+        return F.linear(x, self._q_proj).unflatten(-1, (self._heads, self._nope + self._shared))
+
     def prefill(self, x: Tensor, rows: Tensor) -> Tensor:
         """Let tokens x [B, T, D] attend to rows [B, N, latent + shared], the last T of which are their own."""
-        q = self._queries(x).transpose(1, 2)
+        return self.output(self.attend_chunk(self.queries(x), rows))
+
+    def attend_chunk(self, q: Tensor, rows: Tensor) -> Tensor:
+        """Queries [B, T, H, key] attend to rows [B, N, latent + shared], the last T of which are their own.
+
+        Returns values by head [B, T, H, value].
+        """
+        q = q.transpose(1, 2)
         k, v = self._keys_and_values(rows)
-        start = rows.shape[1] - x.shape[1]
+        start = rows.shape[1] - q.shape[2]
         if start == 0:
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale)
         else:
             o = torch.cat([self._attend_after(block, k, v, start + i) for i, block in _query_blocks(q)], dim=2)
-        return F.linear(o[..., : self._value].transpose(1, 2).flatten(2), self._o_proj)
+        return o[..., : self._value].transpose(1, 2)
 
-    def decode(self, x: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """One token of each sequence, x [B, D], attends to its rows [N_b, latent + shared], its own included.
+    def attend_step(self, q: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+        """One query a sequence [B, H, key] attends to the first counts[b] of its rows [B, N, latent + shared].
 
-        kv_b_proj is absorbed into the query and the output, so the rows are used as they are.
+        kv_b_proj is absorbed into the query and the output, so the rows are used as they are. Returns values by head
+        [B, H, value].
         """
-        nope, shared = self._queries(x).split([self._nope, self._shared], dim=-1)
+        nope, shared = q.split([self._nope, self._shared], dim=-1)
         k_part, v_part = self._kv_b.split([self._nope, self._value], dim=1)
-        q = torch.cat([torch.einsum("bhn,hnl->bhl", nope, k_part), shared], dim=-1) * self._scale
-        # Lengths differ: the one loop over sequences.
-        mixed = torch.stack(
-            [(q_b @ rows_b.T).softmax(-1) @ rows_b[:, : self._latent] for q_b, rows_b in zip(q, rows, strict=True)]
-        )
-        return F.linear(torch.einsum("bhl,hvl->bhv", mixed, v_part).flatten(1), self._o_proj)
+        absorbed = torch.cat([torch.einsum("bhn,hnl->bhl", nope, k_part), shared], dim=-1) * self._scale
+        scores = torch.bmm(absorbed, rows.transpose(1, 2))
+        beyond = torch.arange(rows.shape[1], device=rows.device) >= counts.unsqueeze(1)
+        shares = scores.masked_fill_(beyond.unsqueeze(1), -torch.inf).softmax(-1)
+        mixed = torch.bmm(shares, rows[..., : self._latent])
+        return torch.einsum("bhl,hvl->bhv", mixed, v_part)
 
-    def _queries(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., H, key]."""
-        return F.linear(x, self._q_proj).unflatten(-1, (self._heads, self._nope + self._shared))
+    def output(self, o: Tensor) -> Tensor:
+        """Project values by head [..., H, value] to [..., D]."""
+        return F.linear(o.flatten(-2), self._o_proj)
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [B, N, latent + shared] -> keys and values [B, H, N, key]; values end in zeros.

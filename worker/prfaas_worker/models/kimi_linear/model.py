@@ -1,20 +1,21 @@
-"""Kimi Linear behind the engine's `Model` interface: layer by layer over a sequence's cache, in fp32, no gradients."""
+"""Kimi Linear behind the engine's `Model` interface: layer by layer over one step's batch, in fp32, no gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
-from prfaas.errors import RequestError
-from prfaas_worker.models.base import LayerSpec, SequenceCache, TensorSpec
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.models.base import AttentionKind, Batch, Chunk, LayerSpec, TensorSpec
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
 from prfaas_worker.models.kimi_linear.layers import (
     DeltaAttention,
     LatentAttention,
     MixtureOfExperts,
     Mlp,
+    Projected,
     Weights,
     rms_norm,
 )
@@ -51,6 +52,8 @@ class Layer:
 class KimiLinear:
     """A loaded checkpoint; see `prfaas_worker.models.base.Model` for what each method promises."""
 
+    attention_kind: AttentionKind = "mla_attention"
+
     def __init__(self, config: KimiLinearConfig, tensors: Mapping[str, Tensor], fingerprint: str):
         """Put the layers together from tensors by public name, which must be complete (`read_weights` checks)."""
         weights = Weights(tensors)
@@ -69,35 +72,24 @@ class KimiLinear:
         config = read_config(directory)
         return cls(config, read_weights(directory, config), fingerprint(directory))
 
-    def new_cache(self) -> SequenceCache:
-        """An empty cache for one sequence."""
-        return SequenceCache(self.layers)
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    def bind(self, memory: CacheMemory) -> None:
+        """Use this memory for all that follows."""
+        self._memory = memory
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, cache: SequenceCache, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Append tokens at `cache.length`; returns the last token's normed hidden state, fp32 [hidden_size]."""
-        self._check_tokens(tokens)
-        self._check_room(cache, tokens.shape[0])
-        x = F.embedding(tokens, self.embedding).unsqueeze(0)
+    def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Run one step; returns the normed hidden states of each chunk's last token and of each decode."""
+        x = F.embedding(batch.tokens, self.embedding)
         for index, block in enumerate(self.blocks):
-            x = block.finish(x, self._prefill_attention(index, block.attention_input(x), cache))
+            x = block.finish(x, self._attend(index, block.attention_input(x), batch))
             if on_layer is not None:
                 on_layer(index)
-        cache.length += tokens.shape[0]
-        return self.final_norm(x[0, -1])
-
-    @torch.inference_mode()
-    def decode(self, tokens: Tensor, caches: Sequence[SequenceCache]) -> Tensor:
-        """Append one token to each of B sequences; returns logits fp32 [B, vocab_size]."""
-        self._check_tokens(tokens)
-        for cache in caches:
-            self._check_room(cache, 1)
-        x = F.embedding(tokens, self.embedding)
-        for index, block in enumerate(self.blocks):
-            x = block.finish(x, self._decode_attention(index, block.attention_input(x), caches))
-        for cache in caches:
-            cache.length += 1
-        return self.logits(self.final_norm(x))
+        return self.final_norm(_last_of_each(x, batch))
 
     def final_norm(self, x: Tensor) -> Tensor:
         """The residual stream after the last layer, normed: what `logits` takes."""
@@ -107,61 +99,76 @@ class KimiLinear:
         """Logits of normed hidden states [..., hidden_size]."""
         return F.linear(hidden, self._head)
 
-    def _prefill_attention(self, index: int, x: Tensor, cache: SequenceCache) -> Tensor:
+    def _attend(self, index: int, x: Tensor, batch: Batch) -> Tensor:
         attention = self.blocks[index].attention
         if isinstance(attention, LatentAttention):
-            rows, end = cache.attention(index), cache.length + x.shape[1]
-            rows.write(cache.length, attention.rows(x)[0])
-            return attention.prefill(x, rows.rows(0, end).unsqueeze(0))
-        state = cache.linear(index).tensors
-        out, conv, recurrent = attention.prefill(x, state["conv"].unsqueeze(0), state["recurrent"].unsqueeze(0))
-        state["conv"].copy_(conv[0])
-        state["recurrent"].copy_(recurrent[0])
-        return out
+            return self._attend_latent(attention, self._memory.rows(index)["latent"], x, batch)
+        return self._attend_delta(attention, self._memory.states(index), x, batch)
 
-    def _decode_attention(self, index: int, x: Tensor, caches: Sequence[SequenceCache]) -> Tensor:
-        attention = self.blocks[index].attention
-        if isinstance(attention, LatentAttention):
-            for row, cache in zip(attention.rows(x), caches, strict=True):
-                cache.attention(index).write(cache.length, row.unsqueeze(0))
-            return attention.decode(x, [cache.attention(index).rows(0, cache.length + 1) for cache in caches])
-        states = [cache.linear(index).tensors for cache in caches]
-        out, conv, recurrent = attention.decode(
-            x, torch.stack([s["conv"] for s in states]), torch.stack([s["recurrent"] for s in states])
-        )
-        for state, new_conv, new_recurrent in zip(states, conv, recurrent, strict=True):
-            state["conv"].copy_(new_conv)
-            state["recurrent"].copy_(new_recurrent)
-        return out
-
-    def _check_tokens(self, tokens: Tensor) -> None:
-        if tokens.numel() == 0:
-            raise RequestError("there is no token to process: send at least one", param="prompt")
-        low, high = tokens.aminmax()
-        if low < 0 or high >= self.vocab_size:
-            raise RequestError(
-                f"token ids must be 0 to {self.vocab_size - 1}, the request has {int(low)} to {int(high)}",
-                param="prompt",
+    def _attend_delta(self, kda: DeltaAttention, states: Mapping[str, Tensor], x: Tensor, batch: Batch) -> Tensor:
+        """KDA over a batch [N, D]; states are changed in place."""
+        projected, outputs = kda.project(x), []
+        conv, recurrent = states["conv"], states["recurrent"]
+        for chunk, span in _spans(batch):
+            one = Projected(*(part.unsqueeze(0) for part in projected.of(span)))
+            slot = slice(chunk.slot, chunk.slot + 1)
+            o, conv[slot], recurrent[slot] = kda.mix_chunk(one, conv[slot], recurrent[slot])
+            outputs.append(o[0])
+        if (decodes := batch.decodes) is not None:
+            rest = projected.of(slice(x.shape[0] - decodes.slots.shape[0], None))
+            o, conv[decodes.slots], recurrent[decodes.slots] = kda.mix_step(
+                rest, conv[decodes.slots], recurrent[decodes.slots]
             )
+            outputs.append(o)
+        return kda.output(outputs[0] if len(outputs) == 1 else torch.cat(outputs), projected.gate)
 
-    def _check_room(self, cache: SequenceCache, tokens: int) -> None:
-        if cache.length + tokens > self.max_context:
-            raise RequestError(
-                f"the sequence would have {cache.length + tokens} tokens, the model takes {self.max_context}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
+    def _attend_latent(self, mla: LatentAttention, pages: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        """MLA over a batch [N, D]; the new rows are written into pages [num_pages, page_tokens, width]."""
+        q, rows, outputs = mla.queries(x), mla.rows(x), []
+        for chunk, span in _spans(batch):
+            table = self._memory.table[chunk.slot, : self._memory.geometry.pages_for(chunk.end)]
+            self._write(pages, table, chunk.start, rows[span])
+            seen = pages[table].flatten(0, 1)[: chunk.end]
+            outputs.append(mla.attend_chunk(q[span].unsqueeze(0), seen.unsqueeze(0))[0])
+        if (decodes := batch.decodes) is not None:
+            count = decodes.slots.shape[0]
+            columns = self._memory.geometry.pages_for(decodes.max_length + 1)
+            table = self._memory.table[decodes.slots, :columns]
+            page_tokens = pages.shape[1]
+            own = table.gather(1, (decodes.lengths // page_tokens).unsqueeze(1)).squeeze(1)
+            pages[own, decodes.lengths % page_tokens] = rows[x.shape[0] - count :]
+            seen = pages[table].flatten(1, 2)
+            outputs.append(mla.attend_step(q[x.shape[0] - count :], seen, decodes.lengths + 1))
+        return mla.output(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+    def _write(self, pages: Tensor, table: Tensor, start: int, rows: Tensor) -> None:
+        """Put rows [T, width] at tokens `start` onwards of the sequence with this page table."""
+        at = torch.arange(start, start + rows.shape[0], device=rows.device)
+        pages[table[at // pages.shape[1]], at % pages.shape[1]] = rows
+
+
+def _spans(batch: Batch) -> Iterator[tuple[Chunk, slice]]:
+    """Each chunk with its place among the batch's tokens."""
+    at = 0
+    for chunk in batch.chunks:
+        yield chunk, slice(at, at + chunk.tokens)
+        at += chunk.tokens
+
+
+def _last_of_each(x: Tensor, batch: Batch) -> Tensor:
+    """Of x [N, D] the last token of each chunk and every decode: [outputs, D]."""
+    ends = [span.stop - 1 for _, span in _spans(batch)]
+    return torch.cat([x[ends], x[ends[-1] + 1 :]]) if ends else x
 
 
 def _layer_spec(config: KimiLinearConfig, kind: str) -> LayerSpec:
     """The cache of one layer."""
     if kind == "attention":
         width = config.latent_size + config.shared_key_size
-        return LayerSpec("attention", (TensorSpec("latent", ("token", "latent_then_shared_key"), (width,), "float32"),))
+        return LayerSpec(rows=(TensorSpec("latent", ("token", "latent_then_shared_key"), (width,), "float32"),))
     head = config.kda_head_size
     return LayerSpec(
-        "linear",
-        (
+        state=(
             TensorSpec("conv", ("q_k_v_channel", "tap"), (3 * config.kda_size, config.conv_kernel - 1), "float32"),
             TensorSpec("recurrent", ("head", "key", "value"), (config.kda_heads, head, head), "float32"),
         ),
