@@ -4,10 +4,12 @@ import argparse
 import ipaddress
 import os
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
 from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
+from prfaas.wire.engine import Role
 
 WAITING_PER_RUNNING = 8
 """Requests that may wait for each one that may run; beyond that the worker says it is overloaded."""
@@ -24,11 +26,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     cluster: str
     pool: str
-    role: str
+    role: Role
     drain_seconds: int
     threads: int
     max_context_tokens: int
     max_running: int
+    cache_mib: int
 
     @property
     def max_waiting(self) -> int:
@@ -64,11 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--instance", default=os.uname().nodename, metavar="NAME", help="this replica's name, its pod's (host name)")
     add("--cluster", default="hub", metavar="NAME", help="the cluster it runs in (%(default)s)")
     add("--pool", default="", metavar="NAME", help="the pool it belongs to")
-    add("--role", choices=("prefill", "decode"), default="decode", help="what its pool is for (%(default)s)")
+    add("--role", choices=get_args(Role), default="mixed", help="what its steps are divided for (%(default)s)")
     add("--drain-seconds", type=_count, default=30, metavar="N", help="time to finish after SIGTERM (%(default)s)")
     add("--threads", type=_positive, default=0, metavar="N", help="torch threads (all cores)")
     add("--max-context", type=_positive, default=0, metavar="N", dest="max_context_tokens", help="tokens (the model's)")
     add("--max-running", type=_positive, default=32, metavar="N", help="sequences computed at once (%(default)s)")
+    add("--cache-mib", type=_positive, default=1024, metavar="N", help="memory for the cache's pages (%(default)s)")
     return parser
 
 

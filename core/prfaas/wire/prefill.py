@@ -16,12 +16,16 @@ PrefillState = Literal["waiting", "computing", "sending"]
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to prefill. Attention rows before `start_token` are at the caller already and are not sent."""
+    """A prompt to prefill. Attention rows before `start_token` are at the caller already and are not sent.
+
+    Only prompts with the same `cache_salt` share cached prefixes.
+    """
 
     request_id: str
     model: str
     token_ids: list[int]
     start_token: int = 0
+    cache_salt: str = ""
 
 
 class PrefillGrant(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,6 @@
 """The step loop on the real model, without sockets: what the front hears, and that what ends leaves nothing behind."""
 
-import gc
 import itertools
-import weakref
 from typing import Any
 
 import pytest
@@ -11,12 +9,15 @@ import torch
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.wire.engine import Cancel, Failed, Generate, Sampling, Started, ToFront, Tokens
 from prfaas.wire.transfer import Done
-from prfaas_worker.engine.loop import Engine, FetchEnded, Gauges
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.engine import schedule
+from prfaas_worker.engine.loop import Engine, Gauges
 from prfaas_worker.engine.runner import Runner
-from prfaas_worker.engine.schedule import Limits
-from prfaas_worker.engine.sequences import Request
+from prfaas_worker.engine.sequences import Sequence
 from prfaas_worker.models import load_model
-from prfaas_worker.models.base import Model, SequenceCache
+from prfaas_worker.models.base import Batch, Chunk, Model
+from prfaas_worker.models.solo import Solo
 from prfaas_worker.transfer.fetch import Fetched
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
@@ -27,11 +28,17 @@ def model() -> Model:
     return load_model("builtin:kimi-linear-tiny", 1)[0]
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 64 tokens, so that short prompts take several steps."""
+    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
+
+
 class FetchByHand:
     """A fetch whose end the test decides."""
 
-    def __init__(self, request: Request):
-        self.request = request
+    def __init__(self, sequence: Sequence):
+        self.sequence = sequence
         self.cancelled = False
 
     def start(self, on_end: Any) -> None:
@@ -44,15 +51,20 @@ class FetchByHand:
 class Bench:
     """An engine that is stepped by hand."""
 
-    def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, chunk_tokens: int = 64):
+    def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256):
         self.said: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
-        limits = Limits(max_running, chunk_tokens)
-        self.engine = Engine(Runner(model), limits, max_waiting, self.new_fetch, self.said.append)
+        self.memory = CacheMemory(
+            CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
+        )
+        cache = HybridCache(self.memory)
+        self.engine = Engine(
+            Runner(model, self.memory), cache, self.new_fetch, self.said.append, role="mixed", max_waiting=max_waiting
+        )
         self._handles = itertools.count(1)
 
-    def new_fetch(self, request: Request) -> Any:
-        self.fetches.append(FetchByHand(request))
+    def new_fetch(self, sequence: Sequence) -> Any:
+        self.fetches.append(FetchByHand(sequence))
         return self.fetches[-1]
 
     def ask(self, prompt: bytes, **fields: Any) -> int:
@@ -62,16 +74,13 @@ class Bench:
         return handle
 
     def step(self) -> bool:
-        return self.engine.step(wait=False)
+        busy = self.engine.step(wait=False)
+        self.engine.cache.check_integrity()
+        return busy
 
     def run(self) -> None:
         while self.step():
             pass
-
-    def caches(self, handle: int) -> list[weakref.ref[SequenceCache]]:
-        request = self.engine.requests.get(handle)
-        held = [request.cache, *(choice.cache for choice in request.choices)] if request else []
-        return [weakref.ref(cache) for cache in held if cache]
 
     def tokens(self, handle: int, choice: int = 0) -> list[int]:
         mine = [m for m in self.said if isinstance(m, Tokens) and (m.handle, m.choice) == (handle, choice)]
@@ -80,15 +89,26 @@ class Bench:
     def ends(self, handle: int) -> list[str]:
         return [m.finish_reason for m in self.said if isinstance(m, Tokens) and m.handle == handle and m.finish_reason]
 
+    def assert_nothing_is_held(self) -> None:
+        """Every slot is free, and every page free or only cached."""
+        cache = self.engine.cache
+        assert cache.free_slots == self.memory.num_slots
+        assert cache.free_pages == self.memory.num_pages
+        assert cache.stats().used_pages == 0
+
 
 def alone(model: Model, prompt: bytes, count: int) -> list[int]:
     """Greedy tokens straight from the model: one prefill, one step a token."""
-    cache = model.new_cache()
+    bound = model._memory if hasattr(model, "_memory") else None
+    solo = Solo(model, slots=1, tokens=len(prompt) + count)
+    sequence = solo.new()
     with torch.inference_mode():
-        logits = model.logits(model.prefill(torch.tensor(list(prompt)), cache))
+        logits = model.logits(solo.prefill(torch.tensor(list(prompt)), sequence))
         tokens = [int(logits.argmax())]
         while len(tokens) < count:
-            tokens.append(int(model.decode(torch.tensor(tokens[-1:]), [cache])[0].argmax()))
+            tokens.append(int(solo.decode(torch.tensor(tokens[-1:]), [sequence])[0].argmax()))
+    if bound is not None:
+        model.bind(bound)
     return tokens
 
 
@@ -151,22 +171,14 @@ def test_a_long_prompt_delays_a_running_stream_by_one_chunk_only(model: Model):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_a_cancelled_request_frees_its_caches_wherever_it_stands(model: Model, steps: int):
+def test_a_cancelled_request_frees_its_memory_wherever_it_stands(model: Model, steps: int):
     bench = Bench(model)
     handle = bench.ask(b"z" * 100, choices=2, max_tokens=50)
     for _ in range(steps):
         bench.step()
-    request = bench.engine.requests.get(handle)
-    caches = (
-        [weakref.ref(cache) for cache in [request.cache, *(c.cache for c in request.choices)] if cache]
-        if request
-        else []
-    )
-    del request
     bench.engine.inbox.put(Cancel(handle))
     bench.step()
-    gc.collect()
-    assert [cache for cache in caches if cache() is not None] == []
+    bench.assert_nothing_is_held()
     assert bench.engine.requests.get(handle) is None
     assert bench.engine.gauges[:4] == Gauges()[:4]
     said = len(bench.said)
@@ -209,10 +221,12 @@ def test_beyond_what_may_wait_a_request_is_told_so(model: Model):
     assert [bool(bench.ends(handle)) for handle in handles] == [True, True, False, False]
 
 
-def fetched(model: Model, request: Request, prompt: bytes) -> Fetched:
-    """What a fetch would bring: the prompt prefilled into the request's cache."""
+def fetched(model: Model, sequence: Sequence) -> Fetched:
+    """What a fetch would bring: the prompt prefilled into the sequence's memory."""
+    tokens = torch.tensor(sequence.token_ids)
+    start = sequence.computed_tokens
     with torch.inference_mode():
-        hidden = model.prefill(torch.tensor(list(prompt)), request.admitted_cache)
+        (hidden,) = model.forward(Batch(tokens[start:], (Chunk(sequence.held.slot, start, len(tokens) - start),)))
     done = Done(payload_bytes=7, prefill_seconds=0.5, first_byte_seconds=0.125)
     return Fetched(hidden, done, 7, 0.25)
 
@@ -225,14 +239,17 @@ def test_a_fetched_prompt_continues_as_a_local_one(model: Model):
     (fetch,) = bench.fetches
     assert bench.said == []
     assert bench.engine.gauges.requests_running == 1
-    fetch.on_end(fetched(model, fetch.request, prompt))
+    fetch.on_end(fetched(model, fetch.sequence))
     bench.run()
-    assert bench.said[0] == Started(handle, 0, 7, 0.5, 0.25, 0.125)
+    started = bench.said[0]
+    assert isinstance(started, Started)
+    assert started == Started(handle, 0, 7, 0.5, 0.25, 0.125, started.queue_seconds)
     assert bench.tokens(handle) == alone(model, prompt, 6)
     assert bench.engine.gauges.prompt_tokens == 0
+    bench.assert_nothing_is_held()
 
 
-def test_a_failed_fetch_is_a_502_and_frees_the_cache(model: Model):
+def test_a_failed_fetch_is_a_502_and_frees_the_memory(model: Model):
     bench = Bench(model)
     handle = bench.ask(b"x", prefill_url="http://127.0.0.1:1")
     bench.run()
@@ -241,9 +258,10 @@ def test_a_failed_fetch_is_a_502_and_frees_the_cache(model: Model):
     bench.run()
     assert bench.said == [Failed(handle, 502, "prefill_failed", "the link is down")]
     assert bench.engine.requests.get(handle) is None
+    bench.assert_nothing_is_held()
 
 
-def test_a_cancelled_fetch_is_told_and_its_late_result_ignored(model: Model):
+def test_a_cancelled_fetch_keeps_its_memory_until_its_thread_has_ended(model: Model):
     bench = Bench(model)
     handle = bench.ask(b"x", prefill_url="http://127.0.0.1:1")
     bench.run()
@@ -251,6 +269,115 @@ def test_a_cancelled_fetch_is_told_and_its_late_result_ignored(model: Model):
     bench.run()
     (fetch,) = bench.fetches
     assert fetch.cancelled
-    bench.engine.inbox.put(FetchEnded(handle, fetched(model, fetch.request, b"x")))
+    assert bench.engine.cache.stats().used_pages == 1, "the thread may still write into it"
+    fetch.on_end(fetched(model, fetch.sequence))
     bench.run()
     assert bench.said == []
+    bench.assert_nothing_is_held()
+
+
+def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_alone(model: Model):
+    """Three streams of up to four pages on five: the last one gives way, and comes back as if nothing had been."""
+    bench = Bench(model, num_pages=5)
+    prompts = [b"def f(x):\n    return", b"import os\n\n\nclass A", b"for i in range("]
+    handles = [bench.ask(prompt, max_tokens=220, sampling=Sampling(1.0, 1.0, 0, 5)) for prompt in prompts]
+    bench.run()
+    assert bench.engine.gauges.preemptions > 0
+    bench.assert_nothing_is_held()
+    roomy = Bench(model)
+    expected = [roomy.ask(prompt, max_tokens=220, sampling=Sampling(1.0, 1.0, 0, 5)) for prompt in prompts]
+    roomy.run()
+    assert roomy.engine.gauges.preemptions == 0
+    for handle, other in zip(handles, expected, strict=True):
+        assert bench.tokens(handle) == roomy.tokens(other)
+
+
+def test_choices_share_their_prompts_pages(model: Model):
+    bench = Bench(model)
+    handle = bench.ask(b"x" * 200, choices=4, max_tokens=30, sampling=Sampling(1.0, 1.0, 0, 1))
+    while not bench.tokens(handle, 3):
+        bench.step()
+    assert bench.engine.cache.stats().used_pages == 3 + 4
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_anew(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    bench = Bench(model)
+    stream = bench.ask(b"def f(", max_tokens=20)
+    while len(bench.tokens(stream)) < 5:
+        bench.step()
+    real = model.forward
+
+    def forward(batch: Batch, on_layer: Any = None) -> torch.Tensor:
+        if batch.chunks:
+            bench.memory.slots.fill_(7)  # what it leaves behind is undefined
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(batch, on_layer)
+
+    monkeypatch.setattr(model, "forward", forward)
+    refused = bench.ask(b"y" * 90)
+    bench.step()
+    bench.step()
+    monkeypatch.undo()
+    bench.run()
+    (failed,) = [message for message in bench.said if isinstance(message, Failed)]
+    assert (failed.handle, failed.status, failed.code) == (refused, 503, "overloaded")
+    expected = alone(model, b"def f(", 20)
+    cut = next((at for at, token in enumerate(expected) if token in model.eos_token_ids), 20)
+    assert bench.tokens(stream) == expected[:cut]
+    bench.assert_nothing_is_held()
+
+
+class Parrot:
+    """A model that computes nothing: it says token after token by chance."""
+
+    def __init__(self, model: Model):
+        self.layers, self.fingerprint, self.device = model.layers, model.fingerprint, model.device
+        self.eos_token_ids = frozenset({1})
+        self.chance = torch.Generator().manual_seed(2)
+
+    def bind(self, memory: CacheMemory) -> None:
+        pass
+
+    def forward(self, batch: Batch, on_layer: Any = None) -> torch.Tensor:
+        return torch.rand(batch.outputs, 8, generator=self.chance)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(model: Model):
+    """Requests of every kind are cancelled, whole or by choice, at any time while others go on."""
+    parrot: Any = Parrot(model)
+    bench = Bench(parrot, max_waiting=10_000, num_pages=48)
+    chance = torch.Generator().manual_seed(1)
+
+    def number(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=chance))
+
+    cancelled, alive = 0, []
+    while cancelled < 10_000:
+        for _ in range(number(60)):
+            remote = "http://127.0.0.1:1" if number(4) == 0 else ""
+            fields = {"choices": 1 + number(3), "max_tokens": 1 + number(8), "prefill_url": remote}
+            alive.append(bench.ask(b"q" * (1 + number(150)), **fields))
+        for _ in range(number(3)):
+            bench.engine.step(wait=False)
+        for fetch in bench.fetches:
+            fetch.on_end(PeerError("gone") if number(2) else fetched(parrot, fetch.sequence))
+        bench.fetches.clear()
+        for _ in range(len(alive) - 20):
+            handle = alive.pop(number(len(alive)))
+            bench.engine.inbox.put(Cancel(handle, number(3)) if number(5) == 0 else Cancel(handle))
+            cancelled += 1
+    for handle in alive:
+        bench.engine.inbox.put(Cancel(handle))
+    while list(bench.engine.requests):
+        bench.step()
+        for fetch in bench.fetches:
+            fetch.on_end(PeerError("gone"))
+        bench.fetches.clear()
+    bench.assert_nothing_is_held()

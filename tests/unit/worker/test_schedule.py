@@ -1,86 +1,170 @@
-"""The schedule: who is admitted, what a step computes, and that running it to the end serves everyone in order."""
+"""The schedule: who is admitted, what a step computes, who gives way, and that running it to the end serves everyone."""
+
+from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas_worker.engine.schedule import Batch, Chunk, Facts, Limits, Prefilling, Waiting, schedule
+from prfaas_worker.engine.schedule import Batch, Budgets, Chunk, Facts, Key, Running, Waiting, schedule
 
-LIMITS = Limits(max_running=4, chunk_tokens=512)
+BUDGETS = Budgets(step_tokens=1024, prompt_tokens_beside_decodes=512)
 
 
-def facts(
-    waiting: tuple[Waiting, ...] = (),
-    prefilling: tuple[Prefilling, ...] = (),
-    decoding: tuple[int, ...] = (),
-    held: int = 0,
-) -> Facts:
-    return Facts(waiting, prefilling, decoding, held)
+def waiting(handle: int, slots: int = 1, pages: int = 1) -> Waiting:
+    return Waiting((handle, 0), slots, pages)
+
+
+def prompt(handle: int, remaining: int, cut: int | None = None) -> Running:
+    return Running((handle, 0), remaining, remaining if cut is None else cut, 2, False, True)
+
+
+def decoding(handle: int, *, short: bool = False, held: int = 2) -> Running:
+    return Running((handle, 0), 1, 1, held, short, True)
+
+
+def facts(*running: Running, waits: tuple[Waiting, ...] = (), slots: int = 8, pages: int = 100) -> Facts:
+    return Facts(waits, running, slots, pages)
+
+
+def key(handle: int) -> Key:
+    return handle, 0
 
 
 def test_nothing_to_do_is_an_empty_batch():
-    assert schedule(facts(), LIMITS).empty
+    assert schedule(facts(), BUDGETS).empty
 
 
 def test_decoding_goes_on_beside_one_chunk_of_prompt():
-    found = schedule(facts(prefilling=(Prefilling(3, 5000),), decoding=(1, 2), held=3), LIMITS)
-    assert found == Batch(admit=(), prefill=(Chunk(3, 512),), decode=(1, 2))
+    found = schedule(facts(prompt(3, 5000), decoding(1), decoding(2)), BUDGETS)
+    assert found == Batch(chunks=(Chunk(key(3), 512),), decodes=(key(1), key(2)))
+
+
+def test_a_prompt_alone_gets_the_whole_step():
+    assert schedule(facts(prompt(3, 5000)), BUDGETS).chunks == (Chunk(key(3), 1024),)
+
+
+def test_decodes_take_their_tokens_out_of_the_steps_budget():
+    many = tuple(decoding(n) for n in range(600))
+    assert schedule(facts(*many, prompt(900, 5000)), BUDGETS).chunks == (Chunk(key(900), 424),)
 
 
 def test_what_a_short_prompt_leaves_of_a_step_goes_to_the_next():
-    prompts = (Prefilling(1, 100), Prefilling(2, 300), Prefilling(3, 900), Prefilling(4, 5))
-    assert schedule(facts(prefilling=prompts), LIMITS).prefill == (Chunk(1, 100), Chunk(2, 300), Chunk(3, 112))
+    prompts = prompt(1, 100), prompt(2, 300), prompt(3, 900), prompt(4, 5)
+    found = schedule(facts(*prompts), BUDGETS).chunks
+    assert found == (Chunk(key(1), 100), Chunk(key(2), 300), Chunk(key(3), 624))
 
 
-def test_requests_are_admitted_in_order_while_sequences_are_free():
-    waiting = (Waiting(7, 1), Waiting(8, 2), Waiting(9, 1))
-    assert schedule(facts(waiting=waiting), LIMITS).admit == (7, 8, 9)
-    assert schedule(facts(waiting=waiting, held=1), LIMITS).admit == (7, 8)
-    assert schedule(facts(waiting=waiting, held=4), LIMITS).admit == ()
+def test_a_chunk_ends_where_its_state_is_to_be_kept():
+    assert schedule(facts(prompt(1, 900, cut=192)), BUDGETS).chunks == (Chunk(key(1), 192),)
 
 
-def test_a_wide_request_is_not_overtaken():
-    assert schedule(facts(waiting=(Waiting(1, 4), Waiting(2, 1)), held=1), LIMITS).admit == ()
+def test_a_prefill_for_another_instance_is_a_chunk_even_when_one_token_is_left():
+    last = Running(key(1), 1, 1, 2, False, False)
+    assert schedule(facts(last), BUDGETS) == Batch(chunks=(Chunk(key(1), 1),))
 
 
-requests = st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 4), st.integers(1, 5)), max_size=12)
+def test_requests_are_admitted_in_order_while_slots_and_pages_are_free():
+    waits = waiting(7), waiting(8, slots=2), waiting(9)
+    assert schedule(facts(waits=waits, slots=4), BUDGETS).admit == (key(7), key(8), key(9))
+    assert schedule(facts(waits=waits, slots=3), BUDGETS).admit == (key(7), key(8))
+    assert schedule(facts(waits=waits, slots=0), BUDGETS).admit == ()
+    assert schedule(facts(waits=waits, pages=1), BUDGETS).admit == (key(7),)
 
 
-@given(requests, st.integers(4, 8), st.integers(1, 700))
-def test_run_to_the_end_it_serves_everyone_in_order_within_its_limits(
-    asked: list[tuple[int, int, int]], max_running: int, chunk_tokens: int
+def test_a_large_request_is_not_overtaken():
+    assert schedule(facts(waits=(waiting(1, slots=4), waiting(2)), slots=3), BUDGETS).admit == ()
+    assert schedule(facts(waits=(waiting(1, pages=40), waiting(2)), pages=30), BUDGETS).admit == ()
+
+
+def test_admission_leaves_a_page_for_every_decode():
+    assert schedule(facts(decoding(1), decoding(2), waits=(waiting(3),), pages=2), BUDGETS).admit == ()
+    assert schedule(facts(decoding(1), decoding(2), waits=(waiting(3),), pages=3), BUDGETS).admit == (key(3),)
+
+
+def test_without_a_page_the_last_to_arrive_gives_way_and_nobody_is_admitted():
+    found = schedule(facts(decoding(1, short=True), decoding(2), prompt(3, 9), waits=(waiting(4),), pages=0), BUDGETS)
+    assert found == Batch(preempt=(key(3),), decodes=(key(1), key(2)))
+
+
+def test_one_that_gives_way_may_do_for_several():
+    found = schedule(facts(decoding(1, short=True), decoding(2, short=True), decoding(3, held=2), pages=0), BUDGETS)
+    assert found == Batch(preempt=(key(3),), decodes=(key(1), key(2)))
+    found = schedule(facts(decoding(1, short=True), decoding(2, short=True), decoding(3, held=1), pages=0), BUDGETS)
+    assert found == Batch(preempt=(key(3),), decodes=(key(1),))
+
+
+def test_what_only_transfers_hold_is_waited_for():
+    assert schedule(facts(decoding(1, short=True), pages=0), BUDGETS).empty
+
+
+@dataclass
+class Line:
+    """A sequence of the simulation: tokens still to compute for its prompt, tokens to draw, and what it holds."""
+
+    prompt: int
+    left: int
+    slots: int
+    computed: int = 0
+    pages: int = 0
+    drawn: int = 0
+
+    @property
+    def remaining(self) -> int:
+        return self.prompt + self.drawn - self.computed
+
+    def facts(self, handle: int) -> Running:
+        return Running(key(handle), self.remaining, self.remaining, self.pages, self.computed + 1 > self.pages * 64, True)
+
+
+lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.integers(1, 3)), max_size=12)
+
+
+@given(lines, st.integers(3, 6), st.integers(30, 60), st.integers(64, 700))
+def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
+    asked: list[tuple[int, int, int]], slots: int, pages: int, step_tokens: int
 ):
-    limits = Limits(max_running, chunk_tokens)
-    waiting = {handle: choices for handle, (_, choices, _) in enumerate(asked)}
-    prompts: dict[int, int] = {}
-    decoding: dict[int, int] = {}
-    began: list[int] = []
-    for _ in range(10_000):
-        held = sum(asked[handle][1] for handle in [*prompts, *decoding])
-        batch = schedule(
-            Facts(
-                tuple(Waiting(*entry) for entry in waiting.items()),
-                tuple(Prefilling(*entry) for entry in prompts.items()),
-                tuple(decoding),
-                held,
-            ),
-            limits,
-        )
-        if batch.empty:
+    """A run that preempts at will still ends, because the first to arrive always gets on."""
+    budgets = Budgets(step_tokens, max(1, step_tokens // 2))
+    everyone = {handle: Line(*entry) for handle, entry in enumerate(asked)}
+    waits, runs = list(everyone), []
+    for _ in range(60_000):
+        if not everyone:
             break
-        assert sum(chunk.tokens for chunk in batch.prefill) <= chunk_tokens
-        for handle in batch.decode:
-            decoding[handle] -= 1
-        decoding = {handle: left for handle, left in decoding.items() if left}
-        for handle, tokens in batch.prefill:
-            prompts[handle] -= tokens
-            assert prompts[handle] >= 0
-            if prompts[handle] == 0:
-                del prompts[handle]
-                began.append(handle)
-                decoding[handle] = asked[handle][2]
-        for handle in batch.admit:
-            del waiting[handle]
-            prompts[handle] = asked[handle][0]
-        assert sum(asked[handle][1] for handle in [*prompts, *decoding]) <= max_running
-    assert [waiting, prompts, decoding] == [{}, {}, {}]
-    assert began == list(range(len(asked)))
+        free_pages = pages - sum(everyone[n].pages for n in runs)
+        free_slots = slots - sum(everyone[n].slots for n in runs)
+        assert free_pages >= 0
+        assert free_slots >= 0
+        found = schedule(
+            Facts(
+                tuple(waiting(n, everyone[n].slots, -(-everyone[n].remaining // 64)) for n in sorted(waits)),
+                tuple(everyone[n].facts(n) for n in sorted(runs)),
+                free_slots,
+                free_pages,
+            ),
+            budgets,
+        )
+        assert not found.empty
+        assert len(found.decodes) + sum(chunk.tokens for chunk in found.chunks) <= max(step_tokens, len(found.decodes))
+        if runs:
+            assert key(min(runs)) not in found.preempt
+        for handle, _ in found.preempt:
+            one = everyone[handle]
+            one.pages = one.computed = 0
+            runs.remove(handle)
+            waits.append(handle)
+        for (handle, _), tokens in found.chunks:
+            everyone[handle].computed += tokens
+            everyone[handle].drawn += everyone[handle].remaining == 0
+        for handle, _ in found.decodes:
+            one = everyone[handle]
+            one.pages += one.computed + 1 > one.pages * 64
+            one.computed += 1
+            one.drawn += 1
+        for handle, _ in found.admit:
+            everyone[handle].pages = -(-everyone[handle].remaining // 64)
+            waits.remove(handle)
+            runs.append(handle)
+        for handle in [n for n in runs if everyone[n].drawn >= everyone[n].left]:
+            runs.remove(handle)
+            del everyone[handle]
+    assert not everyone

@@ -25,23 +25,23 @@ from prfaas.wire.transfer import (
     message_frame,
     parse_header,
 )
-from prfaas_worker.models.base import LayerSpec, SequenceCache, TensorSpec
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.models.base import LayerSpec, TensorSpec
 from prfaas_worker.transfer import offers as offers_module
 from prfaas_worker.transfer.counters import TransferCounters
 from prfaas_worker.transfer.fetch import Fetched, Reception
-from prfaas_worker.transfer.layout import block_frames, hidden_frame, layer_groups, state_frame
+from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
 from prfaas_worker.transfer.offers import Offer, Offers, Prompt
 from prfaas_worker.transfer.sender import Sender, listen
 
 TOKENS = 1000
 LINEAR = LayerSpec(
-    "linear",
-    (
+    state=(
         TensorSpec("recurrent", ("head", "key", "value"), (2, 4, 4), "float32"),
         TensorSpec("conv", ("channel", "tap"), (8, 3), "float32"),
     ),
 )
-ATTENTION = LayerSpec("attention", (TensorSpec("latent", ("token", "row"), (24,), "float32"),))
+ATTENTION = LayerSpec(rows=(TensorSpec("latent", ("token", "row"), (24,), "float32"),))
 LAYERS = (LINEAR, LINEAR, ATTENTION, LINEAR, ATTENTION)
 
 
@@ -75,34 +75,42 @@ def port(sender_port: Port) -> Port:
     return sender_port._replace(ended=ended)
 
 
-def filled_cache(tokens: int = TOKENS) -> SequenceCache:
-    """A cache with random content everywhere."""
-    generator = torch.Generator().manual_seed(3)
-    cache = SequenceCache(LAYERS)
-    for index, spec in enumerate(LAYERS):
-        if spec.kind == "attention":
-            cache.attention(index).write(0, torch.randn(tokens, 24, generator=generator))
-        else:
-            cache.linear(index).load({t.name: torch.randn(t.shape, generator=generator) for t in spec.tensors})
-    cache.length = tokens
-    return cache
+PAGES = -(-TOKENS // 64)
 
 
-def reserved_cache(tokens: int = TOKENS) -> SequenceCache:
-    cache = SequenceCache(LAYERS)
-    for index in (2, 4):
-        cache.attention(index).reserve(tokens)
-    return cache
+def reserved_cache(*pages: int) -> Place:
+    """Memory of its own with room for one sequence in these pages, in order unless they are given."""
+    memory = CacheMemory(CacheGeometry(LAYERS), num_pages=PAGES + 3, num_slots=2, max_context=TOKENS)
+    return Place(memory, 1, pages or range(PAGES))
 
 
-def put_chunk(offer: Offer, cache: SequenceCache, start: int, end: int) -> None:
+def filled_cache() -> Place:
+    """A cache with random content everywhere, its pages in no order."""
+    place = reserved_cache(*(n * 7 % (PAGES + 3) for n in range(PAGES)))
+    place.memory.pages.random_(0, 256, generator=torch.Generator().manual_seed(3))
+    place.memory.slots.random_(0, 256, generator=torch.Generator().manual_seed(4))
+    return place
+
+
+def rows_of(place: Place, layer: int) -> torch.Tensor:
+    """Rows of an attention layer, as bits: random floats may be no numbers."""
+    rows = place.memory.rows(layer)["latent"][list(place.pages)].flatten(0, 1)[:TOKENS]
+    return rows.contiguous().view(torch.int32)
+
+
+def states_of(place: Place, layer: int) -> dict[str, torch.Tensor]:
+    """States of a linear layer, as bits."""
+    return {name: tensor[place.slot].view(torch.int32) for name, tensor in place.memory.states(layer).items()}
+
+
+def put_chunk(offer: Offer, cache: Place, start: int, end: int) -> None:
     """Put what an engine puts for one chunk of the prompt."""
-    for index, spec in enumerate(LAYERS):
-        if spec.kind == "attention":
-            for frame in block_frames(offer.manifest, cache, index, (start, end)):
+    for index in range(len(LAYERS)):
+        for frame in block_frames(offer.manifest, cache, index, (start, end)):
+            offer.mailbox.put(frame)
+        if end == offer.manifest.end_token:
+            for frame in state_frames(offer.manifest, cache, index):
                 offer.mailbox.put(frame)
-        elif end == offer.manifest.end_token:
-            offer.mailbox.put(state_frame(offer.manifest, cache, index))
 
 
 def connect(port: Port, address: Address, token: str) -> socket.socket:
@@ -125,7 +133,7 @@ def frames(sock: socket.socket) -> Iterator[tuple[Kind, bytes]]:
 
 def receive(
     port: Port, offer: Offer, grant: PrefillGrant, between: Callable[[], None]
-) -> tuple[Fetched, SequenceCache]:
+) -> tuple[Fetched, Place]:
     """Receive an offer; `between` runs once the connection stands."""
     cache = reserved_cache()
     with closing(connect(port, address_of(grant), grant.token)) as sock:
@@ -152,13 +160,11 @@ def test_a_cache_arrives_bit_for_bit_whether_the_receiver_comes_early_or_late(po
         compute()
     fetched, found = receive(port, offer, grant, compute if connect_first else lambda: None)
     assert torch.equal(fetched.hidden, hidden)
-    assert found.length == TOKENS
     for index, spec in enumerate(LAYERS):
-        if spec.kind == "attention":
-            assert torch.equal(found.attention(index).rows(0, TOKENS), cache.attention(index).rows(0, TOKENS))
-        else:
-            for name, tensor in cache.linear(index).tensors.items():
-                assert torch.equal(found.linear(index).tensors[name], tensor)
+        if spec.rows:
+            assert torch.equal(rows_of(found, index), rows_of(cache, index))
+        for name, tensor in states_of(cache, index).items():
+            assert torch.equal(states_of(found, index)[name], tensor)
     assert fetched.done.prefill_seconds == 0.25
     assert fetched.received_bytes == fetched.done.payload_bytes == (2 * TOKENS * 24 + 3 * (32 + 24) + 16) * 4
     assert port.outcomes() == {"delivered": 1}
@@ -175,7 +181,7 @@ def test_rows_that_the_receiver_has_are_not_sent(port: Port):
     offer.computed(0.0)
     fetched, found = receive(port, offer, grant, lambda: None)
     assert fetched.received_bytes == (2 * 200 * 24 + 3 * (32 + 24) + 16) * 4
-    assert torch.equal(found.attention(4).rows(800, TOKENS), cache.attention(4).rows(800, TOKENS))
+    assert torch.equal(rows_of(found, 4)[800:], rows_of(cache, 4)[800:])
 
 
 def test_frames_leave_while_later_ones_do_not_exist_yet(port: Port):
@@ -316,8 +322,6 @@ def test_a_sender_that_closes_early_is_an_error_for_the_receiver():
     with closing(ours), closing(theirs):
         theirs.sendall(message_frame(Kind.MANIFEST, offer.manifest.address, offer.manifest)[:-1])
         theirs.shutdown(socket.SHUT_WR)
-        cache = reserved_cache()
         with pytest.raises(UnreachableError, match="before everything was sent"):
-            Reception(ours, Receipt(offer.manifest), cache, TransferCounters()).run()
-        assert cache.length == 0
+            Reception(ours, Receipt(offer.manifest), reserved_cache(), TransferCounters()).run()
     offer.mailbox.close()

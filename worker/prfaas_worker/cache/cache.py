@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prfaas.errors import InternalError
+from prfaas.kvindex.blocks import BlockHash
 from prfaas.wire.engine import CacheStats
 from prfaas_worker.cache.memory import CacheMemory
-
-BlockHash = bytes
-
 
 @dataclass(slots=True)
 class Lease:
@@ -56,9 +54,13 @@ class HybridCache:
         """Slots that could be had now."""
         return len(self._free_slots)
 
-    def fits(self, tokens: int) -> bool:
-        """Tell whether a sequence of so many tokens could ever be held."""
-        return self._geometry.pages_for(tokens) <= self._memory.num_pages
+    def pages_wanted(self, tokens: int) -> int:
+        """Pages that a sequence of so many tokens takes, if nothing of it is cached."""
+        return self._geometry.pages_for(tokens)
+
+    def room(self, lease: Lease) -> int:
+        """Tokens that fit into the pages of a lease."""
+        return len(lease.pages) * self._geometry.page_tokens
 
     def open(
         self, chain: Sequence[BlockHash], tokens: int, most_tokens: int, *, use_state: bool = True

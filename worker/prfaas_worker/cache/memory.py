@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prfaas.kvindex.blocks import BLOCK_TOKENS
 from prfaas_worker.models.base import LayerSpec, TensorSpec
 
-PAGE_TOKENS = 64
 # Every tensor in a page or slot starts at a multiple of this, which suits every dtype and vector width.
 _ALIGNMENT = 64
 
@@ -28,7 +28,7 @@ def _aligned(size_bytes: int) -> int:
 class CacheGeometry:
     """Sizes that follow from a model's layers: bytes of a page and of a state, and where each tensor stands in them."""
 
-    def __init__(self, layers: Sequence[LayerSpec], page_tokens: int = PAGE_TOKENS):
+    def __init__(self, layers: Sequence[LayerSpec], page_tokens: int = BLOCK_TOKENS):
         self.layers = tuple(layers)
         self.page_tokens = page_tokens
         self.row_offsets, self.page_bytes = _place([layer.rows for layer in layers], page_tokens)
@@ -53,6 +53,11 @@ def _place(layers: Sequence[tuple[TensorSpec, ...]], copies: int) -> tuple[dict[
             offsets[index, tensor.name] = at
             at += _aligned(copies * tensor.nbytes)
     return offsets, at
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """View a contiguous CPU tensor's memory as bytes, without a copy."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class CacheMemory:
@@ -80,6 +85,7 @@ class CacheMemory:
             layers = range(len(geometry.layers))
             self._rows = [self._views(self.pages, index, True) for index in layers]
             self._states = [self._views(self.slots, index, False) for index in layers]
+        self._page_bytes = bytes_of(self.pages) if self.device.type == "cpu" else memoryview(b"")
 
     def rows(self, layer: int) -> dict[str, Tensor]:
         """Row tensors of a layer by name, each [num_pages, page_tokens, *shape], viewing the pages."""
@@ -113,6 +119,27 @@ class CacheMemory:
     def load_state(self, pages: Sequence[int], slot: int) -> None:
         """Copy a state out of the pages that `save_state` filled."""
         torch.index_select(self.pages, 0, torch.tensor(pages, device=self.device), out=self.slots[slot].view(len(pages), -1))
+
+    def row_bytes(self, layer: int, name: str, pages: Sequence[int], span: tuple[int, int]) -> list[memoryview]:
+        """Writable bytes of a row tensor's tokens span[0] up to span[1], one piece a page; the pages are a sequence's.
+
+        For memory on the CPU alone.
+        """
+        tokens = self.geometry.page_tokens
+        at = self.geometry.row_offsets[layer, name]
+        size = next(tensor.nbytes for tensor in self.geometry.layers[layer].rows if tensor.name == name)
+        pieces, start = [], span[0]
+        while start < span[1]:
+            page, first = divmod(start, tokens)
+            count = min(tokens - first, span[1] - start)
+            begin = at + first * size
+            pieces.append(self._page_bytes[pages[page] * self.geometry.page_bytes :][begin : begin + count * size])
+            start += count
+        return pieces
+
+    def state_bytes(self, layer: int, name: str, slot: int) -> memoryview:
+        """Writable bytes of a state tensor in a slot; for memory on the CPU alone."""
+        return bytes_of(self.states(layer)[name][slot])
 
     def _views(self, buffer: Tensor, layer: int, is_rows: bool) -> dict[str, Tensor]:
         spec, geometry = self.geometry.layers[layer], self.geometry

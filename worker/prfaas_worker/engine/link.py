@@ -21,6 +21,8 @@ from prfaas.wire.engine import (
     Generate,
     Granted,
     PrefillAnswer,
+    ResetCache,
+    SetRole,
     StartPrefill,
     Stats,
     ToEngine,
@@ -72,7 +74,7 @@ class Desk:
     def take(self, message: ToEngine) -> None:
         """Act on one message."""
         match message:
-            case Generate() | Cancel():
+            case Generate() | Cancel() | ResetCache() | SetRole():
                 self._engine.inbox.put(message)
             case StartPrefill():
                 self._grant(message)
@@ -105,6 +107,7 @@ class Desk:
             unsent_bytes=self._monitor.unsent_bytes,
             backlogged_bytes=backlogged.delivered_bytes,
             backlogged_seconds=backlogged.seconds,
+            cache=self._engine.cache.stats(),
         )
 
 

@@ -5,18 +5,36 @@ through `answer`, which only queues.
 """
 
 import queue
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from prfaas.errors import PrfaasError, RequestError
-from prfaas.wire.engine import ALL_CHOICES, Cancel, Failed, Generate, Started, StartPrefill, ToFront, Tokens
+from prfaas.errors import CapacityError, PrfaasError
+from prfaas.kvindex.blocks import BlockChain, chain_root
+from prfaas.wire.engine import (
+    ALL_CHOICES,
+    CacheReset,
+    Cancel,
+    Failed,
+    Generate,
+    ResetCache,
+    Role,
+    RoleSet,
+    SetRole,
+    Started,
+    StartPrefill,
+    ToFront,
+    Tokens,
+)
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
-from prfaas_worker.engine.runner import Runner
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.engine import sequences
+from prfaas_worker.engine.runner import Runner, Work
 from prfaas_worker.engine.sampling import Draw, Drawn, draw
-from prfaas_worker.engine.schedule import Limits, schedule
-from prfaas_worker.engine.sequences import Choice, Phase, Request, Requests
+from prfaas_worker.engine.schedule import BUDGETS, Batch, schedule
+from prfaas_worker.engine.sequences import Phase, Request, Requests
 from prfaas_worker.transfer.fetch import Fetch, Fetched
 from prfaas_worker.transfer.offers import Offer
 
@@ -29,13 +47,13 @@ class Offered(NamedTuple):
 
 
 class OfferEnded(NamedTuple):
-    """It was delivered, cancelled, or expired."""
+    """It was delivered, cancelled, or expired, and nobody sends from its memory any more."""
 
     handle: int
 
 
 class FetchEnded(NamedTuple):
-    """A fetch thread is done."""
+    """A fetch thread is done, and writes to its memory no more."""
 
     handle: int
     result: Fetched | PrfaasError
@@ -50,33 +68,39 @@ class Gauges(NamedTuple):
     prefills_waiting: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    preemptions: int = 0
+    role: Role = "mixed"
 
 
-Inbox = queue.SimpleQueue[Generate | Cancel | Offered | OfferEnded | FetchEnded]
-FetchFactory = Callable[[Request], Fetch]
+Event = Generate | Cancel | ResetCache | SetRole | Offered | OfferEnded | FetchEnded
+FetchFactory = Callable[[sequences.Sequence], Fetch]
 
 
 class Engine:
-    """Owns all requests. `new_fetch` prepares the fetch of a request whose prompt another instance prefills."""
+    """Owns all requests. `new_fetch` prepares the fetch of a sequence whose prompt another instance prefills."""
 
     def __init__(
         self,
         runner: Runner,
-        limits: Limits,
-        max_waiting: int,
+        cache: HybridCache,
         new_fetch: FetchFactory,
         answer: Callable[[ToFront], None],
+        *,
+        role: Role,
+        max_waiting: int,
     ):
-        self.inbox: Inbox = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.requests = Requests()
-        self.gauges = Gauges()
+        self.gauges = Gauges(role=role)
+        self.cache = cache
         self._runner = runner
-        self._limits = limits
-        self._max_waiting = max_waiting
         self._new_fetch = new_fetch
         self._answer = answer
+        self._max_waiting = max_waiting
+        self._role: Role = role
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._preemptions = 0
 
     def offer_ended(self, handle: int) -> None:
         """Have a prefill for another instance forgotten; called from any thread."""
@@ -90,15 +114,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, *, wait: bool) -> bool:
-        """Do one step; with `wait` first wait until something arrives. Returns whether anything was to compute."""
+        """Do one step; with `wait` first wait until something arrives. Returns whether anything was to do."""
         self._take(wait=wait)
-        batch = schedule(self.requests.facts(), self._limits)
-        for handle in batch.admit:
-            self._admit(self.requests[handle])
-        for chunk in batch.prefill:
-            self._prefill(self.requests[chunk.handle], chunk.tokens)
-        if batch.decode:
-            self._decode([self.requests[handle] for handle in batch.decode])
+        batch = schedule(self.requests.facts(self.cache), BUDGETS[self._role])
+        for key in batch.preempt:
+            self._preempt(self.requests[key])
+        for key in batch.admit:
+            if not self._admit(self.requests[key]):
+                break
+        self._compute(self._work(batch))
         self.gauges = self._measure()
         return not batch.empty
 
@@ -111,129 +135,240 @@ class Engine:
         except queue.Empty:
             return
 
-    def _handle(self, event: Generate | Cancel | Offered | OfferEnded | FetchEnded) -> None:
+    def _handle(self, event: Event) -> None:
         match event:
             case Generate():
                 self._arrive(event)
             case Cancel():
                 self._cancel(event)
             case Offered(message, offer):
-                self.requests.add(Request(message.handle, message.token_ids, offer=offer))
+                request = Request(message.handle, len(message.token_ids), offer=offer)
+                self._add(request, message.token_ids, message.cache_salt)
             case OfferEnded(handle):
-                self.requests.remove(handle)
+                self._end(handle)
             case FetchEnded(handle, result):
                 self._fetched(handle, result)
+            case ResetCache(handle):
+                self._answer(CacheReset(handle, self.cache.reset()))
+            case SetRole(handle, role):
+                self._role = role
+                self._answer(RoleSet(handle, role))
 
     def _arrive(self, message: Generate) -> None:
-        if len(self.requests.in_phase(Phase.WAITING, offered=False)) >= self._max_waiting:
+        if self.requests.counts()[False, True] >= self._max_waiting:
             text = f"{self._max_waiting} requests are waiting already; try another instance, or later"
             self._answer(Failed(message.handle, 503, CODE_OVERLOADED, text))
-        else:
-            self.requests.add(Request(message.handle, message.token_ids, generate=message))
+            return
+        request = Request(message.handle, len(message.token_ids), generate=message)
+        self._add(request, message.token_ids, message.cache_salt)
+
+    def _add(self, request: Request, token_ids: list[int], cache_salt: str) -> None:
+        chain = BlockChain(chain_root(self._runner.model.fingerprint, cache_salt))
+        chain.extend(token_ids)
+        request.sequences.append(sequences.Sequence(request, 0, token_ids, chain))
+        self.requests.add(request)
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.handle)
-        if request is None:
+        if request is None or request.offer is not None:  # an offer's lease ends it
             return
-        if message.choice != ALL_CHOICES:
-            request.choices = [choice for choice in request.choices if choice.index != message.choice]
-        if message.choice == ALL_CHOICES or not request.choices:
-            self.requests.remove(message.handle)
-            if request.fetch is not None:
-                request.fetch.cancel()
+        if message.choice == ALL_CHOICES:
+            self._end(message.handle)
+            return
+        for sequence in [one for one in request.sequences if one.index == message.choice and request.started]:
+            self._end_sequence(sequence)
 
-    def _admit(self, request: Request) -> None:
-        more_tokens = request.generate.max_tokens if request.generate else 0
-        request.cache = self._runner.reserve(len(request.token_ids), more_tokens)
-        if request.generate is None or not request.generate.prefill_url:
-            request.phase = Phase.PREFILLING
-            return
-        request.phase = Phase.FETCHING
-        request.fetch = self._new_fetch(request)
-        handle = request.handle
-        request.fetch.start(lambda result: self.inbox.put(FetchEnded(handle, result)))
+    def _admit(self, sequence: sequences.Sequence) -> bool:
+        """Give a sequence memory and start it; False when there is too little memory after all."""
+        request, count = sequence.request, len(sequence.token_ids)
+        remote = request.generate is not None and bool(request.generate.prefill_url) and not request.started
+        opened = self.cache.open(sequence.chain.hashes, count, count - 1, use_state=not remote)
+        if opened is None:
+            return False
+        sequence.lease, sequence.computed_tokens = opened.lease, opened.cached_tokens
+        sequence.cuts = opened.checkpoints
+        if request.queue_seconds is None:
+            request.queue_seconds = time.monotonic() - request.arrived
+            request.cached_tokens = opened.cached_tokens
+        sequence.phase = Phase.RUNNING
+        if remote:
+            self._fetch(sequence)
+        return True
+
+    def _fetch(self, sequence: sequences.Sequence) -> None:
+        sequence.phase = Phase.FETCHING
+        handle = sequence.request.handle
+        fetch = sequence.request.fetch = self._new_fetch(sequence)
+        fetch.start(lambda result: self.inbox.put(FetchEnded(handle, result)))
 
     def _fetched(self, handle: int, result: Fetched | PrfaasError) -> None:
         request = self.requests.get(handle)
-        if request is None:  # cancelled meanwhile
+        if request is None:
             return
+        (sequence,) = request.sequences
         request.fetch = None
+        if sequence.phase is Phase.ENDING:  # cancelled meanwhile
+            self._end(handle)
+            return
         if isinstance(result, PrfaasError):
-            self.requests.remove(handle)
+            self._end(handle)
             self._answer(Failed(handle, 502, CODE_PREFILL_FAILED, str(result)))
             return
-        done = result.done
-        times = (done.prefill_seconds, result.transfer_seconds, done.first_byte_seconds)
-        self._begin(request, result.hidden, Started(handle, 0, result.received_bytes, *times))
+        sequence.computed_tokens = len(sequence.token_ids)
+        sequence.phase = Phase.RUNNING
+        self.cache.publish(sequence.held, sequence.chain.hashes)
+        request.prefill_seconds = result.done.prefill_seconds
+        started = self._started(request, result)
+        hidden = result.hidden.to(self._runner.model.device).unsqueeze(0)
+        self._draw(self._begin(sequence, started), self._runner.model.logits(hidden))
 
-    def _prefill(self, request: Request, tokens: int) -> None:
+    def _preempt(self, sequence: sequences.Sequence) -> None:
+        """Take a sequence's memory; what it had computed may still be in the prefix cache when its turn comes."""
+        self.cache.close(sequence.held)
+        sequence.lease, sequence.computed_tokens, sequence.phase = None, 0, Phase.WAITING
+        self._preemptions += 1
+
+    def _work(self, batch: Batch) -> Work:
+        decoding = [self.requests[key] for key in batch.decodes]
+        ready = [one for one in decoding if self.cache.grow(one.held, one.computed_tokens + 1)]
+        return Work([(self.requests[key], tokens) for key, tokens in batch.chunks], ready)
+
+    def _compute(self, work: Work) -> None:
+        if not (work.chunks or work.decodes):
+            return
         try:
-            hidden = self._runner.prefill(request, tokens)
-        except RequestError as error:
-            self._refuse(request, error)
+            hidden = self._runner.run(work)
+        except CapacityError as error:
+            self._abandon(work, error)
             return
-        self._prompt_tokens += tokens
-        if request.remaining_tokens:
-            return
+        finished: list[tuple[sequences.Sequence, int]] = []
+        for row, (sequence, tokens) in enumerate(work.chunks):
+            self._prompt_tokens += tokens
+            finished += self._advance(sequence, tokens, row)
+        for row, sequence in enumerate(work.decodes, len(work.chunks)):
+            finished += self._advance(sequence, 1, row)
+        if finished:
+            rows = [row for _, row in finished]
+            logits = self._runner.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+            self._draw([sequence for sequence, _ in finished], logits)
+
+    def _advance(self, sequence: sequences.Sequence, tokens: int, row: int) -> list[tuple[sequences.Sequence, int]]:
+        """Note that tokens of a sequence are computed; returns who draws from the hidden state in `row` now."""
+        request = sequence.request
+        sequence.computed_tokens += tokens
+        self._keep(sequence)
+        if sequence.remaining_tokens:
+            return []
         if request.offer is not None:
-            request.phase = Phase.DELIVERING
+            sequence.phase = Phase.DELIVERING
             request.offer.computed(request.prefill_seconds)
-        else:
-            self._begin(request, hidden, Started(request.handle, 0, 0, request.prefill_seconds, 0.0, 0.0))
+            return []
+        if request.started:
+            return [(sequence, row)]
+        return [(choice, row) for choice in self._begin(sequence, self._started(request, None))]
 
-    def _refuse(self, request: Request, error: RequestError) -> None:
-        """End a request that the model cannot run."""
-        self.requests.remove(request.handle)
-        if request.offer is not None:
-            request.offer.fail(str(error))
-        else:
-            self._answer(Failed(request.handle, error.status, error.code, str(error)))
+    def _keep(self, sequence: sequences.Sequence) -> None:
+        """Let the prefix cache have the blocks that are complete now, and the state where it is wanted."""
+        blocks, rest = divmod(sequence.computed_tokens, sequence.chain.block_tokens)
+        decoding = sequence.computed_tokens > sequence.request.prompt_tokens
+        if decoding:
+            if rest:
+                return
+            sequence.chain.extend(sequence.token_ids[sequence.chain.tokens : sequence.computed_tokens])
+        self.cache.publish(sequence.held, sequence.chain.hashes[:blocks])
+        if rest == 0 and (decoding or sequence.computed_tokens in sequence.cuts):
+            self.cache.checkpoint(sequence.held, sequence.chain.hashes, blocks, rolling=decoding)
 
-    def _begin(self, request: Request, hidden: torch.Tensor, started: Started) -> None:
-        """Draw the first token of every choice from the prompt's hidden state."""
-        generate, cache = request.generation, request.admitted_cache
-        logits = self._runner.model.logits(hidden).expand(generate.choices, -1)
-        caches = [cache, *(self._runner.fork(cache) for _ in range(generate.choices - 1))]
-        request.cache, request.phase = None, Phase.DECODING
-        request.choices = [Choice(index, cache) for index, cache in enumerate(caches)]
+    def _started(self, request: Request, fetched: Fetched | None) -> Started:
+        return Started(
+            handle=request.handle,
+            cached_tokens=request.cached_tokens,
+            kv_bytes=fetched.received_bytes if fetched else 0,
+            prefill_seconds=request.prefill_seconds,
+            transfer_seconds=fetched.transfer_seconds if fetched else 0.0,
+            first_byte_seconds=fetched.done.first_byte_seconds if fetched else 0.0,
+            queue_seconds=request.queue_seconds or 0.0,
+        )
+
+    def _begin(self, sequence: sequences.Sequence, started: Started) -> list[sequences.Sequence]:
+        """Turn a computed prompt into a sequence for each choice. One that finds no memory waits for some."""
+        request = sequence.request
+        for index in range(1, request.generation.choices):
+            lease = self.cache.fork(sequence.held, sequence.computed_tokens)
+            choice = sequences.Sequence(request, index, list(sequence.token_ids), sequence.chain.copy())
+            choice.lease = lease
+            choice.phase = Phase.WAITING if lease is None else Phase.RUNNING
+            choice.computed_tokens = 0 if lease is None else sequence.computed_tokens
+            request.sequences.append(choice)
+        request.started = True
         self._answer(started)
-        self._draw([(request, choice) for choice in request.choices], logits)
+        return request.sequences[:]
 
-    def _decode(self, requests: Sequence[Request]) -> None:
-        running = [(request, choice) for request in requests for choice in request.choices]
-        self._draw(running, self._runner.decode([choice for _, choice in running]))
-
-    def _draw(self, running: Sequence[tuple[Request, Choice]], logits: torch.Tensor) -> None:
+    def _draw(self, drawing: Sequence[sequences.Sequence], logits: torch.Tensor) -> None:
+        """Draw a token for each sequence; a single row of logits serves all of them."""
         draws = [
-            Draw(generate.sampling, choice.index, choice.cache.length, generate.logprobs)
-            for generate, choice in ((request.generation, choice) for request, choice in running)
+            Draw(generate.sampling, one.index, len(one.token_ids), generate.logprobs)
+            for one in drawing
+            for generate in (one.request.generation,)
         ]
-        for (request, choice), drawn in zip(running, draw(logits, draws), strict=True):
-            self._hand_out(request, choice, drawn)
+        for sequence, drawn in zip(drawing, draw(logits.expand(len(draws), -1), draws), strict=True):
+            self._hand_out(sequence, drawn)
 
-    def _hand_out(self, request: Request, choice: Choice, drawn: Drawn) -> None:
-        """Tell the front of a choice's new token, and end the choice where it ends."""
-        choice.last_token = drawn.token
-        choice.generated += 1
+    def _hand_out(self, sequence: sequences.Sequence, drawn: Drawn) -> None:
+        """Tell the front of a sequence's new token, and end the sequence where it ends."""
+        generate = sequence.request.generation
+        sequence.token_ids.append(drawn.token)
         self._generation_tokens += 1
         stopped = drawn.token in self._runner.model.eos_token_ids
-        ended = "stop" if stopped else "length" if choice.generated == request.generation.max_tokens else None
+        ended = "stop" if stopped else "length" if sequence.generated_tokens == generate.max_tokens else None
         token_ids = [] if stopped else [drawn.token]
         logprobs = [drawn.logprob] if drawn.logprob is not None and not stopped else []
-        self._answer(Tokens(request.handle, choice.index, token_ids, logprobs, ended))
+        self._answer(Tokens(generate.handle, sequence.index, token_ids, logprobs, ended))
         if ended:
-            request.choices.remove(choice)
-            if not request.choices:
-                self.requests.remove(request.handle)
+            self._end_sequence(sequence)
+
+    def _abandon(self, work: Work, error: CapacityError) -> None:
+        """Fail the prompts of a step that found no memory; what decoded beside them is computed anew."""
+        for request in {sequence.request.handle: sequence.request for sequence, _ in work.chunks}.values():
+            if request.offer is not None:
+                request.offer.fail(str(error))
+                request.sequences[0].phase = Phase.ENDING  # its frames may still be on their way out
+            else:
+                self._answer(Failed(request.handle, 503, CODE_OVERLOADED, str(error)))
+                self._end(request.handle)
+        for sequence in work.decodes:
+            self._preempt(sequence)
+
+    def _end(self, handle: int) -> None:
+        """Forget a request, and give its memory back as soon as no thread of a transfer uses it."""
+        request = self.requests.get(handle)
+        if request is None:
+            return
+        if request.fetch is not None:
+            request.fetch.cancel()
+            request.sequences[0].phase = Phase.ENDING
+            return
+        for sequence in request.sequences[:]:
+            self._end_sequence(sequence)
+
+    def _end_sequence(self, sequence: sequences.Sequence) -> None:
+        request = sequence.request
+        if sequence.lease is not None:
+            self.cache.close(sequence.lease)
+            sequence.lease = None
+        request.sequences.remove(sequence)
+        if not request.sequences:
+            self.requests.remove(request.handle)
 
     def _measure(self) -> Gauges:
-        busy = (Phase.FETCHING, Phase.PREFILLING, Phase.DECODING, Phase.DELIVERING)
-        count = self.requests.in_phase
+        counts = self.requests.counts()
         return Gauges(
-            requests_running=len(count(*busy, offered=False)),
-            requests_waiting=len(count(Phase.WAITING, offered=False)),
-            prefills_running=len(count(*busy, offered=True)),
-            prefills_waiting=len(count(Phase.WAITING, offered=True)),
+            requests_running=counts[False, False],
+            requests_waiting=counts[False, True],
+            prefills_running=counts[True, False],
+            prefills_waiting=counts[True, True],
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            preemptions=self._preemptions,
+            role=self._role,
         )

@@ -1,76 +1,110 @@
-"""The model calls of a step: chunks of prompts, one token of every running choice, and copies of a sequence's cache."""
+"""The model calls of a step: which sequences' tokens go in, whose hidden states come out, and what leaves on the way."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from prfaas_worker.engine.sequences import Choice, Request
-from prfaas_worker.models.base import AttentionCache, Model, SequenceCache
-from prfaas_worker.transfer.layout import block_frames, hidden_frame, state_frame
+from prfaas.errors import CapacityError
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.engine import sequences
+from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
+from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, state_frames
 from prfaas_worker.transfer.offers import Offer
 
-GROWTH_TOKENS = 512
-"""Rows reserved beyond the prompt, so that a short answer needs no second allocation."""
+
+class Work(NamedTuple):
+    """One step's sequences: each with the number of prompt tokens to compute, and those that decode one token."""
+
+    chunks: Sequence[tuple[sequences.Sequence, int]]
+    decodes: Sequence[sequences.Sequence]
 
 
 class Runner:
-    """Runs one model. All calls come from the engine's thread."""
+    """Runs one model on its memory. All calls come from the engine's thread."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, memory: CacheMemory):
         self.model = model
+        self.memory = memory
+        model.bind(memory)
 
-    def reserve(self, prompt_tokens: int, more_tokens: int) -> SequenceCache:
-        """Return an empty cache with room for a prompt and the beginning of its answer."""
-        cache = self.model.new_cache()
-        for layer in cache.layers:
-            if isinstance(layer, AttentionCache):
-                layer.reserve(prompt_tokens + min(more_tokens, GROWTH_TOKENS))
-        return cache
+    def run(self, work: Work) -> torch.Tensor:
+        """Compute a step; every finished layer of a prefill for another instance leaves at once.
 
-    def prefill(self, request: Request, tokens: int) -> torch.Tensor:
-        """Append the next prompt tokens of an admitted request; its offer, if it has one, gets every finished layer.
+        Returns hidden states fp32 [chunks + decodes, hidden_size] in the order of `work`.
 
-        Returns the hidden state after them, fp32 [hidden_size].
+        Raises:
+            CapacityError: the device has no memory for the computation. Rows and states of all sequences of this
+                step are undefined then.
+
         """
-        cache, offer = request.admitted_cache, request.offer
-        last = tokens == request.remaining_tokens
-        if offer is not None and cache.length == 0:
-            offer.computing()
-        span = cache.length, cache.length + tokens
+        exports = [export for sequence, tokens in work.chunks if (export := self._export(sequence, tokens))]
         started = time.monotonic()
-        hidden = self.model.prefill(
-            request.chunk(tokens),
-            cache,
-            None if offer is None else lambda layer: _export(offer, cache, layer, (*span, last)),
-        )
-        request.prefill_seconds += time.monotonic() - started
-        if offer is not None and last:
-            offer.mailbox.put(hidden_frame(offer.manifest, hidden))
+        try:
+            hidden = self.model.forward(self._batch(work), _on_layer(exports))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise CapacityError(f"no memory left to compute this step: {error}") from error
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            raise CapacityError(f"no memory left to compute this step: {error}") from error
+        seconds = time.monotonic() - started
+        for row, (sequence, tokens) in enumerate(work.chunks):
+            sequence.request.prefill_seconds += seconds
+            if sequence.request.offer is not None and tokens == sequence.remaining_tokens:
+                offer = sequence.request.offer
+                offer.mailbox.put(hidden_frame(offer.manifest, hidden[row].cpu()))
         return hidden
 
-    def decode(self, choices: Sequence[Choice]) -> torch.Tensor:
-        """Append every choice's last token; returns logits fp32 [len(choices), vocab_size]."""
-        tokens = torch.tensor([choice.last_token for choice in choices], dtype=torch.int64)
-        return self.model.decode(tokens, [choice.cache for choice in choices])
+    def _batch(self, work: Work) -> Batch:
+        tokens = [token for sequence, count in work.chunks for token in sequence.next_tokens(count)]
+        tokens += [sequence.token_ids[sequence.computed_tokens] for sequence in work.decodes]
+        chunks = tuple(Chunk(one.held.slot, one.computed_tokens, count) for one, count in work.chunks)
+        return Batch(self._tensor(tokens), chunks, self._decodes(work.decodes) if work.decodes else None)
 
-    def fork(self, cache: SequenceCache) -> SequenceCache:
-        """Return an independent copy of a cache."""
-        copy = self.reserve(cache.length, GROWTH_TOKENS)
-        for index, layer in enumerate(cache.layers):
-            if isinstance(layer, AttentionCache):
-                copy.attention(index).write(0, layer.rows(0, cache.length))
-            else:
-                copy.linear(index).load(layer.tensors)
-        copy.length = cache.length
-        return copy
+    def _decodes(self, decoding: Sequence[sequences.Sequence]) -> Decodes:
+        lengths = [sequence.computed_tokens for sequence in decoding]
+        slots = [sequence.held.slot for sequence in decoding]
+        return Decodes(self._tensor(slots), self._tensor(lengths), max(lengths))
+
+    def _tensor(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.model.device)
+
+    def _export(self, sequence: sequences.Sequence, tokens: int) -> Callable[[int], None] | None:
+        """Return what is to be done for a prefill for another instance after each layer, None for any other."""
+        offer = sequence.request.offer
+        if offer is None:
+            return None
+        place = Place(self.memory, sequence.held.slot, sequence.held.pages)
+        if offer.state == "waiting":
+            offer.computing()
+            # What the prefix cache holds is not computed again, but the other instance may lack it.
+            for layer in range(len(self.model.layers)):
+                _send_rows(offer, place, layer, (0, sequence.computed_tokens))
+        span = sequence.computed_tokens, sequence.computed_tokens + tokens
+        last = tokens == sequence.remaining_tokens
+
+        def export(layer: int) -> None:
+            _send_rows(offer, place, layer, span)
+            if last:
+                for frame in state_frames(offer.manifest, place, layer):
+                    offer.mailbox.put(frame)
+
+        return export
 
 
-def _export(offer: Offer, cache: SequenceCache, layer: int, progress: tuple[int, int, bool]) -> None:
-    """Queue what a layer has finished: rows of each chunk, and after the last chunk the state."""
-    start, end, last = progress
-    if isinstance(cache.layers[layer], AttentionCache):
-        for frame in block_frames(offer.manifest, cache, layer, (start, end)):
-            offer.mailbox.put(frame)
-    elif last:
-        offer.mailbox.put(state_frame(offer.manifest, cache, layer))
+def _send_rows(offer: Offer, place: Place, layer: int, span: tuple[int, int]) -> None:
+    for frame in block_frames(offer.manifest, place, layer, span):
+        offer.mailbox.put(frame)
+
+
+def _on_layer(exports: Sequence[Callable[[int], None]]) -> Callable[[int], None] | None:
+    if not exports:
+        return None
+
+    def on_layer(layer: int) -> None:
+        for export in exports:
+            export(layer)
+
+    return on_layer

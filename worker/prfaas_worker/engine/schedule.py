@@ -1,85 +1,147 @@
-"""What the engine computes in its next step: a pure function of who waits, who prefills and who decodes.
+"""What the engine does in its next step: a pure function of who waits, who runs, and what memory is left.
 
-A step is at most `chunk_tokens` of prompt and one token for every decoding choice, so that a long prompt delays running
-streams by one chunk, never by itself. Prompts are admitted and prefilled first come, first served: finishing one before
-starting the next gives the lowest mean wait.
+A step has a budget of tokens. Every decoding sequence takes one of it, and prompts share the rest in order of arrival:
+finishing one before starting the next gives the lowest mean wait, and a long prompt delays running streams by one chunk,
+never by itself. How much prompt may stand beside decodes is what an instance's role is about.
+
+Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
+time. When the pages run out the sequence that arrived last gives all of its own back and waits again, in its old place:
+so the one that arrived first always gets on, and with it in time everyone.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+from prfaas.wire.engine import Role
+
+Key = tuple[int, int]
+"""A sequence: the handle of its request, and which choice it is."""
 
 
 class Waiting(NamedTuple):
-    """A request that holds nothing yet; it needs `choices` sequences."""
+    """A sequence that holds nothing. It comes with `slots` state slots to fill, and needs `pages` to be admitted."""
 
-    handle: int
-    choices: int
+    key: Key
+    slots: int
+    pages: int
 
 
-class Prefilling(NamedTuple):
-    """An admitted prompt with `remaining_tokens` to compute."""
+class Running(NamedTuple):
+    """A sequence that holds memory and has `remaining_tokens` >= 1 to compute.
 
-    handle: int
+    Its chunk may not go beyond `until_cut_tokens`. `short` says that its next token needs one more page, `held_pages`
+    what would become free if it gave up. `can_decode` tells that a single remaining token may join the decodes.
+    """
+
+    key: Key
     remaining_tokens: int
+    until_cut_tokens: int
+    held_pages: int
+    short: bool
+    can_decode: bool
+
+    @property
+    def decodes(self) -> bool:
+        """It takes one token's place in the step, not a chunk's."""
+        return self.remaining_tokens == 1 and self.can_decode
 
 
 class Facts(NamedTuple):
-    """The engine's state, in order of arrival. `held` counts the sequences of all admitted requests."""
+    """The engine's state. Both lists are in order of arrival."""
 
     waiting: tuple[Waiting, ...]
-    prefilling: tuple[Prefilling, ...]
-    decoding: tuple[int, ...]
-    held: int
+    running: tuple[Running, ...]
+    free_slots: int
+    free_pages: int
 
 
-class Limits(NamedTuple):
-    """Most sequences admitted at once, and prompt tokens a step."""
+class Budgets(NamedTuple):
+    """Most tokens of a step, and most of them that may be prompt while something decodes."""
 
-    max_running: int
-    chunk_tokens: int
+    step_tokens: int
+    prompt_tokens_beside_decodes: int
+
+
+BUDGETS: Final[dict[Role, Budgets]] = {
+    "prefill": Budgets(2048, 2048),
+    "mixed": Budgets(1024, 512),
+    "decode": Budgets(1024, 128),
+}
+"""What a role means. The figures are a step's length: a decode instance keeps its streams smooth, a prefill one has none."""
 
 
 class Chunk(NamedTuple):
-    """The next `tokens` of one prompt."""
+    """The next `tokens` of one sequence's prompt."""
 
-    handle: int
+    key: Key
     tokens: int
 
 
 class Batch(NamedTuple):
-    """One step: requests to admit, then chunks to prefill, then requests whose choices decode one token."""
+    """One step: sequences to preempt, then to admit in this order as far as memory goes, then what to compute."""
 
-    admit: tuple[int, ...]
-    prefill: tuple[Chunk, ...]
-    decode: tuple[int, ...]
+    preempt: tuple[Key, ...] = ()
+    admit: tuple[Key, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decodes: tuple[Key, ...] = ()
 
     @property
     def empty(self) -> bool:
-        """Nothing to do until something arrives."""
-        return not (self.admit or self.prefill or self.decode)
+        """Nothing to do until something arrives or ends."""
+        return not (self.preempt or self.admit or self.chunks or self.decodes)
 
 
-def schedule(facts: Facts, limits: Limits) -> Batch:
-    """Return the next step. A request admitted now is prefilled from the next step on."""
-    return Batch(_admit(facts, limits), _chunks(facts.prefilling, limits.chunk_tokens), facts.decoding)
+def schedule(facts: Facts, budgets: Budgets) -> Batch:
+    """Return the next step. What is admitted in it computes from the next one on."""
+    decodes, preempted, free_pages = _decodes(facts)
+    kept = [sequence for sequence in facts.running if sequence.key not in preempted]
+    chunks = _chunks([sequence for sequence in kept if not sequence.decodes], len(decodes), budgets)
+    # A page for each decode is left alone, or what is admitted now would be preempted in a moment.
+    admit = () if preempted else _admit(facts, free_pages - len(decodes))
+    return Batch(tuple(preempted), admit, chunks, tuple(decodes))
 
 
-def _admit(facts: Facts, limits: Limits) -> tuple[int, ...]:
-    """Admit in order of arrival while sequences are free: a wide request is not overtaken for ever by narrow ones."""
-    admitted, held = [], facts.held
-    for request in facts.waiting:
-        held += request.choices
-        if held > limits.max_running:
+def _decodes(facts: Facts) -> tuple[list[Key], list[Key], int]:
+    """Choose who decodes and who gives way for it; also the pages left then."""
+    decodes: list[Key] = []
+    preempted: list[Key] = []
+    free_pages, last = facts.free_pages, len(facts.running)
+    for place, sequence in enumerate(facts.running):
+        if place >= last:
             break
-        admitted.append(request.handle)
-    return tuple(admitted)
+        if not sequence.decodes:
+            continue
+        while sequence.short and free_pages == 0 and last > place + 1:
+            last -= 1
+            preempted.append(facts.running[last].key)
+            free_pages += facts.running[last].held_pages
+        if sequence.short and free_pages == 0:
+            continue  # what holds the pages is no sequence that computes: it ends without our help
+        free_pages -= sequence.short
+        decodes.append(sequence.key)
+    return decodes, preempted, free_pages
 
 
-def _chunks(prefilling: tuple[Prefilling, ...], budget_tokens: int) -> tuple[Chunk, ...]:
+def _chunks(prompts: list[Running], num_decodes: int, budgets: Budgets) -> tuple[Chunk, ...]:
+    left = budgets.step_tokens - num_decodes
+    if num_decodes:
+        left = min(left, budgets.prompt_tokens_beside_decodes)
     chunks = []
-    for prompt in prefilling:
-        if budget_tokens == 0:
+    for prompt in prompts:
+        if left <= 0:
             break
-        tokens = min(prompt.remaining_tokens, budget_tokens)
-        chunks.append(Chunk(prompt.handle, tokens))
-        budget_tokens -= tokens
+        tokens = min(prompt.remaining_tokens, prompt.until_cut_tokens, left)
+        chunks.append(Chunk(prompt.key, tokens))
+        left -= tokens
     return tuple(chunks)
+
+
+def _admit(facts: Facts, free_pages: int) -> tuple[Key, ...]:
+    """Admit in order of arrival: a large request is not overtaken for ever by small ones."""
+    admitted, free_slots = [], facts.free_slots
+    for sequence in facts.waiting:
+        free_slots -= sequence.slots
+        free_pages -= sequence.pages
+        if free_slots < 0 or free_pages < 0:
+            break
+        admitted.append(sequence.key)
+    return tuple(admitted)

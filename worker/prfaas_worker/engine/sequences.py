@@ -1,56 +1,102 @@
-"""The requests that the engine knows, each with all that it holds: the only owner of sequences and their caches."""
+"""The engine's bookkeeping: requests, their sequences, and where each of them stands."""
 
+import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
-
 from prfaas.errors import InternalError
+from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate
-from prfaas_worker.engine.schedule import Facts, Prefilling, Waiting
-from prfaas_worker.models.base import SequenceCache
+from prfaas_worker.cache.cache import HybridCache, Lease
+from prfaas_worker.engine.schedule import Facts, Key, Running, Waiting
 from prfaas_worker.transfer.fetch import Fetch
 from prfaas_worker.transfer.offers import Offer
 
 
 class Phase(Enum):
-    """Where a request stands. FETCHING waits for another instance's prefill, DELIVERING for another to take ours."""
+    """Where a sequence stands. All but WAITING hold memory.
+
+    FETCHING waits for another instance's prefill, DELIVERING for another to take ours, ENDING only for a transfer's
+    thread to let go of the memory.
+    """
 
     WAITING = "waiting"
     FETCHING = "fetching"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
+    RUNNING = "running"
     DELIVERING = "delivering"
+    ENDING = "ending"
 
 
-@dataclass(slots=True)
-class Choice:
-    """One continuation: its cache, the last drawn token (which is not in the cache yet), and how many were drawn."""
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One line of tokens: a prompt, then what one choice of a request has drawn.
 
+    The first `computed_tokens` of `token_ids` stand in the cache. Once all do, the next token is drawn; so a sequence that
+    decodes has one token left to compute, and one that was preempted has them all. `cuts` are lengths at which a
+    chunk must end, because the state there is to be kept.
+    """
+
+    request: "Request"
     index: int
-    cache: SequenceCache
-    last_token: int = -1
-    generated: int = 0
-
-
-@dataclass(slots=True)
-class Request:
-    """One call of the front: a generation, or with an offer a prefill for another instance."""
-
-    handle: int
     token_ids: list[int]
-    generate: Generate | None = None
-    offer: Offer | None = None
+    chain: BlockChain
     phase: Phase = Phase.WAITING
-    cache: SequenceCache | None = None
-    fetch: Fetch | None = None
-    prefill_seconds: float = 0.0
-    choices: list[Choice] = field(default_factory=list)
+    lease: Lease | None = None
+    computed_tokens: int = 0
+    cuts: tuple[int, ...] = ()
 
     @property
-    def width(self) -> int:
-        """Sequences it needs."""
-        return self.generate.choices if self.generate else 1
+    def key(self) -> Key:
+        """What the schedule calls it."""
+        return self.request.handle, self.index
+
+    @property
+    def held(self) -> Lease:
+        """The memory of a sequence that is past WAITING."""
+        if self.lease is None:
+            raise InternalError(f"sequence {self.key} holds no memory while {self.phase.value}")
+        return self.lease
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that are not in the cache yet."""
+        return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.token_ids) - self.request.prompt_tokens
+
+    def next_tokens(self, tokens: int) -> list[int]:
+        """The next tokens to compute."""
+        return self.token_ids[self.computed_tokens : self.computed_tokens + tokens]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One call of the front: a generation, or with an offer a prefill for another instance.
+
+    Until the prompt is computed it has one sequence, after that one for each choice that has not ended.
+    """
+
+    handle: int
+    prompt_tokens: int
+    generate: Generate | None = None
+    offer: Offer | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    fetch: Fetch | None = None
+    started: bool = False
+    arrived: float = field(default_factory=time.monotonic)
+    queue_seconds: float | None = None
+    prefill_seconds: float = 0.0
+    cached_tokens: int = 0
+
+    @property
+    def slots(self) -> int:
+        """State slots that a first admission must leave room for."""
+        return self.generate.choices if self.generate and not self.started else 1
 
     @property
     def generation(self) -> Generate:
@@ -59,23 +105,6 @@ class Request:
             raise InternalError(f"request {self.handle} is a prefill for another instance: it generates nothing")
         return self.generate
 
-    @property
-    def admitted_cache(self) -> SequenceCache:
-        """The cache of a request that is admitted and does not decode yet."""
-        if self.cache is None:
-            raise InternalError(f"request {self.handle} has no cache while {self.phase.value}")
-        return self.cache
-
-    @property
-    def remaining_tokens(self) -> int:
-        """Prompt tokens that are not in its cache yet."""
-        return len(self.token_ids) - (self.cache.length if self.cache else 0)
-
-    def chunk(self, tokens: int) -> torch.Tensor:
-        """Return the next prompt tokens, int64 [tokens]."""
-        start = self.cache.length if self.cache else 0
-        return torch.tensor(self.token_ids[start : start + tokens], dtype=torch.int64)
-
 
 class Requests:
     """All requests in order of arrival."""
@@ -83,8 +112,14 @@ class Requests:
     def __init__(self) -> None:
         self._by_handle: dict[int, Request] = {}
 
-    def __getitem__(self, handle: int) -> Request:
-        return self._by_handle[handle]
+    def __getitem__(self, key: Key) -> Sequence:
+        """The sequence with this key."""
+        return next(one for one in self._by_handle[key[0]].sequences if one.index == key[1])
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Every sequence, in order of its request's arrival."""
+        for request in self._by_handle.values():
+            yield from request.sequences
 
     def get(self, handle: int) -> Request | None:
         """Return a request that may have ended."""
@@ -94,24 +129,42 @@ class Requests:
         """Take a request in, behind all others."""
         self._by_handle[request.handle] = request
 
-    def remove(self, handle: int) -> Request | None:
-        """Drop a request and with it all that it holds."""
-        return self._by_handle.pop(handle, None)
+    def remove(self, handle: int) -> None:
+        """Forget a request; who forgets it has given its memory back."""
+        self._by_handle.pop(handle, None)
 
-    def in_phase(self, *phases: Phase, offered: bool | None = None) -> list[Request]:
-        """Return requests in these phases; `offered` keeps prefills for others (True) or generations (False)."""
-        return [
-            request
+    def counts(self) -> Counter[tuple[bool, bool]]:
+        """Count requests by (a prefill for another instance, it waits); choices that wait again do not count apart."""
+        return Counter(
+            (request.offer is not None, request.sequences[0].phase is Phase.WAITING)
             for request in self._by_handle.values()
-            if request.phase in phases and (offered is None or (request.offer is not None) == offered)
-        ]
-
-    def facts(self) -> Facts:
-        """Return what the schedule decides on."""
-        everyone = self._by_handle.values()
-        return Facts(
-            waiting=tuple(Waiting(r.handle, r.width) for r in everyone if r.phase is Phase.WAITING),
-            prefilling=tuple(Prefilling(r.handle, r.remaining_tokens) for r in everyone if r.phase is Phase.PREFILLING),
-            decoding=tuple(r.handle for r in everyone if r.phase is Phase.DECODING),
-            held=sum(r.width for r in everyone if r.phase is not Phase.WAITING),
         )
+
+    def facts(self, cache: HybridCache) -> Facts:
+        """Return what the schedule decides on."""
+        waiting: list[Waiting] = []
+        running: list[Running] = []
+        free_slots = cache.free_slots
+        for sequence in self:
+            if sequence.phase is not Phase.WAITING:
+                free_slots -= sequence.request.slots - 1  # its other choices come when its prompt is computed
+                if sequence.phase is Phase.RUNNING:
+                    running.append(_running(sequence, cache))
+            elif len(waiting) < cache.free_slots:  # more cannot be admitted
+                pages = cache.pages_wanted(len(sequence.token_ids))
+                waiting.append(Waiting(sequence.key, sequence.request.slots, pages))
+        return Facts(tuple(waiting), tuple(running), free_slots, cache.free_pages)
+
+
+def _running(sequence: Sequence, cache: HybridCache) -> Running:
+    computed, lease = sequence.computed_tokens, sequence.held
+    cut = next((cut for cut in sequence.cuts if cut > computed), len(sequence.token_ids))
+    return Running(
+        key=sequence.key,
+        remaining_tokens=sequence.remaining_tokens,
+        until_cut_tokens=cut - computed,
+        held_pages=len(lease.pages),
+        short=computed + 1 > cache.room(lease),
+        can_decode=sequence.request.generate is not None,
+    )
+

@@ -6,7 +6,6 @@ import torch
 
 from prfaas_worker.assets import model_directory
 from prfaas_worker.models.base import Model
-from prfaas_worker.models.kimi_linear.model import KimiLinear
 
 
 def load_model(source: str, threads: int | None) -> tuple[Model, Path]:
@@ -22,5 +21,7 @@ def load_model(source: str, threads: int | None) -> tuple[Model, Path]:
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    from prfaas_worker.models.kimi_linear.model import KimiLinear  # a family's code is loaded when it is served
+
     directory = model_directory(source)
     return KimiLinear.load(directory), directory

@@ -1,7 +1,8 @@
 """A decode instance fetches a prompt's cache: asks the Prefill-as-a-Service API, receives the frames, acknowledges.
 
 Each fetch is a thread that ends within about a second of anything that goes wrong on the way. The payload lands in the
-memory of a cache that its sequence does not use before the receipt says that it is whole.
+pages and the slot of a sequence that does not use them before the receipt says that it is whole; they must stay that
+sequence's until the fetch has ended, even when it was cancelled.
 """
 
 import http.client
@@ -31,9 +32,9 @@ from prfaas.wire.transfer import (
     message_frame,
     parse_header,
 )
-from prfaas_worker.models.base import SequenceCache
+from prfaas_worker.cache.memory import bytes_of
 from prfaas_worker.transfer.counters import Outcome, TransferCounters
-from prfaas_worker.transfer.layout import bytes_of, destination_bytes
+from prfaas_worker.transfer.layout import Place, destination_bytes
 from prfaas_worker.transfer.sockets import receive_into, send_all, tune
 
 log = logging.getLogger(__name__)
@@ -45,12 +46,17 @@ MAX_ANSWER_BYTES = 1 << 16
 
 
 class Wanted(NamedTuple):
-    """What to fetch, and from whom. `groups` and `fingerprint` are those of the model here."""
+    """What to fetch, and from whom: rows from `start_token` on, and every state.
+
+    `groups` and `fingerprint` are those of the model here.
+    """
 
     request_id: str
     model_name: str
     prefill_url: str
     token_ids: list[int]
+    start_token: int
+    cache_salt: str
     fingerprint: str
     groups: tuple[LayerGroup, ...]
     hidden_size: int
@@ -66,11 +72,11 @@ class Fetched(NamedTuple):
 
 
 class Fetch:
-    """One fetch into `cache`, whose rows are reserved. `on_end(result or error)` is called once, from its thread."""
+    """One fetch into `place`. `on_end(result or error)` is called once, from its thread, which then touches nothing."""
 
-    def __init__(self, wanted: Wanted, cache: SequenceCache, counters: TransferCounters):
+    def __init__(self, wanted: Wanted, place: Place, counters: TransferCounters):
         self._wanted = wanted
-        self._cache = cache
+        self._place = place
         self._counters = counters
         self._socket: socket.socket | None = None
         self._cancelled = False
@@ -115,7 +121,7 @@ class Fetch:
                 hello = message_frame(Kind.HELLO, manifest.address, Hello(grant.token))
                 send_all(sock, [hello], lambda _sent: None)
                 said_hello = True
-                fetched = Reception(sock, Receipt(manifest), self._cache, self._counters).run()
+                fetched = Reception(sock, Receipt(manifest), self._place, self._counters).run()
                 send_all(sock, [message_frame(Kind.ACK, manifest.address)], lambda _sent: None)
                 return fetched
         finally:
@@ -124,7 +130,11 @@ class Fetch:
 
     def _ask(self) -> PrefillGrant:
         body = PrefillRequest(
-            request_id=self._wanted.request_id, model=self._wanted.model_name, token_ids=self._wanted.token_ids
+            request_id=self._wanted.request_id,
+            model=self._wanted.model_name,
+            token_ids=self._wanted.token_ids,
+            start_token=self._wanted.start_token,
+            cache_salt=self._wanted.cache_salt,
         )
         url = self._wanted.prefill_url
         status, answer = _call(url, ("POST", "/v1/prefills"), msgspec.json.encode(body), self._hold)
@@ -154,7 +164,7 @@ class Fetch:
             fingerprint=self._wanted.fingerprint,
             transfer_id=grant.transfer_id,
             epoch=grant.epoch,
-            start_token=0,
+            start_token=self._wanted.start_token,
             end_token=len(self._wanted.token_ids),
             groups=self._wanted.groups,
             hidden_size=self._wanted.hidden_size,
@@ -164,10 +174,10 @@ class Fetch:
 class Reception:
     """Drives a receipt from one connection: each payload is read straight into the cache."""
 
-    def __init__(self, sock: socket.socket, receipt: Receipt, cache: SequenceCache, counters: TransferCounters):
+    def __init__(self, sock: socket.socket, receipt: Receipt, place: Place, counters: TransferCounters):
         self._sock = sock
         self._receipt = receipt
-        self._cache = cache
+        self._place = place
         self._counters = counters
         self._hidden = torch.empty(receipt.expected.hidden_size, dtype=torch.float32)
         self._first: float | None = None
@@ -190,7 +200,6 @@ class Reception:
             self._counters.received(HEADER_BYTES + header.payload_bytes)
         done = self._receipt.require_whole()
         now = time.monotonic()
-        self._cache.length = self._receipt.expected.end_token
         seconds = now - self._first if self._first is not None else 0.0
         return Fetched(self._hidden, done, self._receipt.received_bytes, seconds)
 
@@ -201,7 +210,7 @@ class Reception:
             self._first = time.monotonic()
         match place:
             case Rows() | State():
-                return list(destination_bytes(self._receipt.expected, self._cache, place))
+                return list(destination_bytes(self._receipt.expected, self._place, place))
             case Hidden():
                 return [bytes_of(self._hidden)]
             case Note():

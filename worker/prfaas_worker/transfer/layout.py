@@ -1,58 +1,76 @@
-"""Between a model's cache and the frames of prfaas.wire.transfer: which bytes stand where."""
+"""Between a sequence's cache and the frames of prfaas.wire.transfer: which bytes stand where."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from prfaas.errors import InternalError
 from prfaas.wire.receipt import Rows, State
 from prfaas.wire.transfer import FrameHeader, Kind, LayerGroup, Manifest, TensorLayout
-from prfaas_worker.models.base import LayerSpec, SequenceCache
+from prfaas_worker.cache.memory import CacheMemory, bytes_of
+from prfaas_worker.models.base import LayerSpec, TensorSpec
 
 BLOCK_BYTES = 4 << 20
 """Rows of one layer leave in frames of about this size at most: small enough to interleave layers on a slow link."""
+MAX_PIECES = 512
+"""Most pieces of memory in a frame: the kernel takes 1,024 at once."""
 
 
 class Frame(NamedTuple):
-    """A frame to send. The payload views the cache's own memory, which they keep alive."""
+    """A frame to send. The payload views the cache's own memory, which its lease keeps until the transfer ends."""
 
     header: FrameHeader
     payload: tuple[memoryview, ...]
 
 
+class Place(NamedTuple):
+    """Where a sequence's cache stands: its state slot and its pages in order of its tokens."""
+
+    memory: CacheMemory
+    slot: int
+    pages: Sequence[int]
+
+
 def layer_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
-    """Group layers with equal caches, in order of first appearance."""
-    members: dict[LayerSpec, list[int]] = {}
+    """Group layers with equal caches, in order of first appearance; a layer with rows and state is in two groups."""
+    members: dict[tuple[Literal["attention", "linear"], tuple[TensorSpec, ...]], list[int]] = {}
     for index, spec in enumerate(layers):
-        members.setdefault(spec, []).append(index)
+        if spec.rows:
+            members.setdefault(("attention", spec.rows), []).append(index)
+        if spec.state:
+            members.setdefault(("linear", spec.state), []).append(index)
     return tuple(
-        LayerGroup(spec.kind, tuple(indices), tuple(TensorLayout(*tensor) for tensor in spec.tensors))
-        for spec, indices in members.items()
+        LayerGroup(kind, tuple(indices), tuple(TensorLayout(*tensor) for tensor in tensors))
+        for (kind, tensors), indices in members.items()
     )
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """View a contiguous tensor's memory as bytes, without a copy."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+def block_frames(manifest: Manifest, place: Place, layer: int, span: tuple[int, int]) -> Iterator[Frame]:
+    """Frames for a layer's rows of tokens span[0] up to span[1], as far as the manifest asks for them.
 
-
-def block_frames(manifest: Manifest, cache: SequenceCache, layer: int, span: tuple[int, int]) -> Iterator[Frame]:
-    """Frames for an attention layer's rows of tokens span[0] up to span[1], as far as the manifest asks for them."""
-    group = _group_of(manifest, layer)
-    token_bytes = manifest.groups[group].nbytes
-    step = max(1, BLOCK_BYTES // token_bytes)
+    A layer without rows has none.
+    """
+    group = _group_of(manifest, layer, "attention")
+    if group is None:
+        return
+    layout = manifest.groups[group]
+    pages = MAX_PIECES // len(layout.tensors) - 1
+    step = max(1, min(BLOCK_BYTES // layout.nbytes, pages * place.memory.geometry.page_tokens))
     for start in range(max(span[0], manifest.start_token), span[1], step):
         tokens = min(step, span[1] - start)
-        place = {"group": group, "layer": layer, "start_token": start, "tokens": tokens}
-        header = FrameHeader(Kind.BLOCK, manifest.address, tokens * token_bytes, **place)
-        yield Frame(header, (bytes_of(cache.attention(layer).rows(start, start + tokens)),))
+        rows = Rows(group, layer, start, tokens)
+        where = {"group": group, "layer": layer, "start_token": start, "tokens": tokens}
+        header = FrameHeader(Kind.BLOCK, manifest.address, tokens * layout.nbytes, **where)
+        yield Frame(header, destination_bytes(manifest, place, rows))
 
 
-def state_frame(manifest: Manifest, cache: SequenceCache, layer: int) -> Frame:
-    """Return the frame of a linear layer's state. Nothing may be appended to the cache until it is sent."""
-    group = _group_of(manifest, layer)
-    header = FrameHeader(Kind.STATE, manifest.address, manifest.groups[group].nbytes, group=group, layer=layer)
-    return Frame(header, destination_bytes(manifest, cache, State(group, layer)))
+def state_frames(manifest: Manifest, place: Place, layer: int) -> Iterator[Frame]:
+    """The frame of a layer's state, if it has one. The sequence may not go on until it is sent."""
+    group = _group_of(manifest, layer, "linear")
+    if group is not None:
+        header = FrameHeader(Kind.STATE, manifest.address, manifest.groups[group].nbytes, group=group, layer=layer)
+        yield Frame(header, destination_bytes(manifest, place, State(group, layer)))
 
 
 def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
@@ -61,14 +79,20 @@ def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
     return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), (payload,))
 
 
-def destination_bytes(manifest: Manifest, cache: SequenceCache, place: Rows | State) -> tuple[memoryview, ...]:
-    """Writable memory of the cache for a claimed place, in manifest order. Rows must have been reserved."""
-    if isinstance(place, Rows):
-        end = place.start_token + place.tokens
-        return (bytes_of(cache.attention(place.layer).rows(place.start_token, end)),)
-    tensors = cache.linear(place.layer).tensors
-    return tuple(bytes_of(tensors[layout.name]) for layout in manifest.groups[place.group].tensors)
+def destination_bytes(manifest: Manifest, place: Place, part: Rows | State) -> tuple[memoryview, ...]:
+    """Memory of the cache for rows or a state, in manifest order, in as many pieces as it takes."""
+    tensors = manifest.groups[part.group].tensors
+    if isinstance(part, State):
+        return tuple(place.memory.state_bytes(part.layer, tensor.name, place.slot) for tensor in tensors)
+    end = part.start_token + part.tokens
+    if end > len(place.pages) * place.memory.geometry.page_tokens:
+        raise InternalError(f"rows up to {end} asked of a sequence with {len(place.pages)} pages")
+    span = part.start_token, end
+    return tuple(
+        piece for tensor in tensors for piece in place.memory.row_bytes(part.layer, tensor.name, place.pages, span)
+    )
 
 
-def _group_of(manifest: Manifest, layer: int) -> int:
-    return next(index for index, group in enumerate(manifest.groups) if layer in group.layers)
+def _group_of(manifest: Manifest, layer: int, kind: str) -> int | None:
+    """The group of this kind that a layer is in, if there is one."""
+    return next((i for i, group in enumerate(manifest.groups) if group.kind == kind and layer in group.layers), None)

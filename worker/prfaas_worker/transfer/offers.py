@@ -1,7 +1,8 @@
 """Prefills that this instance does for others, from the grant until they are delivered or given up.
 
 An offer is a lease. Until its receiver connects it lives `LEASE_SECONDS`; from then on the connection is the lease:
-when it breaks, the prefill is cancelled and its memory freed. Every way an offer ends passes through `end`, once.
+when it breaks, the prefill is cancelled and its memory freed. Every way an offer ends passes through `end`, once. Its
+frames view the cache's own pages, so `on_end` waits until no thread sends them any more.
 """
 
 import hmac
@@ -132,9 +133,17 @@ class Offers:
             connected = offer.connected
         self.counters.ended("send", outcome)
         if connected:
-            offer.mailbox.put(Failed(f"the prefill was {outcome}"))  # its connection closes the mailbox
+            offer.mailbox.put(Failed(f"the prefill was {outcome}"))  # its connection says when it is through
         else:
-            offer.mailbox.close()
+            self._release(offer)
+
+    def disconnect(self, offer: Offer) -> None:
+        """Note that the connection of an offer is through with its frames, however it ended."""
+        self.end(offer, "failed")  # counts only where the delivery did not end it
+        self._release(offer)
+
+    def _release(self, offer: Offer) -> None:
+        offer.mailbox.close()
         self.on_end(offer.prompt.handle)
 
     def cancel(self, transfer_id: str) -> None:

@@ -84,8 +84,7 @@ class Sender:
                     with self.monitor.watch(sock, lambda: offer.mailbox.queued_bytes):
                         Delivery(sock, offer, self._offers).run()
                 finally:
-                    self._offers.end(offer, "failed")  # counts only where the delivery did not end it
-                    offer.mailbox.close()
+                    self._offers.disconnect(offer)
         except PeerError as error:
             log.info("data port: transfer to %s ended: %s", peer, error)
         except OSError as error:
