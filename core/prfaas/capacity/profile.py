@@ -179,7 +179,8 @@ def _solve(classes: Iterable[_Sums]) -> Coefficients:
         loss = -sum(value * vector[i] for i, value in zip(support, found, strict=True))
         if loss < least - _SINGULAR * abs(least):
             values = dict(zip(support, found, strict=True))
-            best, least = tuple(values.get(i, 0.0) / sizes[i] for i in range(3)), loss
+            fixed, token, squared = (values.get(i, 0.0) / sizes[i] for i in range(3))
+            best, least = (fixed, token, squared), loss
     return best
 
 
