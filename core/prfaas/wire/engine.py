@@ -10,7 +10,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from prfaas.wire.kvevents import KvEvent
 from prfaas.wire.prefill import PrefillGrant, PrefillStatus
+from prfaas.wire.profile import Profile
 from prfaas.wire.transfer import Buffer
 
 FinishReason = Literal["stop", "length"]
@@ -116,7 +118,13 @@ class AskStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     handle: int
 
 
-ToEngine = Generate | StartPrefill | Cancel | CancelPrefill | AskPrefill | AskStats | ResetCache | SetRole
+class AskProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answered by ProfileAnswer."""
+
+    handle: int
+
+
+ToEngine = Generate | StartPrefill | Cancel | CancelPrefill | AskPrefill | AskStats | AskProfile | ResetCache | SetRole
 
 
 # engine -> front
@@ -248,7 +256,33 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cache: CacheStats = CacheStats()
 
 
-ToFront = Ready | StartFailed | Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet
+class ProfileAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What prefills cost here, as measured so far."""
+
+    handle: int
+    profile: Profile
+
+
+class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What one step changed in the prefix cache, in order. Belongs to no call."""
+
+    events: list[KvEvent]
+
+
+ToFront = (
+    Ready
+    | StartFailed
+    | Started
+    | Tokens
+    | Failed
+    | Granted
+    | PrefillAnswer
+    | Stats
+    | CacheReset
+    | RoleSet
+    | ProfileAnswer
+    | KvEvents
+)
 
 LENGTH: Final = struct.Struct("!I")
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -4,6 +4,7 @@ half a character or any part of a stop string.
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,15 @@ from hypothesis import strategies as st
 from prfaas.errors import ConfigError, RequestError
 from prfaas_worker.assets import model_directory
 from prfaas_worker.front.text import TextStream
-from prfaas_worker.tokenizer import ByteTokenizer, load_tokenizer
+from prfaas_worker.tokenizer import Conversation, Tokenizer, load_tokenizer
+from prfaas_worker.tokenizer.byte import ByteTokenizer
 
 BOS, USER, ASSISTANT, END = 256, 259, 260, 262
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
+
+
+def chat(messages: list[dict], tokenizer: Tokenizer = TINY, **settings: Any) -> list[int]:
+    return tokenizer.encode_chat(Conversation(messages, **settings))
 
 
 @given(st.text())
@@ -34,7 +40,7 @@ def test_a_conversation_is_rendered_with_special_tokens():
         {"role": "assistant", "content": "x"},
         {"role": "user", "content": ""},
     ]
-    assert TINY.encode_chat(messages) == [
+    assert chat(messages) == [
         *(BOS, USER, *"hé".encode(), END),
         *(ASSISTANT, ord("x"), END),
         *(USER, END, ASSISTANT),
@@ -43,20 +49,20 @@ def test_a_conversation_is_rendered_with_special_tokens():
 
 @given(st.text(st.sampled_from("<|user|>end_of_turn|bos")))
 def test_a_user_cannot_write_special_tokens(text: str):
-    content = TINY.encode_chat([{"role": "user", "content": text}])[2:-2]
+    content = chat([{"role": "user", "content": text}])[2:-2]
     assert bytes(content).decode() == text
 
 
 def test_a_role_that_the_template_refuses_is_quoted():
     with pytest.raises(RequestError, match="not 'wizard'"):
-        TINY.encode_chat([{"role": "wizard", "content": "x"}])
+        chat([{"role": "wizard", "content": "x"}])
 
 
 def test_a_template_cannot_reach_python(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "byte", "added_tokens_decoder": {}}')
     (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(RequestError, match="refuses"):
-        load_tokenizer(tmp_path).encode_chat([{"role": "user", "content": "x"}])
+        chat([{"role": "user", "content": "x"}], load_tokenizer(tmp_path))
 
 
 @pytest.mark.parametrize("config", ["", "{", "[]", "{}", '{"tokenizer_class": "byte"}', '{"tokenizer_class": "bpe"}'])
@@ -105,4 +111,4 @@ def test_special_tokens_add_no_text():
 
 def test_a_tokenizer_without_template_says_where_to_go():
     with pytest.raises(RequestError, match="use /v1/completions"):
-        ByteTokenizer({}, None, None).encode_chat([{"role": "user", "content": "x"}])
+        chat([{"role": "user", "content": "x"}], ByteTokenizer({}, None, None))

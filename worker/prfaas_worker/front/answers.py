@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from prfaas.wire.engine import TokenLogprob
-from prfaas_worker.tokenizer import ByteTokenizer
+from prfaas_worker.tokenizer import Tokenizer
 
 
 class Answers:
     """Builds what is sent back for one request."""
 
-    def __init__(self, *, chat: bool, request_id: str, model: str, tokenizer: ByteTokenizer):
+    def __init__(self, *, chat: bool, request_id: str, model: str, tokenizer: Tokenizer):
         self._chat = chat
         self._tokenizer = tokenizer
         prefix = "chatcmpl" if chat else "cmpl"

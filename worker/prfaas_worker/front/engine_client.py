@@ -2,16 +2,21 @@
 
 import asyncio
 import socket
+from typing import Protocol
 
 from prfaas.errors import InternalError
 from prfaas.wire.engine import (
     LENGTH,
     AskStats,
+    CacheReset,
     Cancel,
     Failed,
     Granted,
+    KvEvents,
     PrefillAnswer,
+    ProfileAnswer,
     Ready,
+    RoleSet,
     Started,
     StartFailed,
     Stats,
@@ -22,7 +27,7 @@ from prfaas.wire.engine import (
     encode_batch,
 )
 
-Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats
+Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet | ProfileAnswer
 
 
 class EngineError(Exception):
@@ -32,6 +37,18 @@ class EngineError(Exception):
         super().__init__(failed.message)
         self.status = failed.status
         self.code = failed.code
+
+
+class Listener(Protocol):
+    """Hears everything that the front and its engine say to each other. Must be quick: it runs for every token."""
+
+    def sent(self, message: ToEngine) -> None:
+        """Take note of what goes to the engine."""
+        ...
+
+    def heard(self, message: ToFront) -> None:
+        """Take note of what the engine says."""
+        ...
 
 
 class Call:
@@ -81,6 +98,7 @@ class EngineClient:
         self._writer = writer
         self._calls: dict[int, Call] = {}
         self._last_handle = 0
+        self.listeners: list[Listener] = []
         self.ready: asyncio.Future[Ready | StartFailed] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -105,6 +123,8 @@ class EngineClient:
 
     def send(self, message: ToEngine) -> None:
         """Queue a message. The socket is local and the engine's reading thread always reads, so nothing piles up."""
+        for listener in self.listeners:
+            listener.sent(message)
         self._writer.write(encode_batch([message]))
 
     async def stats(self) -> Stats:
@@ -133,6 +153,10 @@ class EngineClient:
         self._writer.close()
 
     def _take(self, message: ToFront) -> None:
+        for listener in self.listeners:
+            listener.heard(message)
+        if isinstance(message, KvEvents):
+            return
         if isinstance(message, (Ready, StartFailed)):
             self.ready.set_result(message)
             return

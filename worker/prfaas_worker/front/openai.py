@@ -11,7 +11,7 @@ import msgspec
 
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Sampling
-from prfaas_worker.tokenizer import ByteTokenizer
+from prfaas_worker.tokenizer import Conversation, Tokenizer
 
 MAX_STOPS = 4
 MAX_CHOICES = 128
@@ -109,7 +109,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
 
 
-def completion_job(body: bytes, served: Served, tokenizer: ByteTokenizer) -> Job:
+def completion_job(body: bytes, served: Served, tokenizer: Tokenizer) -> Job:
     """Read and check POST /v1/completions.
 
     Raises:
@@ -126,7 +126,7 @@ def completion_job(body: bytes, served: Served, tokenizer: ByteTokenizer) -> Job
     return _job(asked, (token_ids, max_tokens, asked.max_tokens is not None), logprobs, served)
 
 
-def chat_job(body: bytes, served: Served, tokenizer: ByteTokenizer) -> Job:
+def chat_job(body: bytes, served: Served, tokenizer: Tokenizer) -> Job:
     """Read and check POST /v1/chat/completions.
 
     Raises:
@@ -140,7 +140,7 @@ def chat_job(body: bytes, served: Served, tokenizer: ByteTokenizer) -> Job:
     top = asked.top_logprobs or 0
     _require(0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}")
     _require(asked.logprobs or top == 0, "top_logprobs", "needs logprobs: true")
-    token_ids = tokenizer.encode_chat([message.plain() for message in asked.messages])
+    token_ids = tokenizer.encode_chat(Conversation([message.plain() for message in asked.messages]))
     limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     max_tokens = served.max_context if limit is None else limit
     return _job(asked, (token_ids, max_tokens, limit is not None), top if asked.logprobs else -1, served)
@@ -254,7 +254,7 @@ def _require_neutral(asked: Common, **neutral: object) -> None:
             raise RequestError(f"{param} is not served here; leave it out", code="unsupported_parameter", param=param)
 
 
-def _prompt_tokens(prompt: str | list[Any], served: Served, tokenizer: ByteTokenizer) -> list[int]:
+def _prompt_tokens(prompt: str | list[Any], served: Served, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]  # a batch of one, as many clients send it
     if isinstance(prompt, str):

@@ -10,7 +10,7 @@ from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.metrics import Metrics
 from prfaas_worker.front.openai import Served
 from prfaas_worker.options import Options
-from prfaas_worker.tokenizer import ByteTokenizer
+from prfaas_worker.tokenizer import Tokenizer
 
 
 class Serving:
@@ -21,9 +21,9 @@ class Serving:
         self.engine = engine
         self.metrics = Metrics()
         self.draining = False
-        self._model: tuple[Served, ByteTokenizer] | None = None
+        self._model: tuple[Served, Tokenizer] | None = None
 
-    def loaded(self, served: Served, tokenizer: ByteTokenizer) -> None:
+    def loaded(self, served: Served, tokenizer: Tokenizer) -> None:
         """Open for requests."""
         self._model = served, tokenizer
 
@@ -38,7 +38,7 @@ class Serving:
         return self._loaded()[0]
 
     @property
-    def tokenizer(self) -> ByteTokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._loaded()[1]
 
@@ -55,7 +55,7 @@ class Serving:
                 return
             await asyncio.sleep(0.05)
 
-    def _loaded(self) -> tuple[Served, ByteTokenizer]:
+    def _loaded(self) -> tuple[Served, Tokenizer]:
         if self._model is None:
             raise CapacityError("the model is still loading; try again in a moment")
         return self._model

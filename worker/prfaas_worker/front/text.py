@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from prfaas_worker.tokenizer import ByteTokenizer, Utf8Stream
+from prfaas_worker.tokenizer import Tokenizer, Utf8Stream
 
 
 class TextStream:
     """Text of one choice. Characters that may begin a stop string are held back until it is clear that they do not."""
 
-    def __init__(self, tokenizer: ByteTokenizer, stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
         self._tokenizer = tokenizer
         self._stop = stop
         self._decoder = Utf8Stream()

@@ -1,0 +1,1 @@
+"""The prefix index: hash chains over tokens and bytes, and the canonical form of a request. Pure functions."""

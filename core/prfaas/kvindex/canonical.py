@@ -1,0 +1,199 @@
+"""The canonical bytes of a request, which routers without a tokenizer compare, and the tokens surely in their prefix.
+
+Requests whose canonical bytes begin alike have prompts that begin alike, and a request has the same bytes in the
+gateway and in the worker. A completion's bytes are its prompt in UTF-8, or its token ids as 32-bit integers. A chat's
+are lines of JSON: first what templates put before the messages, tools above all, then a line a message, role first and
+content last, since in the prompt the role comes before the content too. Kinds, models and cache salts never match each
+other: `root` stands before the chain of byte hashes.
+
+From bytes to tokens there is no exact way: a chat template writes what it likes around the contents, and a tokenizer
+may merge what a cut divides. `tokens_before` finds the contents in the prompt's own bytes, stays behind the last one
+that it found, and leaves out the tokens next to the cut.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+
+CUT_TOKENS: Final = 1
+"""Whole tokens before a cut that do not count: with other text behind the cut they might have been different ones."""
+TOKEN_BYTES: Final = 4
+"""Bytes of a token id in the canonical bytes of a prompt that was sent as token ids."""
+
+
+class Text(NamedTuple):
+    """A text that the prompt holds: where it begins in the canonical bytes, itself, and as JSON escapes it there."""
+
+    start: int
+    data: bytes
+    escaped: bytes
+
+
+class Canonical(NamedTuple):
+    """`root` names kind, model and salt; `texts` lie in `data` in order, None if those are token ids."""
+
+    root: bytes
+    data: bytes
+    texts: tuple[Text, ...] | None
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    model: str
+    prompt: str | list[Any]
+    cache_salt: str | None = None
+
+
+class _Chat(msgspec.Struct, frozen=True):
+    model: str
+    messages: list[dict[str, Any]]
+    cache_salt: str | None = None
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class _Part(msgspec.Struct, frozen=True):
+    text: str | None = None
+
+
+# What our JSON encoder writes for some bytes: always one, since it escapes nothing beyond ASCII.
+_ESCAPE: Final = re.compile(rb"\\(?:u[0-9a-f]{4}|.)")
+_COMPLETION: Final = msgspec.json.Decoder(_Completion)
+_CHAT: Final = msgspec.json.Decoder(_Chat)
+_SORTED: Final = msgspec.json.Encoder(order="sorted")
+
+
+def canonical_completion(body: bytes) -> Canonical | None:
+    """Return the canonical bytes of POST /v1/completions; None for a body that such a request cannot have."""
+    try:
+        asked = _COMPLETION.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    prompt: str | list[Any] = asked.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = cast(str | list[Any], prompt[0])  # a batch of one
+    if isinstance(prompt, str):
+        data = prompt.encode()
+        return Canonical(_root("text", asked.model, asked.cache_salt), data, (Text(0, data, b""),))
+    try:
+        data = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in msgspec.convert(prompt, list[int]))
+    except (msgspec.ValidationError, OverflowError):
+        return None
+    return Canonical(_root("tokens", asked.model, asked.cache_salt), data, None)
+
+
+def canonical_chat(body: bytes) -> Canonical | None:
+    """Return the canonical bytes of POST /v1/chat/completions; None for a body that such a request cannot have."""
+    try:
+        asked = _CHAT.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    before = [asked.tools or [], asked.documents or [], asked.chat_template_kwargs or {}, asked.reasoning_effort or ""]
+    lines = [_SORTED.encode(before), b"\n"]
+    texts: list[Text] = []
+    at = len(lines[0]) + 1
+    for message in asked.messages:
+        others = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
+        head = _SORTED.encode([message.get("role"), others])[:-1] + b","
+        content = _SORTED.encode(message.get("content"))
+        texts += _texts_in(message.get("content"), content, at + len(head))
+        lines += head, content, b"]\n"
+        at += len(head) + len(content) + 2
+    return Canonical(_root("chat", asked.model, asked.cache_salt), b"".join(lines), tuple(texts))
+
+
+def tokens_before(
+    canonical: Canonical, cuts: Sequence[int], token_ids: Sequence[int], token_bytes: Callable[[int], bytes]
+) -> list[int]:
+    """Return how many tokens of the prompt surely lie before each cut, an offset in the canonical bytes.
+
+    Cuts ascend. `token_bytes` is what a token id adds to the text: nothing, for a special token.
+    """
+    if canonical.texts is None:
+        return [min(cut // TOKEN_BYTES, len(token_ids)) for cut in cuts]
+    pieces = [token_bytes(token) for token in token_ids]
+    ends = list(accumulate(map(len, pieces)))
+    places = _places(canonical.texts, b"".join(pieces))
+    counts = (bisect_left(ends, offset) for offset in _offsets(places, cuts))
+    return [max(0, count - CUT_TOKENS) for count in counts]
+
+
+class _Place:
+    """A text that was found in the prompt's bytes, perhaps without the white space around it."""
+
+    def __init__(self, text: Text, found: int):
+        bare = text.data.lstrip()
+        self.start = text.start
+        self._first = len(text.data) - len(bare)
+        self._last = self._first + len(bare.rstrip())
+        self._found = found
+        escapes = list(_ESCAPE.finditer(text.escaped))
+        self._escape_starts = [escape.start() for escape in escapes]
+        self._escape_ends = [escape.end() for escape in escapes]
+        self._saved = [0, *accumulate(len(escape[0]) - 1 for escape in escapes)]
+
+    def offset(self, cut: int) -> int:
+        """Return the offset in the prompt's bytes that a cut at or behind the text's beginning has surely reached."""
+        inside = cut - self.start
+        passed = bisect_right(self._escape_ends, inside)
+        if passed < len(self._escape_ends):
+            inside = min(inside, self._escape_starts[passed])  # a cut through an escape has not reached it
+        reached = min(inside - self._saved[passed], self._last)
+        return self._found + max(0, reached - self._first)
+
+
+def _places(texts: Sequence[Text], prompt: bytes) -> list[_Place]:
+    """Find the texts in the prompt one behind the other, up to the first that is not there as it was sent.
+
+    A short text may be found too early, in the template's own words: then less is claimed, never more.
+    """
+    places: list[_Place] = []
+    at = 0
+    for text in texts:
+        bare = text.data.strip()
+        if not bare:
+            continue
+        at = prompt.find(bare, at)
+        if at < 0:
+            break
+        places.append(_Place(text, at))
+        at += len(bare)
+    return places
+
+
+def _offsets(places: Sequence[_Place], cuts: Sequence[int]) -> list[int]:
+    starts = [place.start for place in places]
+    nearest = (bisect_right(starts, cut) - 1 for cut in cuts)
+    return [places[i].offset(cut) if i >= 0 else 0 for i, cut in zip(nearest, cuts, strict=True)]
+
+
+def _texts_in(content: Any, encoded: bytes, start: int) -> list[Text]:
+    """Return the texts of a message's content, a string or a list of parts, given its JSON and where that begins."""
+    if isinstance(content, str):
+        return [Text(start + 1, content.encode(), encoded[1:-1])]
+    texts: list[Text] = []
+    at = 0
+    for part in _parts(content):
+        escaped = _SORTED.encode(part)
+        key = b'"text":'
+        at = encoded.index(key + escaped, at) + len(key)
+        texts.append(Text(start + at + 1, part.encode(), escaped[1:-1]))
+        at += len(escaped)
+    return texts
+
+
+def _parts(content: Any) -> list[str]:
+    try:
+        parts = msgspec.convert(content or [], list[_Part])
+    except msgspec.ValidationError:
+        return []  # nothing that we know: its bytes still count, its tokens do not
+    return [part.text for part in parts if part.text is not None]
+
+
+def _root(kind: str, model: str, cache_salt: str | None) -> bytes:
+    return msgspec.msgpack.encode([kind, model, cache_salt or ""])

@@ -1,0 +1,209 @@
+"""What a worker tells routers about its prefix cache: vLLM's KV cache events, and our map from bytes to blocks.
+
+The layout is vLLM's (`vllm/distributed/kv_events.py`): an array (ts, events, data_parallel_rank), each event an array
+that begins with its kind, in msgpack. Newer vLLM writes maps with the kind under `type`, and fields may be added at the
+end: the reader takes both forms, skips fields and kinds that it does not know, and hashes that are integers or bytes.
+Ours are the 32 bytes of a SHA-256 chain.
+
+A hybrid cache has two groups. ATTENTION_GROUP says which blocks of tokens have attention rows here, STATE_GROUP at the
+end of which blocks a state checkpoint stands: the same hash means different things in the two, so a reader keys by
+group.
+
+Routers that have no tokenizer match bytes: a `ByteMapBatch`, under a topic of its own, says which block of tokens
+surely lies within a prefix of a request's canonical bytes.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, TypeAlias, cast
+
+import msgspec
+
+from prfaas.errors import ProtocolError
+
+BlockHash: TypeAlias = bytes | int
+AttentionSpecKind = Literal["mla_attention", "full_attention"]
+
+ATTENTION_GROUP: Final = 0
+STATE_GROUP: Final = 1
+STATE_SPEC_KIND: Final = "mamba"
+"""vLLM's word for every recurrent state."""
+
+MEDIUM_DEVICE: Final = "GPU"
+MEDIUM_HOST: Final = "CPU"
+MEDIUM_DISK: Final = "STORAGE"
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Blocks that can be matched from now on, in chain order behind `parent_block_hash` (None: the beginning).
+
+    Of a state checkpoint: its last block alone, since the state stands at that block's end and nowhere else.
+    """
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Blocks that cannot be matched any more in this medium and group."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Nothing can be matched any more, in any medium and group."""
+
+
+KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Events of one step, in order. `ts` is seconds since 1970."""
+
+    ts: float
+    events: list[KvEvent]
+    data_parallel_rank: int | None = None
+
+
+class ByteBlock(msgspec.Struct, frozen=True, gc=False):
+    """A prefix of canonical bytes, by its chain hash, surely begins with these `tokens` tokens, by their chain hash."""
+
+    byte_hash: int
+    block_hash: bytes
+    tokens: int
+
+
+class ByteMapBatch(msgspec.Struct, frozen=True, gc=False):
+    """What one request taught: its byte blocks in order, only those before which a whole block of tokens lies."""
+
+    ts: float
+    blocks: list[ByteBlock]
+
+
+def attention_stored(
+    block_hashes: list[BlockHash], parent: BlockHash | None, token_ids: list[int], kind: AttentionSpecKind, medium: str
+) -> BlockStored:
+    """Return the event of attention blocks that became matchable; `token_ids` are those of all blocks."""
+    return BlockStored(
+        block_hashes=block_hashes,
+        parent_block_hash=parent,
+        token_ids=token_ids,
+        block_size=len(token_ids) // len(block_hashes),
+        medium=medium,
+        group_idx=ATTENTION_GROUP,
+        kv_cache_spec_kind=kind,
+    )
+
+
+def state_stored(block_hash: BlockHash, parent: BlockHash | None, token_ids: list[int], medium: str) -> BlockStored:
+    """Return the event of a checkpoint at the end of one block; `token_ids` are that block's."""
+    return BlockStored(
+        block_hashes=[block_hash],
+        parent_block_hash=parent,
+        token_ids=token_ids,
+        block_size=len(token_ids),
+        medium=medium,
+        group_idx=STATE_GROUP,
+        kv_cache_spec_kind=STATE_SPEC_KIND,
+    )
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def encode_events(batch: EventBatch) -> bytes:
+    """Return a batch as vLLM's consumers read it."""
+    return _ENCODER.encode(batch)
+
+
+def encode_byte_map(batch: ByteMapBatch) -> bytes:
+    """Return a batch of the byte map: maps with the fields' names."""
+    return _ENCODER.encode(batch)
+
+
+class _AnyBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+_KINDS: Final[dict[str, type[KvEvent]]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+_REQUIRED: Final[dict[type[KvEvent], tuple[str, ...]]] = {
+    kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.required) for kind in _KINDS.values()
+}
+_TAGGED: Final = Annotated[list[Any], msgspec.Meta(min_length=1)]
+_BATCH: Final = msgspec.msgpack.Decoder(EventBatch)
+_BYTE_MAP: Final = msgspec.msgpack.Decoder(ByteMapBatch)
+
+
+def decode_events(payload: bytes) -> EventBatch:
+    """Read a batch of this or another engine, positional or as maps; kinds and fields that are not known are skipped.
+
+    Raises:
+        ProtocolError: not msgpack, or a known event lacks a field or has one of a wrong type.
+
+    """
+    try:
+        try:
+            return _BATCH.decode(payload)
+        except msgspec.ValidationError:
+            return _tolerant(msgspec.msgpack.decode(payload))
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a batch of KV cache events cannot be read: {error}") from error
+
+
+def decode_byte_map(payload: bytes) -> ByteMapBatch:
+    """Read a batch of the byte map.
+
+    Raises:
+        ProtocolError: the payload is none.
+
+    """
+    try:
+        return _BYTE_MAP.decode(payload)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a batch of the byte map cannot be read: {error}") from error
+
+
+def _tolerant(raw: Any) -> EventBatch:
+    """Read a batch in any of its forms, slower than the one that we write."""
+    if isinstance(raw, Mapping):
+        named = cast(Mapping[str, Any], raw)
+        raw = [named.get(field) for field in _AnyBatch.__struct_fields__]
+    batch = msgspec.convert(raw, _AnyBatch)
+    events = [event for event in map(_event, batch.events) if event is not None]
+    return EventBatch(batch.ts, events, batch.data_parallel_rank)
+
+
+def _event(raw: Any) -> KvEvent | None:
+    """Read one event; None when its kind is not known."""
+    if isinstance(raw, Mapping):
+        named = dict(cast(Mapping[str, Any], raw))
+        kind = _kind(named.get("type"))
+    else:
+        tag, *positional = msgspec.convert(raw, _TAGGED)
+        kind = _kind(tag)
+        named = {} if kind is None else dict(zip(kind.__struct_fields__, positional, strict=False))
+    if kind is None:
+        return None
+    missing = [name for name in _REQUIRED[kind] if name not in named]
+    if missing:
+        raise msgspec.ValidationError(f"{kind.__name__} lacks {', '.join(missing)}")
+    given = [kind.__name__, *(named.get(name) for name in kind.__struct_fields__)]
+    return msgspec.convert(given, kind, builtin_types=(bytes,))
+
+
+def _kind(tag: Any) -> type[KvEvent] | None:
+    return _KINDS.get(msgspec.convert(tag, str))

@@ -1,0 +1,51 @@
+"""Text to token ids and back, without torch: the front's half of the model.
+
+Three kinds: bytes (the model that ships along), Hugging Face's tokenizer.json, and tiktoken's rank files. Each turns a
+token id into the bytes it adds to the text, so that streams decode the same way for all.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prfaas.errors import ConfigError
+from prfaas_worker.tokenizer.base import Tokenizer
+from prfaas_worker.tokenizer.byte import byte_tokenizer
+from prfaas_worker.tokenizer.template import Conversation, read_template
+from prfaas_worker.tokenizer.utf8 import Utf8Stream
+
+__all__ = ["Conversation", "Tokenizer", "Utf8Stream", "load_tokenizer"]
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Read the tokenizer and the chat template of a model directory.
+
+    Raises:
+        ConfigError: a file is missing, or is not what its name says.
+
+    """
+    path = directory / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        template = read_template(directory, config)
+        if config.get("tokenizer_class") == "byte":
+            return byte_tokenizer(config, template)
+        if (directory / "tokenizer.json").is_file():
+            from prfaas_worker.tokenizer.huggingface import huggingface_tokenizer
+
+            return huggingface_tokenizer(directory / "tokenizer.json", template)
+        if (directory / "tiktoken.model").is_file():
+            from prfaas_worker.tokenizer.ranks import ranks_tokenizer
+
+            return ranks_tokenizer(directory / "tiktoken.model", config, template)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a tokenizer's configuration: {error!r}") from error
+    raise ConfigError(_unknown(path, config))
+
+
+def _unknown(path: Path, config: dict[str, Any]) -> str:
+    kind = config.get("tokenizer_class")
+    return (
+        f"{path}: tokenizer_class is {kind!r} and there is neither tokenizer.json nor tiktoken.model beside it; "
+        "add one of them (a sentencepiece file alone is not read)"
+    )
