@@ -185,7 +185,7 @@ def forward(config: KimiLinearConfig, tensors: dict[str, Tensor], tokens: Tensor
         if isinstance(block.attention, LatentAttention):
             attended = block.attention.prefill(normed, block.attention.rows(normed))
         else:
-            fresh = (torch.zeros(tokens.shape[0], *t.shape) for t in spec.tensors)
+            fresh = (torch.zeros(tokens.shape[0], *t.shape) for t in spec.state)
             attended, _, _ = block.attention.prefill(normed, *fresh)
         x = x + attended
         normed = block.feed_forward_input(x)

@@ -342,7 +342,7 @@ class Parrot:
     def bind(self, memory: CacheMemory) -> None:
         pass
 
-    def forward(self, batch: Batch, on_layer: Any = None) -> torch.Tensor:
+    def forward(self, batch: Batch, _on_layer: Any = None) -> torch.Tensor:
         return torch.rand(batch.outputs, 8, generator=self.chance)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

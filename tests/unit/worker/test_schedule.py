@@ -1,4 +1,4 @@
-"""The schedule: who is admitted, what a step computes, who gives way, and that running it to the end serves everyone."""
+"""The schedule: who is admitted, what a step computes, who gives way, and that run to the end it serves everyone."""
 
 from dataclasses import dataclass
 
@@ -113,7 +113,9 @@ class Line:
         return self.prompt + self.drawn - self.computed
 
     def facts(self, handle: int) -> Running:
-        return Running(key(handle), self.remaining, self.remaining, self.pages, self.computed + 1 > self.pages * 64, True)
+        return Running(
+            key(handle), self.remaining, self.remaining, self.pages, self.computed + 1 > self.pages * 64, True
+        )
 
 
 lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.integers(1, 3)), max_size=12)

@@ -131,9 +131,7 @@ def frames(sock: socket.socket) -> Iterator[tuple[Kind, bytes]]:
         yield header.kind, payload
 
 
-def receive(
-    port: Port, offer: Offer, grant: PrefillGrant, between: Callable[[], None]
-) -> tuple[Fetched, Place]:
+def receive(port: Port, offer: Offer, grant: PrefillGrant, between: Callable[[], None]) -> tuple[Fetched, Place]:
     """Receive an offer; `between` runs once the connection stands."""
     cache = reserved_cache()
     with closing(connect(port, address_of(grant), grant.token)) as sock:

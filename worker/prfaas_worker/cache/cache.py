@@ -12,6 +12,7 @@ from prfaas.kvindex.blocks import BlockHash
 from prfaas.wire.engine import CacheStats
 from prfaas_worker.cache.memory import CacheMemory
 
+
 @dataclass(slots=True)
 class Lease:
     """One sequence's memory: a state slot, and pages in order of its tokens."""
@@ -63,7 +64,12 @@ class HybridCache:
         return len(lease.pages) * self._geometry.page_tokens
 
     def open(
-        self, chain: Sequence[BlockHash], tokens: int, most_tokens: int, *, use_state: bool = True
+        self,
+        chain: Sequence[BlockHash],
+        tokens: int,
+        most_tokens: int,
+        *,
+        use_state: bool = True,  # noqa: ARG002
     ) -> Opened | None:
         """Take a slot, and pages for `tokens` tokens; None when either is short now.
 
@@ -89,7 +95,7 @@ class HybridCache:
     def publish(self, lease: Lease, chain: Sequence[BlockHash]) -> None:
         """Let others use the rows of these blocks, which are complete in the lease's pages."""
 
-    def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:
+    def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:  # noqa: ARG002
         """Keep a copy of the slot's state, which stands for the first `blocks` blocks of chain; False if not kept.
 
         A rolling checkpoint takes the place of the sequence's last one.

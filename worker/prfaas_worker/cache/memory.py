@@ -1,9 +1,9 @@
 """The bytes of the hybrid cache on one device: a pool of pages for everything that stays, and slots for running states.
 
 A *page* has room for the rows of `page_tokens` tokens in all layers, layer after layer; the same pages, taken as bytes,
-hold state checkpoints and states on their way to another instance. A *slot* is the working state of one running sequence:
-kernels change it in place, so it is dense, and copying it to or from pages is one operation. `table[slot]` lists the
-pages of the sequence in that slot, in order of its tokens.
+hold state checkpoints. A *slot* is the working state of one running sequence: kernels change it in place, so it is
+dense, and copying it to or from pages is one operation. `table[slot]` lists the pages of the sequence in that slot, in
+order of its tokens.
 
 Nothing is touched before it is used, so memory that was reserved but not written costs nothing on a CPU. Who holds what
 is not known here.
@@ -118,7 +118,7 @@ class CacheMemory:
 
     def load_state(self, pages: Sequence[int], slot: int) -> None:
         """Copy a state out of the pages that `save_state` filled."""
-        torch.index_select(self.pages, 0, torch.tensor(pages, device=self.device), out=self.slots[slot].view(len(pages), -1))
+        self.slots[slot].view(len(pages), -1).copy_(self.pages[torch.tensor(pages)])
 
     def row_bytes(self, layer: int, name: str, pages: Sequence[int], span: tuple[int, int]) -> list[memoryview]:
         """Writable bytes of a row tensor's tokens span[0] up to span[1], one piece a page; the pages are a sequence's.
@@ -143,9 +143,7 @@ class CacheMemory:
 
     def _views(self, buffer: Tensor, layer: int, is_rows: bool) -> dict[str, Tensor]:
         spec, geometry = self.geometry.layers[layer], self.geometry
-        offsets, lead = (
-            (geometry.row_offsets, (geometry.page_tokens,)) if is_rows else (geometry.state_offsets, ())
-        )
+        offsets, lead = (geometry.row_offsets, (geometry.page_tokens,)) if is_rows else (geometry.state_offsets, ())
         return {
             tensor.name: _view(buffer, offsets[layer, tensor.name], tensor, lead)
             for tensor in (spec.rows if is_rows else spec.state)

@@ -1,4 +1,4 @@
-"""The model calls of a step: which sequences' tokens go in, whose hidden states come out, and what leaves on the way."""
+"""The model calls of a step: whose tokens go in, whose hidden states come out, and what leaves on the way."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """What the engine does in its next step: a pure function of who waits, who runs, and what memory is left.
 
 A step has a budget of tokens. Every decoding sequence takes one of it, and prompts share the rest in order of arrival:
-finishing one before starting the next gives the lowest mean wait, and a long prompt delays running streams by one chunk,
-never by itself. How much prompt may stand beside decodes is what an instance's role is about.
+finishing one before starting the next gives the lowest mean wait, and a long prompt delays running streams by one
+chunk, never by itself. How much prompt may stand beside decodes is what an instance's role is about.
 
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
 time. When the pages run out the sequence that arrived last gives all of its own back and waits again, in its old place:
@@ -66,7 +66,7 @@ BUDGETS: Final[dict[Role, Budgets]] = {
     "mixed": Budgets(1024, 512),
     "decode": Budgets(1024, 128),
 }
-"""What a role means. The figures are a step's length: a decode instance keeps its streams smooth, a prefill one has none."""
+"""What a role means, as a step's length: a decode instance keeps its streams smooth, a prefill instance has none."""
 
 
 class Chunk(NamedTuple):

@@ -33,8 +33,8 @@ class Phase(Enum):
 class Sequence:
     """One line of tokens: a prompt, then what one choice of a request has drawn.
 
-    The first `computed_tokens` of `token_ids` stand in the cache. Once all do, the next token is drawn; so a sequence that
-    decodes has one token left to compute, and one that was preempted has them all. `cuts` are lengths at which a
+    The first `computed_tokens` of `token_ids` stand in the cache. Once all do, the next token is drawn; so a sequence
+    that decodes has one token left to compute, and one that was preempted has them all. `cuts` are lengths at which a
     chunk must end, because the state there is to be kept.
     """
 
@@ -167,4 +167,3 @@ def _running(sequence: Sequence, cache: HybridCache) -> Running:
         short=computed + 1 > cache.room(lease),
         can_decode=sequence.request.generate is not None,
     )
-

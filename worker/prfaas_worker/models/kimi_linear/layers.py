@@ -1,9 +1,10 @@
 """The blocks of a Kimi Linear layer as functions of weights: KDA, MLA, MLP and mixture of experts.
 
 A block is built from its tensors in the public layout (joining those that are multiplied together) and keeps nothing
-else: state goes in and comes out, or is read from rows that the caller keeps. What tokens do by themselves (projections,
-norms, feed-forward) takes any number of them in one call; where they meet, a chunk has one or more sequences of equal
-length [B, T, ...], a step one token of each sequence [B, ...]. Gradients flow unless the caller turns them off.
+else: state goes in and comes out, or is read from rows that the caller keeps. What tokens do by themselves
+(projections, norms, feed-forward) takes any number of them in one call; where they meet, a chunk has one or more
+sequences of equal length [B, T, ...], a step one token of each sequence [B, ...]. Gradients flow unless the caller
+turns them off.
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Projected(NamedTuple):
-    """What a KDA layer makes of its input before tokens meet: channels [..., 3 H K], and by head [..., H, K] or [..., H]."""
+    """What a KDA layer makes of each token by itself: channels [..., 3 H K], and by head [..., H, K] or [..., H]."""
 
     qkv: Tensor
     log_decay: Tensor
