@@ -7,6 +7,7 @@ from aiohttp import web
 
 from prfaas.errors import CapacityError
 from prfaas_worker.front.engine_client import EngineClient
+from prfaas_worker.front.events import Events
 from prfaas_worker.front.metrics import Metrics
 from prfaas_worker.front.openai import Served
 from prfaas_worker.options import Options
@@ -20,6 +21,8 @@ class Serving:
         self.options = options
         self.engine = engine
         self.metrics = Metrics()
+        self.events = Events(options)
+        engine.listeners.append(self.events)
         self.draining = False
         self._model: tuple[Served, Tokenizer] | None = None
 
