@@ -8,7 +8,7 @@ answers have no topic.
 
 import asyncio
 import logging
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import zmq
 import zmq.asyncio
@@ -39,7 +39,7 @@ class EventSockets:
         self._context = zmq.asyncio.Context()
         try:
             # The plain socket: sending never waits, and must not cost a future for each batch.
-            self._pub = self._context.socket(zmq.PUB, socket_class=zmq.Socket)
+            self._pub = self._context.socket(zmq.PUB, socket_class=cast(Any, zmq.Socket))
             self._pub.set_hwm(UNREAD_MESSAGES)
             self._bind(self._pub, host, port)
             self._replay = self._context.socket(zmq.ROUTER)
