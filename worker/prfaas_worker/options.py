@@ -13,10 +13,14 @@ from prfaas.wire.engine import Role
 
 WAITING_PER_RUNNING = 8
 """Requests that may wait for each one that may run; beyond that the worker says it is overloaded."""
+MAX_PROFILE_SECONDS = 600
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's configuration. `max_context_tokens` 0 and `threads` 0 leave the choice to model and torch."""
+    """One worker's configuration. `max_context_tokens` 0 and `threads` 0 leave the choice to model and torch.
+
+    `kv_events_port` and `profile_seconds` 0 mean none.
+    """
 
     model_source: str
     model_name: str
@@ -32,6 +36,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int
     max_running: int
     cache_mib: int
+    kv_events_port: int = 0
+    profile_seconds: float = 1.0
 
     @property
     def max_waiting(self) -> int:
@@ -45,6 +51,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     given = parser.parse_args(arguments)
     if given.api_port == given.data_port:
         parser.error(f"--api-port and --data-port are both {given.api_port}; give two different ports")
+    events = given.kv_events_port
+    if events and {events, events + 1} & {given.api_port, given.data_port, 65536}:
+        parser.error(f"--kv-events-port {events} needs itself and the next port for cache events; give another one")
     return Options(**vars(given))
 
 
@@ -73,6 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-context", type=_positive, default=0, metavar="N", dest="max_context_tokens", help="tokens (the model's)")
     add("--max-running", type=_positive, default=32, metavar="N", help="sequences computed at once (%(default)s)")
     add("--cache-mib", type=_positive, default=1024, metavar="N", help="memory for the cache's pages (%(default)s)")
+    add(
+        "--kv-events-port",
+        type=_port_or_none,
+        default=0,
+        metavar="PORT",
+        help="publish cache events over ZMQ here, replays on the next port (0: only on the API port)",
+    )
+    add(
+        "--profile-seconds",
+        type=_seconds,
+        default=1.0,
+        metavar="N",
+        help="time to measure prefills before serving (%(default)s; 0: learn from requests alone)",
+    )
     return parser
 
 
@@ -85,6 +108,20 @@ def _address(text: str) -> str:
 
 def _port(text: str) -> int:
     return _bounded(text, 1, 65535)
+
+
+def _port_or_none(text: str) -> int:
+    return _bounded(text, 0, 65535)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_PROFILE_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {MAX_PROFILE_SECONDS}")
+    return seconds
 
 
 def _count(text: str) -> int:

@@ -118,13 +118,7 @@ class AskStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     handle: int
 
 
-class AskProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answered by ProfileAnswer."""
-
-    handle: int
-
-
-ToEngine = Generate | StartPrefill | Cancel | CancelPrefill | AskPrefill | AskStats | AskProfile | ResetCache | SetRole
+ToEngine = Generate | StartPrefill | Cancel | CancelPrefill | AskPrefill | AskStats | ResetCache | SetRole
 
 
 # engine -> front
@@ -256,10 +250,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cache: CacheStats = CacheStats()
 
 
-class ProfileAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What prefills cost here, as measured so far."""
+class Measured(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What prefills cost here, as far as is known now; sent when that has changed. Belongs to no call."""
 
-    handle: int
     profile: Profile
 
 
@@ -280,7 +273,7 @@ ToFront = (
     | Stats
     | CacheReset
     | RoleSet
-    | ProfileAnswer
+    | Measured
     | KvEvents
 )
 

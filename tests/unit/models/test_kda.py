@@ -10,6 +10,8 @@ from prfaas_worker.models.kimi_linear.kda import kda_chunked, kda_step
 
 HEADS, SIZE = 3, 32
 GATE_SCALES = [0.1, 1.0, 5.0, 10.0, 30.0, 100.0]
+# Largest errors of outputs and state.
+OUTPUT_BOUND, STATE_BOUND = 6e-7, 3.2e-6
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +45,8 @@ def test_chunks_are_the_recurrence(gate_scale, tokens):
     arguments = inputs(tokens, gate_scale)
     o, state = kda_chunked(*arguments)
     expected_o, expected_state = recurrence(*arguments)
-    assert (o - expected_o).abs().max() < 2e-6
-    assert (state - expected_state).abs().max() < 5e-6
+    assert (o - expected_o).abs().max() < OUTPUT_BOUND
+    assert (state - expected_state).abs().max() < STATE_BOUND
 
 
 @pytest.mark.parametrize("gate_scale", GATE_SCALES)
@@ -56,8 +58,8 @@ def test_steps_are_the_recurrence(gate_scale):
         o, state = kda_step(*(x[:, t] for x in arguments[:5]), state)
         outputs.append(o)
     expected_o, expected_state = recurrence(*arguments)
-    assert (torch.stack(outputs, dim=1) - expected_o).abs().max() < 2e-6
-    assert (state - expected_state).abs().max() < 5e-6
+    assert (torch.stack(outputs, dim=1) - expected_o).abs().max() < OUTPUT_BOUND
+    assert (state - expected_state).abs().max() < STATE_BOUND
 
 
 def test_strong_and_weak_gates_side_by_side_stay_exact():
@@ -69,8 +71,18 @@ def test_strong_and_weak_gates_side_by_side_stay_exact():
     expected_o, expected_final = recurrence(*arguments)
     assert mixed.min() < -100
     assert mixed.max() > -1e-3
-    assert (o - expected_o).abs().max() < 2e-6
-    assert (final - expected_final).abs().max() < 5e-6
+    assert (o - expected_o).abs().max() < OUTPUT_BOUND
+    assert (final - expected_final).abs().max() < STATE_BOUND
+
+
+def test_a_gate_that_forgets_everything_is_no_special_case():
+    q, k, v, g, beta, state = inputs(100, 1.0)
+    g[:, 40:45] = -torch.inf
+    g[:, 70, ::2] = -torch.inf
+    o, final = kda_chunked(q, k, v, g, beta, state)
+    expected_o, expected_final = recurrence(q, k, v, g, beta, state)
+    assert (o - expected_o).abs().max() < OUTPUT_BOUND
+    assert (final - expected_final).abs().max() < STATE_BOUND
 
 
 def test_any_split_of_the_tokens_gives_the_same_state():
@@ -80,8 +92,8 @@ def test_any_split_of_the_tokens_gives_the_same_state():
     for piece in zip(*(x.split([1, 31, 1024, 1400, 44], dim=1) for x in arguments[:5]), strict=True):
         part, carried = kda_chunked(*piece, carried)
         pieces.append(part)
-    assert (torch.cat(pieces, dim=1) - o).abs().max() < 2e-6
-    assert (carried - state).abs().max() < 5e-6
+    assert (torch.cat(pieces, dim=1) - o).abs().max() < OUTPUT_BOUND
+    assert (carried - state).abs().max() < STATE_BOUND
 
 
 def test_equal_keys_that_are_written_in_full_stay_exact():
@@ -95,11 +107,35 @@ def test_equal_keys_that_are_written_in_full_stay_exact():
     assert (final - expected_final).abs().max() < 1e-5
 
 
-def test_the_factorised_form_alone_would_overflow(monkeypatch):
-    """Negative control: with the whole chunk as one product strong gates give NaN, so the halving saves them."""
-    monkeypatch.setattr(kda, "_LEAF", 32)
+@pytest.mark.parametrize("chunk", [32, 16, 8, 4])
+def test_the_strongest_gates_that_a_chunk_size_takes_stay_exact(chunk):
+    """Gates right below the limit of each size: where the factorised form has the largest numbers."""
+    q, k, v, g, beta, state = inputs(256, 1.0)
+    strongest = g.unflatten(1, (-1, chunk // 2)).sum(2).min()
+    arguments = [q, k, v, g * (0.999 * -kda._HALF_CHUNK_DECAY / strongest), beta, state]
+    assert kda._padded([x.clone() for x in arguments[:5]])[0] == chunk
+    o, final = kda_chunked(*arguments)
+    expected_o, expected_final = recurrence(*arguments)
+    assert (o - expected_o).abs().max() < OUTPUT_BOUND
+    assert (final - expected_final).abs().max() < STATE_BOUND
+
+
+def test_chunks_that_ignored_the_gates_would_overflow(monkeypatch):
+    """Negative control: with the largest chunk everywhere strong gates give NaN; their size is what saves them."""
+    monkeypatch.setattr(kda, "_HALF_CHUNK_DECAY", float("inf"))
     o, _ = kda_chunked(*inputs(64, 30.0))
     assert not o.isfinite().all()
+
+
+def test_inputs_in_the_layout_of_a_layer_give_the_same():
+    """A layer hands over views [M, T, ...] of tensors that stand token by token."""
+    arguments = inputs(100, 1.0)
+    views = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in arguments[:5]]
+    assert not views[0].is_contiguous()
+    o, state = kda_chunked(*views, arguments[5])
+    expected_o, expected_state = kda_chunked(*arguments)
+    assert torch.equal(o, expected_o)
+    assert torch.equal(state, expected_state)
 
 
 @pytest.mark.parametrize("gate_scale", [1.0, 30.0])

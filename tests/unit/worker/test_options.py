@@ -27,7 +27,7 @@ def test_the_flags_of_the_operator_are_read():
         "--cluster",
         "eu",
     ]
-    flags += ["--pool", "offload", "--role", "prefill", "--drain-seconds", "7", "--threads", "2"]
+    flags += ["--pool", "offload", "--role", "prefill", "--drain-seconds", "7", "--threads", "2", "--cache-mib", "64"]
     flags += ["--max-context", "4096", "--max-running", "5"]
     assert parse([*NEEDED, *flags]) == Options(
         model_source="builtin:kimi-linear-tiny",
@@ -43,6 +43,7 @@ def test_the_flags_of_the_operator_are_read():
         threads=2,
         max_context_tokens=4096,
         max_running=5,
+        cache_mib=64,
     )
 
 

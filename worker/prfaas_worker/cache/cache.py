@@ -65,9 +65,9 @@ class HybridCache:
 
     def open(
         self,
-        chain: Sequence[BlockHash],
+        chain: Sequence[BlockHash],  # noqa: ARG002
         tokens: int,
-        most_tokens: int,
+        most_tokens: int,  # noqa: ARG002
         *,
         use_state: bool = True,  # noqa: ARG002
     ) -> Opened | None:

@@ -1,7 +1,7 @@
 """The worker's HTTP application: its routes, and every error as an OpenAI-style body."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from aiohttp import web
@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, RequestError
 from prfaas.wire.headers import CODE_OVERLOADED
-from prfaas_worker.front import generation, prefills
+from prfaas_worker.front import event_stream, generation, prefills
 from prfaas_worker.front.answers import error_body
 from prfaas_worker.front.engine_client import EngineError
 from prfaas_worker.front.serving import SERVING, Serving
@@ -33,11 +33,14 @@ def build_app(serving: Serving) -> web.Application:
             web.post("/v1/prefills", prefills.create),
             web.get("/v1/prefills/{id}", prefills.read),
             web.delete("/v1/prefills/{id}", prefills.delete),
+            web.get("/v1/kv-events", event_stream.stream),
             web.get("/healthz", _healthz),
             web.get("/readyz", _readyz),
             web.get("/metrics", _metrics),
         ]
     )
+    app.cleanup_ctx.append(_event_sockets)
+    app.on_shutdown.append(_end_streams)
     return app
 
 
@@ -89,3 +92,21 @@ async def _metrics(request: web.Request) -> web.Response:
     serving = request.app[SERVING]
     stats = await serving.engine.stats() if serving.engine.ready.done() else None
     return web.Response(body=serving.metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def _event_sockets(app: web.Application) -> AsyncIterator[None]:
+    """Keep the sockets of cache events open while the application runs, if they are wanted."""
+    serving = app[SERVING]
+    options = serving.options
+    if not options.kv_events_port:
+        yield
+        return
+    from prfaas_worker.front.event_sockets import EventSockets
+
+    sockets = EventSockets(serving.events, options.host, options.kv_events_port)
+    yield
+    await sockets.close()
+
+
+async def _end_streams(app: web.Application) -> None:
+    app[SERVING].events.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections import deque
 from typing import Protocol
 
 from prfaas.errors import InternalError
@@ -13,8 +14,8 @@ from prfaas.wire.engine import (
     Failed,
     Granted,
     KvEvents,
+    Measured,
     PrefillAnswer,
-    ProfileAnswer,
     Ready,
     RoleSet,
     Started,
@@ -27,7 +28,7 @@ from prfaas.wire.engine import (
     encode_batch,
 )
 
-Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet | ProfileAnswer
+Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet
 
 
 class EngineError(Exception):
@@ -52,29 +53,44 @@ class Listener(Protocol):
 
 
 class Call:
-    """One call's answers. Use as a context: whatever ends the block, the engine then holds nothing of the call."""
+    """Answers to what one HTTP request asks of the engine, under one handle or several.
 
-    def __init__(self, client: "EngineClient", handle: int):
-        self.handle = handle
+    Use as a context: whatever ends the block, the engine then holds nothing of the call.
+    """
+
+    def __init__(self, client: "EngineClient", handles: range):
+        self.handles = handles
         self._client = client
-        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
-        self._over = False
+        self._answers: deque[Answer] = deque()
+        self._arrived: asyncio.Future[None] | None = None
+        self._open = set(handles)
+
+    @property
+    def handle(self) -> int:
+        """The call's only handle, or its first."""
+        return self.handles[0]
 
     def __enter__(self) -> "Call":
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self._client.forget(self.handle)
-        if not self._over:
-            self._client.send(Cancel(self.handle))
+        for handle in self.handles:
+            self._client.forget(handle)
+        for handle in self._open:
+            self._client.send(Cancel(handle))
 
-    def over(self) -> None:
-        """Note that the engine is done with the call, or that another owner has taken it over."""
-        self._over = True
+    def over(self, handle: int | None = None) -> None:
+        """Note that the engine is done with a handle, or that another owner has taken it over; by default all."""
+        if handle is None:
+            self._open.clear()
+        else:
+            self._open.discard(handle)
 
     def put(self, answer: Answer) -> None:
         """Take an answer in."""
-        self._answers.put_nowait(answer)
+        self._answers.append(answer)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     async def next(self) -> Answer:
         """Wait for the next answer.
@@ -83,11 +99,35 @@ class Call:
             EngineError: the engine could not serve the call.
 
         """
-        answer = await self._answers.get()
+        await self._wait()
+        answer = self._answers.popleft()
         if isinstance(answer, Failed):
-            self.over()
+            self.over(answer.handle)
             raise EngineError(answer)
         return answer
+
+    async def some(self) -> list[Answer]:
+        """Wait until there are answers, and take all: a reader that lags sends them on together.
+
+        Raises:
+            EngineError: as `next`, but not before what came earlier was taken.
+
+        """
+        await self._wait()
+        if type(self._answers[0]) is Failed:
+            await self.next()
+        taken: list[Answer] = []
+        while self._answers and type(self._answers[0]) is not Failed:
+            taken.append(self._answers.popleft())
+        return taken
+
+    async def _wait(self) -> None:
+        while not self._answers:
+            self._arrived = asyncio.get_running_loop().create_future()
+            try:
+                await self._arrived
+            finally:
+                self._arrived = None
 
 
 class EngineClient:
@@ -106,10 +146,12 @@ class EngineClient:
         """Use a connected unix socket."""
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
-    def call(self) -> Call:
-        """Open a call; its handle goes into the message that starts it."""
-        self._last_handle += 1
-        call = self._calls[self._last_handle] = Call(self, self._last_handle)
+    def call(self, width: int = 1) -> Call:
+        """Open a call with so many handles, each for one message that starts something."""
+        handles = range(self._last_handle + 1, self._last_handle + 1 + width)
+        self._last_handle += width
+        call = Call(self, handles)
+        self._calls.update(dict.fromkeys(handles, call))
         return call
 
     def forget(self, handle: int) -> None:
@@ -155,7 +197,7 @@ class EngineClient:
     def _take(self, message: ToFront) -> None:
         for listener in self.listeners:
             listener.heard(message)
-        if isinstance(message, KvEvents):
+        if isinstance(message, (KvEvents, Measured)):  # of no call: listeners have them
             return
         if isinstance(message, (Ready, StartFailed)):
             self.ready.set_result(message)

@@ -1,75 +1,221 @@
-"""GET /metrics: the engine's figures and the front's time to first token, in the Prometheus text format.
+"""GET /metrics: what this worker does, in the Prometheus text format, under our names and under vLLM's.
 
-No cluster or pool labels: Prometheus adds them from the pod.
+vLLM's names, with its labels and buckets, let its dashboards and other routers read our workers. Figures of the engine
+come from its `Stats` at each scrape, latencies from `latencies.py`. No cluster or pool labels: Prometheus adds them
+from the pod.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from prfaas.wire.engine import Stats
+from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas.wire.engine import CacheStats, Measured, Stats, ToEngine, ToFront
+from prfaas.wire.profile import Profile
+from prfaas_worker.front.latencies import Histogram, Latencies
 
-GAUGES: Final = {
+Described = Mapping[str, tuple[str, str]]
+
+GAUGES: Final[Described] = {
     "prfaas_requests_running": ("requests_running", "Requests that hold memory: fetching, prefilling or decoding."),
     "prfaas_requests_waiting": ("requests_waiting", "Requests that wait for room."),
     "prfaas_prefills_running": ("prefills_running", "Prefills for other instances, computing or being sent."),
     "prfaas_prefills_waiting": ("prefills_waiting", "Prefills for other instances that wait for room."),
     "prfaas_transfer_unsent_bytes": ("unsent_bytes", "Cache bytes that wait to be sent over data connections."),
 }
-COUNTERS: Final = {
+COUNTERS: Final[Described] = {
     "prfaas_transfer_sent_bytes": ("sent_bytes", "Bytes written to data connections."),
     "prfaas_transfer_received_bytes": ("received_bytes", "Bytes read from data connections."),
     "prfaas_transfer_backlogged_bytes": ("backlogged_bytes", "Bytes delivered while data waited to be sent."),
     "prfaas_transfer_backlogged_seconds": ("backlogged_seconds", "Time during which data waited to be sent."),
     "prfaas_prompt_tokens": ("prompt_tokens", "Prompt tokens prefilled here."),
     "prfaas_generation_tokens": ("generation_tokens", "Tokens generated here."),
+    "prfaas_preemptions": ("preemptions", "Running requests that had to give up their memory and begin again."),
 }
-TTFT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+CACHE_GAUGES: Final[Described] = {
+    "prfaas_cache_page_bytes": ("page_bytes", "Size of a page of the cache."),
+    "prfaas_cache_pages": ("total_pages", "Pages of the cache on the device."),
+    "prfaas_cache_used_pages": ("used_pages", "Pages that requests hold."),
+    "prfaas_cache_cached_pages": ("cached_pages", "Pages that only the prefix cache holds, and gives up when asked."),
+}
+CACHE_COUNTERS: Final[Described] = {
+    "prfaas_prefix_cache_query_tokens": ("query_tokens", "Prompt tokens looked up in the prefix cache."),
+    "prfaas_prefix_cache_hit_tokens": ("hit_tokens", "Of these, found with a state at their end."),
+    "prfaas_prefix_cache_stateless_tokens": (
+        "stateless_tokens",
+        "Of these, further ones that had attention rows but no state there: computed again.",
+    ),
+    "prfaas_prefix_cache_evicted_pages": ("evicted_pages", "Pages of cached prefixes given up for others."),
+    "prfaas_prefix_cache_corrupt_entries": ("corrupt_entries", "Entries dropped because their digest was wrong."),
+}
+TIERS: Final = ("host", "disk")
+BLOCK_TOKENS: Final = 64
+VLLM_GAUGES: Final[Described] = {
+    "vllm:num_requests_running": ("requests_running", "Requests in model execution batches."),
+    "vllm:num_requests_waiting": ("requests_waiting", "Requests waiting to be processed."),
+}
+VLLM_COUNTERS: Final[Described] = {
+    "vllm:generation_tokens": ("generation_tokens", "Generation tokens processed."),
+    "vllm:num_preemptions": ("preemptions", "Preemptions of running requests."),
+}
+PROFILE_TOKENS: Final = (256, 1024, 4096, 16384, 65536)
+"""Lengths at which the profile's curves are shown."""
 
 
-class _EngineCollector(Collector):
-    """Presents one `Stats` as metric families."""
+class _Labelled:
+    """Makes metric families of plain values, all with the same labels."""
 
-    def __init__(self) -> None:
-        self.stats: Stats | None = None
+    def __init__(self, **labels: str):
+        self._names = list(labels)
+        self._values = list(labels.values())
 
-    def collect(self) -> Iterable[Metric]:
-        if self.stats is None:
-            return
-        for name, (field, text) in GAUGES.items():
-            yield GaugeMetricFamily(name, text, value=getattr(self.stats, field))
-        for name, (field, text) in COUNTERS.items():
-            yield CounterMetricFamily(name, text, value=getattr(self.stats, field))
-        transfers = CounterMetricFamily(
-            "prfaas_transfers", "Cache transfers that ended.", labels=["direction", "outcome"]
-        )
-        for direction, outcome, count in self.stats.transfers:
-            transfers.add_metric([direction, outcome], count)
-        yield transfers
+    def gauge(self, name: str, text: str, value: float, **more: str) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*self._names, *more])
+        family.add_metric([*self._values, *more.values()], value)
+        return family
+
+    def counter(self, name: str, text: str, values: Mapping[str, float] | float, label: str = "") -> Metric:
+        """One value, or one for each value of a further label."""
+        family = CounterMetricFamily(name, text, labels=[*self._names, *([label] if label else [])])
+        for extra, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+            family.add_metric([*self._values, *([extra] if label else [])], value)
+        return family
+
+    def histogram(self, name: str, text: str, parts: Mapping[str, Histogram] | Histogram, label: str = "") -> Metric:
+        """Likewise, of histograms."""
+        family = HistogramMetricFamily(name, text, labels=[*self._names, *([label] if label else [])])
+        for extra, part in parts.items() if isinstance(parts, Mapping) else [("", parts)]:
+            family.add_metric([*self._values, *([extra] if label else [])], _cumulated(part), part.total)
+        return family
+
+    def fields(self, source: object, gauges: Described, counters: Described) -> Iterator[Metric]:
+        """Families of a struct's fields."""
+        for name, (field, text) in gauges.items():
+            yield self.gauge(name, text, getattr(source, field))
+        for name, (field, text) in counters.items():
+            yield self.counter(name, text, getattr(source, field))
 
 
-class Metrics:
-    """Everything this worker measures."""
+def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
+    buckets, count = [], 0
+    for bound, more in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        count += more
+        buckets.append((floatToGoString(bound), count))
+    return buckets
 
-    def __init__(self) -> None:
+
+class Metrics(Collector):
+    """Everything this worker measures. Listens to the engine."""
+
+    def __init__(self, model_name: str):
+        self.latencies = Latencies()
+        self.profile: Profile | None = None
+        """What prefills cost here, as the engine said last."""
+        self._stats: Stats | None = None
+        self._ours = _Labelled()
+        self._vllms = _Labelled(model_name=model_name, engine="0")
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector()
-        self._registry.register(self._engine)
-        self._first_token = Histogram(
-            "prfaas_time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            buckets=TTFT_BUCKETS,
-            registry=self._registry,
-        )
+        self._registry.register(self)
+
+    def sent(self, message: ToEngine) -> None:
+        """Take note of what goes to the engine."""
+        self.latencies.sent(message)
+
+    def heard(self, message: ToFront) -> None:
+        """Take note of what the engine says."""
+        if isinstance(message, Measured):
+            self.profile = message.profile
+        else:
+            self.latencies.heard(message)
 
     def first_token(self, seconds: float) -> None:
-        """Note one request's time to first token."""
-        self._first_token.observe(seconds)
+        """Note one request's time to first token, from its arrival here."""
+        self.latencies.first_token.observe(seconds)
 
     def render(self, stats: Stats | None) -> bytes:
         """Return the text format; without stats, before the engine is ready, only the front's own metrics."""
-        self._engine.stats = stats
+        self._stats = stats
         return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every family, for `generate_latest`."""
+        yield from self._of_requests()
+        if self._stats is not None:
+            yield from self._of_engine(self._stats)
+            yield from self._of_cache(self._stats.cache)
+            yield from self._as_vllm(self._stats)
+        if self.profile is not None:
+            yield from self._of_profile(self.profile)
+
+    def _of_requests(self) -> Iterator[Metric]:
+        ours, took = self._ours, self.latencies
+        yield ours.histogram(
+            "prfaas_time_to_first_token_seconds", "From the request's arrival to its first token.", took.first_token
+        )
+        yield ours.histogram(
+            "prfaas_time_to_first_token_part_seconds",
+            "What the time to the first token consists of: waiting, computing where the prompt was prefilled, and "
+            "receiving its cache, which overlaps with computing.",
+            {"queue": took.queue, "prefill": took.prefill, "transfer": took.transfer},
+            "part",
+        )
+
+    def _of_engine(self, stats: Stats) -> Iterator[Metric]:
+        yield from self._ours.fields(stats, GAUGES, COUNTERS)
+        transfers = CounterMetricFamily(
+            "prfaas_transfers", "Cache transfers that ended.", labels=["direction", "outcome"]
+        )
+        for direction, outcome, count in stats.transfers:
+            transfers.add_metric([direction, outcome], count)
+        yield transfers
+        yield self._ours.gauge("prfaas_role", "The role by which the engine divides its steps.", 1, role=stats.role)
+
+    def _of_cache(self, cache: CacheStats) -> Iterator[Metric]:
+        ours = self._ours
+        yield from ours.fields(cache, CACHE_GAUGES, CACHE_COUNTERS)
+        size = GaugeMetricFamily("prfaas_cache_tier_bytes", "Bytes of cached prefixes off the device.", labels=["tier"])
+        for tier in TIERS:
+            size.add_metric([tier], getattr(cache, f"{tier}_bytes"))
+        yield size
+        hits = {tier: getattr(cache, f"{tier}_hit_tokens") for tier in TIERS}
+        yield ours.counter("prfaas_prefix_cache_tier_hit_tokens", "Hit tokens that came from a tier.", hits, "tier")
+
+    def _as_vllm(self, stats: Stats) -> Iterator[Metric]:
+        vllms, took, cache = self._vllms, self.latencies, stats.cache
+        yield from vllms.fields(stats, VLLM_GAUGES, VLLM_COUNTERS)
+        used = cache.used_pages / cache.total_pages if cache.total_pages else 0.0
+        yield vllms.gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", used)
+        yield vllms.counter("vllm:prompt_tokens", "Prefill tokens processed.", took.prompt_tokens)
+        yield vllms.counter("vllm:prefix_cache_queries", "Queried tokens of the prefix cache.", cache.query_tokens)
+        yield vllms.counter("vllm:prefix_cache_hits", "Cached tokens of the prefix cache.", cache.hit_tokens)
+        ended = {reason: took.finished[reason] for reason in ("stop", "length", "abort", "error")}
+        yield vllms.counter("vllm:request_success", "Finished requests.", ended, "finished_reason")
+        for name, histogram in {
+            "time_to_first_token": took.first_token,
+            "inter_token_latency": took.between_tokens,
+            "e2e_request_latency": took.request,
+            "request_queue_time": took.queue,
+            "request_prefill_time": took.prefill,
+        }.items():
+            yield vllms.histogram(f"vllm:{name}_seconds", f"Histogram of {name.replace('_', ' ')}.", histogram)
+        sizes = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(cache.total_pages)}
+        yield vllms.gauge("vllm:cache_config_info", "Sizes of the cache.", 1, **sizes)
+
+    def _of_profile(self, profile: Profile) -> Iterator[Metric]:
+        shown = {str(tokens): tokens for tokens in PROFILE_TOKENS}
+        seconds = GaugeMetricFamily(
+            "prfaas_profile_prefill_seconds", "Time to prefill a prompt of so many tokens.", labels=["tokens"]
+        )
+        size = GaugeMetricFamily(
+            "prfaas_profile_cache_bytes", "Cache of a prompt of so many tokens.", labels=["tokens"]
+        )
+        for text, tokens in shown.items():
+            seconds.add_metric([text], prefill_seconds(profile, tokens))
+            size.add_metric([text], cache_bytes(profile, tokens))
+        yield seconds
+        yield size
+        yield self._ours.gauge("prfaas_profile_samples", "Prefills that the profile stands on.", profile.samples)

@@ -1,16 +1,21 @@
 """What the handlers share while the worker serves, and whether it may take new work."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from aiohttp import web
 
 from prfaas.errors import CapacityError
+from prfaas_worker.front.checks import Served
 from prfaas_worker.front.engine_client import EngineClient
+from prfaas_worker.front.events import Events
 from prfaas_worker.front.metrics import Metrics
-from prfaas_worker.front.openai import Served
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import Tokenizer
+
+READERS: Final = 2
+"""Threads that read requests: the engine computes on the same cores."""
 
 
 class Serving:
@@ -19,7 +24,11 @@ class Serving:
     def __init__(self, options: Options, engine: EngineClient):
         self.options = options
         self.engine = engine
-        self.metrics = Metrics()
+        self.metrics = Metrics(options.model_name)
+        self.events = Events(options)
+        engine.listeners += [self.metrics, self.events]
+        self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+        """Where long requests are tokenised and grammars checked."""
         self.draining = False
         self._model: tuple[Served, Tokenizer] | None = None
 

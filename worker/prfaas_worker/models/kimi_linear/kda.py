@@ -2,53 +2,68 @@
 
 Per head, with state S [K, V]:  S <- diag(e^g) S;  S <- S + k (beta (v - k^T S))^T;  o = q^T S.
 
-A chunk of C tokens is done at once. With G the running sum of g inside the chunk,
-    L = strictly lower part of beta_i <k_i e^(G_i), k_j e^(-G_j)>,   [U | W] = (I + L)^-1 beta [v | k e^G],
-    v' = U - W S,   o = (q e^G) S + lower(<q_i e^(G_i), k_j e^(-G_j)>) v',   S <- e^(G_C) S + (k e^(G_C - G))^T v'.
+A chunk of C tokens is done at once. Let D_i be the sum of g from the chunk's middle to token i (counted back, and so
+positive, before it), G_mid and G_end the sums from its start to its middle and from there to its end, k' = k e^(-D):
+    L = strictly lower part of beta_i <k_i e^(D_i), k'_j>,   T = (I + L)^-1 diag(beta),   S~ = e^(G_mid) S,
+    v' = T v - T (k e^D) S~,   o = (q e^D) S~ + lower(<q_i e^(D_i), k'_j>) v',   S <- e^(G_end) (S~ + k'^T v').
+As every decay is taken from the middle, for the state too, three scaled copies of q and k are all that is made, and a
+step from chunk to chunk is three small products.
 
-The hard part is e^(-G): with strong gates it overflows fp32 inside one chunk. So the pairwise terms are formed by
-halves: for a query in the second half of a block and a key in the first, both decays are taken to the boundary between
-them, and neither is above 1. That leaves blocks of 8 tokens, which are taken relative to their middle: 4 tokens on
-either side of it cannot overflow once g >= -20. Gates stronger than that are set to it: e^-20 = 2e-9 of what was there
-is less than fp32 can tell from nothing beside values of the same size. Everything is plain torch and differentiable;
-S stays in fp32.
+The hard part is e^(-D): with strong gates it overflows fp32, and a long sum of them loses digits. So the size of the
+chunks follows the gates: the largest of which no half decays by more than e^-32. Chunks of 4 tokens are left for what
+is stronger still, with gates set to -20 at least: e^-20 = 2e-9 of what was there is less than fp32 can tell from
+nothing beside values of the same size. Everything is plain torch and differentiable; S stays in fp32.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_CHUNK = 32
-# The largest block that is one product: half of it times the strongest gate must stay below 87, where e^x overflows.
-_LEAF = 8
+# Sizes of a chunk, each half of the one before.
+_LARGEST_CHUNK, _SMALLEST_CHUNK = 32, 4
+# The most that half a chunk may decay. Twice this must stay below 87, where e^x overflows; the error grows with it.
+_HALF_CHUNK_DECAY = 32.0
 _STRONGEST_GATE = -20.0
-# The triangular inverse is formed from blocks of half a chunk.
-_HALF = _CHUNK // 2
+# Blocks of the triangular inverse that are substituted row by row; larger ones are put together from these.
+_SUBSTITUTED = 8
 # Tokens whose pairwise terms are formed together: more hides the overhead of small operations, fewer stay in caches.
 _SEGMENT = 1024
+
+
+class _Terms(NamedTuple):
+    """What the steps from chunk to chunk need, for N chunks of C tokens."""
+
+    values: Tensor  # T v [N, M, C, V]
+    erased: Tensor  # T (k e^D) [N, M, C, K]
+    queries: Tensor  # q e^D [N, M, C, K]
+    keys: Tensor  # k' [N, M, C, K]
+    products: Tensor  # lower(<q e^D, k'>) [N M, C, C]
+    to_first_middle: Tensor  # e^(G_mid) of the first chunk [M, K, 1]
+    to_next_middle: Tensor  # decay from each chunk's middle to that of the next, or to the end [N, M, K, 1]
 
 
 def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run the rule over T tokens.
 
     Args:
-        q: queries [M, T, K], normalised and scaled; M counts heads of all sequences.
+        q: queries [M, T, K], normalised and scaled; M counts heads of all sequences. As all inputs, in any strides.
         k: keys [M, T, K], normalised.
         v: values [M, T, V].
         g: log decays [M, T, K], none positive.
         beta: write strengths [M, T].
-        state: S before the first token [M, K, V].
+        state: S before the first token [M, K, V]; it is not changed.
 
     Returns:
-        Outputs [M, T, V] and S after the last token [M, K, V].
+        Outputs [M, T, V], token by token in memory, and S after the last token [M, K, V].
 
     """
-    g = g.clamp(min=_STRONGEST_GATE)
-    outputs = []
+    outputs = v.new_empty(v.shape[1], v.shape[0], v.shape[2]).transpose(0, 1)
     for start in range(0, q.shape[1], _SEGMENT):
         segment = [x[:, start : start + _SEGMENT] for x in (q, k, v, g, beta)]
         o, state = _segment(segment, state)
-        outputs.append(o)
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state
+        outputs[:, start : start + _SEGMENT] = o
+    return outputs, state
 
 
 def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,106 +77,125 @@ def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 def _segment(segment: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """`kda_chunked` for one segment: pairwise terms of all chunks together, then the states chunk by chunk."""
     tokens = segment[0].shape[1]
-    q, k, v, g, beta = (_to_chunks(x) for x in segment)
-    qk, kk = _decayed_products(torch.stack([q, k], dim=2), k, g).unbind(2)
-    inverse = _unit_lower_inverse(beta.unsqueeze(-1) * kk.tril(-1))
-
-    from_start = _decay_from_start(g)
-    written = beta.unsqueeze(-1) * torch.cat([v, k * from_start], dim=-1)
-    u, w = (inverse @ written).split([v.shape[-1], k.shape[-1]], dim=-1)
-    reads = torch.cat([w, q * from_start], dim=2)
-    k_to_end = (k * _decay_to_end(g)).transpose(2, 3)
-    chunk_decay = from_start[:, :, -1].unsqueeze(-1)
-
+    chunk, segment = _padded(segment)
+    terms = _pairwise_terms([_to_chunks(x, chunk) for x in segment])
+    state = state * terms.to_first_middle
     new_values, inherited = [], []
-    for u_n, reads_n, decay_n, k_n in zip(*(x.unbind(1) for x in (u, reads, chunk_decay, k_to_end)), strict=True):
-        seen, carried = torch.bmm(reads_n, state).split(_CHUNK, dim=1)
-        new = u_n - seen
-        state = torch.baddbmm(state * decay_n, k_n, new)
+    for values, erased, queries, keys, decay in zip(*_by_chunk(terms), strict=True):
+        new = torch.baddbmm(values, erased, state, alpha=-1)
+        inherited.append(torch.bmm(queries, state))
+        state = torch.baddbmm(state, keys.mT, new) * decay
         new_values.append(new)
-        inherited.append(carried)
-    o = torch.stack(inherited, dim=1) + qk @ torch.stack(new_values, dim=1)
-    return o.flatten(1, 2)[:, :tokens], state
+    o = torch.baddbmm(torch.cat(inherited), terms.products, torch.cat(new_values))
+    return o.unflatten(0, terms.values.shape[:2]).transpose(0, 1).flatten(1, 2)[:, :tokens], state
 
 
-def _to_chunks(x: Tensor) -> Tensor:
-    """[M, T, ...] -> [M, N, C, ...]. The padding of zeros neither decays (g) nor writes (beta)."""
-    missing = -x.shape[1] % _CHUNK
-    if missing:
-        x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
-    return x.reshape(x.shape[0], -1, _CHUNK, *x.shape[2:])
+def _by_chunk(terms: _Terms) -> list[tuple[Tensor, ...]]:
+    return [x.unbind(0) for x in (terms.values, terms.erased, terms.queries, terms.keys, terms.to_next_middle)]
 
 
-def _decayed_products(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """<r_i, k_j> with the decay between j and i <= S, zero above the diagonal: see the module's "hard part".
+def _padded(segment: list[Tensor]) -> tuple[int, list[Tensor]]:
+    """The size of the segment's chunks, and its tensors [M, T, ...] with T made a multiple of it.
 
-    Args:
-        rows: r [..., R, S, K], R kinds of rows (queries and keys) at the same S tokens.
-        k: keys [..., S, K].
-        g: log decays [..., S, K].
-
-    Returns:
-        Products [..., R, S, S].
-
+    The padding of zeros neither decays (g) nor writes (beta).
     """
-    kinds, size = rows.shape[-3:-1]
-    if size == _LEAF:
-        decay = g.cumsum(-2)
-        decay = decay - decay[..., size // 2 - 1 : size // 2, :]
-        products = (rows * decay.exp().unsqueeze(-3)).flatten(-3, -2) @ (k * (-decay).exp()).mT
-        return products.unflatten(-2, (kinds, size)).tril()
-    halves = (2, size // 2)
-    rows, k, g = rows.unflatten(-2, halves).transpose(-4, -3), k.unflatten(-2, halves), g.unflatten(-2, halves)
-    first, second = _decayed_products(rows, k, g).unbind(-4)
-    late_rows = rows.select(-4, 1) * _decay_from_start(g.select(-3, 1)).unsqueeze(-3)
-    early_keys = k.select(-3, 0) * _decay_to_end(g.select(-3, 0))
-    below = (late_rows.flatten(-3, -2) @ early_keys.mT).unflatten(-2, (kinds, size // 2))
-    return _block_lower(first, below, second)
+    tokens, chunk = segment[0].shape[1], _LARGEST_CHUNK
+    while chunk > _SMALLEST_CHUNK and chunk // 2 >= tokens:
+        chunk //= 2
+    if missing := -tokens % chunk:
+        segment = [torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1) for x in segment]
+    q, k, v, g, beta = segment
+    while chunk > _SMALLEST_CHUNK and g.unflatten(1, (-1, chunk // 2)).sum(2).min() < -_HALF_CHUNK_DECAY:
+        chunk //= 2
+    if chunk == _SMALLEST_CHUNK:
+        g = g.clamp(min=_STRONGEST_GATE)
+    return chunk, [q, k, v, g, beta]
 
 
-def _decay_from_start(g: Tensor) -> Tensor:
-    """Share of the state before a block [..., S, K] that is left after each of its tokens."""
-    return g.cumsum(-2).exp()
+def _to_chunks(x: Tensor, chunk: int) -> Tensor:
+    """[M, T, ...] -> [N, M, C, ...]."""
+    return x.unflatten(1, (-1, chunk)).transpose(0, 1)
 
 
-def _decay_to_end(g: Tensor) -> Tensor:
-    """Share of what each token of a block [..., S, K] wrote that is left at its end.
+def _pairwise_terms(chunks: list[Tensor]) -> _Terms:
+    """Everything about a segment that does not depend on the state, from q, k, v, g, beta in chunks [N, M, C, ...]."""
+    q, k, v, g, beta = chunks
+    count, rows, size = beta.shape
+    strength = beta.reshape(-1, size)
+    g = g.reshape(-1, size, g.shape[-1])
+    from_middle = torch.bmm(_middle_sums(g, size), g)
+    to_middle = (g - from_middle)[:, 0].unflatten(0, (count, rows))
+    to_end = from_middle[:, -1].unflatten(0, (count, rows))
+    to_next = torch.cat([to_end[:-1] + to_middle[1:], to_end[-1:]])
 
-    Summed from the end: as a difference of sums from the start it would lose digits behind strong gates.
+    # The factor comes first: it is contiguous, and so is what is made of it.
+    growth = from_middle.exp().view_as(k)
+    keys = (growth.reciprocal() * k).flatten(0, 1)
+    own_keys, queries = (growth * k).flatten(0, 1), (growth * q).flatten(0, 1)
+    inverse = _unit_lower_inverse(torch.bmm(own_keys, keys.mT).tril(-1) * strength.unsqueeze(-1))
+    writes = inverse * strength.unsqueeze(1)
+
+    def by_chunk(x: Tensor) -> Tensor:
+        return x.unflatten(0, (count, rows))
+
+    return _Terms(
+        values=by_chunk(torch.bmm(writes, v.reshape(-1, size, v.shape[-1]))),
+        erased=by_chunk(torch.bmm(writes, own_keys)),
+        queries=by_chunk(queries),
+        keys=by_chunk(keys),
+        products=torch.bmm(queries, keys.mT).tril(),
+        to_first_middle=to_middle[0].exp().unsqueeze(-1),
+        to_next_middle=to_next.exp().unsqueeze(-1),
+    )
+
+
+def _middle_sums(g: Tensor, size: int) -> Tensor:
+    """The matrix [.., C, C] that sums gates [.., C, K] from the middle of a chunk to each of its tokens.
+
+    As a product each sum has at most C / 2 terms; a difference of running sums would lose digits.
     """
-    return (g.flip(-2).cumsum(-2).flip(-2) - g).exp()
-
-
-def _block_lower(first: Tensor, below: Tensor, second: Tensor) -> Tensor:
-    """[[first, 0], [below, second]] of square blocks [..., S, S]."""
-    return torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([below, second], -1)], -2)
+    sums = g.new_ones(size, size).tril()
+    return (sums - sums[size // 2 - 1]).expand(g.shape[0], size, size)
 
 
 def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
-    """(I + L)^-1 for L [M, N, C, C], by its four blocks: far quicker here than a triangular solve."""
-    blocks = torch.stack([strictly_lower[..., :_HALF, :_HALF], strictly_lower[..., _HALF:, _HALF:]])
-    inverse: Tensor = _BlockInverse.apply(blocks)  # pyright: ignore[reportAssignmentType] (apply is untyped)
-    first, second = inverse.unbind(0)
-    return _block_lower(first, -second @ strictly_lower[..., _HALF:, :_HALF] @ first, second)
+    """(I + L)^-1 for L [B, C, C]: far quicker here than a triangular solve."""
+    return _BlockInverse.apply(strictly_lower)  # pyright: ignore[reportReturnType] (apply is untyped)
 
 
 class _BlockInverse(torch.autograd.Function):
-    """(I + L)^-1 of small strictly lower L [..., S, S] by forward substitution, which is exact whatever L holds."""
+    """(I + L)^-1 by forward substitution, which is exact whatever L holds, in blocks that products put together."""
 
     @staticmethod
     def forward(ctx, strictly_lower: Tensor) -> Tensor:
-        size = strictly_lower.shape[-1]
-        # The batch is moved last, so that each of the S steps works on long contiguous rows.
-        rows = (-strictly_lower).flatten(0, -3).permute(1, 2, 0).contiguous()
-        for i in range(1, size):
-            rows[i, :i] += (rows[i, :i].unsqueeze(1) * rows[:i, :i]).sum(0)
-        inverse = rows.permute(2, 0, 1).reshape(strictly_lower.shape)
-        inverse = inverse + torch.eye(size, dtype=inverse.dtype, device=inverse.device)
+        inverse = _inverse(strictly_lower)
         ctx.save_for_backward(inverse)
         return inverse
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
-        transposed = inverse.transpose(-1, -2)
-        return -(transposed @ grads[0] @ transposed).tril(-1)
+        return -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
+
+
+def _inverse(strictly_lower: Tensor) -> Tensor:
+    """[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]], down to blocks that are substituted."""
+    batch, size, _ = strictly_lower.shape
+    if size <= _SUBSTITUTED:
+        return _substituted(strictly_lower)
+    half = size // 2
+    first, second = strictly_lower[:, :half, :half], strictly_lower[:, half:, half:]
+    first, second = _inverse(torch.cat([first, second])).split(batch)
+    inverse = strictly_lower.new_zeros(batch, size, size)
+    inverse[:, :half, :half], inverse[:, half:, half:] = first, second
+    torch.neg(second @ strictly_lower[:, half:, :half] @ first, out=inverse[:, half:, :half])
+    return inverse
+
+
+def _substituted(strictly_lower: Tensor) -> Tensor:
+    """(I + L)^-1 of small blocks, row by row; the batch is moved last, so that rows are long and contiguous."""
+    rows = strictly_lower.permute(1, 2, 0).neg().contiguous()
+    for i in range(1, rows.shape[0]):
+        rows[i, :i] += (rows[i, :i].unsqueeze(1) * rows[:i, :i]).sum(0)
+    rows.diagonal(dim1=0, dim2=1).fill_(1.0)
+    return rows.permute(2, 0, 1).contiguous()

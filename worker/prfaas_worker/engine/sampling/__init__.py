@@ -1,16 +1,20 @@
 """Drawing tokens from logits, so that a sequence's text depends on nothing but its own logits, seed and place.
 
 The random number of a draw is keyed by (seed, choice, position): not by batch, instance or history. A request that
-goes on elsewhere from the same tokens draws the same text.
+goes on elsewhere from the same tokens draws the same text. A `Sampler` is one answer's state, `sample` a step's draws.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from prfaas.wire.engine import Sampling, TokenLogprob
+from prfaas_worker.engine.sampling.batch import Drawn, sample
+from prfaas_worker.engine.sampling.chance import uniform
+from prfaas_worker.engine.sampling.sampler import Outputs, Sampler
+
+__all__ = ["Draw", "Drawn", "Outputs", "Sampler", "draw", "sample", "uniform"]
 
 
 class Draw(NamedTuple):
@@ -20,13 +24,6 @@ class Draw(NamedTuple):
     choice: int
     position: int
     logprobs: int
-
-
-class Drawn(NamedTuple):
-    """The token, and its log probability if it was asked for."""
-
-    token: int
-    logprob: TokenLogprob | None
 
 
 def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
@@ -39,13 +36,6 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         logprob = _logprob(logits[row], token, question.logprobs) if question.logprobs >= 0 else None
         drawn.append(Drawn(token, logprob))
     return drawn
-
-
-def uniform(seed: int, choice: int, position: int) -> float:
-    """Return the number in [0, 1) that belongs to a place, from the counter-based generator Philox."""
-    key = [seed & 0xFFFF_FFFF_FFFF_FFFF, choice]
-    bits = np.random.Philox(key=np.array(key, dtype=np.uint64), counter=position)
-    return float(np.random.Generator(bits).random())
 
 
 def _draw_token(logits: torch.Tensor, question: Draw) -> int:

@@ -1,0 +1,192 @@
+"""Metrics: the names that dashboards and routers read are there with the right figures, and taking them is cheap."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from prfaas.wire.engine import (
+    CacheStats,
+    Cancel,
+    Failed,
+    Generate,
+    Granted,
+    Measured,
+    Sampling,
+    Started,
+    StartPrefill,
+    Stats,
+    Tokens,
+)
+from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.profile import Profile
+from prfaas_worker.front.latencies import Histogram, Latencies
+from prfaas_worker.front.metrics import Metrics
+
+CACHE = CacheStats(
+    page_bytes=4096,
+    total_pages=200,
+    used_pages=50,
+    cached_pages=30,
+    query_tokens=1000,
+    hit_tokens=640,
+    stateless_tokens=64,
+    evicted_pages=7,
+    host_bytes=11,
+    disk_bytes=12,
+    host_hit_tokens=128,
+    disk_hit_tokens=64,
+    corrupt_entries=1,
+)
+STATS = Stats(
+    handle=0,
+    requests_running=3,
+    requests_waiting=4,
+    prefills_running=0,
+    prefills_waiting=0,
+    transfers=[("send", "done", 5)],
+    sent_bytes=1,
+    received_bytes=2,
+    unsent_bytes=3,
+    backlogged_bytes=4,
+    backlogged_seconds=0.5,
+    prompt_tokens=360,
+    generation_tokens=99,
+    preemptions=2,
+    role="prefill",
+    cache=CACHE,
+)
+GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=1, expires_seconds=1)
+VLLM = {"model_name": "tiny", "engine": "0"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scraped:
+    """All samples, as Prometheus reads the text."""
+
+    def __init__(self, metrics: Metrics, stats: Stats | None):
+        families = text_string_to_metric_families(metrics.render(stats).decode())
+        every = [one for family in families for one in family.samples]
+        self._values = {(one.name, frozenset(one.labels.items())): one.value for one in every}
+        assert len(self._values) == len(every)
+        self.names = {one.name for one in every}
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return self._values[name, frozenset(labels.items())]
+
+
+def generate(handle: int, tokens: int = 10, choices: int = 1) -> Generate:
+    return Generate(handle, "r", list(range(tokens)), choices, 8, Sampling(0, 1, 0, 0), -1, "")
+
+
+def token(handle: int, choice: int = 0, reason=None) -> Tokens:
+    return Tokens(handle, choice, [1], [], reason)
+
+
+def test_vllms_names_are_there_with_its_labels():
+    found = Scraped(Metrics("tiny"), STATS)
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 4,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:generation_tokens_total": 99,
+        "vllm:prefix_cache_queries_total": 1000,
+        "vllm:prefix_cache_hits_total": 640,
+        "vllm:num_preemptions_total": 2,
+        "vllm:prompt_tokens_total": 0,
+        "vllm:time_to_first_token_seconds_count": 0,
+        "vllm:inter_token_latency_seconds_count": 0,
+        "vllm:e2e_request_latency_seconds_count": 0,
+        "vllm:request_queue_time_seconds_count": 0,
+        "vllm:request_prefill_time_seconds_count": 0,
+    }
+    assert {name: found(name, **VLLM) for name in expected} == expected
+    assert found("vllm:cache_config_info", **VLLM, block_size="64", num_gpu_blocks="200") == 1
+    assert found("vllm:request_success_total", **VLLM, finished_reason="stop") == 0
+
+
+def test_the_caches_figures_are_told_tier_by_tier():
+    found = Scraped(Metrics("tiny"), STATS)
+    assert found("prfaas_prefix_cache_stateless_tokens_total") == 64
+    assert found("prfaas_prefix_cache_hit_tokens_total") == 640
+    assert found("prfaas_prefix_cache_tier_hit_tokens_total", tier="disk") == 64
+    assert found("prfaas_cache_tier_bytes", tier="host") == 11
+    assert found("prfaas_prefix_cache_evicted_pages_total") == 7
+    assert found("prfaas_prefix_cache_corrupt_entries_total") == 1
+    assert found("prfaas_cache_cached_pages") == 30
+    assert found("prfaas_role", role="prefill") == 1
+    assert found("prfaas_transfers_total", direction="send", outcome="done") == 5
+
+
+def test_the_profile_is_shown_at_fixed_lengths():
+    metrics = Metrics("tiny")
+    profile = Profile(state_bytes=1000, token_bytes=2, fixed_seconds=0.5, token_seconds=1e-3, samples=9)
+    metrics.heard(Measured(profile))
+    found = Scraped(metrics, None)
+    assert found("prfaas_profile_prefill_seconds", tokens="1024") == pytest.approx(1.524)
+    assert found("prfaas_profile_cache_bytes", tokens="256") == 1512
+    assert found("prfaas_profile_samples") == 9
+
+
+def test_before_the_engine_is_ready_only_the_fronts_own_figures_are_told():
+    found = Scraped(Metrics("tiny"), None)
+    assert found("prfaas_time_to_first_token_seconds_count") == 0
+    assert not any(name.startswith("vllm:") or "profile" in name for name in found.names)
+
+
+def test_a_request_is_timed_from_its_parts_to_its_end():
+    clock, metrics = Clock(), Metrics("tiny")
+    took = metrics.latencies = Latencies(clock)
+    metrics.sent(generate(1, tokens=10))
+    clock.now = 2.0
+    metrics.heard(Started(1, 0, 0, 0.75, 0.5, 0.1, queue_seconds=0.25))
+    for now in (2.0, 2.004, 2.5):
+        clock.now = now
+        metrics.heard(token(1))
+    clock.now = 4.0
+    metrics.heard(token(1, reason="length"))
+    assert (took.queue.total, took.prefill.total, took.transfer.total) == (0.25, 0.75, 0.5)
+    assert took.between_tokens.total == pytest.approx(2.0)
+    assert (sum(took.between_tokens.counts), took.request.total) == (3, 4.0)
+    assert (took.prompt_tokens, dict(took.finished)) == (10, {"length": 1})
+    found = Scraped(metrics, STATS)
+    assert found("vllm:inter_token_latency_seconds_bucket", **VLLM, le="0.005") == 1
+    assert found("vllm:inter_token_latency_seconds_bucket", **VLLM, le="+Inf") == 3
+    assert found("prfaas_time_to_first_token_part_seconds_sum", part="transfer") == 0.5
+    assert found("vllm:request_success_total", **VLLM, finished_reason="length") == 1
+
+
+def test_every_end_has_its_reason_and_nothing_is_remembered_of_it():
+    took = Latencies(Clock())
+    took.sent(generate(1, choices=3))
+    took.heard(token(1, 0, "stop"))
+    took.sent(Cancel(1, 1))  # a stop string in its text
+    took.sent(Cancel(1))  # the client of the third left
+    took.sent(generate(2))
+    took.heard(Failed(2, 500, "x", "broken"))
+    took.heard(token(2))  # still under way
+    took.sent(Cancel(2))
+    assert dict(took.finished) == {"stop": 2, "abort": 1, "error": 1}
+    assert sum(took.request.counts) == 0
+    assert took._streams == {}
+
+
+def test_prompts_of_prefills_for_others_count_once_they_are_granted():
+    took = Latencies(Clock())
+    took.sent(StartPrefill(1, "r", [1] * 5, 0))
+    took.sent(StartPrefill(2, "r", [1] * 7, 0))
+    took.heard(Failed(2, 503, "overloaded", "full"))
+    took.heard(Granted(1, GRANT))
+    assert (took.prompt_tokens, took._offered) == (5, {})
+
+
+def test_a_value_counts_in_the_bucket_whose_bound_it_does_not_exceed():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.observe(value)
+    assert (histogram.counts, histogram.total) == ([2, 2, 1], 14.0)

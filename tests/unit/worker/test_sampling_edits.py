@@ -1,0 +1,131 @@
+"""Biases, penalties and held-back ends beside a loop over the whole history."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.errors import RequestError
+from prfaas.wire.engine import Generate, Sampling
+from prfaas_worker.engine.sampling import Outputs, Sampler, sample
+from prfaas_worker.engine.sampling.edits import Table, apply_tables
+
+VOCAB = 40
+EOS = 0
+MODEL = Outputs(VOCAB, (EOS,))
+
+
+def greedy(**changes: object) -> Sampling:
+    return Sampling(**{"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 1, **changes})
+
+
+def request(sampling: Sampling, **fields: object) -> Generate:
+    common = {"handle": 1, "request_id": "r", "token_ids": [5, 6, 5], "choices": 1, "max_tokens": 99}
+    return Generate(**{**common, "sampling": sampling, "logprobs": -1, "prefill_url": "", **fields})
+
+
+def reference(logits: list[float], sampling: Sampling, prompt: list[int], generated: list[int]) -> list[float]:
+    """The definition, token by token."""
+    counts = Counter(generated)
+    edited = []
+    for token, logit in enumerate(logits):
+        value = logit + sum(bias for biased, bias in sampling.logit_bias if biased == token)
+        if token in prompt or token in generated:
+            penalty = sampling.repetition_penalty
+            value = value / penalty if value > 0 else value * penalty
+        value -= sampling.frequency_penalty * counts[token] + sampling.presence_penalty * (token in counts)
+        edited.append(value)
+    return edited
+
+
+tokens = st.integers(0, VOCAB - 1)
+penalised = st.builds(
+    greedy,
+    presence_penalty=st.sampled_from([0.0, 1.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.2, 0.5]),
+    logit_bias=st.lists(st.tuples(tokens, st.floats(-100, 100)), max_size=5).map(tuple),
+)
+rows = st.tuples(penalised, st.lists(tokens, max_size=30), st.lists(tokens, max_size=600))
+
+
+@settings(max_examples=80, deadline=None)
+@given(asked=st.lists(rows, min_size=1, max_size=4))
+def test_penalties_and_biases_are_those_of_their_definition(asked: list[tuple[Sampling, list[int], list[int]]]):
+    logits = 4 * torch.randn(len(asked) + 1, VOCAB, generator=torch.Generator().manual_seed(len(asked)))
+    expected = [reference(logits[row + 1].tolist(), *one) for row, one in enumerate(asked)]
+    tables = []
+    for row, (sampling, prompt, generated) in enumerate(asked):
+        table = Table(sampling, prompt)
+        for token in generated:
+            table.count(token)
+        tables.append((row + 1, table))
+    untouched = logits[0].clone()
+    apply_tables(logits, tables)
+    assert torch.equal(logits[0], untouched)
+    torch.testing.assert_close(logits[1:], torch.tensor(expected), rtol=1e-5, atol=1e-4)
+
+
+def test_many_different_tokens_fit_a_table():
+    sampling = greedy(frequency_penalty=1.0, repetition_penalty=2.0)
+    table = Table(sampling, range(1000))
+    for token in range(3000):
+        table.count(token)
+    logits = torch.full((1, 4000), 8.0)
+    apply_tables(logits, [(0, table)])
+    assert logits[0].tolist() == [3.0] * 3000 + [8.0] * 1000
+
+
+def test_penalties_keep_greedy_text_from_repeating_itself():
+    logits = torch.arange(VOCAB, 0, -1, dtype=torch.float32)[None] / 10
+    plain = Sampler(request(greedy(), ignore_eos=True), 0, MODEL)
+    penalised = Sampler(request(greedy(presence_penalty=2.0), ignore_eos=True), 0, MODEL)
+    assert [sample(logits.clone(), [plain])[0].token for _ in range(10)] == [0] * 10
+    assert [sample(logits.clone(), [penalised])[0].token for _ in range(10)] == list(range(10))
+
+
+def test_a_bias_of_100_settles_the_draw():
+    logits = torch.zeros(1, VOCAB)
+    always = Sampler(request(greedy(temperature=1.0, logit_bias=((11, 100.0),))), 0, MODEL)
+    assert {sample(logits.clone(), [always])[0].token for _ in range(50)} == {11}
+    never = Sampler(
+        request(greedy(temperature=1.0, logit_bias=tuple((token, -100.0) for token in range(1, VOCAB)))), 0, MODEL
+    )
+    assert {sample(logits.clone(), [never])[0].token for _ in range(50)} == {0}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_ends_an_answer_before_min_tokens(temperature: float):
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [EOS, 7]] = 50.0
+    logits[0, 7] = 49.0
+    sampler = Sampler(request(greedy(temperature=temperature), min_tokens=5, stop_token_ids=(7,)), 0, MODEL)
+    drawn = [sample(logits.clone(), [sampler])[0].token for _ in range(6)]
+    assert [token in sampler.ends for token in drawn] == [False] * 5 + [True]
+
+
+def test_min_tokens_counts_what_was_generated_elsewhere():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS] = 50.0
+    sampler = Sampler(request(greedy(), min_tokens=5), 0, MODEL, None, [9, 9, 9, 9])
+    assert [sample(logits.clone(), [sampler])[0].token for _ in range(2)] == [1, EOS]
+
+
+def test_with_ignore_eos_the_end_of_sequence_is_a_token_like_others():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS] = 50.0
+    sampler = Sampler(request(greedy(), ignore_eos=True, min_tokens=3, stop_token_ids=(7,)), 0, MODEL)
+    assert sampler.ends == {7}
+    assert sample(logits, [sampler])[0].token == EOS
+
+
+@pytest.mark.parametrize(
+    ("sampling", "stop_token_ids", "param"),
+    [(greedy(logit_bias=((VOCAB, 1.0),)), (), "logit_bias"), (greedy(), (-1,), "stop_token_ids")],
+)
+def test_tokens_the_model_does_not_have_are_refused(sampling: Sampling, stop_token_ids: tuple[int, ...], param: str):
+    with pytest.raises(RequestError) as raised:
+        Sampler(request(sampling, stop_token_ids=stop_token_ids), 0, MODEL)
+    assert raised.value.param == param

@@ -1,0 +1,186 @@
+"""Grammars at work: which tokens may come next, and where the answer is complete.
+
+llguidance walks the tokenizer's tokens as a trie beside an Earley parser, so a mask takes tens of microseconds. Two
+things take long and happen in threads of their own, that the step loop never waits for: compiling a grammar
+(milliseconds, for a huge schema seconds), and once a process, when the first grammar comes, the trie of all tokens.
+The trie is built under the interpreter's lock (0.35 to 0.75 s for 129,280 tokens), so an engine that cannot afford
+that pause calls `Grammars.warm` before it takes requests.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from prfaas.wire.engine import Grammar
+from prfaas_worker.grammars import llguidance_text, refusal
+
+KEPT_GRAMMARS: Final = 32
+COMPILE_THREADS: Final = 2
+# Without the parser's state in its errors, which would repeat the user's whole schema.
+_LIMITS: Final = LLParserLimits(verbose_errors=False)
+
+
+class Vocabulary(NamedTuple):
+    """What a grammar needs to know of a tokenizer.
+
+    `tokens[i]` are the bytes that token i adds to the text, the name of a special token; b"" for an id without a token.
+    `size` is the width of the model's logits, at least len(tokens). `encode` cuts forced text as the tokenizer would,
+    without special tokens; without it, or where its tokens do not spell the text, the longest tokens are taken.
+    """
+
+    tokens: Sequence[bytes]
+    special_ids: frozenset[int]
+    eos_ids: tuple[int, ...]
+    size: int
+    encode: Callable[[str], Sequence[int]] | None = None
+
+
+class Matcher:
+    """One answer's place in its grammar."""
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher):
+        self._grammar = grammar
+        self._matcher = matcher
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer is whole and no text may follow it."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def fill(self, words: np.ndarray, ends: Collection[int], *, hold_back: bool) -> None:
+        """Write which tokens may come next: bit i % 32 of word i // 32 for token i, int32 [ceil(size / 32)].
+
+        The tokens `ends` may come wherever the grammar may stop; with `hold_back` only where nothing else may.
+
+        Raises:
+            RequestError: the grammar is too complex to go on, or no token fits.
+
+        """
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+        if self._matcher.is_accepting():
+            for token in ends:
+                words[token // 32] |= _bit(token)
+        if hold_back:
+            without = words.copy()
+            for token in ends:
+                without[token // 32] &= ~_bit(token)
+            if without.any():
+                words[:] = without
+        if not words.any():
+            raise refusal(self._grammar, "no token of this model can go on from what was generated")
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Go on over drawn tokens.
+
+        Raises:
+            RequestError: a token does not fit, or the grammar is too complex to go on.
+
+        """
+        self._matcher.consume_tokens(list(tokens))
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise refusal(self._grammar, self._matcher.get_error())
+
+
+class Compiled:
+    """A grammar that is ready for any number of answers."""
+
+    def __init__(self, grammar: Grammar, prototype: LLMatcher):
+        self._grammar = grammar
+        self._prototype = prototype
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the beginning; takes about 0.1 ms."""
+        return Matcher(self._grammar, self._prototype.deep_copy())
+
+
+class Grammars:
+    """Compiles grammars beside the step loop, and keeps the latest: many requests share a schema."""
+
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary]):
+        self._load_vocabulary = load_vocabulary
+        self._tokenizer: LLTokenizer | None = None
+        self._building = threading.Lock()
+        self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
+        self._kept: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+
+    def prepare(self, grammar: Grammar) -> Future[Compiled]:
+        """Compile in a thread. The future raises RequestError for a grammar that cannot be used.
+
+        Called from one thread only. `Future.add_done_callback` runs in the compiling thread, or at once if it is done.
+        """
+        future = self._kept.get(grammar)
+        if future is None or (future.done() and future.exception() is not None):
+            future = self._kept[grammar] = self._pool.submit(self._compile, grammar)
+        self._kept.move_to_end(grammar)
+        if len(self._kept) > KEPT_GRAMMARS:
+            self._kept.popitem(last=False)
+        return future
+
+    def warm(self) -> None:
+        """Build the trie of all tokens now, if that was not done yet."""
+        with self._building:
+            if self._tokenizer is None:
+                self._tokenizer = build_tokenizer(self._load_vocabulary())
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        self.warm()
+        assert self._tokenizer is not None  # noqa: S101 - what `warm` is for
+        prototype = LLMatcher(self._tokenizer, llguidance_text(grammar), log_level=0, limits=_LIMITS)
+        if prototype.is_error():
+            raise refusal(grammar, prototype.get_error())
+        return Compiled(grammar, prototype)
+
+
+def build_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """Return llguidance's view of a tokenizer."""
+    # llguidance wants some end, a tokenizer without one too: a special token, or the last id.
+    eos_ids = vocabulary.eos_ids or (max(vocabulary.special_ids, default=vocabulary.size - 1),)
+    return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary, eos_ids[0])), eos_token=list(eos_ids))
+
+
+class _Tokens:
+    """The object that llguidance reads a vocabulary from; called to cut forced text into tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, eos_id: int):
+        self.eos_token_id = eos_id
+        # Logits are often wider than the vocabulary: no text has an empty token.
+        self.tokens = [*vocabulary.tokens, *[b""] * (vocabulary.size - len(vocabulary.tokens))]
+        self.special_token_ids = sorted(vocabulary.special_ids)
+        self._encode = vocabulary.encode
+        texts = ((i, token) for i, token in enumerate(self.tokens) if token and i not in vocabulary.special_ids)
+        self._ids = {token: i for i, token in texts}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        if self._encode is not None:
+            found = list(self._encode(text.decode(errors="replace")))
+            if b"".join(self.tokens[i] for i in found) == text:
+                return found
+        return self._longest_first(text)
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        """Cut a text greedily; stops at a byte that no token has."""
+        found: list[int] = []
+        while text:
+            lengths = range(min(self._longest, len(text)), 0, -1)
+            length = next((n for n in lengths if text[:n] in self._ids), 0)
+            if not length:
+                break
+            found.append(self._ids[text[:length]])
+            text = text[length:]
+        return found
+
+
+def _bit(token: int) -> np.int32:
+    return np.int32(np.uint32(1 << token % 32).view(np.int32))
