@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+
+from prfaas.wire.engine import LENGTH, KvEvents, ToEngine, ToFront, decode_for_engine, encode_batch
+from prfaas_worker.front.app import build_app
+from prfaas_worker.front.engine_client import EngineClient
+from prfaas_worker.front.serving import Serving
+from prfaas_worker.options import parse
 
 # Loopback addresses of this test process alone, so that several test runs can share a machine.
 _ADDRESSES = (f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.{n}" for n in itertools.count(2))
@@ -163,3 +171,60 @@ async def client() -> AsyncIterator[Client]:
     """A client for one test."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield Client(session)
+
+
+class Front:
+    """A front, HTTP and all, whose engine is played by the test at the other end of the socket."""
+
+    events_port = 5557
+
+    def __init__(self, host: str, serving: Serving, engine: socket.socket):
+        self.host = host
+        self.url = f"http://{host}:8000"
+        self.serving = serving
+        self._engine = engine
+
+    async def say(self, *messages: ToFront) -> None:
+        """Say something as the engine."""
+        await asyncio.get_running_loop().sock_sendall(self._engine, encode_batch(messages))
+
+    async def hear(self) -> ToEngine:
+        """Read the front's next message as the engine."""
+        length = LENGTH.unpack(await self._read(LENGTH.size))[0]
+        (message,) = decode_for_engine(await self._read(length))
+        return message
+
+    async def change_cache(self, *events: Any) -> None:
+        """Say as the engine that its cache changed, and wait until the front has published it."""
+        published = asyncio.create_task(self.serving.events.wait(10))
+        await asyncio.sleep(0)
+        await self.say(KvEvents(list(events)))
+        assert await published
+
+    async def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = await asyncio.get_running_loop().sock_recv(self._engine, size - len(data))
+            assert more
+            data += more
+        return data
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[Front]:
+    """A front for one test; its model is not loaded until the test says so."""
+    host = next(_ADDRESSES)
+    flags = ["--model-source", "x", "--model-name", "tiny", "--host", host, "--instance", "pod-1"]
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    client = await EngineClient.connect(ours)
+    reading = asyncio.create_task(client.run())
+    serving = Serving(parse([*flags, "--kv-events-port", str(Front.events_port)]), client)
+    runner = web.AppRunner(build_app(serving), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, host, 8000).start()
+    yield Front(host, serving, theirs)
+    await runner.cleanup()
+    client.close()
+    theirs.close()
+    await reading

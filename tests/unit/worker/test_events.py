@@ -6,10 +6,8 @@ The front is the real one, HTTP and all; the engine is the other end of its sock
 import asyncio
 import http.client
 import itertools
-import os
-import socket
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -17,54 +15,11 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from aiohttp import web
 
-from prfaas.wire.engine import KvEvents, encode_batch
 from prfaas.wire.kvevents import MEDIUM_DEVICE, AllBlocksCleared, BlockRemoved, ByteBlock, attention_stored
 from prfaas_worker.front import event_stream
-from prfaas_worker.front.app import build_app
-from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.events import Events, Log
-from prfaas_worker.front.serving import Serving
 from prfaas_worker.options import parse
-
-HOSTS = (f"127.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}.{n}" for n in itertools.count(2))
-ZMQ_PORT = 5557
-
-
-class Front:
-    """A front without an engine process."""
-
-    def __init__(self, host: str, serving: Serving, engine: socket.socket):
-        self.host = host
-        self.serving = serving
-        self._engine = engine
-
-    async def tell(self, *events: Any) -> None:
-        """Say as the engine that its cache changed."""
-        published = asyncio.create_task(self.serving.events.wait(10))
-        await asyncio.sleep(0)
-        await asyncio.get_running_loop().sock_sendall(self._engine, encode_batch([KvEvents(list(events))]))
-        assert await published
-
-
-@pytest.fixture
-async def front() -> AsyncIterator[Front]:
-    host = next(HOSTS)
-    flags = ["--model-source", "x", "--model-name", "tiny", "--host", host, "--instance", "pod-1"]
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    client = await EngineClient.connect(ours)
-    reading = asyncio.create_task(client.run())
-    serving = Serving(parse([*flags, "--kv-events-port", str(ZMQ_PORT)]), client)
-    runner = web.AppRunner(build_app(serving), handler_cancellation=True, access_log=None, shutdown_timeout=1)
-    await runner.setup()
-    await web.TCPSite(runner, host, 8000).start()
-    yield Front(host, serving, theirs)
-    await runner.cleanup()
-    client.close()
-    theirs.close()
-    await reading
 
 
 class Reader:
@@ -89,7 +44,7 @@ class Reader:
         self._connection.close()
 
 
-async def read(front: Front, query: str, count: int) -> list[tuple[str, int, Any]]:
+async def read(front: Any, query: str, count: int) -> list[tuple[str, int, Any]]:
     """Connect anew, read so many frames and leave."""
 
     def run() -> list[tuple[str, int, Any]]:
@@ -103,8 +58,8 @@ async def read(front: Front, query: str, count: int) -> list[tuple[str, int, Any
 
 
 async def test_a_stream_says_who_speaks_and_then_what_happened(front):
-    await front.tell(attention_stored([b"h" * 32], None, list(range(64)), "mla_attention", MEDIUM_DEVICE))
-    await front.tell(BlockRemoved([b"h" * 32], MEDIUM_DEVICE, 0), AllBlocksCleared())
+    await front.change_cache(attention_stored([b"h" * 32], None, list(range(64)), "mla_attention", MEDIUM_DEVICE))
+    await front.change_cache(BlockRemoved([b"h" * 32], MEDIUM_DEVICE, 0), AllBlocksCleared())
     hello, first, second = await read(front, "", 3)
     topic = "kv@pod-1@tiny"
     assert hello[0] == "prfaas.hello"
@@ -121,10 +76,10 @@ async def test_a_stream_says_who_speaks_and_then_what_happened(front):
 
 async def test_a_reader_that_was_away_goes_on_where_it_was(front):
     for n in range(5):
-        await front.tell(BlockRemoved([n]))
+        await front.change_cache(BlockRemoved([n]))
     frames = await read(front, "", 3)
     epoch, (_, last, _) = frames[0][2]["epoch"], frames[-1]
-    await front.tell(BlockRemoved([5]))
+    await front.change_cache(BlockRemoved([5]))
     _, *rest = await read(front, f"?from={last + 1}&epoch={epoch}", 5)
     assert [seq for _, seq, _ in rest] == [2, 3, 4, 5]
     assert [batch[1][0][1] for _, _, batch in rest] == [[2], [3], [4], [5]]
@@ -138,7 +93,7 @@ async def test_events_arrive_as_they_happen_and_silence_is_told(front, monkeypat
         "prfaas.alive",
         "prfaas.alive",
     ]
-    await front.tell(AllBlocksCleared())
+    await front.change_cache(AllBlocksCleared())
     found = await asyncio.to_thread(lambda: next(frame for frame in reader if frame[0] != "prfaas.alive"))
     assert found[1] == 0
     reader.close()
@@ -147,7 +102,7 @@ async def test_events_arrive_as_they_happen_and_silence_is_told(front, monkeypat
 async def test_lost_events_are_a_gap_with_its_bounds(front):
     front.serving.events.kv = Log("kv@pod-1@tiny", kept_batches=3)
     for n in range(8):
-        await front.tell(BlockRemoved([n]))
+        await front.change_cache(BlockRemoved([n]))
     _, gap, *kept = await read(front, "?from=2", 5)
     assert gap[0] == "prfaas.gap"
     assert gap[2] == {"topic": "kv@pod-1@tiny", "from_seq": 2, "to_seq": 5}
@@ -156,8 +111,8 @@ async def test_lost_events_are_a_gap_with_its_bounds(front):
 
 @pytest.mark.parametrize("query", ["?from=7", "?from=1&epoch=another"])
 async def test_numbers_of_another_life_begin_anew_with_a_gap(front, query):
-    await front.tell(BlockRemoved([0]))
-    await front.tell(BlockRemoved([1]))
+    await front.change_cache(BlockRemoved([0]))
+    await front.change_cache(BlockRemoved([1]))
     _, gap, first, second = await read(front, query, 4)
     assert gap[0] == "prfaas.gap"
     assert gap[2]["to_seq"] == 0 < gap[2]["from_seq"]
@@ -168,7 +123,7 @@ async def test_a_reader_too_slow_for_the_log_is_cut_off_with_a_reason_and_slows_
     big = b"x" * 100_000
     reader = await asyncio.to_thread(Reader, front.host)
     for _ in range(800):  # 80 MB: beyond what the sockets and the log hold together
-        await front.tell(BlockRemoved([big]))
+        await front.change_cache(BlockRemoved([big]))
     frames = await asyncio.to_thread(list, reader)
     *_, gap, end = frames
     assert (gap[0], end[0], end[2]) == ("prfaas.gap", "prfaas.end", {"reason": "overrun"})
@@ -189,7 +144,7 @@ async def test_the_end_of_the_worker_ends_the_stream(front):
 
 
 async def test_the_byte_map_has_numbers_of_its_own(front):
-    await front.tell(AllBlocksCleared())
+    await front.change_cache(AllBlocksCleared())
     front.serving.events.learn([ByteBlock(1, b"a" * 32, 64), ByteBlock(2, b"b" * 32, 128)])
     _, kv, learned = await read(front, "", 3)
     assert (kv[0], kv[1]) == ("kv@pod-1@tiny", 0)
@@ -222,18 +177,24 @@ async def test_a_number_that_is_none_is_refused(front, query):
 
 
 @pytest.fixture
-async def sockets() -> AsyncIterator[zmq.asyncio.Context]:
+async def sockets() -> AsyncIterator[Callable[[int], zmq.asyncio.Socket]]:
     context = zmq.asyncio.Context()
-    yield context
+    opened = []
+
+    def new_socket(kind: int) -> zmq.asyncio.Socket:
+        opened.append(context.socket(kind))
+        return opened[-1]
+
+    yield new_socket
     context.destroy(linger=0)
 
 
-async def subscribe(context: zmq.asyncio.Context, front: Front, topic: str) -> zmq.asyncio.Socket:
-    subscriber = context.socket(zmq.SUB)
-    subscriber.connect(f"tcp://{front.host}:{ZMQ_PORT}")
+async def subscribe(sockets: Callable[[int], zmq.asyncio.Socket], front: Any, topic: str) -> zmq.asyncio.Socket:
+    subscriber = sockets(zmq.SUB)
+    subscriber.connect(f"tcp://{front.host}:{front.events_port}")
     subscriber.setsockopt_string(zmq.SUBSCRIBE, topic)
     while True:  # until the subscription has arrived
-        await front.tell(AllBlocksCleared())
+        await front.change_cache(AllBlocksCleared())
         if await subscriber.poll(20):
             return subscriber
 
@@ -245,7 +206,7 @@ async def next_frames(receiver: zmq.asyncio.Socket) -> list[bytes]:
 async def test_zmq_subscribers_get_vllms_frames(front, sockets):
     subscriber = await subscribe(sockets, front, "kv@")
     front.serving.events.learn([ByteBlock(1, b"a" * 32, 64)])  # another topic: not asked for
-    await front.tell(BlockRemoved([b"h"], MEDIUM_DEVICE, 0))
+    await front.change_cache(BlockRemoved([b"h"], MEDIUM_DEVICE, 0))
     seqs = []
     while True:
         topic, seq, payload = await next_frames(subscriber)
@@ -264,9 +225,9 @@ async def test_zmq_replays_what_a_subscriber_missed(front, sockets):
     *_, last, _ = await next_frames(subscriber)
     subscriber.close()
     for n in range(3):
-        await front.tell(BlockRemoved([n]))
-    asker = sockets.socket(zmq.DEALER)
-    asker.connect(f"tcp://{front.host}:{ZMQ_PORT + 1}")
+        await front.change_cache(BlockRemoved([n]))
+    asker = sockets(zmq.DEALER)
+    asker.connect(f"tcp://{front.host}:{front.events_port + 1}")
     wanted = int.from_bytes(last, "big") + 1
     await asker.send_multipart([b"", wanted.to_bytes(8, "big")])
     answers = []
@@ -280,9 +241,9 @@ async def test_zmq_replays_what_a_subscriber_missed(front, sockets):
 
 
 async def test_a_damaged_request_for_a_replay_hurts_nobody(front, sockets):
-    await front.tell(AllBlocksCleared())
-    asker = sockets.socket(zmq.DEALER)
-    asker.connect(f"tcp://{front.host}:{ZMQ_PORT + 1}")
+    await front.change_cache(AllBlocksCleared())
+    asker = sockets(zmq.DEALER)
+    asker.connect(f"tcp://{front.host}:{front.events_port + 1}")
     await asker.send_multipart([b"", b"short"])
     await asker.send_multipart([b"", bytes(8)])
     assert (await next_frames(asker))[1] == bytes(8)

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, RequestError
 from prfaas.wire.headers import CODE_OVERLOADED
-from prfaas_worker.front import event_stream, generation, prefills
+from prfaas_worker.front import control, event_stream, generation, prefills, profile
 from prfaas_worker.front.answers import error_body
 from prfaas_worker.front.engine_client import EngineError
 from prfaas_worker.front.serving import SERVING, Serving
@@ -34,6 +34,11 @@ def build_app(serving: Serving) -> web.Application:
             web.get("/v1/prefills/{id}", prefills.read),
             web.delete("/v1/prefills/{id}", prefills.delete),
             web.get("/v1/kv-events", event_stream.stream),
+            web.get("/v1/profile", profile.read),
+            web.get("/v1/role", control.read_role),
+            web.put("/v1/role", control.set_role),
+            web.post("/v1/cache/reset", control.reset_cache),
+            web.post("/reset_prefix_cache", control.reset_prefix_cache),
             web.get("/healthz", _healthz),
             web.get("/readyz", _readyz),
             web.get("/metrics", _metrics),

@@ -56,6 +56,10 @@ class Serving:
         if self.draining:
             raise CapacityError("this instance is shutting down; send the request to another one")
 
+    def require_loaded(self) -> None:
+        """Raise CapacityError while the engine loads the model."""
+        self._loaded()
+
     async def idle(self) -> None:
         """Wait until no request runs and no prefill is undelivered."""
         while True:

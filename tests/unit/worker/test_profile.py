@@ -1,0 +1,97 @@
+"""The worker's profile: measured in the time that it is given, refined by real prefills, told to whoever asks."""
+
+import pytest
+
+from prfaas.capacity.profile import prefill_seconds
+from prfaas.wire.engine import Measured, Ready
+from prfaas.wire.profile import Profile
+from prfaas_worker.engine.profile import Profiler
+
+TRUE = Profile(state_bytes=1000, token_bytes=10, fixed_seconds=0.01, token_seconds=1e-4, squared_seconds=1e-9)
+
+
+class Machine:
+    """A machine with a clock of its own, on which prefills take what TRUE says; the first one compiles something."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.lengths: list[int] = []
+        self.told: list[Profile] = []
+        self.profiler = Profiler(1000, 10, self.told.append, clock=lambda: self.now)
+
+    def prefill(self, tokens: int) -> float:
+        seconds = prefill_seconds(TRUE, tokens) + (0 if self.lengths else 0.05)
+        self.lengths.append(tokens)
+        self.now += seconds
+        return seconds
+
+    @property
+    def error(self) -> float:
+        """Largest relative error at lengths up to 16K."""
+        lengths = [64, 500, 4096, 16384]
+        return max(abs(prefill_seconds(self.told[-1], n) / prefill_seconds(TRUE, n) - 1) for n in lengths)
+
+
+def test_sizes_are_told_before_anything_is_measured():
+    assert Machine().told == [Profile(state_bytes=1000, token_bytes=10)]
+
+
+@pytest.mark.parametrize("budget_seconds", [0.3, 0.5, 2.0, 10.0])
+def test_measuring_keeps_to_its_time_and_finds_the_curve(budget_seconds):
+    machine = Machine()
+    machine.profiler.measure(machine.prefill, budget_seconds, max_tokens=100_000)
+    assert machine.now <= budget_seconds + 0.01
+    assert machine.error < 0.05
+    assert machine.told[-1].samples == len(machine.lengths) - 1
+
+
+def test_with_time_enough_all_lengths_are_measured_several_times_and_no_more():
+    machine = Machine()
+    machine.profiler.measure(machine.prefill, 1000.0, max_tokens=100_000)
+    assert machine.lengths == [64] + [64, 128, 256, 512, 1024, 2048, 4096] * 5
+
+
+def test_no_prompt_is_longer_than_the_model_takes():
+    machine = Machine()
+    machine.profiler.measure(machine.prefill, 10.0, max_tokens=300)
+    assert max(machine.lengths) == 256
+
+
+@pytest.mark.parametrize(("budget_seconds", "max_tokens"), [(0.0, 4096), (1.0, 63)])
+def test_nothing_is_measured_without_time_or_room(budget_seconds, max_tokens):
+    machine = Machine()
+    machine.profiler.measure(machine.prefill, budget_seconds, max_tokens)
+    assert machine.lengths == []
+    assert machine.told[-1].samples == 0
+
+
+def test_too_little_time_even_for_one_sample_is_no_error():
+    machine = Machine()
+    machine.profiler.measure(machine.prefill, 0.001, max_tokens=4096)
+    assert machine.told[-1].samples == 0
+
+
+def test_real_prefills_teach_the_curve_and_are_told_once_a_second():
+    machine = Machine()
+    for n in range(100):
+        tokens, start = 50 + 37 * n, 64 * (n % 7)
+        machine.now += 0.1
+        machine.profiler.observe(tokens, prefill_seconds(TRUE, tokens, start), start)
+    assert machine.error < 0.05
+    assert 9 <= len(machine.told) <= 12
+
+
+async def test_the_profile_is_published(client, front):
+    async with client.session.get(f"{front.url}/v1/profile") as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (404, "no_profile")
+    await front.say(Ready("f" * 64, "/model", 256, 1000, 9000), Measured(TRUE))
+    await front.serving.engine.ready
+    async with client.session.get(f"{front.url}/v1/profile") as answer:
+        body = await answer.json()
+    assert (body["model"], body["instance"], body["fingerprint"]) == ("tiny", "pod-1", "f" * 64)
+    assert (body["state_bytes"], body["token_bytes"]) == (1000, 10)
+    assert body["prefill"]["token_seconds"] == 1e-4
+    shown = {point["tokens"]: point for point in body["curve"]}[1024]
+    seconds = prefill_seconds(TRUE, 1024)
+    assert shown["prefill_seconds"] == pytest.approx(seconds)
+    assert shown["kv_bits_per_second"] == pytest.approx(8 * (1000 + 10 * 1024) / seconds)

@@ -1,0 +1,77 @@
+"""What prefills cost on this machine: measured on a few lengths before serving, then refined by every real one.
+
+The first measurement has to be short, since nothing is served meanwhile, and has to reach far, since prompts do:
+lengths double until the next one would not fit the time, and what is left of it goes into repetitions.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from prfaas.capacity.profile import Curve, Sample
+from prfaas.wire.profile import Profile
+
+SHORTEST_TOKENS: Final = 64
+LONGEST_TOKENS: Final = 4096
+ROUNDS: Final = 5
+TELL_SECONDS: Final = 1.0
+_GROWTH: Final = 3.0
+"""A length that is twice as long is expected to take this many times as long at most."""
+
+
+class Profiler:
+    """Owns the instance's profile. `tell` hears of it when it has changed, at most once in TELL_SECONDS."""
+
+    def __init__(
+        self,
+        state_bytes: int,
+        token_bytes: int,
+        tell: Callable[[Profile], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._sizes = state_bytes, token_bytes
+        self._tell = tell
+        self._clock = clock
+        self._curve = Curve()
+        self._told_at = clock()
+        tell(self._curve.profile(*self._sizes))
+
+    def measure(self, prefill: Callable[[int], float], budget_seconds: float, max_tokens: int) -> None:
+        """Measure for about `budget_seconds`, with prompts of up to `max_tokens`.
+
+        `prefill(n)` prefills n tokens of no request, forgets them, and returns how many seconds that took.
+        """
+        deadline = self._clock() + budget_seconds
+        lengths = _lengths(min(max_tokens, LONGEST_TOKENS))
+        if budget_seconds <= 0 or not lengths:
+            return
+        expected = prefill(lengths[0]) / _GROWTH  # warms up: its own time is not the rule
+        last: dict[int, float] = {}
+        samples: list[Sample] = []
+        for _ in range(ROUNDS):
+            for tokens in lengths:
+                expected = last.get(tokens, expected * _GROWTH)
+                if self._clock() + expected > deadline:
+                    break
+                expected = last[tokens] = prefill(tokens)
+                samples.append(Sample(tokens, expected))
+        self._curve = Curve.fitted(samples)
+        self._told()
+
+    def observe(self, tokens: int, seconds: float, start_tokens: int = 0) -> None:
+        """Learn from a real prefill of `tokens` behind `start_tokens` cached ones, computed beside nothing else."""
+        self._curve.add(Sample(tokens, seconds, start_tokens))
+        if self._clock() - self._told_at >= TELL_SECONDS:
+            self._told()
+
+    def _told(self) -> None:
+        self._told_at = self._clock()
+        self._tell(self._curve.profile(*self._sizes))
+
+
+def _lengths(longest: int) -> list[int]:
+    lengths, tokens = [], SHORTEST_TOKENS
+    while tokens <= longest:
+        lengths.append(tokens)
+        tokens *= 2
+    return lengths
