@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from prfaas.errors import RequestError
-from prfaas.wire.engine import Sampling
+from prfaas.wire.engine import Grammar, Sampling
 from prfaas_worker.assets import model_directory
-from prfaas_worker.front.openai import Job, Served, chat_job, completion_job
+from prfaas_worker.front.checks import Served
+from prfaas_worker.front.openai import Job, Prompt, chat_job, completion_job
 from prfaas_worker.tokenizer import load_tokenizer
 
 SERVED = Served(model_name="tiny", vocab_size=264, max_context=100, max_choices=8)
@@ -32,61 +33,122 @@ def test_a_bare_completion_gets_the_apis_defaults():
     job = completion(seed=5)
     assert job == Job(
         chat=False,
-        token_ids=[256, *b"hello"],
+        prompts=[Prompt(token_ids=[256, *b"hello"], max_tokens=16, sampling=Sampling(1.0, 1.0, 0, 5))],
         choices=1,
-        max_tokens=16,
-        sampling=Sampling(1.0, 1.0, 0, 5),
         stop=[],
         logprobs=-1,
         stream=False,
-        include_usage=False,
     )
+
+
+def only(job: Job) -> Prompt:
+    (prompt,) = job.prompts
+    return prompt
 
 
 def test_every_served_field_arrives():
     job = completion(
         prompt=[1, 2, 263],
         max_tokens=7,
+        min_tokens=2,
         temperature=0,
         top_p=0.5,
         top_k=3,
+        min_p=0.25,
         seed=-9,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        repetition_penalty=1.5,
+        logit_bias={"5": 1, "263": -100},
         stop=["a", "b"],
+        stop_token_ids=[7, 8],
+        ignore_eos=True,
         n=4,
+        best_of=4,
         stream=True,
-        stream_options={"include_usage": True},
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
         logprobs=2,
+        guided_regex="a+",
+        cache_salt="mine",
         user="someone",
+        store=True,
+        metadata={"a": "b"},
         unheard_of={"x": 1},
     )
-    assert (job.token_ids, job.max_tokens, job.sampling) == ([1, 2, 263], 7, Sampling(0, 0.5, 3, -9))
-    assert (job.stop, job.choices, job.stream, job.include_usage, job.logprobs) == (["a", "b"], 4, True, True, 2)
+    sampling = Sampling(0, 0.5, 3, -9, 0.25, -2, 2, 1.5, ((5, 1), (263, -100)))
+    assert only(job) == Prompt(token_ids=[1, 2, 263], max_tokens=7, sampling=sampling)
+    assert job == Job(
+        chat=False,
+        prompts=job.prompts,
+        choices=4,
+        stop=["a", "b"],
+        logprobs=2,
+        stream=True,
+        include_usage=True,
+        continuous_usage=True,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=(7, 8),
+        grammar=Grammar("regex", "a+"),
+        cache_salt="mine",
+    )
 
 
 def test_null_is_as_good_as_absent():
     nulls = ["max_tokens", "temperature", "top_p", "top_k", "stop", "n", "stream", "stream_options", "logit_bias"]
+    nulls += [
+        "min_p",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "response_format",
+        "guided_json",
+        "cache_salt",
+        "echo",
+    ]
+    nulls += ["best_of", "lora", "suffix", "structured_outputs", "presence_penalty", "repetition_penalty"]
     assert completion(seed=1, **dict.fromkeys(nulls)) == completion(seed=1)
 
 
 def test_without_a_seed_every_request_draws_its_own():
-    assert completion().sampling.seed != completion().sampling.seed
+    seeds = [prompt.sampling.seed for job in (completion(), completion(prompt=["a", "b"])) for prompt in job.prompts]
+    assert len(set(seeds)) == 3
 
 
-def test_a_batch_of_one_prompt_is_that_prompt():
-    assert completion(prompt=["hello"]).token_ids == completion(prompt="hello").token_ids
-    assert completion(prompt=[[1, 2]]).token_ids == [1, 2]
+def test_several_prompts_are_a_call_each():
+    assert completion(prompt=["hello"], seed=1) == completion(prompt="hello", seed=1)
+    job = completion(prompt=["a", "bc"], max_tokens=5, seed=3, n=2)
+    assert [(prompt.token_ids, prompt.max_tokens, prompt.sampling.seed) for prompt in job.prompts] == [
+        ([256, *b"a"], 5, 3),
+        ([256, *b"bc"], 5, 3),
+    ]
+    assert (job.choices, job.prompt_tokens) == (2, 5)
+    assert [prompt.token_ids for prompt in completion(prompt=[[1, 2], [3]]).prompts] == [[1, 2], [3]]
+
+
+def test_the_choices_of_all_prompts_are_bounded_together():
+    assert len(completion(prompt=["x"] * 64, n=2).prompts) == 64
+    assert refused(completion, prompt=["x"] * 65, n=2).param == "prompt"
+    assert refused(completion, prompt=["x"] * 129).param == "prompt"
+
+
+def test_an_echo_is_the_prompts_text():
+    job = completion(prompt=["<|user|>é", "x"], echo=True)
+    assert [prompt.echo for prompt in job.prompts] == ["<|user|>é", "x"]
+    assert only(completion(prompt=[256, 104, 105], echo=True)).echo == "<|bos|>hi"
+    assert only(completion(echo=False)).echo == ""
 
 
 def test_a_chat_without_limit_may_fill_the_context():
     job = chat()
     assert job.chat
-    assert len(job.token_ids) + job.max_tokens == SERVED.max_context
+    assert len(only(job).token_ids) + only(job).max_tokens == SERVED.max_context
 
 
 def test_chat_limits_logprobs_and_parts_are_read():
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     job = chat(messages=[{"role": "user", "content": parts}], max_completion_tokens=3, logprobs=True, top_logprobs=5)
-    assert (job.token_ids, job.max_tokens, job.logprobs) == (chat().token_ids, 3, 5)
+    assert (only(job).token_ids, only(job).max_tokens, job.logprobs) == (only(chat()).token_ids, 3, 5)
     assert chat(logprobs=True).logprobs == 0
     assert chat(logprobs=False).logprobs == -1
 
@@ -117,12 +179,43 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"seed": 1 << 63}, "seed", "64-bit"),
         ({"stop": ""}, "stop", "empty string"),
         ({"stop": ["a", ""]}, "stop", "empty string"),
-        ({"stop": list("abcde")}, "stop", "at most 4"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stop": [1]}, "stop", "Expected `str`, got `int`"),
         ({"stream": "yes"}, "stream", "got `str`"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "is not served"),
-        ({"presence_penalty": -1}, "presence_penalty", "is not served"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "is not served"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "must be -2 to 2"),
+        ({"presence_penalty": -2.1}, "presence_penalty", "must be -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be above 0"),
+        ({"min_p": 1.5}, "min_p", "must be 0 to 1"),
+        ({"logit_bias": {"264": 1}}, "logit_bias", "want token ids of 0 to 263"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "holds 'a'"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "of token 5 must be -100 to 100"),
+        ({"stop_token_ids": [264]}, "stop_token_ids", "want token ids of 0 to 263"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "must be 0 to max_tokens, here 8"),
+        ({"min_tokens": -1}, "min_tokens", "must be 0 to"),
+        ({"cache_salt": ""}, "cache_salt", "1 to 256 characters"),
+        ({"best_of": 2}, "best_of", "equals n"),
+        ({"suffix": "x"}, "suffix", "is not served"),
+        ({"lora": "x"}, "lora", "LoRA adapter"),
+        ({"lora_request": {"name": "x"}}, "lora_request", "LoRA adapter"),
+        ({"adapters": ["x"]}, "adapters", "LoRA adapter"),
+        ({"use_beam_search": True}, "use_beam_search", "is not served"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "is not served"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "is not served"),
+        ({"guided_regex": "("}, "guided_regex", "cannot be used"),
+        ({"guided_json": 5}, "guided_json", "cannot be used"),
+        ({"guided_choice": []}, "guided_choice", "at least one"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "cannot be used"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "give one"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "is not served"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.regex", "give one"),
+        ({"response_format": {"type": "xml"}}, "response_format", "Invalid enum value 'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs a json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+            "response_format",
+            "cannot be used",
+        ),
         ({"model": 7}, "model", "got `int`"),
     ],
 )
@@ -143,12 +236,10 @@ def test_a_wrong_field_is_a_400_that_names_it(function: Any, fields: dict[str, A
         (completion, {"prompt": [-1]}, "prompt"),
         (completion, {"prompt": [1.0]}, "prompt"),
         (completion, {"prompt": [True]}, "prompt"),
-        (completion, {"prompt": ["a", "b"]}, "prompt"),
-        (completion, {"prompt": [[1], [2]]}, "prompt"),
+        (completion, {"prompt": [[1], []]}, "prompt"),
+        (completion, {"prompt": ["a", [2]]}, "prompt"),
         (completion, {"prompt": [1, "a"]}, "prompt"),
-        (completion, {"echo": True}, "echo"),
-        (completion, {"suffix": "x"}, "suffix"),
-        (completion, {"best_of": 2}, "best_of"),
+        (completion, {"echo": True, "logprobs": 0}, "echo"),
         (completion, {"logprobs": 21}, "logprobs"),
         (chat, {"messages": []}, "messages"),
         (chat, {"messages": "hello"}, "messages"),
@@ -157,22 +248,60 @@ def test_a_wrong_field_is_a_400_that_names_it(function: Any, fields: dict[str, A
         (chat, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         (chat, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         (chat, {"tools": [{"type": "function"}]}, "tools"),
-        (chat, {"response_format": {"type": "json_object"}}, "response_format"),
+        (chat, {"echo": True}, "echo"),
+        (chat, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (chat, {"top_logprobs": 2}, "top_logprobs"),
         (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ],
 )
 def test_each_endpoints_own_fields_are_checked(function: Any, fields: dict[str, Any], param: str | None):
     if param is None:
-        assert function(**fields).token_ids == [256]
+        assert only(function(**fields)).token_ids == [256]
     else:
         error = refused(function, **fields)
         assert (error.status, error.param) == (400, param)
 
 
 def test_neutral_values_of_unserved_fields_are_fine():
-    completion(frequency_penalty=0, presence_penalty=0.0, logit_bias={}, echo=False, suffix="", best_of=1)
-    chat(tools=[], functions=[], response_format={"type": "text"})
+    completion(use_beam_search=False, length_penalty=1.0, echo=False, suffix="", best_of=1, bad_words=[])
+    chat(tools=[], functions=[], response_format={"type": "text"}, modalities=["text"], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type":"object"}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
+            Grammar("json_schema", '{"type":"null"}'),
+        ),
+        ({"guided_json": {"type": "null"}}, Grammar("json_schema", '{"type":"null"}')),
+        ({"guided_json": '{"type": "null"}'}, Grammar("json_schema", '{"type": "null"}')),
+        ({"guided_regex": "a|b"}, Grammar("regex", "a|b")),
+        ({"guided_choice": ["a.b", "c|<é> #"]}, Grammar("regex", r"a\.b|c\|<é> \#")),
+        ({"guided_grammar": 'start: "x"'}, Grammar("lark", 'start: "x"')),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar("regex", "a")),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, Grammar("lark", 'start: "x"')),
+    ],
+)
+@pytest.mark.parametrize("function", [completion, chat])
+def test_every_way_to_ask_for_structure_is_one_grammar(function: Any, fields: dict[str, Any], wanted: Grammar):
+    assert function(**fields).grammar == wanted
+
+
+def test_an_adapter_of_the_model_is_refused_by_name():
+    error = refused(completion, model="tiny:poet")
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", "model")
+    assert "'tiny:poet' names a LoRA adapter" in str(error)
+
+
+def test_an_answer_is_continued_where_it_ends():
+    messages = [*HELLO, {"role": "assistant", "content": "he"}]
+    job = chat(messages=messages, continue_final_message=True)
+    assert only(job).token_ids == [256, 259, *b"hello", 262, 260, *b"he"]
+    assert only(chat(add_generation_prompt=False)).token_ids == [256, 259, *b"hello", 262]
 
 
 def test_another_model_is_a_404():
@@ -182,7 +311,7 @@ def test_another_model_is_a_404():
 
 
 def test_a_prompt_that_leaves_no_room_is_too_long():
-    assert completion(prompt=[1] * 99, max_tokens=1).max_tokens == 1
+    assert only(completion(prompt=[1] * 99, max_tokens=1)).max_tokens == 1
     for error in [
         refused(completion, prompt=[1] * 100),
         refused(chat, messages=[{"role": "user", "content": "x" * 99}]),
@@ -194,7 +323,7 @@ def test_a_limit_beyond_the_context_is_refused_and_the_default_is_cut():
     error = refused(completion, prompt=[1] * 90, max_tokens=11)
     assert (error.code, error.param) == ("context_length_exceeded", "max_tokens")
     assert "at most 10" in str(error)
-    assert completion(prompt=[1] * 90).max_tokens == 10
+    assert only(completion(prompt=[1] * 90)).max_tokens == 10
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"model": "\xff"}', b'{"model": "tiny",}'])

@@ -1,47 +1,117 @@
-"""The OpenAI API's answers: whole bodies and stream chunks of both endpoints, as plain dictionaries."""
+"""The OpenAI API's answers: whole bodies of both endpoints, and the events of their streams as bytes.
+
+A stream's usual event, new text and nothing else, is written around the text without building the body anew: with many
+streams that is most of what this process does.
+"""
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from prfaas.wire.engine import TokenLogprob
+from prfaas_worker.front.openai import Job
+from prfaas_worker.front.tools.events import Argued, Called, Event, Said
 from prfaas_worker.tokenizer import Tokenizer
+
+_encode: Final = msgspec.json.Encoder().encode
+_HOLE: Final = "\0"
+_ENCODED_HOLE: Final = _encode(_HOLE)
+
+
+class Piece(NamedTuple):
+    """What is new of one choice; `reason` is None until its last piece. With tools, `events` stand for the text."""
+
+    index: int
+    text: str
+    events: Sequence[Event]
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+    reason: str | None
+    first: bool
 
 
 class Answers:
     """Builds what is sent back for one request."""
 
-    def __init__(self, *, chat: bool, request_id: str, model: str, tokenizer: Tokenizer):
-        self._chat = chat
+    def __init__(self, job: Job, request_id: str, model: str, tokenizer: Tokenizer):
+        self._chat = job.chat
         self._tokenizer = tokenizer
-        prefix = "chatcmpl" if chat else "cmpl"
+        self._with_usage = job.include_usage or job.continuous_usage
+        prefix = "chatcmpl" if job.chat else "cmpl"
         self._head = {"id": f"{prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         kind = "chat.completion" if self._chat else "text_completion"
         return self._head | {"object": kind, "choices": list(choices), "usage": usage}
 
-    def whole_choice(self, index: int, text: str, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """Return one choice of such a body."""
-        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        return {"index": index, **content, "finish_reason": reason, "logprobs": logprobs}
+    def whole_choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return one choice of such a body from all its pieces."""
+        token_ids = [token for piece in pieces for token in piece.token_ids]
+        logprobs = self._logprobs(token_ids, [entry for piece in pieces for entry in piece.logprobs])
+        events = [event for piece in pieces for event in piece.events]
+        said = [event.text for event in events if isinstance(event, Said)]
+        text = "".join(said if events else [piece.text for piece in pieces])
+        content: dict[str, Any] = {"text": text}
+        if self._chat:
+            calls = _whole_calls(events)
+            message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+            content = {"message": message | ({"tool_calls": calls} if calls else {})}
+        last = pieces[-1]
+        return {"index": last.index, **content, "finish_reason": last.reason, "logprobs": logprobs}
 
-    def chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one chunk of a stream."""
+    def event(self, piece: Piece, usage: dict[str, Any] | None) -> bytes:
+        """Return a piece as server-sent events, empty if there is nothing to tell yet.
+
+        `usage` is for streams that report it all along.
+        """
+        if piece.reason is None and not (piece.first or piece.logprobs or piece.events or usage):
+            if not piece.text:
+                return b""
+            before, after = self._frames.get(piece.index) or self._frame(piece.index)
+            return b"%b%b%b" % (before, _encode(piece.text), after)
+        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
+        contents = self._contents(piece)
+        last = len(contents) - 1
+        choices = [
+            {"index": piece.index}
+            | content
+            | {"finish_reason": piece.reason if place == last else None, "logprobs": logprobs if place == 0 else None}
+            for place, content in enumerate(contents)
+        ]
+        return b"".join(sse(self._chunk([choice], usage)) for choice in choices)
+
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
+        """Return the event that ends a stream with its usage."""
+        return sse(self._chunk([], usage))
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return the bytes before and behind the text of a choice's usual event."""
+        content = {"delta": {"content": _HOLE}} if self._chat else {"text": _HOLE}
+        choice = {"index": index, **content, "finish_reason": None, "logprobs": None}
+        before, _, after = sse(self._chunk([choice], None)).partition(_ENCODED_HOLE)
+        self._frames[index] = before, after
+        return before, after
+
+    def _chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return self._head | {"object": kind, "choices": list(choices)}
+        body = self._head | {"object": kind, "choices": list(choices)}
+        return body | {"usage": usage} if self._with_usage else body
 
-    def piece(
-        self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None, *, first: bool
-    ) -> dict[str, Any]:
-        """Return one choice's part of a chunk; the first of a chat says whose turn it is."""
+    def _contents(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choice's content for each chunk that a piece makes, at least one."""
         if not self._chat:
-            return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
-        delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-        return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+            return [{"text": piece.text}]
+        events = piece.events or ([Said(piece.text)] if piece.text else [])
+        deltas = [_delta(event) for event in events] or [{}]
+        if piece.first:
+            deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
+        return [{"delta": delta} for delta in deltas]
 
-    def logprobs(self, token_ids: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, token_ids: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """Return log probabilities in the endpoint's form, None where none were asked for."""
         if not found:
             return None
@@ -76,6 +146,11 @@ class Answers:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def sse(body: dict[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return b"data: %b\n\n" % _encode(body)
+
+
 def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Return the usage object of a request."""
     return {
@@ -90,3 +165,24 @@ def error_body(message: str, *, status: int, code: str, param: str | None = None
     """Return an OpenAI-style error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _delta(event: Event) -> dict[str, Any]:
+    match event:
+        case Said(text):
+            return {"content": text}
+        case Called(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case Argued(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _whole_calls(events: Sequence[Event]) -> list[dict[str, Any]]:
+    calls = []
+    for event in events:
+        if isinstance(event, Called):
+            arguments = "".join(other.text for other in events if type(other) is Argued and other.index == event.index)
+            function = {"name": event.name, "arguments": arguments}
+            calls.append({"id": event.call_id, "type": "function", "function": function})
+    return calls

@@ -1,13 +1,14 @@
 """POST /v1/completions and /v1/chat/completions: one request from its body to its last byte.
 
-Nothing is sent before the first token exists: until then whatever fails is an HTTP status, with which the gateway can
-try elsewhere. A client that goes away cancels the handler, which ends the call in the engine, and there the prefill at
-the other instance.
+Nothing is sent before the first token of every prompt exists: until then whatever fails is an HTTP status, with which
+the gateway can try elsewhere. A client that goes away cancels the handler, which ends the calls in the engine, and
+there the prefill at the other instance.
 """
 
+import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -16,156 +17,180 @@ from aiohttp import web
 
 from prfaas.errors import InternalError, RequestError
 from prfaas.wire import headers
-from prfaas.wire.engine import Cancel, Generate, Started, TokenLogprob, Tokens
-from prfaas_worker.front.answers import Answers, error_body, usage_body
-from prfaas_worker.front.engine_client import Call, EngineError
+from prfaas.wire.engine import Cancel, Generate, Started, Tokens
+from prfaas_worker.front.answers import Answers, Piece, error_body, sse, usage_body
+from prfaas_worker.front.checks import Served
+from prfaas_worker.front.choices import Choice
+from prfaas_worker.front.engine_client import Answer, Call, EngineError
 from prfaas_worker.front.openai import Job, chat_job, completion_job
 from prfaas_worker.front.serving import SERVING, Serving
-from prfaas_worker.front.text import TextStream
+from prfaas_worker.tokenizer import Tokenizer
 
-MAX_REQUEST_ID = 128
+MAX_REQUEST_ID: Final = 128
+INLINE_BYTES: Final = 2048
+"""Bodies up to this length are read at once: tokenising so much takes a millisecond, half of a thread's hand-over."""
+_SLOW_WORDS: Final = (b'"json_schema"', b'"guided_', b'"structured_outputs"', b'"tools"', b'"json_object"')
 
-
-class Piece(NamedTuple):
-    """New text of one choice; `reason` is None until its last piece."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    reason: str | None
+MakeJob = Callable[[bytes, Served, Tokenizer], Job]
 
 
 class Generation:
-    """One call to the engine, as text. `started` and `completion_tokens` are filled while `pieces` is consumed."""
+    """The engine's calls of one request, as text. The counts grow while `batches` is consumed."""
 
     def __init__(self, call: Call, job: Job, serving: Serving):
         self._call = call
         self._serving = serving
-        self._texts = {index: TextStream(serving.tokenizer, job.stop) for index in range(job.choices)}
+        self._choices = {
+            (handle, number): Choice(place * job.choices + number, job, prompt.echo, serving.tokenizer)
+            for place, (handle, prompt) in enumerate(zip(call.handles, job.prompts, strict=True))
+            for number in range(job.choices)
+        }
+        self._running = dict.fromkeys(call.handles, job.choices)
+        self._early: list[Answer] = []
+        self._prompt_tokens = job.prompt_tokens
+        self._cached_tokens = 0
         self.completion_tokens = 0
 
-    async def start(self) -> Started:
-        """Wait until the first token exists.
+    async def start(self) -> list[Started]:
+        """Wait until the first token of every prompt exists.
 
         Raises:
-            EngineError: it will not.
+            EngineError: one of them will not.
 
         """
-        answer = await self._call.next()
-        if not isinstance(answer, Started):
-            raise InternalError(f"the engine began an answer with {type(answer).__name__}")
-        return answer
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield text as it becomes certain, until every choice has ended."""
-        while self._texts:
+        started: list[Started] = []
+        while len(started) < len(self._running):
             answer = await self._call.next()
-            if isinstance(answer, Tokens) and answer.choice in self._texts:
-                yield self._piece(answer)
+            if isinstance(answer, Started):
+                started.append(answer)
+            elif started:
+                self._early.append(answer)  # of a prompt that did not have to wait as long
+            else:
+                raise InternalError(f"the engine began an answer with {type(answer).__name__}")
+        self._cached_tokens = sum(one.cached_tokens for one in started)
+        return started
 
-    def _piece(self, tokens: Tokens) -> Piece:
-        stream = self._texts[tokens.choice]
-        self.completion_tokens += len(tokens.token_ids)
-        text = stream.push(tokens.token_ids, final=tokens.finish_reason is not None)
-        reason = "stop" if stream.stopped else tokens.finish_reason
-        if reason is not None:
-            del self._texts[tokens.choice]
-            if tokens.finish_reason is None:
-                self._serving.engine.send(Cancel(self._call.handle, tokens.choice))
-        if not self._texts:
-            self._call.over()
-        return Piece(tokens.choice, text, tokens.token_ids, tokens.logprobs, reason)
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """Yield what is new, all that waited at once, until every choice has ended."""
+        answers, self._early = self._early, []
+        while self._choices:
+            if pieces := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
+                yield pieces
+            if self._choices:
+                answers = await self._call.some()
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Usage so far."""
+        return usage_body(self._prompt_tokens, self.completion_tokens, self._cached_tokens)
+
+    def _piece(self, answer: Answer) -> Piece | None:
+        if not isinstance(answer, Tokens) or (choice := self._choices.get((answer.handle, answer.choice))) is None:
+            return None
+        self.completion_tokens += len(answer.token_ids)
+        piece = choice.piece(answer)
+        if piece.reason is not None:
+            self._ended(answer)
+        return piece
+
+    def _ended(self, answer: Tokens) -> None:
+        del self._choices[answer.handle, answer.choice]
+        self._running[answer.handle] -= 1
+        if answer.finish_reason is None:  # a stop string, of which the engine knows nothing
+            self._serving.engine.send(Cancel(answer.handle, answer.choice))
+        if not self._running[answer.handle]:
+            self._call.over(answer.handle)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Serve POST /v1/completions."""
-    serving = request.app[SERVING]
-    return await _serve(request, completion_job(await request.read(), serving.served, serving.tokenizer))
+    return await _serve(request, completion_job)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Serve POST /v1/chat/completions."""
-    serving = request.app[SERVING]
-    return await _serve(request, chat_job(await request.read(), serving.served, serving.tokenizer))
+    return await _serve(request, chat_job)
 
 
-async def _serve(request: web.Request, job: Job) -> web.StreamResponse:
-    serving = request.app[SERVING]
-    serving.require_open()
-    began = time.monotonic()
-    request_id = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID] or uuid4().hex
-    answers = Answers(
-        chat=job.chat, request_id=request_id, model=serving.served.model_name, tokenizer=serving.tokenizer
+async def read_job(body: bytes, make: MakeJob, serving: Serving) -> Job:
+    """Check a body, in a thread where that takes long: streams go on meanwhile, for the libraries release the lock."""
+    if len(body) <= INLINE_BYTES and not any(word in body for word in _SLOW_WORDS):
+        return make(body, serving.served, serving.tokenizer)
+    return await asyncio.get_running_loop().run_in_executor(
+        serving.readers, make, body, serving.served, serving.tokenizer
     )
-    with serving.engine.call() as call:
-        serving.engine.send(_message(call.handle, request_id, job, _prefill_url(request)))
+
+
+async def _serve(request: web.Request, make: MakeJob) -> web.StreamResponse:
+    serving = request.app[SERVING]
+    began = time.monotonic()
+    job = await read_job(await request.read(), make, serving)
+    serving.require_open()
+    request_id = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID] or uuid4().hex
+    answers = Answers(job, request_id, serving.served.model_name, serving.tokenizer)
+    prefill_url = _prefill_url(request)
+    with serving.engine.call(len(job.prompts)) as call:
+        for message in _messages(call, request_id, job, prefill_url):
+            serving.engine.send(message)
         generation = Generation(call, job, serving)
         started = await generation.start()
         serving.metrics.first_token(time.monotonic() - began)
-        answer_headers = _headers(started, len(job.token_ids), request_id)
+        answer_headers = _headers(started, job.prompt_tokens, request_id)
         if job.stream:
-            return await _stream(request, (job, generation, answers), started, answer_headers)
-        body = await _collect(job, generation, answers, started)
+            return await _stream(request, (job, generation, answers), answer_headers)
+        body = await _collect(generation, answers)
     return web.json_response(body=msgspec.json.encode(body), headers=answer_headers)
 
 
-async def _collect(job: Job, generation: Generation, answers: Answers, started: Started) -> dict:
+async def _collect(generation: Generation, answers: Answers) -> dict[str, Any]:
     """Return the whole answer's body."""
-    pieces: dict[int, list[Piece]] = {index: [] for index in range(job.choices)}
-    async for piece in generation.pieces():
-        pieces[piece.index].append(piece)
-    choices = []
-    for index, parts in pieces.items():
-        token_ids = [token for part in parts for token in part.token_ids]
-        logprobs = answers.logprobs(token_ids, [entry for part in parts for entry in part.logprobs])
-        text = "".join(part.text for part in parts)
-        choices.append(answers.whole_choice(index, text, parts[-1].reason or "stop", logprobs))
-    return answers.whole(choices, usage_body(len(job.token_ids), generation.completion_tokens, started.cached_tokens))
+    pieces: dict[int, list[Piece]] = {}
+    async for batch in generation.batches():
+        for piece in batch:
+            pieces.setdefault(piece.index, []).append(piece)
+    return answers.whole([answers.whole_choice(pieces[index]) for index in sorted(pieces)], generation.usage)
 
 
 async def _stream(
-    request: web.Request, parts: tuple[Job, Generation, Answers], started: Started, answer_headers: dict[str, str]
+    request: web.Request, parts: tuple[Job, Generation, Answers], answer_headers: dict[str, str]
 ) -> web.StreamResponse:
     """Send the answer as server-sent events. An engine that fails on the way becomes an error event."""
     job, generation, answers = parts
     response = web.StreamResponse(headers=answer_headers | {"cache-control": "no-cache"})
     response.content_type = "text/event-stream"
     await response.prepare(request)
-    seen: set[int] = set()
     try:
-        async for piece in generation.pieces():
-            logprobs = answers.logprobs(piece.token_ids, piece.logprobs)
-            first = piece.index not in seen
-            if piece.text or piece.reason or logprobs or first:
-                seen.add(piece.index)
-                part = answers.piece(piece.index, piece.text, piece.reason, logprobs, first=first)
-                await response.write(_event(answers.chunk([part])))
-        if job.include_usage:
-            usage = usage_body(len(job.token_ids), generation.completion_tokens, started.cached_tokens)
-            await response.write(_event(answers.chunk([]) | {"usage": usage}))
-        await response.write(b"data: [DONE]\n\n")
+        async for pieces in generation.batches():
+            usage = generation.usage if job.continuous_usage else None
+            if events := b"".join([answers.event(piece, usage) for piece in pieces]):
+                await response.write(events)
+        end = answers.usage_event(generation.usage) if job.include_usage else b""
+        await response.write(end + b"data: [DONE]\n\n")
     except EngineError as error:
-        await response.write(_event(error_body(str(error), status=error.status, code=error.code)))
+        await response.write(sse(error_body(str(error), status=error.status, code=error.code)))
     await response.write_eof()
     return response
 
 
-def _event(body: dict) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _message(handle: int, request_id: str, job: Job, prefill_url: str) -> Generate:
-    return Generate(
-        handle=handle,
-        request_id=request_id,
-        token_ids=job.token_ids,
-        choices=job.choices,
-        max_tokens=job.max_tokens,
-        sampling=job.sampling,
-        logprobs=job.logprobs,
-        prefill_url=prefill_url,
-    )
+def _messages(call: Call, request_id: str, job: Job, prefill_url: str) -> list[Generate]:
+    return [
+        Generate(
+            handle=handle,
+            request_id=request_id,
+            token_ids=prompt.token_ids,
+            choices=job.choices,
+            max_tokens=prompt.max_tokens,
+            sampling=prompt.sampling,
+            logprobs=job.logprobs,
+            prefill_url=prefill_url,
+            min_tokens=job.min_tokens,
+            ignore_eos=job.ignore_eos,
+            stop_token_ids=job.stop_token_ids,
+            grammar=job.grammar,
+            cache_salt=job.cache_salt,
+        )
+        for handle, prompt in zip(call.handles, job.prompts, strict=True)
+    ]
 
 
 def _prefill_url(request: web.Request) -> str:
@@ -183,13 +208,15 @@ def _prefill_url(request: web.Request) -> str:
     return url
 
 
-def _headers(started: Started, prompt_tokens: int, request_id: str) -> dict[str, str]:
+def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) -> dict[str, str]:
+    """Return the headers of an answer; of several prompts, tokens and bytes in all and the longest of each time."""
     return {
         headers.REQUEST_ID: request_id,
         headers.PROMPT_TOKENS: str(prompt_tokens),
-        headers.CACHED_TOKENS: str(started.cached_tokens),
-        headers.KV_BYTES: str(started.kv_bytes),
-        headers.PREFILL_SECONDS: f"{started.prefill_seconds:.6f}",
-        headers.TRANSFER_SECONDS: f"{started.transfer_seconds:.6f}",
-        headers.FIRST_BYTE_SECONDS: f"{started.first_byte_seconds:.6f}",
+        headers.CACHED_TOKENS: str(sum(one.cached_tokens for one in started)),
+        headers.KV_BYTES: str(sum(one.kv_bytes for one in started)),
+        headers.QUEUE_SECONDS: f"{max(one.queue_seconds for one in started):.6f}",
+        headers.PREFILL_SECONDS: f"{max(one.prefill_seconds for one in started):.6f}",
+        headers.TRANSFER_SECONDS: f"{max(one.transfer_seconds for one in started):.6f}",
+        headers.FIRST_BYTE_SECONDS: f"{max(one.first_byte_seconds for one in started):.6f}",
     }

@@ -6,7 +6,8 @@ from aiohttp import web
 from prfaas.errors import InternalError, RequestError
 from prfaas.wire.engine import AskPrefill, CancelPrefill, Granted, PrefillAnswer, StartPrefill
 from prfaas.wire.prefill import PrefillRequest
-from prfaas_worker.front.openai import read_body, require_model, require_room, require_tokens
+from prfaas_worker.front.bodies import read_body
+from prfaas_worker.front.checks import require_model, require_room, require_tokens
 from prfaas_worker.front.serving import SERVING
 
 

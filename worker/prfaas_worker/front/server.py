@@ -17,8 +17,8 @@ from aiohttp import web
 from prfaas.errors import ConfigError
 from prfaas.wire.engine import StartFailed
 from prfaas_worker.front.app import build_app
+from prfaas_worker.front.checks import Served
 from prfaas_worker.front.engine_client import EngineClient
-from prfaas_worker.front.openai import Served
 from prfaas_worker.front.serving import Serving
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer

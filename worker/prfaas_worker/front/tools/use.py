@@ -1,0 +1,150 @@
+"""What a chat request says of tools: checked, and turned into a reader of its answers and a grammar for them."""
+
+import re
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from prfaas.errors import RequestError
+from prfaas.wire.engine import Grammar
+from prfaas_worker.front.bodies import Conversed
+from prfaas_worker.front.checks import require, unsupported
+from prfaas_worker.front.tools import ToolFormat, calls_rules, tool_format
+from prfaas_worker.front.tools.functions import Function
+from prfaas_worker.tokenizer import Tokenizer
+
+MAX_TOOLS: Final = 128
+_TEXT_RULE: Final = "TEXT: /(?s:.+)/"
+_TAKES_TEXT: Final = re.compile(r"arguments\W{1,3}\s+is\s+string")
+
+
+class _FunctionBody(msgspec.Struct, frozen=True):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _ToolBody(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    function: _FunctionBody
+
+
+class _NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _NamedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    function: _NamedFunction
+
+
+class ToolUse(NamedTuple):
+    """How calls are read from the answers of one request. `lark` is empty where the model may say what it likes."""
+
+    known: ToolFormat
+    parallel: bool
+    lark: str
+
+
+def tool_use(asked: Conversed, tokenizer: Tokenizer) -> ToolUse | None:
+    """Return how this request's answers call tools, None if they do not.
+
+    Raises:
+        RequestError: the tools or the choice are not in order, or the model's template knows no tools.
+
+    """
+    tools = _tools(asked)
+    choice = _choice(asked, [tool.name for tool in tools])
+    if not tools or choice == "none":
+        return None
+    known = tool_format(tokenizer.template_source)
+    if known is None:
+        raise unsupported("tools", "this model's chat template teaches no format of tool calls that is known here")
+    parallel = asked.parallel_tool_calls is not False
+    if isinstance(choice, _NamedChoice):
+        tools, parallel = [tool for tool in tools if tool.name == choice.function.name], False
+    functions = [Function(tool.name, tool.parameters or {}) for tool in tools]
+    rules = calls_rules(known, functions, tokenizer.specials, parallel=parallel)
+    if choice != "auto":
+        return ToolUse(known, parallel, f"start: calls\n{rules}")
+    if any(tool.strict for tool in tools):
+        if not all(mark in tokenizer.specials for mark in known.marks):
+            message = "strict functions need tool_choice 'required': this model's marks of a call are ordinary text"
+            raise unsupported("tools", message)
+        return ToolUse(known, parallel, f"start: TEXT? calls?\n{_TEXT_RULE}\n{rules}")
+    return ToolUse(known, parallel, "")
+
+
+def with_answer(use: ToolUse, asked: Conversed, answer: Grammar | None, tokenizer: Tokenizer) -> Grammar | None:
+    """Return the grammar of a request that offers tools and may say what else the answer must be.
+
+    Raises:
+        RequestError: it says both that calls are demanded, and what the answer must be; or in a language that does not
+            mix with that of calls.
+
+    """
+    if answer is None:
+        return Grammar("lark", use.lark) if use.lark else None
+    demanded = asked.tool_choice not in (None, "auto")
+    if demanded or answer.kind != "json_schema":
+        raise RequestError(
+            "the answer cannot be both: tool_choice demands calls, or the grammar is no JSON schema, which alone can "
+            "stand beside tools; leave one out",
+            param="tool_choice",
+        )
+    functions = [Function(tool.name, tool.parameters or {}) for tool in _tools(asked)]
+    rules = calls_rules(use.known, functions, tokenizer.specials, parallel=use.parallel)
+    return Grammar("lark", f"start: answer | calls\nanswer: %json {answer.text}\n{rules}")
+
+
+def hidden_marks(use: ToolUse | None, tokenizer: Tokenizer) -> dict[int, bytes]:
+    """Return the format's marks that are special tokens: answers must show them, or they could not be read."""
+    if use is None:
+        return {}
+    specials = tokenizer.specials
+    return {specials[mark]: mark.encode() for mark in use.known.marks if mark in specials}
+
+
+def template_arguments(arguments: str, tokenizer: Tokenizer) -> str | dict[str, Any]:
+    """Return a past call's arguments as the template wants them.
+
+    As text where it takes text, for the tokens are then those that were generated, and the cached prefix matches.
+
+    Raises:
+        RequestError: they are no JSON object.
+
+    """
+    try:
+        found = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"tool_calls.function.arguments is no JSON object: {error}", param="messages") from error
+    return arguments if arguments and _TAKES_TEXT.search(tokenizer.template_source) else found
+
+
+def _tools(asked: Conversed) -> list[_FunctionBody]:
+    given = asked.tools or []
+    require(len(given) <= MAX_TOOLS, "tools", f"may hold at most {MAX_TOOLS} functions")
+    try:
+        tools = [tool.function for tool in msgspec.convert(given, list[_ToolBody])]
+    except msgspec.ValidationError as error:
+        raise RequestError(f"tools: {error}", param="tools") from error
+    require(len({tool.name for tool in tools}) == len(tools), "tools", "names a function twice")
+    return tools
+
+
+def _choice(asked: Conversed, names: list[str]) -> str | _NamedChoice:
+    choice = asked.tool_choice
+    if isinstance(choice, dict):
+        try:
+            named = msgspec.convert(choice, _NamedChoice)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"tool_choice: {error}", param="tool_choice") from error
+        require(named.function.name in names, "tool_choice", f"names {named.function.name!r}, which is not in tools")
+        return named
+    require(
+        choice in (None, "none", "auto", "required"),
+        "tool_choice",
+        "must be 'none', 'auto', 'required' or the name of a function",
+    )
+    require(choice != "required" or bool(names), "tool_choice", "is 'required' and there are no tools")
+    return choice or "auto"
