@@ -28,39 +28,47 @@ def chain_root(fingerprint: str, salt: str) -> BlockHash:
 
 
 class BlockChain:
-    """Names of the full blocks of one growing sequence of tokens."""
+    """Names of the full blocks of one growing sequence of tokens, each of which is hashed once.
+
+    Read `hashes`, and let `extend` alone change them.
+    """
 
     def __init__(self, root: BlockHash, block_tokens: int = BLOCK_TOKENS):
         self.block_tokens = block_tokens
         self.root = root
         self.hashes: list[BlockHash] = []
-        self._rest: list[int] = []
+        self._token_ids = array("I")
 
     @property
     def tokens(self) -> int:
         """Tokens taken in so far, those of the last, unfinished block included."""
-        return len(self.hashes) * self.block_tokens + len(self._rest)
+        return len(self._token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take in the next tokens, each of 0 to 2**32 - 1."""
-        pending = [*self._rest, *token_ids]
-        full = len(pending) - len(pending) % self.block_tokens
-        data = _little_endian(pending[:full])
+        self._token_ids.extend(token_ids)
+        data = _little_endian(self._token_ids[len(self.hashes) * self.block_tokens :])
         parent, step = self.hashes[-1] if self.hashes else self.root, 4 * self.block_tokens
-        for start in range(0, len(data), step):
-            parent = hashlib.sha256(parent + data[start : start + step]).digest()
+        for end in range(step, len(data) + 1, step):
+            parent = hashlib.sha256(parent + data[end - step : end]).digest()
             self.hashes.append(parent)
-        self._rest = pending[full:]
+
+    def parent(self, block: int) -> BlockHash | None:
+        """Name of the block before this one, None for the first."""
+        return self.hashes[block - 1] if block else None
+
+    def token_ids(self, first: int, last: int) -> "array[int]":
+        """Token ids of the blocks from `first` up to but without `last`."""
+        return self._token_ids[first * self.block_tokens : last * self.block_tokens]
 
     def copy(self) -> "BlockChain":
         """An equal chain that grows by itself."""
         copy = BlockChain(self.root, self.block_tokens)
-        copy.hashes, copy._rest = self.hashes[:], self._rest[:]
+        copy.hashes, copy._token_ids = self.hashes[:], self._token_ids[:]
         return copy
 
 
-def _little_endian(token_ids: list[int]) -> bytes:
-    numbers = array("I", token_ids)
+def _little_endian(token_ids: "array[int]") -> bytes:
     if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+        token_ids.byteswap()
+    return token_ids.tobytes()

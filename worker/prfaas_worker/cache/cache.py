@@ -1,24 +1,28 @@
-"""Who holds which pages and slots: what the engine asks for memory, and gives it back to.
+"""The hybrid prefix cache as the engine sees it: memory for sequences, with what earlier prompts left in it.
 
-Used from the engine's thread alone. Questions that end in None or False change nothing.
+`blocks` says who holds which page, `memory` has the bytes, `below` brings what the pool gave up; here the three come
+together. What a sequence finds cached are blocks that it shares and a state that
+is copied into its slot; what it leaves are blocks that it published and copies of its state at some lengths.
+
+Used from the engine's thread alone. Questions that end in None or False change nothing. Of the disk nothing waits here:
+`pending` starts bringing what lies below the device, and the request is opened once that is done.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from prfaas.errors import InternalError
-from prfaas.kvindex.blocks import BlockHash
+from prfaas.kvindex.blocks import BlockChain, BlockHash
 from prfaas.wire.engine import CacheStats
+from prfaas.wire.kvevents import AttentionSpecKind, KvEvent
+from prfaas_worker.cache.announce import Announcer
+from prfaas_worker.cache.below import Below, Loading
+from prfaas_worker.cache.blocks import Blocks, Evicted, Match
+from prfaas_worker.cache.lease import Lease
 from prfaas_worker.cache.memory import CacheMemory
-
-
-@dataclass(slots=True)
-class Lease:
-    """One sequence's memory: a state slot, and pages in order of its tokens."""
-
-    slot: int
-    pages: list[int] = field(default_factory=list)
+from prfaas_worker.cache.policy import checkpoint_blocks
+from prfaas_worker.cache.tiers import Tiers
 
 
 class Opened(NamedTuple):
@@ -35,25 +39,40 @@ class Opened(NamedTuple):
 
 
 class HybridCache:
-    """Pages and slots of one memory."""
+    """Pages and slots of one memory, and the prefixes in them and in the tiers below."""
 
-    def __init__(self, memory: CacheMemory):
-        self._memory = memory
+    def __init__(
+        self,
+        memory: CacheMemory,
+        tiers: Tiers | None = None,
+        on_event: Callable[[KvEvent], None] | None = None,
+        *,
+        attention_kind: AttentionSpecKind = "full_attention",
+    ):
+        self._memory, self._tiers = memory, tiers
         self._geometry = memory.geometry
-        # Taken from the end: memory that was used is used again before new memory is touched.
-        self._free_pages = list(range(memory.num_pages - 1, -1, -1))
+        self._announcer = Announcer(on_event, attention_kind) if tiers is not None or on_event is not None else None
+        self._blocks = Blocks(memory.num_pages, self._geometry.pages_per_state, self._evicted)
+        self._below = Below(memory, self._blocks, tiers, self._announcer) if tiers and self._announcer else None
+        # Taken from the end, as pages are: memory that was used is used again.
         self._free_slots = list(range(memory.num_slots - 1, -1, -1))
-        self._shares: dict[int, int] = {}
+        self._leases: dict[int, Lease] = {}
+        self._transfers: Counter[int] = Counter()
+        self._query_tokens = self._hit_tokens = self._stateless_tokens = 0
 
     @property
     def free_pages(self) -> int:
         """Pages that could be had now."""
-        return len(self._free_pages)
+        return self._blocks.free_pages
 
     @property
     def free_slots(self) -> int:
         """Slots that could be had now."""
         return len(self._free_slots)
+
+    def fits(self, tokens: int) -> bool:
+        """Tell whether a sequence of so many tokens could have memory if it were alone."""
+        return self._geometry.pages_for(tokens) <= self._memory.num_pages
 
     def pages_wanted(self, tokens: int) -> int:
         """Pages that a sequence of so many tokens takes, if nothing of it is cached."""
@@ -63,87 +82,175 @@ class HybridCache:
         """Tokens that fit into the pages of a lease."""
         return len(lease.pages) * self._geometry.page_tokens
 
+    def pending(self, chain: Sequence[BlockHash], most_tokens: int) -> Loading | None:
+        """Start bringing what the tiers below have of a prompt; None when that adds nothing to what the device has.
+
+        Open the prompt when the answer is done, or before, or never.
+        """
+        if self._below is None:
+            return None
+        return self._below.pending(chain[: most_tokens // self._geometry.page_tokens])
+
     def open(
-        self,
-        chain: Sequence[BlockHash],  # noqa: ARG002
-        tokens: int,
-        most_tokens: int,  # noqa: ARG002
-        *,
-        use_state: bool = True,  # noqa: ARG002
+        self, chain: Sequence[BlockHash], tokens: int, most_tokens: int, *, use_state: bool = True
     ) -> Opened | None:
         """Take a slot, and pages for `tokens` tokens; None when either is short now.
 
         At most `most_tokens` of them come from the cache. Without `use_state` the state will come from elsewhere, so
         rows alone count as cached.
         """
-        wanted = self._geometry.pages_for(tokens)
-        if not self._free_slots or wanted > len(self._free_pages):
+        if self._below is not None:
+            self._below.adopt_loaded()
+        size = self._geometry.page_tokens
+        match = self._blocks.match(chain, most_tokens // size)
+        shared = match.pages[: match.state_blocks] if use_state else match.pages
+        count = self._geometry.pages_for(tokens)
+        if not self._free_slots or not self._blocks.can_open(shared, count):
             return None
-        lease = Lease(self._free_slots.pop())
-        self._memory.clear_slot(lease.slot)
-        self._extend(lease, wanted)
-        return Opened(lease, 0, 0, ())
+        slot = self._free_slots.pop()
+        start = chain[len(shared) - 1] if shared and use_state and self._geometry.pages_per_state else None
+        if start is None:
+            self._memory.clear_slot(slot)
+        else:
+            self._memory.load_state(self._blocks.state_pages(start), slot)
+        lease = self._blocks.open(shared, count, start)
+        if lease is None:
+            raise InternalError(f"{count} pages were promised and are not there")
+        self._enter(lease, slot)
+        self._query_tokens += most_tokens
+        self._hit_tokens += len(shared) * size
+        self._stateless_tokens += (len(match.pages) - len(shared)) * size
+        places = self._places(lease, match, most_tokens) if use_state else ()
+        return Opened(lease, len(shared) * size, len(match.pages) * size, places)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Take more pages, so that `tokens` tokens fit; False when there are none now."""
-        wanted = self._geometry.pages_for(tokens) - len(lease.pages)
-        if wanted > len(self._free_pages):
+        had = len(lease.pages)
+        if not self._blocks.grow(lease, self._geometry.pages_for(tokens)):
             return False
-        self._extend(lease, wanted)
+        self._memory.set_pages(lease.slot, had, lease.pages[had:])
         return True
 
-    def publish(self, lease: Lease, chain: Sequence[BlockHash]) -> None:
-        """Let others use the rows of these blocks, which are complete in the lease's pages."""
+    def publish(self, lease: Lease, chain: BlockChain, blocks: int) -> None:
+        """Let others use the rows of the chain's first `blocks` blocks, which are complete in the lease's pages."""
+        new = self._blocks.publish(lease, chain.hashes, blocks)
+        if self._announcer is not None and new:
+            self._announcer.published(chain, new)
 
-    def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:  # noqa: ARG002
+    def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:
         """Keep a copy of the slot's state, which stands for the first `blocks` blocks of chain; False if not kept.
 
-        A rolling checkpoint takes the place of the sequence's last one.
+        Those blocks are published. A rolling checkpoint takes the place of the sequence's last one.
         """
-        return False
+        pages = self._blocks.checkpoint(lease, chain, blocks, rolling=rolling)
+        if pages is not None:
+            self._memory.save_state(lease.slot, pages)
+            if self._announcer is not None:
+                self._announcer.kept_state(chain[blocks - 1])
+        return self._blocks.has_state(chain[blocks - 1])
 
     def fork(self, lease: Lease, tokens: int) -> Lease | None:
-        """Return an independent continuation after `tokens` tokens: full pages are shared, the rest is copied."""
+        """Return an independent continuation after `tokens` tokens: full pages are shared, the rest is copied.
+
+        None when there is no slot, or no page, now.
+        """
         full, rest = divmod(tokens, self._geometry.page_tokens)
-        if not self._free_slots or (rest and not self._free_pages):
+        copy = self._blocks.fork(lease, full, 1 if rest else 0) if self._free_slots else None
+        if copy is None:
             return None
-        copy = Lease(self._free_slots.pop(), lease.pages[:full])
-        for page in copy.pages:
-            self._shares[page] = self._shares.get(page, 1) + 1
-        self._memory.set_pages(copy.slot, 0, copy.pages)
+        self._enter(copy, self._free_slots.pop())
         if rest:
-            self._extend(copy, 1)
             self._memory.copy_page(lease.pages[full], copy.pages[full])
         self._memory.copy_slot(lease.slot, copy.slot)
         return copy
 
+    def park_state(self, lease: Lease) -> tuple[int, ...] | None:
+        """Return a copy of the slot's state in pages that are held until `release`; None when there are too few."""
+        pages = self._blocks.take(self._geometry.pages_per_state)
+        if pages is None:
+            return None
+        if pages:
+            self._memory.save_state(lease.slot, pages)
+        self._transfers.update(pages)
+        return tuple(pages)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Keep pages of an open lease from being used for anything else until `release`."""
+        self._blocks.hold(pages)
+        self._transfers.update(pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back pages that were parked or held, once for each time."""
+        if any(not self._transfers[page] for page in pages):
+            raise InternalError(f"of pages {list(pages)} some are in no transfer")
+        self._transfers.subtract(pages)
+        self._blocks.release(pages)
+
     def close(self, lease: Lease) -> None:
-        """Give slot and pages back."""
+        """Give slot and pages back; what was published stays cached until others need the room."""
+        if self._leases.pop(lease.slot, None) is not lease:
+            raise InternalError(f"the lease of slot {lease.slot} was closed before")
         self._free_slots.append(lease.slot)
-        for page in reversed(lease.pages):
-            shares = self._shares.pop(page, 1) - 1
-            if shares > 1:
-                self._shares[page] = shares
-            elif shares == 0:
-                self._free_pages.append(page)
-        lease.pages.clear()
+        self._blocks.close(lease)
 
     def reset(self) -> int:
-        """Forget every prefix that no sequence uses; returns the pages that freed."""
-        return 0
+        """Forget all cached prefixes in all tiers; returns the pages that this freed. Open leases keep their memory."""
+        freed = self._blocks.reset()
+        if self._below is not None:
+            self._below.clear()
+        if self._announcer is not None:
+            self._announcer.cleared()
+        return freed
 
     def stats(self) -> CacheStats:
-        """Tell how the pool is used; reads counters only, so any thread may ask."""
-        total, free = self._memory.num_pages, len(self._free_pages)
-        return CacheStats(page_bytes=self._geometry.page_bytes, total_pages=total, used_pages=total - free)
+        """Tell how the cache is used; reads counters only, so any thread may ask."""
+        total, below = self._memory.num_pages, self._below
+        return CacheStats(
+            page_bytes=self._geometry.page_bytes,
+            total_pages=total,
+            used_pages=total - self._blocks.free_pages,
+            cached_pages=self._blocks.cached_pages,
+            query_tokens=self._query_tokens,
+            hit_tokens=self._hit_tokens,
+            stateless_tokens=self._stateless_tokens,
+            evicted_pages=self._blocks.evicted_pages,
+            host_bytes=below.tiers.host_bytes if below else 0,
+            disk_bytes=below.tiers.disk_bytes if below else 0,
+            host_hit_tokens=below.host_hit_tokens if below else 0,
+            disk_hit_tokens=below.disk_hit_tokens if below else 0,
+            corrupt_entries=below.tiers.corrupt_entries if below else 0,
+        )
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless every slot and page is free or held; for tests, and when the engine is idle."""
-        if len(set(self._free_pages)) != len(self._free_pages) or len(set(self._free_slots)) != len(self._free_slots):
-            raise InternalError("a page or slot is free twice")
+        """Raise InternalError unless every slot and page is where the books say; for tests, and an idle engine.
 
-    def _extend(self, lease: Lease, count: int) -> None:
-        if count > 0:
-            pages = [self._free_pages.pop() for _ in range(count)]
-            self._memory.set_pages(lease.slot, len(lease.pages), pages)
-            lease.pages += pages
+        Takes time in proportion to the pool.
+        """
+        self._blocks.check_integrity()
+        if sorted([*self._free_slots, *self._leases]) != list(range(self._memory.num_slots)):
+            raise InternalError("a slot is free and lent, or neither")
+        holders = Counter(page for lease in self._leases.values() for page in lease.pages) + self._transfers
+        wrong = [page for page, count in enumerate(self._blocks.holders) if count != holders[page]]
+        if wrong:
+            raise InternalError(f"pages {wrong[:8]} are not held by those who should hold them")
+
+    def _enter(self, lease: Lease, slot: int) -> None:
+        lease.slot = slot
+        self._leases[slot] = lease
+        self._memory.set_pages(slot, 0, lease.pages)
+
+    def _places(self, lease: Lease, match: Match, most_tokens: int) -> tuple[int, ...]:
+        """Return the lengths at which the state of a prompt that starts from this match should be kept."""
+        size = self._geometry.page_tokens
+        if len(match.pages) > match.state_blocks:
+            lease.branch_blocks = len(match.pages)
+        blocks = checkpoint_blocks(
+            len(match.pages), match.state_blocks, most_tokens // size, size, self._geometry.pages_per_state
+        )
+        return tuple(place * size for place in blocks)
+
+    def _evicted(self, gone: list[Evicted]) -> None:
+        if self._below is not None:
+            self._below.put(gone)
+        if self._announcer is not None:
+            self._announcer.evicted(gone)

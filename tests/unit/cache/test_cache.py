@@ -1,0 +1,152 @@
+"""The cache as the engine uses it: the bytes that a sequence finds are those that computing them would have given."""
+
+import pytest
+
+from prfaas.errors import InternalError
+from prfaas.wire.kvevents import AllBlocksCleared, BlockRemoved, BlockStored
+
+A = list(range(100, 121))  # five blocks of four tokens, and one token
+
+
+def test_a_repeated_prompt_starts_from_its_state_and_rows(rig):
+    assert rig.serve(A) == 0
+    assert rig.serve(A) == 20
+
+
+def test_a_whole_prompt_is_never_taken_from_the_cache(rig):
+    rig.serve(A[:20])
+    assert rig.serve(A[:20]) == 16
+
+
+def test_a_branch_is_found_from_the_third_prompt_on(rig):
+    assert [rig.serve([*A[:12], *range(n, n + 9)]) for n in (0, 20, 40, 60)] == [0, 0, 12, 12]
+
+
+def test_tenants_find_nothing_of_each_other(rig):
+    rig.serve(A, salt="one")
+    assert rig.serve(A, salt="two") == 0
+    assert rig.serve(A, salt="one") == 20
+
+
+def test_without_its_state_attention_alone_counts(rig):
+    rig.serve(A)
+    chain = rig.chain([*A[:12], 1, 2, 3, 4, 5])
+    opened = rig.cache.open(chain.hashes, 17, 16, use_state=False)
+    assert (opened.cached_tokens, opened.attention_tokens, opened.checkpoints) == (12, 12, ())
+    again = rig.cache.open(chain.hashes, 17, 16)
+    assert (again.cached_tokens, again.attention_tokens, again.checkpoints) == (0, 12, (12, 16))
+
+
+def test_a_fork_goes_its_own_way(rig):
+    chain = rig.chain(A)
+    first = rig.cache.open(chain.hashes, 21, 20).lease
+    rig.compute(first.slot, A, 0, 18)
+    copy = rig.cache.fork(first, 18)
+    assert copy.pages[:4] == first.pages[:4]
+    assert copy.pages[4] != first.pages[4]
+    other = [*A[:18], 7, 7]
+    rig.compute(copy.slot, other, 18, 20)
+    rig.compute(first.slot, A, 18, 21)
+    rig.check(first.slot, A, 21)
+    rig.check(copy.slot, other, 20)
+    rig.cache.close(first)
+    rig.check(copy.slot, other, 20)
+    rig.cache.close(copy)
+    rig.cache.check_integrity()
+
+
+def test_decoding_leaves_one_state_that_the_next_turn_starts_from(rig):
+    chain = rig.chain(A)
+    lease = rig.cache.open(chain.hashes, 21, 20).lease
+    said = [*A, *range(15)]
+    rig.compute(lease.slot, said, 0, 21)
+    for end in (24, 28, 32):
+        assert rig.cache.grow(lease, end)
+        rig.compute(lease.slot, said, end - 4 if end > 24 else 21, end)
+        chain.extend(said[chain.tokens : end])
+        rig.cache.publish(lease, chain, end // 4)
+        assert rig.cache.checkpoint(lease, chain.hashes, end // 4, rolling=True)
+    rig.cache.close(lease)
+    assert rig.cache.stats().cached_pages == 8 + 3
+    assert rig.serve([*said, 1, 2, 3]) == 32
+
+
+def test_a_parked_state_outlives_its_lease(rig):
+    rig.serve(A)
+    lease = rig.cache.open(rig.chain(A).hashes, 21, 20).lease
+    pages = rig.cache.park_state(lease)
+    rows = lease.pages[:]
+    rig.cache.hold(rows)
+    rig.cache.close(lease)
+    rig.cache.check_integrity()
+    before = rig.memory.pages[list(pages)].clone()
+    rig.fill()
+    assert rig.memory.pages[list(pages)].equal(before)
+    rig.cache.release(pages)
+    rig.cache.release(rows)
+    rig.cache.check_integrity()
+    assert rig.cache.free_pages == 64
+    with pytest.raises(InternalError, match="in no transfer"):
+        rig.cache.release(rows)
+
+
+def test_too_little_memory_changes_nothing(new_rig):
+    rig = new_rig(pages=6, slots=2)
+    assert rig.cache.fits(24)
+    assert not rig.cache.fits(25)
+    lease = rig.cache.open(rig.chain(A).hashes, 21, 20).lease
+    assert rig.cache.open(rig.chain([9]).hashes, 1, 0) is None
+    assert not rig.cache.grow(lease, 25)
+    assert rig.cache.park_state(lease) is None
+    assert rig.cache.fork(lease, 19) is None
+    assert (rig.cache.free_slots, rig.cache.free_pages) == (1, 0)
+    rig.cache.check_integrity()
+
+
+def test_a_lease_is_closed_once(rig):
+    lease = rig.cache.open([], 4, 0).lease
+    rig.cache.close(lease)
+    with pytest.raises(InternalError, match="closed before"):
+        rig.cache.close(lease)
+
+
+def test_a_page_held_by_nobody_known_is_found(rig):
+    lease = rig.cache.open([], 8, 0).lease
+    lease.pages.pop()
+    with pytest.raises(InternalError, match="should hold them"):
+        rig.cache.check_integrity()
+
+
+def test_a_reset_forgets_everything_and_counts_what_it_frees(rig):
+    rig.serve(A)
+    assert rig.cache.reset() == 5 + 3
+    assert rig.serve(A) == 0
+    assert AllBlocksCleared() in rig.events
+
+
+def test_routers_hear_of_blocks_and_states_apart(rig):
+    rig.serve(A)
+    chain = rig.chain(A)
+    stored = [event for event in rig.events if isinstance(event, BlockStored)]
+    attention, state = stored
+    assert (attention.block_hashes, attention.parent_block_hash) == (chain.hashes, None)
+    assert (attention.token_ids, attention.block_size, attention.medium) == (A[:20], 4, "GPU")
+    assert (attention.group_idx, attention.kv_cache_spec_kind) == (0, "mla_attention")
+    assert (state.block_hashes, state.parent_block_hash) == (chain.hashes[4:], chain.hashes[3])
+    assert (state.token_ids, state.group_idx, state.kv_cache_spec_kind) == (A[16:20], 1, "mamba")
+    rig.events.clear()
+    rig.fill()
+    assert rig.events == [
+        BlockRemoved([chain.hashes[4]], "GPU", 1),
+        BlockRemoved(chain.hashes[::-1], "GPU", 0),
+    ]
+
+
+def test_the_counts_tell_hits_from_attention_without_a_state(rig):
+    rig.serve(A)
+    rig.serve([*A[:12], *range(9)])
+    rig.serve(A)
+    stats = rig.cache.stats()
+    assert (stats.query_tokens, stats.hit_tokens, stats.stateless_tokens) == (60, 20, 12)
+    assert stats.total_pages == 64
+    assert stats.used_pages == 0

@@ -1,0 +1,389 @@
+"""Who holds which page of the pool, and which prefix it serves: the hybrid cache's bookkeeping, without its bytes.
+
+Each page is free, held (by sequences and transfers, counted), cached (nobody holds it, but a prompt that begins like
+the one that it came from could use it), or part of a state checkpoint. A *block* is a page of attention rows with a
+name: the hash of all tokens up to its end. A *checkpoint* is `pages_per_state` pages, any that were free, named like
+the block at whose end it stands.
+
+The hard part is that a prefix needs both: **a match is the longest n with attention blocks to n and a state at n**. So
+both kinds give way in one order, least recently used first, a chain's tail before its head. A checkpoint goes with its
+block, since nothing reaches it any more; one that a longer checkpoint of its own sequence has made useless goes before
+all others. What is held never goes.
+
+Time is the order of calls. Questions that end in None or False change nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from prfaas.errors import InternalError
+from prfaas_worker.cache.lease import Checkpoint, Key, Lease
+from prfaas_worker.cache.policy import is_spent
+
+
+class Match(NamedTuple):
+    """What is cached of a prompt: pages of its first attention blocks, and the longest state within them, in blocks."""
+
+    pages: list[int]
+    state_blocks: int
+
+
+class Evicted(NamedTuple):
+    """A block, or a checkpoint, that has just lost its name. Its pages hold their bytes until the callback returns.
+
+    A `spent` checkpoint gave way to a later one of its own sequence: hardly worth a place elsewhere.
+    """
+
+    key: Key
+    pages: tuple[int, ...]
+    is_state: bool = False
+    spent: bool = False
+
+
+class Blocks:
+    """The pool's pages, the blocks and checkpoints in them, and the order in which those give way."""
+
+    def __init__(self, num_pages: int, pages_per_state: int, on_evicted: Callable[[list[Evicted]], None] | None = None):
+        self.num_pages, self.pages_per_state = num_pages, pages_per_state
+        self.evicted_pages = 0
+        self._on_evicted = on_evicted
+        # Taken from the end: memory that was used is used again before new memory is touched.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._holders = [0] * num_pages
+        self._key_of: list[Key | None] = [None] * num_pages
+        self._page_of: dict[Key, int] = {}
+        self._states: dict[Key, Checkpoint] = {}
+        self._state_at: dict[int, Checkpoint] = {}  # by its first page, which stands for it in the orders
+        self._order: OrderedDict[int, None] = OrderedDict()
+        self._spent: OrderedDict[int, None] = OrderedDict()
+        self._cached = 0  # pages in the two orders
+        self._epoch = 0
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be had now: free ones, and those that the prefix cache gives up."""
+        return len(self._free) + self._cached
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that only the prefix cache uses."""
+        return self._cached
+
+    @property
+    def holders(self) -> Sequence[int]:
+        """How many hold each page. Read only."""
+        return self._holders
+
+    def page(self, key: Key) -> int | None:
+        """Return the page of an attention block, None when it is not here."""
+        return self._page_of.get(key)
+
+    def has_state(self, key: Key) -> bool:
+        """Tell whether a state stands at the end of this block."""
+        return key in self._states
+
+    def match(self, chain: Sequence[Key], most_blocks: int) -> Match:
+        """Return what is cached of a prompt with this chain, at most so many blocks. Changes nothing."""
+        page_of, states = self._page_of, self._states
+        pages: list[int] = []
+        state_blocks = 0
+        for key in chain[:most_blocks]:
+            page = page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+            if key in states:
+                state_blocks = len(pages)
+        return Match(pages, state_blocks if self.pages_per_state else len(pages))
+
+    def can_open(self, shared: Sequence[int], count: int) -> bool:
+        """Tell whether `open` would succeed."""
+        idle = sum(not self._holders[page] for page in shared)
+        return count - len(shared) <= self.free_pages - idle
+
+    def open(self, shared: Sequence[int], count: int, start: Key | None = None) -> Lease | None:
+        """Lend `count` pages, of which the first are these blocks of a match just made; None when there are too few.
+
+        `start` names the checkpoint that the sequence starts from. Copy the state before: in a pool that is nearly full
+        its pages may be among those lent.
+        """
+        if not self.can_open(shared, count):
+            return None
+        lease = Lease(-1, [*shared], published=len(shared), epoch=self._epoch)
+        if start is not None:
+            lease.started_from = self._states[start]
+            lease.started_from.uses += 1
+            self._touch(lease, lease.started_from)
+        self.hold(shared)
+        lease.pages += self._allocate(count - len(shared))
+        return lease
+
+    def state_pages(self, key: Key) -> tuple[int, ...]:
+        """Return the pages of a checkpoint that a match just found."""
+        return self._states[key].pages
+
+    def grow(self, lease: Lease, count: int) -> bool:
+        """Lend more pages, until there are `count`; False when there are too few."""
+        new = count - len(lease.pages)
+        if new > self.free_pages:
+            return False
+        lease.pages += self._allocate(new)
+        return True
+
+    def fork(self, lease: Lease, shared: int, more: int) -> Lease | None:
+        """Lend the first pages of a lease to another too, which gets more of its own; None when there are too few."""
+        if more > self.free_pages:
+            return None
+        self.hold(lease.pages[:shared])
+        pages = [*lease.pages[:shared], *self._allocate(more)]
+        return Lease(-1, pages, published=min(lease.published, shared), epoch=lease.epoch)
+
+    def publish(self, lease: Lease, chain: Sequence[Key], blocks: int) -> list[int]:
+        """Name the lease's first `blocks` pages, whose rows are complete; returns the indices of blocks that are new.
+
+        Where the block is there already the lease's page stays private, unless nobody holds the other one: then it
+        takes the other's place.
+        """
+        new: list[int] = []
+        if lease.epoch != self._epoch:
+            return new
+        page_of, key_of, pages = self._page_of, self._key_of, lease.pages
+        for index in range(lease.published, blocks):
+            key, page = chain[index], pages[index]
+            known = page_of.get(key)
+            if known is None:
+                new.append(index)
+            elif known == page or self._holders[known]:
+                continue
+            else:
+                self._drop_page(known)
+            page_of[key] = page
+            key_of[page] = key
+        lease.published = max(lease.published, blocks)
+        return new
+
+    def checkpoint(
+        self, lease: Lease, chain: Sequence[Key], blocks: int, *, rolling: bool = False
+    ) -> tuple[int, ...] | None:
+        """Keep the lease's state, which stands for its first `blocks` blocks, as a checkpoint.
+
+        Returns the pages into which to copy the state now, or None: one is there already, its block is not, or there
+        are too few pages. A rolling one takes the place of the lease's last, unless a sequence started from that.
+        """
+        if lease.epoch != self._epoch or not self.pages_per_state:
+            return None
+        key = chain[blocks - 1]
+        if key in self._states:
+            self._touch(lease, self._states[key])
+            return None
+        if key not in self._page_of:
+            return None
+        if rolling and lease.rolling is not None:
+            self._replace(lease, lease.rolling)
+        made = self._new_state(key)
+        if made is None:
+            return None
+        made.uses = int(blocks == lease.branch_blocks)
+        self._touch(lease, made)
+        self._retire(lease)
+        if rolling:
+            lease.rolling = made
+        return made.pages
+
+    def close(self, lease: Lease) -> None:
+        """Take the pages back. Blocks stay cached; the rest is free."""
+        # A state goes just before the tail of its chain.
+        for state in lease.touched:
+            page = state.pages[0]
+            if self._here(state) and page in self._order:
+                self._order.move_to_end(page)
+        self.release(lease.pages)
+        lease.pages.clear()
+        lease.touched.clear()
+        lease.started_from = lease.rolling = None
+
+    def take(self, count: int) -> list[int] | None:
+        """Lend pages that belong to no sequence; None when there are too few."""
+        return self._allocate(count) if count <= self.free_pages else None
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Count one more holder of each of these pages, which are held or cached."""
+        holders, order, idle = self._holders, self._order, 0
+        for page in pages:
+            if not holders[page]:
+                del order[page]
+                idle += 1
+            holders[page] += 1
+        self._cached -= idle
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Count one holder less; without any a block is cached, the last of these to go first, and another page free."""
+        holders, key_of, order, free, idle = self._holders, self._key_of, self._order, self._free, 0
+        for page in reversed(pages):
+            left = holders[page] = holders[page] - 1
+            if left > 0:
+                continue
+            if left < 0:
+                raise InternalError(f"page {page} was given back more often than it was lent")
+            if key_of[page] is None:
+                free.append(page)
+            else:
+                order[page] = None
+                idle += 1
+        self._cached += idle
+
+    def adopt_block(self, key: Key) -> tuple[int, ...] | None:
+        """Return the page for a block from elsewhere, cached from now on; None when it is here or there is no room."""
+        if key in self._page_of or not self.free_pages:
+            return None
+        (page,) = self._allocate(1)
+        self._page_of[key], self._key_of[page] = page, key
+        self.release((page,))
+        return (page,)
+
+    def adopt_state(self, key: Key) -> tuple[int, ...] | None:
+        """Return pages for a checkpoint from elsewhere; None when it is here, its block is not, or there is no room."""
+        if key in self._states or key not in self._page_of:
+            return None
+        made = self._new_state(key)
+        return made.pages if made else None
+
+    def reset(self) -> int:
+        """Forget all names, of held pages too, which their holders keep unnamed. Returns the pages that this freed."""
+        before = len(self._free)
+        for state in self._states.values():
+            self._free += state.pages
+        for page in self._page_of.values():
+            self._key_of[page] = None
+            if not self._holders[page]:
+                self._free.append(page)
+        for forgotten in (self._states, self._state_at, self._page_of, self._order, self._spent):
+            forgotten.clear()
+        self._cached = 0
+        self._epoch += 1
+        return len(self._free) - before
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless every page is in exactly one place and every index agrees with the other."""
+        held = [page for page in range(self.num_pages) if self._holders[page]]
+        in_states = [page for state in self._states.values() for page in state.pages]
+        idle = [page for page in self._page_of.values() if not self._holders[page]]
+        places = [*self._free, *held, *in_states, *idle]
+        in_order = {*idle, *self._state_at}
+        checks = (
+            (sorted(places) == list(range(self.num_pages)), "a page is in no place, or in two"),
+            (self._cached == len(idle) + len(in_states), "the count of cached pages is wrong"),
+            (all(self._key_of[page] == key for key, page in self._page_of.items()), "a name leads to the wrong page"),
+            (
+                sum(key is not None for key in self._key_of) == len(self._page_of),
+                "a page has a name that leads nowhere",
+            ),
+            (self._states.keys() <= self._page_of.keys(), "a checkpoint stands on no block"),
+            ({s.pages[0]: s for s in self._states.values()} == self._state_at, "checkpoints are indexed wrongly"),
+            (in_order == {*self._order, *self._spent}, "what is cached and what can give way differ"),
+            (not self._order.keys() & self._spent.keys(), "a page gives way twice"),
+        )
+        for holds, message in checks:
+            if not holds:
+                raise InternalError(f"page pool: {message}")
+
+    def _here(self, state: Checkpoint) -> bool:
+        return self._state_at.get(state.pages[0]) is state
+
+    def _touch(self, lease: Lease, state: Checkpoint) -> None:
+        page = state.pages[0]
+        self._spent.pop(page, None)
+        self._order[page] = None
+        self._order.move_to_end(page)
+        if state not in lease.touched:
+            lease.touched.append(state)
+
+    def _retire(self, lease: Lease) -> None:
+        """After a lease kept a later state: let the one that it started from give way first, if it has had its day."""
+        state = lease.started_from
+        if state is not None and is_spent(state.uses) and self._here(state):
+            self._order.pop(state.pages[0], None)
+            self._spent[state.pages[0]] = None
+
+    def _replace(self, lease: Lease, state: Checkpoint) -> None:
+        """Forget a lease's last rolling checkpoint, if no sequence started from it."""
+        lease.rolling = None
+        if not state.uses and self._here(state):
+            lease.touched.remove(state)
+            pages = self._drop_state(state)
+            self._tell([Evicted(state.key, pages, is_state=True, spent=True)])
+            self._free += pages
+
+    def _new_state(self, key: Key) -> Checkpoint | None:
+        """Make a checkpoint on a block that is here; None when there are too few pages."""
+        if self.pages_per_state > self.free_pages:
+            return None
+        block = self._page_of[key]
+        pages = self._allocate(self.pages_per_state)
+        for page in pages:
+            self._holders[page] = 0
+        if self._page_of.get(key) != block:  # the block itself gave way
+            self._free += pages
+            return None
+        made = self._states[key] = self._state_at[pages[0]] = Checkpoint(key, tuple(pages))
+        self._order[pages[0]] = None
+        self._cached += len(pages)
+        return made
+
+    def _allocate(self, count: int) -> list[int]:
+        """Take pages that `free_pages` promised; each has one holder."""
+        if count <= 0:
+            return []
+        if count > len(self._free):
+            self._make_room(count)
+        pages = self._free[-count:]
+        pages.reverse()
+        del self._free[-count:]
+        holders = self._holders
+        for page in pages:
+            holders[page] = 1
+        return pages
+
+    def _make_room(self, count: int) -> None:
+        """Let blocks and checkpoints give way until so many pages are free."""
+        evicted: list[Evicted] = []
+        freed: list[int] = []
+        short = count - len(self._free)
+        while len(freed) < short:
+            spent = bool(self._spent)
+            page, _ = (self._spent or self._order).popitem(last=False)
+            state = self._state_at.get(page)
+            if state is None:
+                key = self._key_of[page]
+                state = self._states.get(key)
+                del self._page_of[key]
+                self._key_of[page] = None
+                self._cached -= 1
+                freed.append(page)
+                evicted.append(Evicted(key, (page,)))
+            if state is not None:
+                freed += self._drop_state(state)
+                evicted.append(Evicted(state.key, state.pages, is_state=True, spent=spent))
+        self.evicted_pages += len(freed)
+        self._tell(evicted)
+        self._free += freed
+
+    def _tell(self, evicted: list[Evicted]) -> None:
+        if self._on_evicted is not None:
+            self._on_evicted(evicted)
+
+    def _drop_state(self, state: Checkpoint) -> tuple[int, ...]:
+        """Forget a checkpoint; returns its pages, which are nobody's then."""
+        del self._states[state.key], self._state_at[state.pages[0]]
+        self._order.pop(state.pages[0], None)
+        self._spent.pop(state.pages[0], None)
+        self._cached -= len(state.pages)
+        return state.pages
+
+    def _drop_page(self, page: int) -> None:
+        """Free the page of a block that lives on in another."""
+        del self._order[page]
+        self._key_of[page] = None
+        self._cached -= 1
+        self._free.append(page)

@@ -1,0 +1,117 @@
+"""One block or checkpoint outside the device: its name, its bytes, and how a file holds it.
+
+A file is a header and the payload. The header says of which model the entry is, its name, whom it follows, which tokens
+it holds and how long the payload is, with a digest of each half, so that a file that is damaged, cut short, of another
+model, or under another's name is told from a good one before a byte of it is used:
+
+    magic, version, kind, fingerprint, key, parent or zeros, tokens, payload bytes, payload digest | token ids | digest
+
+All integers are little-endian. Both digests are xxh3_64: they find accidents. Who can write into the directory can
+write anything, so it must belong to the worker alone.
+"""
+
+import struct
+from array import array
+from typing import Final, NamedTuple
+
+import xxhash
+
+from prfaas.errors import ProtocolError
+from prfaas.kvindex.blocks import BlockHash
+from prfaas.wire.transfer import Buffer
+
+_MAGIC: Final = b"PFXCACHE"
+_VERSION: Final = 1
+_FIXED: Final = struct.Struct("<8sHBx32s32s32sIQQ")
+_DIGEST: Final = struct.Struct("<Q")
+_NO_PARENT: Final = bytes(32)
+_MAX_TOKENS: Final = 4096
+MAX_HEADER_BYTES: Final = _FIXED.size + 4 * _MAX_TOKENS + _DIGEST.size
+
+
+class Name(NamedTuple):
+    """What an entry is: attention rows of the block with this hash, or the state at that block's end."""
+
+    key: BlockHash
+    is_state: bool = False
+
+
+class About(NamedTuple):
+    """What an entry's block holds: the block before it, None for the first, and its token ids."""
+
+    parent: BlockHash | None
+    token_ids: "array[int]"
+
+
+class Entry(NamedTuple):
+    """A block or checkpoint with its bytes."""
+
+    name: Name
+    about: About
+    payload: Buffer
+
+
+class Header(NamedTuple):
+    """What a file says of itself."""
+
+    name: Name
+    about: About
+    header_bytes: int
+    payload_bytes: int
+    payload_digest: int
+
+
+def encode_header(fingerprint: bytes, entry: Entry) -> bytes:
+    """Return what stands before the payload of this entry of the model with this fingerprint, 32 bytes."""
+    name, about, payload = entry
+    fixed = _FIXED.pack(
+        _MAGIC,
+        _VERSION,
+        name.is_state,
+        fingerprint,
+        name.key,
+        about.parent or _NO_PARENT,
+        len(about.token_ids),
+        len(payload),
+        xxhash.xxh3_64_intdigest(payload),
+    )
+    head = fixed + struct.pack(f"<{len(about.token_ids)}I", *about.token_ids)
+    return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def decode_header(data: bytes, fingerprint: bytes, file_bytes: int) -> Header:
+    """Read the header at the beginning of `data`, which is the file's first MAX_HEADER_BYTES or all of it.
+
+    Raises:
+        ProtocolError: not such a file, of another model, damaged, or not of the length that it names.
+
+    """
+    if len(data) < _FIXED.size:
+        raise ProtocolError(f"{file_bytes} bytes are too few for a header")
+    magic, version, is_state, model, key, parent, tokens, payload_bytes, digest = _FIXED.unpack_from(data)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise ProtocolError(f"it starts with {magic!r}, version {version}: no cache entry of this release")
+    end = _FIXED.size + 4 * tokens
+    if tokens > _MAX_TOKENS or len(data) < end + _DIGEST.size:
+        raise ProtocolError(f"its header of {tokens} tokens is cut short")
+    if _DIGEST.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[:end]):
+        raise ProtocolError("its header is damaged")
+    if model != fingerprint:
+        raise ProtocolError("it belongs to another model")
+    header_bytes = end + _DIGEST.size
+    if file_bytes != header_bytes + payload_bytes:
+        raise ProtocolError(f"it has {file_bytes} bytes, its header says {header_bytes + payload_bytes}")
+    token_ids = array("I", struct.unpack_from(f"<{tokens}I", data, _FIXED.size))
+    about = About(None if parent == _NO_PARENT else parent, token_ids)
+    return Header(Name(key, bool(is_state)), about, header_bytes, payload_bytes, digest)
+
+
+def check_payload(header: Header, payload: Buffer) -> None:
+    """Check that a payload is the one that was written.
+
+    Raises:
+        ProtocolError: it is not.
+
+    """
+    if len(payload) != header.payload_bytes or xxhash.xxh3_64_intdigest(payload) != header.payload_digest:
+        raise ProtocolError("its payload is damaged")
