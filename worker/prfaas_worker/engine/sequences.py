@@ -10,18 +10,21 @@ from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate
 from prfaas_worker.cache.cache import HybridCache, Lease
+from prfaas_worker.engine.grammar import Compiled
+from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import Facts, Key, Running, Waiting
 from prfaas_worker.transfer.fetch import Fetch
 from prfaas_worker.transfer.offers import Offer
 
 
 class Phase(Enum):
-    """Where a sequence stands. All but WAITING hold memory.
+    """Where a sequence stands.
 
-    FETCHING waits for another instance's prefill, DELIVERING for another to take ours, ENDING only for a transfer's
-    thread to let go of the memory.
+    PREPARING waits for what other threads make ready; it and WAITING hold nothing. FETCHING waits for another
+    instance's prefill, DELIVERING for another to take ours, ENDING only for a transfer's thread to let go of memory.
     """
 
+    PREPARING = "preparing"
     WAITING = "waiting"
     FETCHING = "fetching"
     RUNNING = "running"
@@ -46,6 +49,7 @@ class Sequence:
     lease: Lease | None = None
     computed_tokens: int = 0
     cuts: tuple[int, ...] = ()
+    sampler: Sampler | None = None
 
     @property
     def key(self) -> Key:
@@ -58,6 +62,13 @@ class Sequence:
         if self.lease is None:
             raise InternalError(f"sequence {self.key} holds no memory while {self.phase.value}")
         return self.lease
+
+    @property
+    def voice(self) -> Sampler:
+        """What draws for a sequence whose prompt is computed; it stays when the memory goes."""
+        if self.sampler is None:
+            raise InternalError(f"sequence {self.key} draws before its prompt is computed")
+        return self.sampler
 
     @property
     def remaining_tokens(self) -> int:
@@ -87,6 +98,7 @@ class Request:
     offer: Offer | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: Fetch | None = None
+    grammar: Compiled | None = None
     started: bool = False
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
@@ -136,8 +148,7 @@ class Requests:
     def counts(self) -> Counter[tuple[bool, bool]]:
         """Count requests by (a prefill for another instance, it waits); choices that wait again do not count apart."""
         return Counter(
-            (request.offer is not None, request.sequences[0].phase is Phase.WAITING)
-            for request in self._by_handle.values()
+            (request.offer is not None, request.sequences[0].lease is None) for request in self._by_handle.values()
         )
 
     def facts(self, cache: HybridCache) -> Facts:
@@ -146,6 +157,8 @@ class Requests:
         running: list[Running] = []
         free_slots = cache.free_slots
         for sequence in self:
+            if sequence.phase is Phase.PREPARING:
+                continue
             if sequence.phase is not Phase.WAITING:
                 free_slots -= sequence.request.slots - 1  # its other choices come when its prompt is computed
                 if sequence.phase is Phase.RUNNING:
