@@ -7,7 +7,7 @@ there the prefill at the other instance.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -35,7 +35,7 @@ MakeJob = Callable[[bytes, Served, Tokenizer], Job]
 
 
 class Generation:
-    """The engine's calls of one request, as text. The counts grow while `batches` is consumed."""
+    """The engine's calls of one request, as text. The counts grow with `pieces`."""
 
     def __init__(self, call: Call, job: Job, serving: Serving):
         self._call = call
@@ -70,14 +70,18 @@ class Generation:
         self._cached_tokens = sum(one.cached_tokens for one in started)
         return started
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
-        """Yield what is new, all that waited at once, until every choice has ended."""
-        answers, self._early = self._early, []
+    async def pieces(self) -> list[Piece]:
+        """Wait for what is new, and return all that waited; empty once every choice has ended.
+
+        Raises:
+            EngineError: the engine failed on the way.
+
+        """
         while self._choices:
-            if pieces := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
-                yield pieces
-            if self._choices:
-                answers = await self._call.some()
+            answers, self._early = self._early or await self._call.some(), []
+            if found := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
+                return found
+        return []
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -145,7 +149,7 @@ async def _serve(request: web.Request, make: MakeJob) -> web.StreamResponse:
 async def _collect(generation: Generation, answers: Answers) -> dict[str, Any]:
     """Return the whole answer's body."""
     pieces: dict[int, list[Piece]] = {}
-    async for batch in generation.batches():
+    while batch := await generation.pieces():
         for piece in batch:
             pieces.setdefault(piece.index, []).append(piece)
     return answers.whole([answers.whole_choice(pieces[index]) for index in sorted(pieces)], generation.usage)
@@ -160,7 +164,7 @@ async def _stream(
     response.content_type = "text/event-stream"
     await response.prepare(request)
     try:
-        async for pieces in generation.batches():
+        while pieces := await generation.pieces():
             usage = generation.usage if job.continuous_usage else None
             if events := b"".join([answers.event(piece, usage) for piece in pieces]):
                 await response.write(events)
