@@ -137,10 +137,10 @@ class Engine:
         """Do one step; with `wait` first wait until something arrives. Returns whether anything was to do."""
         self._take(wait=wait)
         batch = schedule(self.requests.facts(self.cache), BUDGETS[self._role])
-        for key in batch.preempt:
-            self._preempt(self.requests[key])
-        for key in batch.admit:
-            if not self._admit(self.requests[key]):
+        for sequence in batch.preempt:
+            self._preempt(sequence)
+        for sequence in batch.admit:
+            if not self._admit(sequence):
                 break
         self._compute(self._work(batch))
         self.gauges = self._measure()
@@ -274,10 +274,9 @@ class Engine:
         sequence.lease, sequence.computed_tokens, sequence.phase = None, 0, Phase.WAITING
         self._preemptions += 1
 
-    def _work(self, batch: Batch) -> Work:
-        decoding = [self.requests[key] for key in batch.decodes]
-        ready = [one for one in decoding if self.cache.grow(one.held, one.computed_tokens + 1)]
-        return Work([(self.requests[key], tokens) for key, tokens in batch.chunks], ready)
+    def _work(self, batch: Batch[sequences.Sequence]) -> Work:
+        ready = [one for one in batch.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
+        return Work(batch.chunks, ready)
 
     def _compute(self, work: Work) -> None:
         if not (work.chunks or work.decodes):
