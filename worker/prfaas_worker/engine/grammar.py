@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from prfaas.wire.engine import Grammar
 from prfaas_worker.grammars import llguidance_text, refusal
+from prfaas_worker.tokenizer import Tokenizer
 
 KEPT_GRAMMARS: Final = 32
 COMPILE_THREADS: Final = 2
@@ -38,6 +39,15 @@ class Vocabulary(NamedTuple):
     eos_ids: tuple[int, ...]
     size: int
     encode: Callable[[str], Sequence[int]] | None = None
+
+
+def read_vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...], size: int) -> Vocabulary:
+    """Return a tokenizer's vocabulary for a model with logits `size` wide; special tokens that add text are text."""
+    tokens = [tokenizer.token_bytes(token) for token in range(size)]
+    specials = {token: text for text, token in tokenizer.specials.items() if token < size and not tokens[token]}
+    for token, text in specials.items():
+        tokens[token] = text.encode()
+    return Vocabulary(tokens, frozenset(specials), eos_ids, size, lambda text: tokenizer.encode(text, framed=False))
 
 
 class Matcher:
