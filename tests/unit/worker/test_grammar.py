@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from prfaas.errors import RequestError
+from prfaas.errors import InternalError, RequestError
 from prfaas.wire.engine import Generate, Grammar, Sampling
 from prfaas_worker.engine.grammar import Compiled, Grammars, Matcher, Vocabulary, build_tokenizer, read_vocabulary
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, sample
@@ -217,6 +217,12 @@ def test_a_bad_grammar_is_refused_with_its_field_and_reason(grammar: Grammar, pa
 def test_a_bad_grammar_that_reaches_the_engine_is_its_futures_error(grammars: Grammars):
     with pytest.raises(RequestError, match="unclosed"):
         grammars.prepare(Grammar("regex", "(a")).result()
+
+
+def test_a_vocabulary_that_cannot_be_used_is_an_error_of_ours_and_not_the_requesters():
+    grammars = Grammars(lambda: BYTES._replace(eos_ids=(SIZE + 7,)))
+    with pytest.raises(InternalError, match="regex"):
+        grammars.prepare(Grammar("regex", "a")).result()
 
 
 def test_checking_a_grammar_needs_no_torch():
