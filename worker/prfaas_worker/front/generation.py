@@ -5,7 +5,6 @@ the gateway can try elsewhere. A client that goes away cancels the handler, whic
 there the prefill at the other instance.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -23,13 +22,11 @@ from prfaas_worker.front.checks import Served
 from prfaas_worker.front.choices import Choice
 from prfaas_worker.front.engine_client import Answer, Call, EngineError
 from prfaas_worker.front.openai import Job, chat_job, completion_job
+from prfaas_worker.front.reading import in_thread
 from prfaas_worker.front.serving import SERVING, Serving
 from prfaas_worker.tokenizer import Tokenizer
 
 MAX_REQUEST_ID: Final = 128
-INLINE_BYTES: Final = 2048
-"""Bodies up to this length are read at once: tokenising so much takes a millisecond, half of a thread's hand-over."""
-_SLOW_WORDS: Final = (b'"json_schema"', b'"guided_', b'"structured_outputs"', b'"tools"', b'"json_object"')
 
 MakeJob = Callable[[bytes, Served, Tokenizer], Job]
 
@@ -116,19 +113,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await _serve(request, chat_job)
 
 
-async def read_job(body: bytes, make: MakeJob, serving: Serving) -> Job:
-    """Check a body, in a thread where that takes long: streams go on meanwhile, for the libraries release the lock."""
-    if len(body) <= INLINE_BYTES and not any(word in body for word in _SLOW_WORDS):
-        return make(body, serving.served, serving.tokenizer)
-    return await asyncio.get_running_loop().run_in_executor(
-        serving.readers, make, body, serving.served, serving.tokenizer
-    )
-
-
 async def _serve(request: web.Request, make: MakeJob) -> web.StreamResponse:
     serving = request.app[SERVING]
     began = time.monotonic()
-    job = await read_job(await request.read(), make, serving)
+    job = await in_thread(serving, make, await request.read())
     serving.require_open()
     request_id = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID] or uuid4().hex
     answers = Answers(job, request_id, serving.served.model_name, serving.tokenizer)
