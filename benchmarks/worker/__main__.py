@@ -46,14 +46,16 @@ def figures(given: argparse.Namespace) -> list[Figure]:
 
 
 def _reused(reuse: measures.Reuse) -> list[Figure]:
-    alone = {"unit": "s", "rival": "a new prompt", "rival_value": reuse.first}
-    tokens = f"{measures.PREFIX_TOKENS:,} tokens"
-    return [
-        Figure(name=f"first token behind {tokens} known", value=reuse.continued, **alone),
-        Figure(name="the same, of new ones", value=reuse.continued / reuse.first, unit="ratio", reach=REUSE_REACH),
-        Figure(name=f"third prompt behind {tokens}", value=reuse.branched, **alone),
-        Figure(name="the same, of new ones ", value=reuse.branched / reuse.first, unit="ratio", reach=REUSE_REACH),
-    ]
+    found = []
+    for name, seconds in {
+        "a prompt that goes on": reuse.continued,
+        "the third behind one prefix": reuse.branched,
+    }.items():
+        rival = {"rival": f"a new prompt of {measures.PREFIX_TOKENS:,} tokens", "rival_value": reuse.first}
+        found.append(Figure(name=f"first token of {name}", value=seconds, unit="s", **rival))
+        ratio = seconds / reuse.first
+        found.append(Figure(name=f"first token of {name}, of a new one", value=ratio, unit="ratio", reach=REUSE_REACH))
+    return found
 
 
 def _disturbed(what: str, unit: str, measured: beside.Beside, reach: float) -> list[Figure]:
