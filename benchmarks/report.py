@@ -85,6 +85,6 @@ def table(report: Report) -> Table:
     for one in report.figures:
         ratio = f"{one.value / one.rival_value:.2f}" if one.rival_value else ""
         rival = "" if one.rival_value is None else f"{one.rival_value:,.3f}"
-        reach = "" if one.reach is None else f"{one.reach:,.1f}"
+        reach = "" if one.reach is None else f"{one.reach:,g}"
         made.add_row(one.name, f"{one.value:,.3f}", one.unit, reach, rival, ratio)
     return made
