@@ -51,15 +51,23 @@ def peak_mib(pid: int) -> float:
     return int(found.group(1)) / 1024 if found else float("nan")
 
 
-def run(bench: str, description: str, measure: Callable[[], Iterable[Figure]]) -> None:
-    """Read the command line, measure, and print."""
+def run(
+    bench: str,
+    description: str,
+    measure: Callable[..., Iterable[Figure]],
+    add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> None:
+    """Read the command line, measure, and print. With flags of its own, `measure` is given what the line says."""
     parser = argparse.ArgumentParser(prog=f"prfaas bench {bench}", description=description.splitlines()[0])
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    output = parser.parse_args().output
+    if add_flags is not None:
+        add_flags(parser)
+    given = parser.parse_args()
+    measured = measure() if add_flags is None else measure(given)
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    report = Report(bench=bench, commit=git.stdout.strip(), machine=machine, figures=list(measure()))
-    if output == "json":
+    report = Report(bench=bench, commit=git.stdout.strip(), machine=machine, figures=list(measured))
+    if given.output == "json":
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(table(report))
@@ -77,6 +85,6 @@ def table(report: Report) -> Table:
     for one in report.figures:
         ratio = f"{one.value / one.rival_value:.2f}" if one.rival_value else ""
         rival = "" if one.rival_value is None else f"{one.rival_value:,.3f}"
-        reach = "" if one.reach is None else f"{one.reach:,.1f}"
+        reach = "" if one.reach is None else f"{one.reach:,g}"
         made.add_row(one.name, f"{one.value:,.3f}", one.unit, reach, rival, ratio)
     return made

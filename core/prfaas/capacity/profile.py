@@ -1,10 +1,10 @@
 """The profile of an instance: T_prefill(l), S_kv(l), and Phi_kv(l) = S_kv(l) / T_prefill(l), equation (1).
 
 S follows exactly from the cache's sizes. T is measured, and two things make that hard. Other work on the machine makes
-single prefills slower by any factor: what counts is a sample's *relative* error, and beyond a tolerance it pulls no
-harder (Huber), so that a few wild ones hardly move the curve. And traffic does not visit all lengths: old samples are
-forgotten per class of length and offset, powers of two, so that a thousand short prompts do not erase what was known of
-long ones.
+single prefills slower by any factor, and nothing makes one faster than it is: what counts is a sample's *relative*
+error, and one that is slower than believed by more than a tolerance pulls no harder than at it (Huber, on one side).
+And traffic does not visit all lengths: old samples are forgotten per class of length and offset, powers of two, so that
+a thousand short prompts do not erase what was known of long ones.
 
 T(l) = fixed + token * l + squared * l^2 with no coefficient below zero is monotone, never negative, and right for
 linear layers (fixed, token) and full attention (squared). A prefill of n tokens behind s cached ones costs
@@ -24,7 +24,7 @@ Coefficients = tuple[float, float, float]
 _MEMORY_SAMPLES: Final = 16.0
 """Each class remembers about so many of its latest prefills."""
 _TOLERANCE: Final = 0.1
-"""Relative errors up to this weigh fully."""
+"""Samples slower than believed by up to this share of their time weigh fully."""
 _FIT_ROUNDS: Final = 30
 _SHORTEST_SECONDS: Final = 1e-7
 _LONGEST_SECONDS: Final = 1e6
@@ -106,9 +106,8 @@ class Curve:
     def _note(self, sample: Sample, belief: Coefficients) -> None:
         """Add a sample to the sums of its class, weighed by its error against what is believed."""
         expected = _seconds(belief, sample.tokens, sample.start_tokens) or sample.seconds
-        scale = max(expected, sample.seconds)
-        error = abs(sample.seconds - expected) / scale
-        weight = min(1.0, _TOLERANCE / error if error else 1.0) / scale**2
+        slower = 1 - expected / sample.seconds
+        weight = min(1.0, _TOLERANCE / slower if slower > 0 else 1.0) / sample.seconds**2
         place = sample.tokens.bit_length(), sample.start_tokens.bit_length()
         self._sums.setdefault(place, _Sums()).add(_features(sample.tokens, sample.start_tokens), sample.seconds, weight)
         self._samples += 1

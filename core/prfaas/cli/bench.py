@@ -13,10 +13,14 @@ SHARED = {"report"}  # what benchmarks have in common is none itself
 
 
 def bench(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Which; without it they are listed.", show_default=False)] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
 ) -> None:
-    """Measure a part against its rival in the same run. Example: prfaas bench gateway -o json."""
+    """Measure a part against its rival in the same run. Example: prfaas bench gateway -o json.
+
+    What else is given goes to the benchmark. Example: prfaas bench worker --plots plots.
+    """
     root = _checkout()
     names = sorted(
         {path.stem for path in (root / "benchmarks").glob("*.py")}.union(
@@ -31,7 +35,7 @@ def bench(
         raise ConfigError(f"no benchmark is called {name!r}; there are: {', '.join(names)}")
     if output not in ("table", "json"):
         raise ConfigError(f"--output is {output!r}; it can be table or json")
-    command = [sys.executable, "-m", f"benchmarks.{name}", "-o", output]
+    command = [sys.executable, "-m", f"benchmarks.{name}", "-o", output, *context.args]
     raise typer.Exit(subprocess.run(command, cwd=root, check=False).returncode)
 
 

@@ -46,7 +46,7 @@ def _add_stand_in(point: EntryPoint, error: ImportError) -> None:
 
 def build() -> typer.Typer:
     """Return the whole command with every registered subcommand mounted."""
-    app.command("bench")(bench)
+    app.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(bench)
     app.add_typer(crds.app, name="crds")
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         try:

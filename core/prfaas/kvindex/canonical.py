@@ -116,7 +116,8 @@ def tokens_before(
     """
     if canonical.texts is None:
         return [min(cut // TOKEN_BYTES, len(token_ids)) for cut in cuts]
-    pieces = [token_bytes(token) for token in token_ids]
+    known = {token: token_bytes(token) for token in set(token_ids)}
+    pieces = list(map(known.__getitem__, token_ids))
     ends = list(accumulate(map(len, pieces)))
     places = _places(canonical.texts, b"".join(pieces))
     counts = (bisect_left(ends, offset) for offset in _offsets(places, cuts))

@@ -75,6 +75,15 @@ def test_real_prefills_behind_cached_prefixes_refine_it(seed):
     assert max(errors(curve).values()) < 0.25
 
 
+def test_a_prefill_quicker_than_believed_is_believed_at_once():
+    slow_end = [Sample(64, truth(64)), Sample(128, truth(128)), Sample(256, truth(256)), Sample(512, 2 * truth(512))]
+    curve = Curve.fitted(slow_end)
+    assert errors(curve)[4096] > 2
+    for n in (1000, 4000):
+        curve.add(Sample(n, truth(n)))
+    assert errors(curve)[4096] < 0.1
+
+
 @pytest.mark.parametrize("slower", [0.4, 3.0])
 def test_it_follows_a_machine_that_changes_its_speed(slower):
     rng = random.Random(1)

@@ -128,7 +128,7 @@ def test_special_tokens_config_and_training_agree(training):
     config = json.loads((directory / "config.json").read_text())
     tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
     ids = {token["content"]: int(number) for number, token in tokenizer["added_tokens_decoder"].items()}
-    assert sorted(ids.values()) == list(range(256, 263))
+    assert sorted(ids.values()) == list(range(256, 264))
     assert max(ids.values()) < config["vocab_size"]
     assert ids[tokenizer["bos_token"]] == config["bos_token_id"] == training.BOS
     assert config["eos_token_id"] == [ids[tokenizer["eos_token"]], ids["<|end_of_turn|>"]]

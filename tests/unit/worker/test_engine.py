@@ -1,18 +1,22 @@
 """The step loop on the real model, without sockets: what the front hears, and that what ends leaves nothing behind."""
 
 import itertools
+import json
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from prfaas.errors import PeerError, PrfaasError
-from prfaas.wire.engine import Cancel, Failed, Generate, Sampling, Started, ToFront, Tokens
+from prfaas.wire.engine import Cancel, Failed, Generate, Grammar, Sampling, Started, ToFront, Tokens
 from prfaas.wire.transfer import Done
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.engine import schedule
-from prfaas_worker.engine.loop import Engine, Gauges
+from prfaas_worker.engine.grammar import Grammars, Vocabulary
+from prfaas_worker.engine.loop import Engine, Gauges, Parts
+from prfaas_worker.engine.profile import Profiler
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.sequences import Sequence
 from prfaas_worker.models import load_model
@@ -21,6 +25,8 @@ from prfaas_worker.models.solo import Solo
 from prfaas_worker.transfer.fetch import Fetched
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
+# Bytes, and tokens that end an answer, as the built-in model has them.
+GRAMMARS = Grammars(lambda: Vocabulary([bytes([i]) for i in range(256)], frozenset(range(256, 264)), (257, 262), 264))
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +63,15 @@ class Bench:
         self.memory = CacheMemory(
             CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
         )
-        cache = HybridCache(self.memory)
-        self.engine = Engine(
-            Runner(model, self.memory), cache, self.new_fetch, self.said.append, role="mixed", max_waiting=max_waiting
+        parts = Parts(
+            runner=Runner(model, self.memory),
+            cache=HybridCache(self.memory),
+            grammars=GRAMMARS,
+            profiler=Profiler(1, 1, lambda _profile: None),
+            new_fetch=self.new_fetch,
+            answer=self.said.extend,
         )
+        self.engine = Engine(parts, role="mixed", max_waiting=max_waiting)
         self._handles = itertools.count(1)
 
     def new_fetch(self, sequence: Sequence) -> Any:
@@ -221,6 +232,46 @@ def test_beyond_what_may_wait_a_request_is_told_so(model: Model):
     assert [bool(bench.ends(handle)) for handle in handles] == [True, True, False, False]
 
 
+def test_a_grammar_is_followed_and_ends_the_answer(model: Model):
+    grammar, sampling = Grammar("regex", r'\{"a": [1-9][0-9]{0,2}\}'), Sampling(1.0, 1.0, 0, 3)
+    bench = Bench(model)
+    handle = bench.ask(b"def f(", grammar=grammar, max_tokens=400, sampling=sampling, choices=2)
+    deadline = time.monotonic() + 30
+    while len(bench.ends(handle)) < 2:
+        assert time.monotonic() < deadline
+        bench.step()
+    for choice in range(2):
+        assert json.loads(bytes(bench.tokens(handle, choice)))["a"] < 1000
+    assert bench.ends(handle) == ["stop", "stop"]
+    bench.assert_nothing_is_held()
+
+
+def test_a_request_that_cannot_be_drawn_fails_alone(model: Model):
+    bench = Bench(model)
+    wrong = bench.ask(b"x", sampling=Sampling(0.0, 1.0, 0, 0, logit_bias=((999, 1.0),)))
+    none_left = bench.ask(b"x", sampling=Sampling(0.0, 1.0, 0, 0, logit_bias=tuple((t, -1e9) for t in range(264))))
+    fine = bench.ask(b"def f(")
+    bench.run()
+    failed = {message.handle: message for message in bench.said if isinstance(message, Failed)}
+    assert failed.keys() <= {wrong, none_left}
+    assert (failed[wrong].status, failed[wrong].code) == (400, "invalid_request")
+    assert "token 999" in failed[wrong].message
+    assert bench.tokens(fine) == alone(model, b"def f(", 6)
+    bench.assert_nothing_is_held()
+
+
+def test_ends_of_the_requests_own_and_a_least_length_are_kept_to(model: Model):
+    prompt = b"def f(x):\n"
+    free = alone(model, prompt, 12)
+    bench = Bench(model)
+    stopped = bench.ask(prompt, max_tokens=12, stop_token_ids=(free[5],))
+    longer = bench.ask(prompt, max_tokens=12, stop_token_ids=(free[5],), min_tokens=9)
+    bench.run()
+    assert bench.tokens(stopped) == free[: free.index(free[5])]
+    assert len(bench.tokens(longer)) >= 9
+    assert bench.tokens(longer)[:9].count(free[5]) == 0
+
+
 def fetched(model: Model, sequence: Sequence) -> Fetched:
     """What a fetch would bring: the prompt prefilled into the sequence's memory."""
     tokens = torch.tensor(sequence.token_ids)
@@ -336,14 +387,14 @@ class Parrot:
 
     def __init__(self, model: Model):
         self.layers, self.fingerprint, self.device = model.layers, model.fingerprint, model.device
-        self.eos_token_ids = frozenset({1})
+        self.eos_token_ids, self.vocab_size = frozenset({1}), 264
         self.chance = torch.Generator().manual_seed(2)
 
     def bind(self, memory: CacheMemory) -> None:
         pass
 
     def forward(self, batch: Batch, _on_layer: Any = None) -> torch.Tensor:
-        return torch.rand(batch.outputs, 8, generator=self.chance)
+        return torch.rand(batch.outputs, 264, generator=self.chance)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from prfaas.errors import RequestError
+from prfaas.errors import InternalError, RequestError
 from prfaas.wire.engine import Generate, Grammar, Sampling
-from prfaas_worker.engine.grammar import Compiled, Grammars, Matcher, Vocabulary, build_tokenizer
+from prfaas_worker.engine.grammar import Compiled, Grammars, Matcher, Vocabulary, build_tokenizer, read_vocabulary
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, sample
 from prfaas_worker.grammars import MAX_GRAMMAR_BYTES, check_grammar
+from prfaas_worker.tokenizer.byte import ByteTokenizer
+from prfaas_worker.tokenizer.specials import Special
 
 BOS, EOS, END = 256, 257, 258
 SIZE = 264
@@ -217,6 +219,12 @@ def test_a_bad_grammar_that_reaches_the_engine_is_its_futures_error(grammars: Gr
         grammars.prepare(Grammar("regex", "(a")).result()
 
 
+def test_a_vocabulary_that_cannot_be_used_is_an_error_of_ours_and_not_the_requesters():
+    grammars = Grammars(lambda: BYTES._replace(eos_ids=(SIZE + 7,)))
+    with pytest.raises(InternalError, match="regex"):
+        grammars.prepare(Grammar("regex", "a")).result()
+
+
 def test_checking_a_grammar_needs_no_torch():
     code = (
         "import sys; from prfaas_worker.grammars import check_grammar; from prfaas.wire.engine import Grammar;"
@@ -267,6 +275,16 @@ def test_tokens_of_several_characters_spell_the_grammar(encode: Callable[[str], 
             text += WORDS[token]
             matcher.accept([token])
         assert json.loads(text) == {"name": 1}
+
+
+def test_a_tokenizers_vocabulary_has_its_bytes_and_its_special_tokens_apart():
+    specials = {text.decode(): Special(token) for token, text in SPECIALS.items()}
+    tokenizer = ByteTokenizer(specials, None, None)
+    found = read_vocabulary(tokenizer, (EOS, END), SIZE)
+    assert list(found.tokens) == TOKENS + [b""] * (SIZE - len(TOKENS))
+    assert found[1:4] == (frozenset(SPECIALS), (EOS, END), SIZE)
+    assert found.encode is not None
+    assert found.encode('{"<eos>') == [*b'{"<eos>']
 
 
 def test_a_tokenizer_without_an_end_is_usable():

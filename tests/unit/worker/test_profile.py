@@ -36,19 +36,29 @@ def test_sizes_are_told_before_anything_is_measured():
     assert Machine().told == [Profile(state_bytes=1000, token_bytes=10)]
 
 
-@pytest.mark.parametrize("budget_seconds", [0.3, 0.5, 2.0, 10.0])
+@pytest.mark.parametrize("budget_seconds", [0.5, 2.0, 10.0])
 def test_measuring_keeps_to_its_time_and_finds_the_curve(budget_seconds):
     machine = Machine()
     machine.profiler.measure(machine.prefill, budget_seconds, max_tokens=100_000)
     assert machine.now <= budget_seconds + 0.01
     assert machine.error < 0.05
-    assert machine.told[-1].samples == len(machine.lengths) - 1
+    assert machine.told[-1].samples == (len(machine.lengths) - 1) / 3
 
 
 def test_with_time_enough_all_lengths_are_measured_several_times_and_no_more():
     machine = Machine()
     machine.profiler.measure(machine.prefill, 1000.0, max_tokens=100_000)
-    assert machine.lengths == [64] + [64, 128, 256, 512, 1024, 2048, 4096] * 5
+    assert machine.lengths == [64] + [n for n in (64, 128, 256, 512, 1024, 2048, 4096) for _ in range(3)]
+
+
+def test_two_of_three_slow_repetitions_change_nothing():
+    machine = Machine()
+
+    def disturbed(tokens: int) -> float:
+        return machine.prefill(tokens) * (1 if len(machine.lengths) % 3 == 0 else 4)
+
+    machine.profiler.measure(disturbed, 1.0, max_tokens=100_000)
+    assert machine.error < 0.05
 
 
 def test_no_prompt_is_longer_than_the_model_takes():

@@ -1,63 +1,92 @@
-"""Drawing tokens: the distribution asked for, and the same draw for the same seed, choice and position anywhere."""
+"""A row's draw depends on its logits and its sampler alone, and a sampler on the request and the tokens so far."""
 
 import math
-from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from prfaas.wire.engine import Sampling
-from prfaas_worker.engine.sampling import Draw, Drawn, draw, uniform
+from prfaas.errors import InternalError, RequestError
+from prfaas.wire.engine import Generate, Sampling
+from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, sample, uniform
+from prfaas_worker.engine.sampling.chance import Stream
 
-LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 3.5])
-
-
-def sampling(temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 1) -> Sampling:
-    return Sampling(temperature, top_p, top_k, seed)
-
-
-def drawn_tokens(parameters: Sampling, count: int = 4000) -> Counter[int]:
-    draws = [Draw(parameters, 0, position, -1) for position in range(count)]
-    return Counter(found.token for found in draw(LOGITS.expand(count, -1), draws))
+PROMPT = [3, 1, 4, 1, 5]
+VOCAB = 300
+MODEL = Outputs(VOCAB, (2,))
 
 
-def test_temperature_0_takes_the_most_likely_token():
-    assert drawn_tokens(sampling(temperature=0), 3) == {4: 3}
+def request(sampling: Sampling, **fields: object) -> Generate:
+    common = {"handle": 1, "request_id": "r", "token_ids": PROMPT, "choices": 1, "max_tokens": 99}
+    return Generate(**{**common, "sampling": sampling, "logprobs": -1, "prefill_url": "", **fields})
 
 
-def test_a_tiny_temperature_is_as_good_as_greedy():
-    assert drawn_tokens(sampling(temperature=1e-30), 100) == {4: 100}
+def greedy(**fields: object) -> Generate:
+    return request(Sampling(0.0, 1.0, 0, 1), **fields)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_are_those_of_the_softmax(temperature: float):
-    found = drawn_tokens(sampling(temperature=temperature))
-    expected = torch.softmax(LOGITS / temperature, dim=-1)
-    for token, probability in enumerate(expected.tolist()):
-        # Five standard deviations of a binomial count: a fixed seed makes this exact for ever.
-        assert abs(found[token] - 4000 * probability) <= 5 * math.sqrt(4000 * probability)
+def samplings() -> st.SearchStrategy[Sampling]:
+    return st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+        top_p=st.sampled_from([1.0, 0.3, 0.95]),
+        top_k=st.sampled_from([0, 1, 5, 400]),
+        seed=st.integers(-(2**63), 2**63 - 1),
+        min_p=st.sampled_from([0.0, 0.1]),
+        presence_penalty=st.sampled_from([0.0, 0.5]),
+        frequency_penalty=st.sampled_from([0.0, -0.7]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        logit_bias=st.sampled_from([(), ((7, 3.0), (8, -100.0))]),
+    )
 
 
-def test_top_k_keeps_the_most_likely():
-    assert set(drawn_tokens(sampling(top_k=2))) == {4, 1}
-    assert set(drawn_tokens(sampling(top_k=1))) == {4}
-    assert set(drawn_tokens(sampling(top_k=99, temperature=2))) == {0, 1, 2, 3, 4}
+def requests() -> st.SearchStrategy[Generate]:
+    return st.builds(
+        request,
+        samplings(),
+        logprobs=st.sampled_from([-1, 0, 4]),
+        min_tokens=st.sampled_from([0, 2]),
+        stop_token_ids=st.sampled_from([(), (9, 10)]),
+        ignore_eos=st.booleans(),
+    )
 
 
-def test_top_p_keeps_the_fewest_tokens_that_reach_it():
-    first, second = torch.softmax(LOGITS, dim=-1).sort(descending=True).values[:2].tolist()
-    assert set(drawn_tokens(sampling(top_p=first - 0.001))) == {4}
-    assert set(drawn_tokens(sampling(top_p=first + 0.001))) == {4, 1}
-    assert set(drawn_tokens(sampling(top_p=first + second + 0.001))) == {4, 1, 2}
-    assert set(drawn_tokens(sampling(top_p=1e-9))) == {4}
+def random_logits(rows: int, seed: int) -> torch.Tensor:
+    return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_draw_depends_on_seed_choice_and_position_alone():
-    many = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    draws = [Draw(sampling(seed=row % 7), row % 3, 100 + row, -1) for row in range(50)]
-    together = draw(many, draws)
-    apart = [draw(many[row : row + 1], [draws[row]])[0] for row in reversed(range(50))]
-    assert together == apart[::-1]
+@settings(max_examples=60, deadline=None)
+@given(asked=st.lists(requests(), min_size=1, max_size=8), seed=st.integers(0, 2**32))
+def test_a_row_is_drawn_the_same_alone_and_in_any_batch(asked: list[Generate], seed: int):
+    together = [Sampler(one, row % 3, MODEL) for row, one in enumerate(asked)]
+    alone = [Sampler(one, row % 3, MODEL) for row, one in enumerate(asked)]
+    for step in range(3):
+        logits = random_logits(len(asked), seed + step)
+        backward = reversed(range(len(asked)))
+        apart = {row: sample(logits[row : row + 1].clone(), [alone[row]])[0] for row in backward}
+        assert sample(logits, together) == [apart[row] for row in range(len(asked))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(asked=requests(), steps=st.integers(0, 40), seed=st.integers(0, 2**32))
+def test_a_sampler_made_anew_elsewhere_goes_on_as_the_first_would_have(asked: Generate, steps: int, seed: int):
+    first = Sampler(asked, 1, MODEL)
+    generated = [sample(random_logits(1, seed + step), [first])[0].token for step in range(steps)]
+    second = Sampler(asked, 1, MODEL, None, generated)
+    for step in range(steps, steps + 5):
+        assert sample(random_logits(1, seed + step), [second]) == sample(random_logits(1, seed + step), [first])
+
+
+def test_choices_differ_and_seeds_repeat():
+    def text(seed: int, choice: int) -> list[int]:
+        sampler = Sampler(request(Sampling(1.0, 1.0, 0, seed)), choice, MODEL)
+        return [sample(random_logits(1, step), [sampler])[0].token for step in range(20)]
+
+    texts = {(seed, choice): text(seed, choice) for seed in (1, 2) for choice in (0, 1)}
+    assert len({tuple(found) for found in texts.values()}) == 4
+    assert text(1, 0) == texts[1, 0]
 
 
 def test_random_numbers_differ_by_every_part_of_their_key_and_fill_the_unit_interval():
@@ -69,15 +98,77 @@ def test_random_numbers_differ_by_every_part_of_their_key_and_fill_the_unit_inte
     assert uniform(2**63 - 1, 0, 0) != uniform(-(2**63), 0, 0)
 
 
-def test_logprobs_are_those_of_the_model_whatever_the_temperature():
-    expected = torch.log_softmax(LOGITS, dim=-1).tolist()
-    (found,) = draw(LOGITS[None], [Draw(sampling(temperature=0.1, top_k=1), 0, 0, 3)])
-    assert found.token == 4
-    assert found.logprob is not None
-    assert found.logprob.logprob == pytest.approx(expected[4], abs=1e-6)
-    assert [token for token, _ in found.logprob.top] == [4, 1, 2]
-    assert [value for _, value in found.logprob.top] == pytest.approx([expected[4], expected[1], expected[2]], abs=1e-6)
+def test_a_stream_gives_the_number_of_every_position():
+    stream = Stream(-5, 2, 1000)
+    assert [stream.next() for _ in range(200)] == [uniform(-5, 2, 1000 + step) for step in range(200)]
 
 
-def test_no_logprobs_unless_asked():
-    assert draw(LOGITS[None], [Draw(sampling(temperature=0), 0, 0, -1)]) == [Drawn(4, None)]
+def test_frequencies_of_independent_draws_pass_a_chi_square_test():
+    logits = random_logits(1, 0)[0, :20]
+    samplers = [Sampler(request(Sampling(1.0, 1.0, 0, seed)), 0, Outputs(20, ())) for seed in range(5000)]
+    drawn = sample(logits.expand(5000, -1), samplers)
+    found = np.bincount([one.token for one in drawn], minlength=20)
+    expected = 5000 * torch.softmax(logits.double(), dim=-1).numpy()
+    common = expected > 5
+    statistic = float(((found - expected)[common] ** 2 / expected[common]).sum())
+    freedom = int(common.sum()) - 1
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_greedy_takes_the_first_of_the_most_likely_tokens_of_any_vocabulary():
+    for width in (5, 264, 5000, 8192):
+        logits = torch.randn(6, width, generator=torch.Generator().manual_seed(width)).round(decimals=1)
+        samplers = [Sampler(greedy(), 0, Outputs(width, ())) for _ in range(6)]
+        found = [drawn.token for drawn in sample(logits, samplers)]
+        assert found == np.argmax(logits.numpy(), axis=1).tolist()
+
+
+def test_logprobs_are_those_of_the_model_whatever_changes_the_draw():
+    logits = random_logits(3, 1)
+    expected = torch.log_softmax(logits, dim=-1)
+    banned = int(logits[0].argmax())
+    odd = Sampling(0.1, 0.9, 3, 1, repetition_penalty=2.0, logit_bias=((banned, -100.0),))
+    asked = [request(odd, logprobs=3), greedy(), greedy(logprobs=0)]
+    drawn = sample(logits, [Sampler(one, 0, MODEL) for one in asked])
+    assert drawn[0].token != banned
+    assert drawn[0].logprob is not None
+    assert drawn[0].logprob.logprob == pytest.approx(float(expected[0, drawn[0].token]), abs=1e-6)
+    assert [token for token, _ in drawn[0].logprob.top] == expected[0].topk(3).indices.tolist()
+    assert [value for _, value in drawn[0].logprob.top] == pytest.approx(expected[0].topk(3).values.tolist(), abs=1e-6)
+    assert drawn[1] == Drawn(drawn[1].token, None)
+    assert drawn[2].logprob is not None
+    assert drawn[2].logprob.top == []
+
+
+def test_choices_may_share_one_row_of_logits():
+    shared = random_logits(1, 2)
+    best = int(shared.argmax())
+    samplers = [
+        Sampler(greedy(), 0, MODEL),
+        Sampler(request(Sampling(0.0, 1.0, 0, 1, logit_bias=((best, -99.0),))), 1, MODEL),
+    ]
+    first, second = sample(shared.expand(2, -1), samplers)
+    assert first.token == best
+    assert second.token != best
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_end_their_own_row_alone(damage: float):
+    logits = random_logits(3, 3)
+    expected = int(logits[2].argmax())
+    logits[0, 17] = damage
+    logits[1] = -math.inf
+    asked = [request(Sampling(1.0, 0.9, 0, 1)), request(Sampling(1.0, 1.0, 0, 1)), greedy()]
+    drawn = sample(logits, [Sampler(one, 0, MODEL) for one in asked])
+    assert isinstance(drawn[0].error, InternalError)
+    assert isinstance(drawn[1].error, InternalError)
+    assert drawn[2] == Drawn(expected, None)
+
+
+def test_a_row_whose_every_token_is_ruled_out_is_the_requests_own_error():
+    model = Outputs(3, (0,))
+    stuck = Sampler(greedy(token_ids=[1], min_tokens=1, stop_token_ids=(1, 2)), 0, model)
+    other = Sampler(greedy(token_ids=[1]), 0, model)
+    drawn = sample(torch.tensor([[1.0, 2.0, 3.0]] * 2), [stuck, other])
+    assert isinstance(drawn[0].error, RequestError)
+    assert drawn[1] == Drawn(2, None)

@@ -5,29 +5,25 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas_worker.engine.schedule import Batch, Budgets, Chunk, Facts, Key, Running, Waiting, schedule
+from prfaas_worker.engine.schedule import Batch, Budgets, Chunk, Facts, Running, Waiting, schedule
 
 BUDGETS = Budgets(step_tokens=1024, prompt_tokens_beside_decodes=512)
 
 
-def waiting(handle: int, slots: int = 1, pages: int = 1) -> Waiting:
-    return Waiting((handle, 0), slots, pages)
+def waiting(handle: int, slots: int = 1, pages: int = 1) -> Waiting[int]:
+    return Waiting(handle, slots, pages)
 
 
-def prompt(handle: int, remaining: int, cut: int | None = None) -> Running:
-    return Running((handle, 0), remaining, remaining if cut is None else cut, 2, False, True)
+def prompt(handle: int, remaining: int, cut: int | None = None) -> Running[int]:
+    return Running(handle, remaining, remaining if cut is None else cut, 2, False, False)
 
 
-def decoding(handle: int, *, short: bool = False, held: int = 2) -> Running:
-    return Running((handle, 0), 1, 1, held, short, True)
+def decoding(handle: int, *, short: bool = False, held: int = 2) -> Running[int]:
+    return Running(handle, 1, 1, held, short, True)
 
 
-def facts(*running: Running, waits: tuple[Waiting, ...] = (), slots: int = 8, pages: int = 100) -> Facts:
+def facts(*running: Running[int], waits: tuple[Waiting[int], ...] = (), slots: int = 8, pages: int = 100) -> Facts[int]:
     return Facts(waits, running, slots, pages)
-
-
-def key(handle: int) -> Key:
-    return handle, 0
 
 
 def test_nothing_to_do_is_an_empty_batch():
@@ -36,39 +32,39 @@ def test_nothing_to_do_is_an_empty_batch():
 
 def test_decoding_goes_on_beside_one_chunk_of_prompt():
     found = schedule(facts(prompt(3, 5000), decoding(1), decoding(2)), BUDGETS)
-    assert found == Batch(chunks=(Chunk(key(3), 512),), decodes=(key(1), key(2)))
+    assert found == Batch(chunks=(Chunk(3, 512),), decodes=(1, 2))
 
 
 def test_a_prompt_alone_gets_the_whole_step():
-    assert schedule(facts(prompt(3, 5000)), BUDGETS).chunks == (Chunk(key(3), 1024),)
+    assert schedule(facts(prompt(3, 5000)), BUDGETS).chunks == (Chunk(3, 1024),)
 
 
 def test_decodes_take_their_tokens_out_of_the_steps_budget():
     many = tuple(decoding(n) for n in range(600))
-    assert schedule(facts(*many, prompt(900, 5000)), BUDGETS).chunks == (Chunk(key(900), 424),)
+    assert schedule(facts(*many, prompt(900, 5000)), BUDGETS).chunks == (Chunk(900, 424),)
 
 
 def test_what_a_short_prompt_leaves_of_a_step_goes_to_the_next():
     prompts = prompt(1, 100), prompt(2, 300), prompt(3, 900), prompt(4, 5)
     found = schedule(facts(*prompts), BUDGETS).chunks
-    assert found == (Chunk(key(1), 100), Chunk(key(2), 300), Chunk(key(3), 624))
+    assert found == (Chunk(1, 100), Chunk(2, 300), Chunk(3, 624))
 
 
 def test_a_chunk_ends_where_its_state_is_to_be_kept():
-    assert schedule(facts(prompt(1, 900, cut=192)), BUDGETS).chunks == (Chunk(key(1), 192),)
+    assert schedule(facts(prompt(1, 900, cut=192)), BUDGETS).chunks == (Chunk(1, 192),)
 
 
-def test_a_prefill_for_another_instance_is_a_chunk_even_when_one_token_is_left():
-    last = Running(key(1), 1, 1, 2, False, False)
-    assert schedule(facts(last), BUDGETS) == Batch(chunks=(Chunk(key(1), 1),))
+def test_one_token_left_of_a_prompt_is_a_chunk_unless_it_decodes():
+    last = prompt(1, 1)
+    assert schedule(facts(last), BUDGETS) == Batch(chunks=(Chunk(1, 1),))
 
 
 def test_requests_are_admitted_in_order_while_slots_and_pages_are_free():
     waits = waiting(7), waiting(8, slots=2), waiting(9)
-    assert schedule(facts(waits=waits, slots=4), BUDGETS).admit == (key(7), key(8), key(9))
-    assert schedule(facts(waits=waits, slots=3), BUDGETS).admit == (key(7), key(8))
+    assert schedule(facts(waits=waits, slots=4), BUDGETS).admit == (7, 8, 9)
+    assert schedule(facts(waits=waits, slots=3), BUDGETS).admit == (7, 8)
     assert schedule(facts(waits=waits, slots=0), BUDGETS).admit == ()
-    assert schedule(facts(waits=waits, pages=1), BUDGETS).admit == (key(7),)
+    assert schedule(facts(waits=waits, pages=1), BUDGETS).admit == (7,)
 
 
 def test_a_large_request_is_not_overtaken():
@@ -78,19 +74,19 @@ def test_a_large_request_is_not_overtaken():
 
 def test_admission_leaves_a_page_for_every_decode():
     assert schedule(facts(decoding(1), decoding(2), waits=(waiting(3),), pages=2), BUDGETS).admit == ()
-    assert schedule(facts(decoding(1), decoding(2), waits=(waiting(3),), pages=3), BUDGETS).admit == (key(3),)
+    assert schedule(facts(decoding(1), decoding(2), waits=(waiting(3),), pages=3), BUDGETS).admit == (3,)
 
 
 def test_without_a_page_the_last_to_arrive_gives_way_and_nobody_is_admitted():
     found = schedule(facts(decoding(1, short=True), decoding(2), prompt(3, 9), waits=(waiting(4),), pages=0), BUDGETS)
-    assert found == Batch(preempt=(key(3),), decodes=(key(1), key(2)))
+    assert found == Batch(preempt=(3,), decodes=(1, 2))
 
 
 def test_one_that_gives_way_may_do_for_several():
     found = schedule(facts(decoding(1, short=True), decoding(2, short=True), decoding(3, held=2), pages=0), BUDGETS)
-    assert found == Batch(preempt=(key(3),), decodes=(key(1), key(2)))
+    assert found == Batch(preempt=(3,), decodes=(1, 2))
     found = schedule(facts(decoding(1, short=True), decoding(2, short=True), decoding(3, held=1), pages=0), BUDGETS)
-    assert found == Batch(preempt=(key(3),), decodes=(key(1),))
+    assert found == Batch(preempt=(3,), decodes=(1,))
 
 
 def test_what_only_transfers_hold_is_waited_for():
@@ -112,10 +108,8 @@ class Line:
     def remaining(self) -> int:
         return self.prompt + self.drawn - self.computed
 
-    def facts(self, handle: int) -> Running:
-        return Running(
-            key(handle), self.remaining, self.remaining, self.pages, self.computed + 1 > self.pages * 64, True
-        )
+    def facts(self, handle: int) -> Running[int]:
+        return Running(handle, self.remaining, self.remaining, self.pages, self.computed + 1 > self.pages * 64, True)
 
 
 lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.integers(1, 3)), max_size=12)
@@ -148,21 +142,21 @@ def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
         assert not found.empty
         assert len(found.decodes) + sum(chunk.tokens for chunk in found.chunks) <= max(step_tokens, len(found.decodes))
         if runs:
-            assert key(min(runs)) not in found.preempt
-        for handle, _ in found.preempt:
+            assert min(runs) not in found.preempt
+        for handle in found.preempt:
             one = everyone[handle]
             one.pages = one.computed = 0
             runs.remove(handle)
             waits.append(handle)
-        for (handle, _), tokens in found.chunks:
+        for handle, tokens in found.chunks:
             everyone[handle].computed += tokens
             everyone[handle].drawn += everyone[handle].remaining == 0
-        for handle, _ in found.decodes:
+        for handle in found.decodes:
             one = everyone[handle]
             one.pages += one.computed + 1 > one.pages * 64
             one.computed += 1
             one.drawn += 1
-        for handle, _ in found.admit:
+        for handle in found.admit:
             everyone[handle].pages = -(-everyone[handle].remaining // 64)
             waits.remove(handle)
             runs.append(handle)

@@ -105,6 +105,29 @@ def test_text_ends_right_before_the_first_stop_string(text: str, stops: list[str
         assert shown == text[: min(start for end, start in ends if end == first_end)]
 
 
+def test_the_first_stop_string_does_not_depend_on_how_many_tokens_come_at_once():
+    for text, stops in [("abcd", ["bcd", "c"]), ("xaby", ["ab", "b"])]:
+        one_by_one = "".join(streamed(text.encode(), list(range(len(text))), *stops))
+        assert "".join(streamed(text.encode(), [], *stops)) == one_by_one
+
+
+@given(st.lists(st.integers(0, 100)), st.integers(0, 12))
+def test_tokens_that_may_not_stop_are_not_searched(cuts: list[int], free: int):
+    data = "aab aab aéb".encode()
+    stream = TextStream(TINY, ["ab"], unstopped_tokens=free)
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    shown = "".join(stream.push(data[start:end], final=False) for start, end in itertools.pairwise(edges))
+    shown += stream.push([], final=True)
+    place = data.find(b"ab", free)
+    assert shown == (data if place < 0 else data[:place]).decode()
+    assert stream.stopped == (place >= 0)
+
+
+def test_marks_can_be_shown():
+    stream = TextStream(TINY, (), shown={END: b"<end>"})
+    assert stream.push([ord("a"), END, USER, ord("b")], final=True) == "a<end>b"
+
+
 def test_special_tokens_add_no_text():
     assert TextStream(TINY, ()).push([ord("a"), END, ord("b"), USER], final=True) == "ab"
 

@@ -16,8 +16,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from prfaas.errors import InternalError, PrfaasError
 from prfaas.wire.engine import Grammar
 from prfaas_worker.grammars import llguidance_text, refusal
+from prfaas_worker.tokenizer import Tokenizer
 
 KEPT_GRAMMARS: Final = 32
 COMPILE_THREADS: Final = 2
@@ -38,6 +40,15 @@ class Vocabulary(NamedTuple):
     eos_ids: tuple[int, ...]
     size: int
     encode: Callable[[str], Sequence[int]] | None = None
+
+
+def read_vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...], size: int) -> Vocabulary:
+    """Return a tokenizer's vocabulary for a model with logits `size` wide; special tokens that add text are text."""
+    tokens = [tokenizer.token_bytes(token) for token in range(size)]
+    specials = {token: text for text, token in tokenizer.specials.items() if token < size and not tokens[token]}
+    for token, text in specials.items():
+        tokens[token] = text.encode()
+    return Vocabulary(tokens, frozenset(specials), eos_ids, size, lambda text: tokenizer.encode(text, framed=False))
 
 
 class Matcher:
@@ -113,7 +124,7 @@ class Grammars:
         self._kept: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> Future[Compiled]:
-        """Compile in a thread. The future raises RequestError for a grammar that cannot be used.
+        """Compile in a thread. The future raises PrfaasError alone: RequestError for a grammar that cannot be used.
 
         Called from one thread only. `Future.add_done_callback` runs in the compiling thread, or at once if it is done.
         """
@@ -132,6 +143,14 @@ class Grammars:
                 self._tokenizer = build_tokenizer(self._load_vocabulary())
 
     def _compile(self, grammar: Grammar) -> Compiled:
+        try:
+            return self._compiled(grammar)
+        except PrfaasError:
+            raise
+        except BaseException as error:  # a panic of the library's is no Exception
+            raise InternalError(f"the grammar library failed on a {grammar.kind}: {error!r}") from error
+
+    def _compiled(self, grammar: Grammar) -> Compiled:
         self.warm()
         assert self._tokenizer is not None  # noqa: S101 - what `warm` is for
         prototype = LLMatcher(self._tokenizer, llguidance_text(grammar), log_level=0, limits=_LIMITS)

@@ -44,18 +44,18 @@ class Outbox:
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
-        self._queue: queue.SimpleQueue[ToFront] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[ToFront]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="front-write", daemon=True).start()
 
-    def put(self, message: ToFront) -> None:
-        """Queue a message; never blocks."""
-        self._queue.put(message)
+    def put(self, messages: list[ToFront]) -> None:
+        """Queue messages; never blocks."""
+        self._queue.put(messages)
 
     def _run(self) -> None:
         while True:
-            batch = [self._queue.get()]
+            batch = self._queue.get()
             while not self._queue.empty():
-                batch.append(self._queue.get())
+                batch = batch + self._queue.get()
             try:
                 self._sock.sendall(encode_batch(batch))
             except OSError:
@@ -81,19 +81,19 @@ class Desk:
             case CancelPrefill(transfer_id):
                 self._offers.cancel(transfer_id)
             case AskPrefill(handle, transfer_id):
-                self._outbox.put(PrefillAnswer(handle, self._offers.status(transfer_id)))
+                self._outbox.put([PrefillAnswer(handle, self._offers.status(transfer_id))])
             case AskStats(handle):
-                self._outbox.put(self._stats(handle))
+                self._outbox.put([self._stats(handle)])
 
     def _grant(self, message: StartPrefill) -> None:
         prompt = Prompt(message.handle, message.request_id, len(message.token_ids), message.start_token)
         try:
             offer, grant = self._offers.grant(prompt)
         except CapacityError as error:
-            self._outbox.put(Failed(message.handle, 503, CODE_OVERLOADED, str(error)))
+            self._outbox.put([Failed(message.handle, 503, CODE_OVERLOADED, str(error))])
             return
         self._engine.inbox.put(Offered(message, offer))
-        self._outbox.put(Granted(message.handle, grant))
+        self._outbox.put([Granted(message.handle, grant)])
 
     def _stats(self, handle: int) -> Stats:
         transfers, sent_bytes, received_bytes = self._offers.counters.snapshot()

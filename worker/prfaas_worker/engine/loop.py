@@ -1,17 +1,18 @@
 """The engine's step loop: take what arrived, ask the schedule, run the batch, hand out tokens.
 
 It runs on one thread and never waits but when idle: other threads talk to it through `inbox`, and it talks to the front
-through `answer`, which only queues.
+through `answer`, which only queues, once a step.
 """
 
 import queue
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 
-from prfaas.errors import CapacityError, PrfaasError
+from prfaas.errors import CapacityError, InternalError, PrfaasError, RequestError
 from prfaas.kvindex.blocks import BlockChain, chain_root
 from prfaas.wire.engine import (
     ALL_CHOICES,
@@ -26,15 +27,17 @@ from prfaas.wire.engine import (
     Started,
     StartPrefill,
     ToFront,
-    Tokens,
 )
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine import sequences
+from prfaas_worker.engine.grammar import Compiled, Grammars
+from prfaas_worker.engine.profile import Profiler
 from prfaas_worker.engine.runner import Runner, Work
-from prfaas_worker.engine.sampling import Draw, Drawn, draw
+from prfaas_worker.engine.sampling import Outputs
 from prfaas_worker.engine.schedule import BUDGETS, Batch, schedule
 from prfaas_worker.engine.sequences import Phase, Request, Requests
+from prfaas_worker.engine.voice import Heard, Voice, failure
 from prfaas_worker.transfer.fetch import Fetch, Fetched
 from prfaas_worker.transfer.offers import Offer
 
@@ -59,6 +62,13 @@ class FetchEnded(NamedTuple):
     result: Fetched | PrfaasError
 
 
+class GrammarReady(NamedTuple):
+    """A request's grammar is compiled, or cannot be used."""
+
+    handle: int
+    result: Future[Compiled]
+
+
 class Gauges(NamedTuple):
     """What the engine was busy with after its last step, and what it has done since its start."""
 
@@ -72,30 +82,36 @@ class Gauges(NamedTuple):
     role: Role = "mixed"
 
 
-Event = Generate | Cancel | ResetCache | SetRole | Offered | OfferEnded | FetchEnded
-FetchFactory = Callable[[sequences.Sequence], Fetch]
+Event = Generate | Cancel | ResetCache | SetRole | Offered | OfferEnded | FetchEnded | GrammarReady
+
+
+class Parts(NamedTuple):
+    """What an engine is put together from.
+
+    `new_fetch` prepares the fetch of a sequence whose prompt another instance prefills; `answer` queues messages to
+    the front, in order.
+    """
+
+    runner: Runner
+    cache: HybridCache
+    grammars: Grammars
+    profiler: Profiler
+    new_fetch: Callable[[sequences.Sequence], Fetch]
+    answer: Callable[[list[ToFront]], None]
 
 
 class Engine:
-    """Owns all requests. `new_fetch` prepares the fetch of a sequence whose prompt another instance prefills."""
+    """Owns all requests, at most `max_waiting` of which wait."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        cache: HybridCache,
-        new_fetch: FetchFactory,
-        answer: Callable[[ToFront], None],
-        *,
-        role: Role,
-        max_waiting: int,
-    ):
+    def __init__(self, parts: Parts, *, role: Role, max_waiting: int):
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.requests = Requests()
         self.gauges = Gauges(role=role)
-        self.cache = cache
-        self._runner = runner
-        self._new_fetch = new_fetch
-        self._answer = answer
+        self.cache = parts.cache
+        self._parts = parts
+        self._runner, model = parts.runner, parts.runner.model
+        self._voice = Voice(Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids))))
+        self._said: list[ToFront] = []
         self._max_waiting = max_waiting
         self._role: Role = role
         self._prompt_tokens = 0
@@ -105,6 +121,10 @@ class Engine:
     def offer_ended(self, handle: int) -> None:
         """Have a prefill for another instance forgotten; called from any thread."""
         self.inbox.put(OfferEnded(handle))
+
+    def measure(self, budget_seconds: float, max_tokens: int) -> None:
+        """Measure what prefills cost here; before the first step."""
+        self._parts.profiler.measure(self._prefill_seconds, budget_seconds, max_tokens)
 
     def run(self) -> None:
         """Step until the process ends."""
@@ -117,13 +137,16 @@ class Engine:
         """Do one step; with `wait` first wait until something arrives. Returns whether anything was to do."""
         self._take(wait=wait)
         batch = schedule(self.requests.facts(self.cache), BUDGETS[self._role])
-        for key in batch.preempt:
-            self._preempt(self.requests[key])
-        for key in batch.admit:
-            if not self._admit(self.requests[key]):
+        for sequence in batch.preempt:
+            self._preempt(sequence)
+        for sequence in batch.admit:
+            if not self._admit(sequence):
                 break
         self._compute(self._work(batch))
         self.gauges = self._measure()
+        if self._said:
+            self._parts.answer(self._said)
+            self._said = []
         return not batch.empty
 
     def _take(self, *, wait: bool) -> None:
@@ -148,24 +171,47 @@ class Engine:
                 self._end(handle)
             case FetchEnded(handle, result):
                 self._fetched(handle, result)
+            case GrammarReady(handle, result):
+                self._grammar_ready(handle, result)
             case ResetCache(handle):
-                self._answer(CacheReset(handle, self.cache.reset()))
+                self._said.append(CacheReset(handle, self.cache.reset()))
             case SetRole(handle, role):
                 self._role = role
-                self._answer(RoleSet(handle, role))
+                self._said.append(RoleSet(handle, role))
 
     def _arrive(self, message: Generate) -> None:
         if self.requests.counts()[False, True] >= self._max_waiting:
             text = f"{self._max_waiting} requests are waiting already; try another instance, or later"
-            self._answer(Failed(message.handle, 503, CODE_OVERLOADED, text))
+            self._said.append(Failed(message.handle, 503, CODE_OVERLOADED, text))
             return
         request = Request(message.handle, len(message.token_ids), generate=message)
+        try:
+            self._voice.check(request)
+        except RequestError as error:
+            self._said.append(failure(message.handle, error))
+            return
         self._add(request, message.token_ids, message.cache_salt)
+        if message.grammar is not None:
+            request.sequences[0].phase = Phase.PREPARING
+            compiled = self._parts.grammars.prepare(message.grammar)
+            compiled.add_done_callback(lambda future: self.inbox.put(GrammarReady(message.handle, future)))
+
+    def _grammar_ready(self, handle: int, result: Future[Compiled]) -> None:
+        request = self.requests.get(handle)
+        if request is None:  # cancelled meanwhile
+            return
+        try:
+            request.grammar = result.result()
+        except PrfaasError as error:
+            self._said.append(failure(handle, error))
+            self._end(handle)
+            return
+        request.sequences[0].phase = Phase.WAITING
 
     def _add(self, request: Request, token_ids: list[int], cache_salt: str) -> None:
         chain = BlockChain(chain_root(self._runner.model.fingerprint, cache_salt))
         chain.extend(token_ids)
-        request.sequences.append(sequences.Sequence(request, 0, token_ids, chain))
+        request.sequences.append(sequences.Sequence(request, 0, token_ids[:], chain))
         self.requests.add(request)
 
     def _cancel(self, message: Cancel) -> None:
@@ -198,7 +244,7 @@ class Engine:
     def _fetch(self, sequence: sequences.Sequence) -> None:
         sequence.phase = Phase.FETCHING
         handle = sequence.request.handle
-        fetch = sequence.request.fetch = self._new_fetch(sequence)
+        fetch = sequence.request.fetch = self._parts.new_fetch(sequence)
         fetch.start(lambda result: self.inbox.put(FetchEnded(handle, result)))
 
     def _fetched(self, handle: int, result: Fetched | PrfaasError) -> None:
@@ -212,7 +258,7 @@ class Engine:
             return
         if isinstance(result, PrfaasError):
             self._end(handle)
-            self._answer(Failed(handle, 502, CODE_PREFILL_FAILED, str(result)))
+            self._said.append(Failed(handle, 502, CODE_PREFILL_FAILED, str(result)))
             return
         sequence.computed_tokens = len(sequence.token_ids)
         sequence.phase = Phase.RUNNING
@@ -228,19 +274,21 @@ class Engine:
         sequence.lease, sequence.computed_tokens, sequence.phase = None, 0, Phase.WAITING
         self._preemptions += 1
 
-    def _work(self, batch: Batch) -> Work:
-        decoding = [self.requests[key] for key in batch.decodes]
-        ready = [one for one in decoding if self.cache.grow(one.held, one.computed_tokens + 1)]
-        return Work([(self.requests[key], tokens) for key, tokens in batch.chunks], ready)
+    def _work(self, batch: Batch[sequences.Sequence]) -> Work:
+        ready = [one for one in batch.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
+        return Work(batch.chunks, ready)
 
     def _compute(self, work: Work) -> None:
         if not (work.chunks or work.decodes):
             return
         try:
-            hidden = self._runner.run(work)
+            done = self._runner.run(work)
         except CapacityError as error:
             self._abandon(work, error)
             return
+        if len(work.chunks) == 1 and not work.decodes:
+            ((sequence, tokens),) = work.chunks
+            self._parts.profiler.observe(tokens, done.seconds, sequence.computed_tokens)
         finished: list[tuple[sequences.Sequence, int]] = []
         for row, (sequence, tokens) in enumerate(work.chunks):
             self._prompt_tokens += tokens
@@ -249,8 +297,8 @@ class Engine:
             finished += self._advance(sequence, 1, row)
         if finished:
             rows = [row for _, row in finished]
-            logits = self._runner.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
-            self._draw([sequence for sequence, _ in finished], logits)
+            hidden = done.hidden if len(rows) == len(done.hidden) else done.hidden[rows]
+            self._draw([sequence for sequence, _ in finished], self._runner.model.logits(hidden))
 
     def _advance(self, sequence: sequences.Sequence, tokens: int, row: int) -> list[tuple[sequences.Sequence, int]]:
         """Note that tokens of a sequence are computed; returns who draws from the hidden state in `row` now."""
@@ -294,37 +342,31 @@ class Engine:
         """Turn a computed prompt into a sequence for each choice. One that finds no memory waits for some."""
         request = sequence.request
         for index in range(1, request.generation.choices):
-            lease = self.cache.fork(sequence.held, sequence.computed_tokens)
-            choice = sequences.Sequence(request, index, list(sequence.token_ids), sequence.chain.copy())
-            choice.lease = lease
-            choice.phase = Phase.WAITING if lease is None else Phase.RUNNING
-            choice.computed_tokens = 0 if lease is None else sequence.computed_tokens
+            choice = sequences.Sequence(request, index, sequence.token_ids[:], sequence.chain.copy())
+            choice.lease = self.cache.fork(sequence.held, sequence.computed_tokens)
+            if choice.lease is not None:
+                choice.phase, choice.computed_tokens = Phase.RUNNING, sequence.computed_tokens
             request.sequences.append(choice)
+        for choice in request.sequences:
+            choice.sampler = self._voice.sampler(request, choice.index, request.grammar)
         request.started = True
-        self._answer(started)
+        self._said.append(started)
         return request.sequences[:]
 
     def _draw(self, drawing: Sequence[sequences.Sequence], logits: torch.Tensor) -> None:
-        """Draw a token for each sequence; a single row of logits serves all of them."""
-        draws = [
-            Draw(generate.sampling, one.index, len(one.token_ids), generate.logprobs)
-            for one in drawing
-            for generate in (one.request.generation,)
-        ]
-        for sequence, drawn in zip(drawing, draw(logits.expand(len(draws), -1), draws), strict=True):
-            self._hand_out(sequence, drawn)
+        """Draw a token for each sequence, tell the front, and end what ends; one row of logits may serve all."""
+        self._generation_tokens += len(drawing)
+        for sequence, heard in zip(drawing, self._voice.draw(drawing, logits), strict=True):
+            self._say(sequence, heard)
 
-    def _hand_out(self, sequence: sequences.Sequence, drawn: Drawn) -> None:
-        """Tell the front of a sequence's new token, and end the sequence where it ends."""
-        generate = sequence.request.generation
-        sequence.token_ids.append(drawn.token)
-        self._generation_tokens += 1
-        stopped = drawn.token in self._runner.model.eos_token_ids
-        ended = "stop" if stopped else "length" if sequence.generated_tokens == generate.max_tokens else None
-        token_ids = [] if stopped else [drawn.token]
-        logprobs = [drawn.logprob] if drawn.logprob is not None and not stopped else []
-        self._answer(Tokens(generate.handle, sequence.index, token_ids, logprobs, ended))
-        if ended:
+    def _say(self, sequence: sequences.Sequence, heard: Heard) -> None:
+        request = sequence.request
+        if self.requests.get(request.handle) is None:  # another choice of it has just failed
+            return
+        self._said.append(heard.message)
+        if heard.request_ends:
+            self._end(request.handle)
+        elif heard.sequence_ends:
             self._end_sequence(sequence)
 
     def _abandon(self, work: Work, error: CapacityError) -> None:
@@ -334,7 +376,7 @@ class Engine:
                 request.offer.fail(str(error))
                 request.sequences[0].phase = Phase.ENDING  # its frames may still be on their way out
             else:
-                self._answer(Failed(request.handle, 503, CODE_OVERLOADED, str(error)))
+                self._said.append(Failed(request.handle, 503, CODE_OVERLOADED, str(error)))
                 self._end(request.handle)
         for sequence in work.decodes:
             self._preempt(sequence)
@@ -359,6 +401,22 @@ class Engine:
         request.sequences.remove(sequence)
         if not request.sequences:
             self.requests.remove(request.handle)
+
+    def _prefill_seconds(self, tokens: int) -> float:
+        """Prefill a prompt of no request, in chunks as any other, and forget it."""
+        request = Request(0, tokens)
+        chain = BlockChain(chain_root(self._runner.model.fingerprint, ""))
+        sequence = sequences.Sequence(request, 0, [0] * tokens, chain)
+        if (opened := self.cache.open((), tokens, 0)) is None:
+            raise InternalError(f"no memory for a prompt of {tokens} tokens while nothing is served")
+        sequence.lease, seconds = opened.lease, 0.0
+        with torch.inference_mode():
+            while left := sequence.remaining_tokens:
+                count = min(left, BUDGETS[self._role].step_tokens)
+                seconds += self._runner.run(Work([(sequence, count)], [])).seconds
+                sequence.computed_tokens += count
+        self.cache.close(opened.lease)
+        return seconds
 
     def _measure(self) -> Gauges:
         counts = self.requests.counts()

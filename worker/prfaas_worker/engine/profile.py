@@ -1,7 +1,8 @@
 """What prefills cost on this machine: measured on a few lengths before serving, then refined by every real one.
 
 The first measurement has to be short, since nothing is served meanwhile, and has to reach far, since prompts do:
-lengths double until the next one would not fit the time, and what is left of it goes into repetitions.
+lengths double until the next one would not fit the time. Each is repeated, and its quickest time counts: a single slow
+one, at the longest length, would be taken for a square and make prompts beyond it look many times as slow.
 """
 
 import time
@@ -13,10 +14,10 @@ from prfaas.wire.profile import Profile
 
 SHORTEST_TOKENS: Final = 64
 LONGEST_TOKENS: Final = 4096
-ROUNDS: Final = 5
+REPEATS: Final = 3
 TELL_SECONDS: Final = 1.0
-_GROWTH: Final = 3.0
-"""A length that is twice as long is expected to take this many times as long at most."""
+_GROWTH: Final = 2.5
+"""A length that is twice as long is expected to take this many times as long."""
 
 
 class Profiler:
@@ -46,15 +47,12 @@ class Profiler:
         if budget_seconds <= 0 or not lengths:
             return
         expected = prefill(lengths[0]) / _GROWTH  # warms up: its own time is not the rule
-        last: dict[int, float] = {}
         samples: list[Sample] = []
-        for _ in range(ROUNDS):
-            for tokens in lengths:
-                expected = last.get(tokens, expected * _GROWTH)
-                if self._clock() + expected > deadline:
-                    break
-                expected = last[tokens] = prefill(tokens)
-                samples.append(Sample(tokens, expected))
+        for tokens in lengths:
+            if self._clock() + REPEATS * _GROWTH * expected > deadline:
+                break
+            expected = min(prefill(tokens) for _ in range(REPEATS))
+            samples.append(Sample(tokens, expected))
         self._curve = Curve.fitted(samples)
         self._told()
 

@@ -21,6 +21,13 @@ class Work(NamedTuple):
     decodes: Sequence[sequences.Sequence]
 
 
+class Done(NamedTuple):
+    """A step's hidden states fp32 [chunks + decodes, hidden_size] in the order of its work, and what it took."""
+
+    hidden: torch.Tensor
+    seconds: float
+
+
 class Runner:
     """Runs one model on its memory. All calls come from the engine's thread."""
 
@@ -29,10 +36,8 @@ class Runner:
         self.memory = memory
         model.bind(memory)
 
-    def run(self, work: Work) -> torch.Tensor:
+    def run(self, work: Work) -> Done:
         """Compute a step; every finished layer of a prefill for another instance leaves at once.
-
-        Returns hidden states fp32 [chunks + decodes, hidden_size] in the order of `work`.
 
         Raises:
             CapacityError: the device has no memory for the computation. Rows and states of all sequences of this
@@ -55,7 +60,7 @@ class Runner:
             if sequence.request.offer is not None and tokens == sequence.remaining_tokens:
                 offer = sequence.request.offer
                 offer.mailbox.put(hidden_frame(offer.manifest, hidden[row].cpu()))
-        return hidden
+        return Done(hidden, seconds)
 
     def _batch(self, work: Work) -> Batch:
         tokens = [token for sequence, count in work.chunks for token in sequence.next_tokens(count)]

@@ -9,15 +9,16 @@ time. When the pages run out the sequence that arrived last gives all of its own
 so the one that arrived first always gets on, and with it in time everyone.
 """
 
-from typing import Final, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas.wire.engine import Role
 
-Key = tuple[int, int]
-"""A sequence: the handle of its request, and which choice it is."""
+Key = TypeVar("Key", bound=Hashable)
+"""Whatever the caller knows a sequence by."""
 
 
-class Waiting(NamedTuple):
+class Waiting(NamedTuple, Generic[Key]):
     """A sequence that holds nothing. It comes with `slots` state slots to fill, and needs `pages` to be admitted."""
 
     key: Key
@@ -25,11 +26,12 @@ class Waiting(NamedTuple):
     pages: int
 
 
-class Running(NamedTuple):
+class Running(NamedTuple, Generic[Key]):
     """A sequence that holds memory and has `remaining_tokens` >= 1 to compute.
 
-    Its chunk may not go beyond `until_cut_tokens`. `short` says that its next token needs one more page, `held_pages`
-    what would become free if it gave up. `can_decode` tells that a single remaining token may join the decodes.
+    One that `decodes` takes one token's place in the step, any other a chunk's, which may not go beyond
+    `until_cut_tokens`. `short` says that its next token needs one more page, `held_pages` what would become free if it
+    gave up.
     """
 
     key: Key
@@ -37,19 +39,14 @@ class Running(NamedTuple):
     until_cut_tokens: int
     held_pages: int
     short: bool
-    can_decode: bool
-
-    @property
-    def decodes(self) -> bool:
-        """It takes one token's place in the step, not a chunk's."""
-        return self.remaining_tokens == 1 and self.can_decode
+    decodes: bool
 
 
-class Facts(NamedTuple):
+class Facts(NamedTuple, Generic[Key]):
     """The engine's state. Both lists are in order of arrival."""
 
-    waiting: tuple[Waiting, ...]
-    running: tuple[Running, ...]
+    waiting: Sequence[Waiting[Key]]
+    running: Sequence[Running[Key]]
     free_slots: int
     free_pages: int
 
@@ -69,19 +66,19 @@ BUDGETS: Final[dict[Role, Budgets]] = {
 """What a role means, as a step's length: a decode instance keeps its streams smooth, a prefill instance has none."""
 
 
-class Chunk(NamedTuple):
+class Chunk(NamedTuple, Generic[Key]):
     """The next `tokens` of one sequence's prompt."""
 
     key: Key
     tokens: int
 
 
-class Batch(NamedTuple):
+class Batch(NamedTuple, Generic[Key]):
     """One step: sequences to preempt, then to admit in this order as far as memory goes, then what to compute."""
 
     preempt: tuple[Key, ...] = ()
     admit: tuple[Key, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[Chunk[Key], ...] = ()
     decodes: tuple[Key, ...] = ()
 
     @property
@@ -90,17 +87,17 @@ class Batch(NamedTuple):
         return not (self.preempt or self.admit or self.chunks or self.decodes)
 
 
-def schedule(facts: Facts, budgets: Budgets) -> Batch:
+def schedule(facts: Facts[Key], budgets: Budgets) -> Batch[Key]:
     """Return the next step. What is admitted in it computes from the next one on."""
     decodes, preempted, free_pages = _decodes(facts)
-    kept = [sequence for sequence in facts.running if sequence.key not in preempted]
-    chunks = _chunks([sequence for sequence in kept if not sequence.decodes], len(decodes), budgets)
+    prompts = [sequence for sequence in facts.running if not sequence.decodes and sequence.key not in preempted]
+    chunks = _chunks(prompts, len(decodes), budgets)
     # A page for each decode is left alone, or what is admitted now would be preempted in a moment.
     admit = () if preempted else _admit(facts, free_pages - len(decodes))
     return Batch(tuple(preempted), admit, chunks, tuple(decodes))
 
 
-def _decodes(facts: Facts) -> tuple[list[Key], list[Key], int]:
+def _decodes(facts: Facts[Key]) -> tuple[list[Key], list[Key], int]:
     """Choose who decodes and who gives way for it; also the pages left then."""
     decodes: list[Key] = []
     preempted: list[Key] = []
@@ -121,7 +118,7 @@ def _decodes(facts: Facts) -> tuple[list[Key], list[Key], int]:
     return decodes, preempted, free_pages
 
 
-def _chunks(prompts: list[Running], num_decodes: int, budgets: Budgets) -> tuple[Chunk, ...]:
+def _chunks(prompts: list[Running[Key]], num_decodes: int, budgets: Budgets) -> tuple[Chunk[Key], ...]:
     left = budgets.step_tokens - num_decodes
     if num_decodes:
         left = min(left, budgets.prompt_tokens_beside_decodes)
@@ -135,7 +132,7 @@ def _chunks(prompts: list[Running], num_decodes: int, budgets: Budgets) -> tuple
     return tuple(chunks)
 
 
-def _admit(facts: Facts, free_pages: int) -> tuple[Key, ...]:
+def _admit(facts: Facts[Key], free_pages: int) -> tuple[Key, ...]:
     """Admit in order of arrival: a large request is not overtaken for ever by small ones."""
     admitted, free_slots = [], facts.free_slots
     for sequence in facts.waiting:

@@ -10,18 +10,21 @@ from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate
 from prfaas_worker.cache.cache import HybridCache, Lease
-from prfaas_worker.engine.schedule import Facts, Key, Running, Waiting
+from prfaas_worker.engine.grammar import Compiled
+from prfaas_worker.engine.sampling import Sampler
+from prfaas_worker.engine.schedule import Facts, Running, Waiting
 from prfaas_worker.transfer.fetch import Fetch
 from prfaas_worker.transfer.offers import Offer
 
 
 class Phase(Enum):
-    """Where a sequence stands. All but WAITING hold memory.
+    """Where a sequence stands.
 
-    FETCHING waits for another instance's prefill, DELIVERING for another to take ours, ENDING only for a transfer's
-    thread to let go of the memory.
+    PREPARING waits for what other threads make ready; it and WAITING hold nothing. FETCHING waits for another
+    instance's prefill, DELIVERING for another to take ours, ENDING only for a transfer's thread to let go of memory.
     """
 
+    PREPARING = "preparing"
     WAITING = "waiting"
     FETCHING = "fetching"
     RUNNING = "running"
@@ -46,18 +49,24 @@ class Sequence:
     lease: Lease | None = None
     computed_tokens: int = 0
     cuts: tuple[int, ...] = ()
+    sampler: Sampler | None = None
 
-    @property
-    def key(self) -> Key:
-        """What the schedule calls it."""
-        return self.request.handle, self.index
+    def __str__(self) -> str:
+        return f"choice {self.index} of request {self.request.handle}"
 
     @property
     def held(self) -> Lease:
         """The memory of a sequence that is past WAITING."""
         if self.lease is None:
-            raise InternalError(f"sequence {self.key} holds no memory while {self.phase.value}")
+            raise InternalError(f"{self} holds no memory while {self.phase.value}")
         return self.lease
+
+    @property
+    def voice(self) -> Sampler:
+        """What draws for a sequence whose prompt is computed; it stays when the memory goes."""
+        if self.sampler is None:
+            raise InternalError(f"{self} draws before its prompt is computed")
+        return self.sampler
 
     @property
     def remaining_tokens(self) -> int:
@@ -87,6 +96,7 @@ class Request:
     offer: Offer | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: Fetch | None = None
+    grammar: Compiled | None = None
     started: bool = False
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
@@ -112,10 +122,6 @@ class Requests:
     def __init__(self) -> None:
         self._by_handle: dict[int, Request] = {}
 
-    def __getitem__(self, key: Key) -> Sequence:
-        """The sequence with this key."""
-        return next(one for one in self._by_handle[key[0]].sequences if one.index == key[1])
-
     def __iter__(self) -> Iterator[Sequence]:
         """Every sequence, in order of its request's arrival."""
         for request in self._by_handle.values():
@@ -136,34 +142,31 @@ class Requests:
     def counts(self) -> Counter[tuple[bool, bool]]:
         """Count requests by (a prefill for another instance, it waits); choices that wait again do not count apart."""
         return Counter(
-            (request.offer is not None, request.sequences[0].phase is Phase.WAITING)
-            for request in self._by_handle.values()
+            (request.offer is not None, request.sequences[0].lease is None) for request in self._by_handle.values()
         )
 
-    def facts(self, cache: HybridCache) -> Facts:
+    def facts(self, cache: HybridCache) -> "Facts[Sequence]":
         """Return what the schedule decides on."""
-        waiting: list[Waiting] = []
-        running: list[Running] = []
+        waiting: list[Waiting[Sequence]] = []
+        running: list[Running[Sequence]] = []
         free_slots = cache.free_slots
         for sequence in self:
-            if sequence.phase is not Phase.WAITING:
+            phase = sequence.phase
+            if phase is Phase.WAITING:
+                if len(waiting) < cache.free_slots:  # more cannot be admitted
+                    pages = cache.pages_wanted(len(sequence.token_ids))
+                    waiting.append(Waiting(sequence, sequence.request.slots, pages))
+            elif phase is not Phase.PREPARING:
                 free_slots -= sequence.request.slots - 1  # its other choices come when its prompt is computed
-                if sequence.phase is Phase.RUNNING:
+                if phase is Phase.RUNNING:
                     running.append(_running(sequence, cache))
-            elif len(waiting) < cache.free_slots:  # more cannot be admitted
-                pages = cache.pages_wanted(len(sequence.token_ids))
-                waiting.append(Waiting(sequence.key, sequence.request.slots, pages))
-        return Facts(tuple(waiting), tuple(running), free_slots, cache.free_pages)
+        return Facts(waiting, running, free_slots, cache.free_pages)
 
 
-def _running(sequence: Sequence, cache: HybridCache) -> Running:
-    computed, lease = sequence.computed_tokens, sequence.held
-    cut = next((cut for cut in sequence.cuts if cut > computed), len(sequence.token_ids))
-    return Running(
-        key=sequence.key,
-        remaining_tokens=sequence.remaining_tokens,
-        until_cut_tokens=cut - computed,
-        held_pages=len(lease.pages),
-        short=computed + 1 > cache.room(lease),
-        can_decode=sequence.request.generate is not None,
-    )
+def _running(sequence: Sequence, cache: HybridCache) -> Running[Sequence]:
+    lease, request = sequence.held, sequence.request
+    computed, total = sequence.computed_tokens, len(sequence.token_ids)
+    cut = next((cut for cut in sequence.cuts if cut > computed), total) if sequence.cuts else total
+    short = computed >= cache.room(lease)
+    decodes = computed + 1 == total and request.offer is None
+    return Running(sequence, total - computed, cut - computed, len(lease.pages), short, decodes)

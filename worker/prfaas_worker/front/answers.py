@@ -68,18 +68,19 @@ class Answers:
 
         `usage` is for streams that report it all along.
         """
-        if piece.reason is None and not (piece.first or piece.logprobs or piece.events or usage):
-            if not piece.text:
+        index, text, events, _, found, reason, first = piece
+        if reason is None and not (first or found or events or usage):
+            if not text:
                 return b""
-            before, after = self._frames.get(piece.index) or self._frame(piece.index)
-            return b"%b%b%b" % (before, _encode(piece.text), after)
-        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
+            before, after = self._frames.get(index) or self._frame(index)
+            return before + _encode(text) + after
+        logprobs = self._logprobs(piece.token_ids, found)
         contents = self._contents(piece)
         last = len(contents) - 1
         choices = [
-            {"index": piece.index}
+            {"index": index}
             | content
-            | {"finish_reason": piece.reason if place == last else None, "logprobs": logprobs if place == 0 else None}
+            | {"finish_reason": reason if place == last else None, "logprobs": logprobs if place == 0 else None}
             for place, content in enumerate(contents)
         ]
         return b"".join(sse(self._chunk([choice], usage)) for choice in choices)

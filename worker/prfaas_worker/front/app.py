@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, RequestError
 from prfaas.wire.headers import CODE_OVERLOADED
-from prfaas_worker.front import control, event_stream, generation, prefills, profile
+from prfaas_worker.front import control, event_stream, generation, prefills, profile, tokenization
 from prfaas_worker.front.answers import error_body
 from prfaas_worker.front.engine_client import EngineError
 from prfaas_worker.front.serving import SERVING, Serving
@@ -30,6 +30,8 @@ def build_app(serving: Serving) -> web.Application:
             web.post("/v1/completions", generation.completions),
             web.post("/v1/chat/completions", generation.chat_completions),
             web.get("/v1/models", _models),
+            web.post("/tokenize", tokenization.tokenize),
+            web.post("/detokenize", tokenization.detokenize),
             web.post("/v1/prefills", prefills.create),
             web.get("/v1/prefills/{id}", prefills.read),
             web.delete("/v1/prefills/{id}", prefills.delete),

@@ -62,6 +62,7 @@ class Call:
         self.handles = handles
         self._client = client
         self._answers: deque[Answer] = deque()
+        self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Future[None] | None = None
         self._open = set(handles)
 
@@ -89,8 +90,10 @@ class Call:
     def put(self, answer: Answer) -> None:
         """Take an answer in."""
         self._answers.append(answer)
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
+        if self._arrived is not None:
+            if not self._arrived.done():
+                self._arrived.set_result(None)
+            self._arrived = None
 
     async def next(self) -> Answer:
         """Wait for the next answer.
@@ -99,7 +102,9 @@ class Call:
             EngineError: the engine could not serve the call.
 
         """
-        await self._wait()
+        while not self._answers:
+            self._arrived = self._loop.create_future()
+            await self._arrived
         answer = self._answers.popleft()
         if isinstance(answer, Failed):
             self.over(answer.handle)
@@ -113,21 +118,10 @@ class Call:
             EngineError: as `next`, but not before what came earlier was taken.
 
         """
-        await self._wait()
-        if type(self._answers[0]) is Failed:
-            await self.next()
-        taken: list[Answer] = []
+        taken = [await self.next()]
         while self._answers and type(self._answers[0]) is not Failed:
             taken.append(self._answers.popleft())
         return taken
-
-    async def _wait(self) -> None:
-        while not self._answers:
-            self._arrived = asyncio.get_running_loop().create_future()
-            try:
-                await self._arrived
-            finally:
-                self._arrived = None
 
 
 class EngineClient:

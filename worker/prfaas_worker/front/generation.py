@@ -5,9 +5,8 @@ the gateway can try elsewhere. A client that goes away cancels the handler, whic
 there the prefill at the other instance.
 """
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -23,19 +22,17 @@ from prfaas_worker.front.checks import Served
 from prfaas_worker.front.choices import Choice
 from prfaas_worker.front.engine_client import Answer, Call, EngineError
 from prfaas_worker.front.openai import Job, chat_job, completion_job
+from prfaas_worker.front.reading import in_thread
 from prfaas_worker.front.serving import SERVING, Serving
 from prfaas_worker.tokenizer import Tokenizer
 
 MAX_REQUEST_ID: Final = 128
-INLINE_BYTES: Final = 2048
-"""Bodies up to this length are read at once: tokenising so much takes a millisecond, half of a thread's hand-over."""
-_SLOW_WORDS: Final = (b'"json_schema"', b'"guided_', b'"structured_outputs"', b'"tools"', b'"json_object"')
 
 MakeJob = Callable[[bytes, Served, Tokenizer], Job]
 
 
 class Generation:
-    """The engine's calls of one request, as text. The counts grow while `batches` is consumed."""
+    """The engine's calls of one request, as text. The counts grow with `pieces`."""
 
     def __init__(self, call: Call, job: Job, serving: Serving):
         self._call = call
@@ -70,14 +67,18 @@ class Generation:
         self._cached_tokens = sum(one.cached_tokens for one in started)
         return started
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
-        """Yield what is new, all that waited at once, until every choice has ended."""
-        answers, self._early = self._early, []
+    async def pieces(self) -> list[Piece]:
+        """Wait for what is new, and return all that waited; empty once every choice has ended.
+
+        Raises:
+            EngineError: the engine failed on the way.
+
+        """
         while self._choices:
-            if pieces := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
-                yield pieces
-            if self._choices:
-                answers = await self._call.some()
+            answers, self._early = self._early or await self._call.some(), []
+            if found := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
+                return found
+        return []
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -112,19 +113,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await _serve(request, chat_job)
 
 
-async def read_job(body: bytes, make: MakeJob, serving: Serving) -> Job:
-    """Check a body, in a thread where that takes long: streams go on meanwhile, for the libraries release the lock."""
-    if len(body) <= INLINE_BYTES and not any(word in body for word in _SLOW_WORDS):
-        return make(body, serving.served, serving.tokenizer)
-    return await asyncio.get_running_loop().run_in_executor(
-        serving.readers, make, body, serving.served, serving.tokenizer
-    )
-
-
 async def _serve(request: web.Request, make: MakeJob) -> web.StreamResponse:
     serving = request.app[SERVING]
     began = time.monotonic()
-    job = await read_job(await request.read(), make, serving)
+    job = await in_thread(serving, make, await request.read())
     serving.require_open()
     request_id = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID] or uuid4().hex
     answers = Answers(job, request_id, serving.served.model_name, serving.tokenizer)
@@ -145,7 +137,7 @@ async def _serve(request: web.Request, make: MakeJob) -> web.StreamResponse:
 async def _collect(generation: Generation, answers: Answers) -> dict[str, Any]:
     """Return the whole answer's body."""
     pieces: dict[int, list[Piece]] = {}
-    async for batch in generation.batches():
+    while batch := await generation.pieces():
         for piece in batch:
             pieces.setdefault(piece.index, []).append(piece)
     return answers.whole([answers.whole_choice(pieces[index]) for index in sorted(pieces)], generation.usage)
@@ -160,7 +152,7 @@ async def _stream(
     response.content_type = "text/event-stream"
     await response.prepare(request)
     try:
-        async for pieces in generation.batches():
+        while pieces := await generation.pieces():
             usage = generation.usage if job.continuous_usage else None
             if events := b"".join([answers.event(piece, usage) for piece in pieces]):
                 await response.write(events)

@@ -13,8 +13,9 @@ import torch
 
 from prfaas.errors import InternalError, PrfaasError, RequestError
 from prfaas.wire.engine import TokenLogprob
-from prfaas_worker.engine.sampling.cuts import BLOCK, Cut, draw_rows
+from prfaas_worker.engine.sampling.cuts import Cut, draw_rows
 from prfaas_worker.engine.sampling.edits import Mask, apply_bans, apply_masks, apply_tables
+from prfaas_worker.engine.sampling.largest import BLOCK, largest, padded
 from prfaas_worker.engine.sampling.sampler import Sampler
 
 _WIDE: Final = 4096
@@ -35,7 +36,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Drawn]:
     """
     reports = _report_rows(logits, samplers)
     edited = [row for row, sampler in enumerate(samplers) if sampler.table or sampler.matcher or sampler.hold_back > 0]
-    if edited and logits.stride(0) == 0:  # choices of one prompt, all looking at one row
+    if edited:  # choices of one prompt may all look at one row
         logits = logits.contiguous()
     errors = _edit(logits, samplers, edited) if edited else {}
     tops, peaks = _peaks(logits)
@@ -133,7 +134,8 @@ def _report_rows(logits: torch.Tensor, samplers: Sequence[Sampler]) -> _Reports 
 
 def _logprobs(reports: _Reports, samplers: Sequence[Sampler], tokens: Sequence[int]) -> dict[int, TokenLogprob]:
     most = max(samplers[row].logprobs for row in reports.rows)
-    top_values, top_tokens = reports.logprobs.topk(min(most, reports.logprobs.shape[1]), dim=-1)
+    width = reports.logprobs.shape[1]
+    top_values, top_tokens = largest(padded(reports.logprobs, -math.inf), min(max(most, 1), width))
     drawn = torch.tensor([[tokens[row]] for row in reports.rows], device=reports.logprobs.device)
     columns = reports.logprobs.gather(1, drawn)[:, 0].tolist(), top_tokens.tolist(), top_values.tolist()
     found = {}

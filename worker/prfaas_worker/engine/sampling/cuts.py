@@ -8,19 +8,20 @@ of likelihood it could swap two tokens.
 No row may feel which others share its batch, but floating sums depend on their order, and that on shapes. So
 probabilities become whole numbers of 2^-52: sums of those are exact in float64 in any order (below 2^53).
 
-The k likeliest tokens stand in at most k blocks of 64 tokens: those with the largest peaks. So a cut looks at peaks,
-then at k blocks; top_p, which has no k, begins with a small one and takes more where its tokens do not reach.
+No cut sorts a vocabulary: top_p, which does not know how many tokens it will keep, begins with the likeliest few, and
+takes more where those do not reach.
 """
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
-BLOCK: Final = 64
-DEPTHS: Final = (128, 4096)
+from prfaas_worker.engine.sampling.largest import BLOCK, largest, padded
+
+DEPTHS: Final = (128, 1024, 16_384)
 """How many of the likeliest tokens a cut looks at; then at all."""
+_NARROW: Final = 2048  # a vocabulary that is sorted at once
 _ONE: Final = 2.0**52
 _CHUNK_NUMBERS: Final = 1 << 19  # on a processor: temporaries of a few rows stay in its caches
 _DEVICE_CHUNK_NUMBERS: Final = 1 << 26
@@ -39,11 +40,11 @@ class Cut(NamedTuple):
 
 
 class _Cuts(NamedTuple):
-    """The same for several rows, as columns [R] on the logits' device; `top_k` infinite where all are kept."""
+    """The same for several rows: columns [R] on the logits' device, `top_k` infinite where all are kept."""
 
     rows: torch.Tensor
     heat: torch.Tensor
-    min_p: torch.Tensor
+    min_p: torch.Tensor | None
     top_k: torch.Tensor
     top_p: torch.Tensor
     uniform: torch.Tensor
@@ -55,13 +56,15 @@ def draw_rows(logits: torch.Tensor, tops: torch.Tensor, cuts: Sequence[Cut]) -> 
     found: dict[int, int] = {}
     plain = [cut for cut in cuts if not _cuts_off(cut, width)]
     for chunk in _chunks(plain, logits):
-        tokens = _invert(*_blocks(_weights(logits, tops, chunk)), _columns(chunk, logits).uniform)
+        columns = _columns(chunk, logits)
+        tokens = _draw_anywhere(_weights(logits, tops, columns), columns.uniform)
         found.update(zip((cut.row for cut in chunk), tokens.tolist(), strict=True))
     pending = [cut for cut in cuts if _cuts_off(cut, width)]
-    for depth in (*(depth for depth in DEPTHS if depth < width), width):
+    for depth in (*(depth for depth in DEPTHS if width > _NARROW and depth < width), width):
         deeper = [cut for cut in pending if depth < cut.top_k < width]
         for chunk in _chunks([cut for cut in pending if not depth < cut.top_k < width], logits):
-            tokens, reached = _draw_likeliest(_weights(logits, tops, chunk), _columns(chunk, logits), depth)
+            columns = _columns(chunk, logits)
+            tokens, reached = _draw_likeliest(_weights(logits, tops, columns), columns, depth)
             for cut, token, done in zip(chunk, tokens.tolist(), reached.tolist(), strict=True):
                 if done or depth == width:
                     found[cut.row] = token
@@ -86,32 +89,29 @@ def _columns(cuts: Sequence[Cut], logits: torch.Tensor) -> _Cuts:
         (cut.row, 1 / max(cut.temperature, _COLDEST), cut.min_p, cut.top_k or torch.inf, cut.top_p, cut.uniform)
         for cut in cuts
     ]
-    rows, *others = torch.tensor(numbers, dtype=torch.float64, device=logits.device).T
-    return _Cuts(rows.long(), *others)
+    rows, heat, min_p, *others = torch.tensor(numbers, dtype=torch.float64, device=logits.device).T
+    return _Cuts(rows.long(), heat, min_p if any(cut.min_p for cut in cuts) else None, *others)
 
 
-def _weights(logits: torch.Tensor, tops: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+def _weights(logits: torch.Tensor, tops: torch.Tensor, cuts: _Cuts) -> torch.Tensor:
     """Probabilities after temperature and min_p as whole numbers in fp32, [R, vocab_size rounded up to blocks]."""
-    columns = _columns(cuts, logits)
     # The maximum first: then nothing overflows at a tiny temperature.
-    scaled = logits.index_select(0, columns.rows).sub_(tops[columns.rows, None]).mul_(columns.heat[:, None].float())
+    scaled = logits.index_select(0, cuts.rows).sub_(tops[cuts.rows, None]).mul_(cuts.heat[:, None].float())
     weights = torch.softmax(scaled, dim=-1).mul_(_ONE).floor_()
-    if any(cut.min_p > 0 for cut in cuts):
-        least = weights.amax(-1, keepdim=True) * columns.min_p[:, None].float()
+    if cuts.min_p is not None:
+        least = weights.amax(-1, keepdim=True) * cuts.min_p[:, None].float()
         weights.masked_fill_(weights < least, 0)
-    return pad(weights, (0, -weights.shape[1] % BLOCK)) if weights.shape[1] % BLOCK else weights
+    return padded(weights, 0)
 
 
-def _blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights [R, blocks, BLOCK] and each block's sum, float64 [R, blocks]."""
-    blocks = weights.unflatten(1, (-1, BLOCK))
-    return blocks, blocks.sum(-1, dtype=torch.float64)
-
-
-def _invert(blocks: torch.Tensor, sums: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _draw_anywhere(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return each row's first token below which, itself included, more than `uniform` of the weight lies."""
+    blocks = weights.unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
     cumulative = sums.cumsum(-1)
-    target = _target(uniform, cumulative[:, -1:])
+    total = cumulative[:, -1:]
+    # Rounding must not reach the total, above which there is no token.
+    target = torch.minimum((uniform[:, None] * total).floor_(), total - 1)
     block = (cumulative <= target).sum(-1, keepdim=True)
     inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].double()
     before = (cumulative - sums).gather(1, block)
@@ -119,46 +119,17 @@ def _invert(blocks: torch.Tensor, sums: torch.Tensor, uniform: torch.Tensor) -> 
     return block[:, 0] * BLOCK + offset
 
 
-def _target(uniform: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    # Rounding must not reach the total, above which there is no token.
-    return torch.minimum((uniform[:, None] * total).floor(), total - 1)
-
-
 def _draw_likeliest(weights: torch.Tensor, cuts: _Cuts, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw from what top_k and top_p leave of the `depth` likeliest tokens; also say for which rows that was enough."""
-    blocks, sums = _blocks(weights)
-    values, ids = _likeliest(blocks, depth)
+    values, ids = largest(weights, depth)
     rank = torch.arange(values.shape[1], device=values.device)
     values = values.double().masked_fill_(rank >= cuts.top_k[:, None], 0)
     cumulative = values.cumsum(-1)
     limited = cuts.top_k <= values.shape[1]
-    wanted = torch.where(limited, cumulative[:, -1], sums.sum(-1)) * cuts.top_p
+    wanted = torch.where(limited, cumulative[:, -1], weights.sum(-1, dtype=torch.float64)) * cuts.top_p
     # top_p keeps every token before which less than top_p has gathered, and always the first.
     left_out = cumulative - values >= wanted[:, None]
     left_out[:, 0] = False
     reached = limited | (cumulative[:, -1] >= wanted)
-    ids, order = ids.sort(-1)
-    cumulative = values.masked_fill_(left_out, 0).gather(1, order).cumsum(-1)
-    index = (cumulative <= _target(cuts.uniform, cumulative[:, -1:])).sum(-1, keepdim=True)
-    return ids.gather(1, index)[:, 0], reached
-
-
-def _likeliest(blocks: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `depth` largest weights, fp32 [R, depth], of equal ones the lower ids first, and their ids."""
-    rows, count, _ = blocks.shape
-    if count <= 2 * depth:
-        ids = torch.arange(count * BLOCK, device=blocks.device).expand(rows, -1)
-        return _largest(blocks.flatten(1), ids, depth)
-    _, chosen = _largest(blocks.amax(-1), torch.arange(count, device=blocks.device).expand(rows, -1), depth)
-    ids = chosen[..., None] * BLOCK + torch.arange(BLOCK, device=blocks.device)
-    inside = blocks.gather(1, chosen[..., None].expand(-1, -1, BLOCK))
-    return _largest(inside.flatten(1), ids.flatten(1), depth)
-
-
-def _largest(values: torch.Tensor, ids: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest values, all at least 0, and their ids."""
-    # The bits of floats that are not negative are in the floats' own order; with the id beneath, no two are equal.
-    keys = (values.view(torch.int32).long() << 32) - ids
-    keys = keys.topk(depth, dim=-1).values if depth < keys.shape[1] else keys.sort(dim=-1, descending=True).values
-    ids = -keys & 0xFFFF_FFFF
-    return ((keys + ids) >> 32).int().view(torch.float32), ids
+    kept = weights.zero_().scatter_(1, ids, values.masked_fill_(left_out, 0).float())
+    return _draw_anywhere(kept, cuts.uniform), reached

@@ -15,63 +15,76 @@ import torch
 from prfaas.wire.engine import Sampling
 
 _FIRST_ROOM: Final = 256
+_NO_PENALTIES: Final = (1.0, 0.0, 0.0)
 
 
 class Table:
-    """The tokens of one choice that have a bias or have been seen, and what there is to know of each."""
+    """The tokens of one choice that have a bias or have been seen, and what is to be done with the logit of each."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]):
-        self.rates = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        self._counts = self.rates != (1.0, 0.0, 0.0)
-        biases: dict[int, float] = {}
+        self._repetition, self._frequency, self._presence = _penalties(sampling)
+        self._counted = _penalties(sampling) != _NO_PENALTIES
+        self._slots: dict[int, int] = {}
+        self._counts: list[int] = []
+        self._tokens = np.zeros(_FIRST_ROOM, dtype=np.int64)
+        self._changes = np.zeros((3, _FIRST_ROOM), dtype=np.float32)
         for token, bias in sampling.logit_bias:
-            biases[token] = biases.get(token, 0.0) + bias
-        prompted = set(prompt) if sampling.repetition_penalty != 1 else set()
-        tokens = [*biases, *(prompted - biases.keys())]
-        self._slots = {token: slot for slot, token in enumerate(tokens)}
-        self._columns = np.zeros((4, len(tokens) + _FIRST_ROOM))
-        self._columns[0, : len(tokens)] = tokens
-        self._columns[1, : len(biases)] = list(biases.values())
-        self._columns[2, : len(tokens)] = [token in prompted for token in tokens]
+            slot = self._slot(token)  # first: it may exchange the array
+            self._changes[0, slot] += bias
+        for token in sorted(set(prompt)) if self._repetition != 1 else ():
+            slot = self._slot(token)
+            self._changes[1, slot] = self._repetition
 
     @property
-    def columns(self) -> np.ndarray:
-        """Float64 [4, tokens]: token, bias, 1 where the prompt counts it, and how often the answer has it."""
-        return self._columns[:, : len(self._slots)]
+    def tokens(self) -> np.ndarray:
+        """The tokens, int64 [n]."""
+        return self._tokens[: len(self._slots)]
+
+    @property
+    def changes(self) -> np.ndarray:
+        """What is added first, the factor of the repetition penalty, and what is taken at last: fp32 [3, n]."""
+        return self._changes[:, : len(self._slots)]
 
     def count(self, token: int) -> None:
         """Note a token of the answer."""
-        if not self._counts:
+        if not self._counted:
             return
-        slot = self._slots.setdefault(token, len(self._slots))
-        if slot == self._columns.shape[1]:
-            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
-        self._columns[0, slot] = token
-        self._columns[3, slot] += 1
+        slot = self._slot(token)
+        self._counts[slot] += 1
+        self._changes[1, slot] = self._repetition
+        self._changes[2, slot] = self._frequency * self._counts[slot] + self._presence
+
+    def _slot(self, token: int) -> int:
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._slots[token] = len(self._slots)
+            self._counts.append(0)
+            if slot == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+                self._changes = np.concatenate([self._changes, np.zeros_like(self._changes)], axis=1)
+            self._tokens[slot] = token
+            self._changes[1, slot] = 1
+        return slot
+
+
+def _penalties(sampling: Sampling) -> tuple[float, float, float]:
+    return sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
 
 
 def needs_table(sampling: Sampling) -> bool:
     """Whether anything of a request's parameters is kept in a table."""
-    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    return bool(sampling.logit_bias) or penalties != (1.0, 0.0, 0.0)
+    return bool(sampling.logit_bias) or _penalties(sampling) != _NO_PENALTIES
 
 
 def apply_tables(logits: torch.Tensor, tables: Sequence[tuple[int, Table]]) -> None:
-    """Add biases and penalties to the rows that have them, in place in fp32 [B, vocab_size]."""
-    columns = [table.columns for _, table in tables]
-    lengths = [found.shape[1] for found in columns]
-    rows = np.repeat([row for row, _ in tables], lengths)
-    rates = np.repeat(np.array([table.rates for _, table in tables]).T, lengths, axis=1)
-    # One copy to the device: indices below 2^53 are exact in float64.
-    everything = torch.from_numpy(np.concatenate([rows[None], *(np.concatenate(columns, axis=1), rates)]))
-    everything = everything.to(logits.device)
-    (rows_at, tokens), (bias, prompted, count) = everything[:2].long(), everything[2:5]
-    repetition, frequency, presence = everything[5:]
-    values = logits[rows_at, tokens].double() + bias
-    repeated = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where((prompted > 0) | (count > 0), repeated, values)
-    values -= frequency * count + presence * (count > 0)
-    logits[rows_at, tokens] = values.float()
+    """Add biases and penalties to the rows that have them, in place in contiguous fp32 [B, vocab_size]."""
+    width = logits.shape[1]
+    places = torch.from_numpy(np.concatenate([table.tokens + row * width for row, table in tables])).to(logits.device)
+    changes = torch.from_numpy(np.concatenate([table.changes for _, table in tables], axis=1)).to(logits.device)
+    bias, factor, less = changes
+    values = logits.view(-1).index_select(0, places).add_(bias)
+    values = torch.where(values > 0, values / factor, values * factor).sub_(less)
+    logits.view(-1).scatter_(0, places, values)
 
 
 class Mask(NamedTuple):

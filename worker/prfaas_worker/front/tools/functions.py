@@ -28,6 +28,11 @@ def literal(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
+def repeated(separator: str, most: int) -> str:
+    """Return one to `most` times the rule `call`, with `separator` between them."""
+    return f"call ({separator} call){{0,{most - 1}}}" if most > 1 else "call"
+
+
 def alternatives(head: str, calls: Sequence[str]) -> str:
     """Return rules of which `call` is one of `calls`."""
     names = [f"call_{number}" for number in range(len(calls))]

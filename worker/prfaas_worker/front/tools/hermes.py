@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from prfaas_worker.front.tools.events import Argued, Called, Content, Event, MarkedText, NewId
-from prfaas_worker.front.tools.functions import Function, Mark, alternatives, arguments_rule, literal
+from prfaas_worker.front.tools.functions import Function, Mark, alternatives, arguments_rule, literal, repeated
 
 CALL: Final = "<tool_call>"
 CALL_END: Final = "</tool_call>"
@@ -120,16 +120,16 @@ class Parser:
 
 
 def lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
-    """Return the rule `calls`, of one to `most`, and what it is made of."""
+    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
+    separator = f"{literal(chr(10))} {mark(CALL)}"
     return alternatives(
-        f'calls: call ("\\n" call){{0,{most - 1}}}' if most > 1 else "calls: call",
+        f"rest: {repeated(separator, most)}",
         [
-            f"{mark(CALL)} {literal(chr(10) + '{' + _quoted_name(function))} {arguments_rule(function)} "
-            f"{literal('}' + chr(10))} {mark(CALL_END)}"
+            f"{literal(_head(function))} {arguments_rule(function)} {literal('}' + chr(10))} {mark(CALL_END)}"
             for function in functions
         ],
     )
 
 
-def _quoted_name(function: Function) -> str:
-    return f'"name": "{function.name}", "arguments": '
+def _head(function: Function) -> str:
+    return f'\n{{"name": "{function.name}", "arguments": '

@@ -64,11 +64,11 @@ class Parser:
 
 
 def lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
-    """Return the rule `calls`, of one to `most`, and what it is made of."""
+    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
     begin, between, end = mark(CALL), mark(ARGUMENTS), mark(CALL_END)
     calls = [
         f"{begin} {literal(f'functions.{function.name}:')} NUMBER {between} {arguments_rule(function)} {end}"
         for function in functions
     ]
-    head = f"calls: {mark(SECTION)} call{{1,{most}}} {mark(SECTION_END)}\nNUMBER: /0|[1-9][0-9]?/"
+    head = f"rest: call{{1,{most}}} {mark(SECTION_END)}\nNUMBER: /0|[1-9][0-9]?/"
     return alternatives(head, calls)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from prfaas_worker.front.tools.events import Argued, Called, Content, Event, MarkedText, NewId
-from prfaas_worker.front.tools.functions import Function, Mark, alternatives, arguments_rule, literal
+from prfaas_worker.front.tools.functions import Function, Mark, alternatives, arguments_rule, literal, repeated
 
 CALL: Final = "<|tool|>"
 MARKS: Final = (CALL,)
@@ -58,8 +58,8 @@ class Parser:
 
 
 def lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
-    """Return the rule `calls`, of one to `most`, and what it is made of."""
+    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
     return alternatives(
-        f"calls: call{{1,{most}}}",
-        [f"{mark(CALL)} {literal(function.name + chr(10))} {arguments_rule(function)}" for function in functions],
+        f"rest: {repeated(mark(CALL), most)}",
+        [f"{literal(function.name + chr(10))} {arguments_rule(function)}" for function in functions],
     )

@@ -10,13 +10,12 @@ from prfaas.errors import RequestError
 from prfaas.wire.engine import Grammar
 from prfaas_worker.front.bodies import Conversed
 from prfaas_worker.front.checks import require, unsupported
-from prfaas_worker.front.tools import ToolFormat, calls_rules, tool_format
+from prfaas_worker.front.tools import MOST_CALLS, ToolFormat, calls_grammar, free_grammar, tool_format
 from prfaas_worker.front.tools.functions import Function
 from prfaas_worker.tokenizer import Tokenizer
 
 MAX_TOOLS: Final = 128
-_TEXT_RULE: Final = "TEXT: /(?s:.+)/"
-_TAKES_TEXT: Final = re.compile(r"arguments\W{1,3}\s+is\s+string")
+_TAKES_TEXT: Final = re.compile(r"arguments\W{0,3}\s+is\s+string")
 
 
 class _FunctionBody(msgspec.Struct, frozen=True):
@@ -63,16 +62,13 @@ def tool_use(asked: Conversed, tokenizer: Tokenizer) -> ToolUse | None:
     parallel = asked.parallel_tool_calls is not False
     if isinstance(choice, _NamedChoice):
         tools, parallel = [tool for tool in tools if tool.name == choice.function.name], False
-    functions = [Function(tool.name, tool.parameters or {}) for tool in tools]
-    rules = calls_rules(known, functions, tokenizer.specials, parallel=parallel)
+    use = ToolUse(known, parallel, "")
+    parts = _grammar_parts(use, tools, tokenizer)
     if choice != "auto":
-        return ToolUse(known, parallel, f"start: calls\n{rules}")
+        return use._replace(lark=f"start: calls\n{calls_grammar(*parts)}")
     if any(tool.strict for tool in tools):
-        if not all(mark in tokenizer.specials for mark in known.marks):
-            message = "strict functions need tool_choice 'required': this model's marks of a call are ordinary text"
-            raise unsupported("tools", message)
-        return ToolUse(known, parallel, f"start: TEXT? calls?\n{_TEXT_RULE}\n{rules}")
-    return ToolUse(known, parallel, "")
+        return use._replace(lark=free_grammar(*parts))
+    return use
 
 
 def with_answer(use: ToolUse, asked: Conversed, answer: Grammar | None, tokenizer: Tokenizer) -> Grammar | None:
@@ -85,24 +81,36 @@ def with_answer(use: ToolUse, asked: Conversed, answer: Grammar | None, tokenize
     """
     if answer is None:
         return Grammar("lark", use.lark) if use.lark else None
-    demanded = asked.tool_choice not in (None, "auto")
-    if demanded or answer.kind != "json_schema":
+    if asked.tool_choice not in (None, "auto") or answer.kind != "json_schema":
         raise RequestError(
             "the answer cannot be both: tool_choice demands calls, or the grammar is no JSON schema, which alone can "
             "stand beside tools; leave one out",
             param="tool_choice",
         )
-    functions = [Function(tool.name, tool.parameters or {}) for tool in _tools(asked)]
-    rules = calls_rules(use.known, functions, tokenizer.specials, parallel=use.parallel)
+    rules = calls_grammar(*_grammar_parts(use, _tools(asked), tokenizer))
     return Grammar("lark", f"start: answer | calls\nanswer: %json {answer.text}\n{rules}")
 
 
 def hidden_marks(use: ToolUse | None, tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Return the format's marks that are special tokens: answers must show them, or they could not be read."""
-    if use is None:
-        return {}
+    """Return the marks that are special tokens without text: answers must show them, or they could not be read."""
+    return {token: text.encode() for text, token in _tokens(use, tokenizer).items()} if use else {}
+
+
+def _grammar_parts(
+    use: ToolUse, tools: list[_FunctionBody], tokenizer: Tokenizer
+) -> tuple[ToolFormat, list[Function], dict[str, int], int]:
+    functions = [Function(tool.name, tool.parameters or {}) for tool in tools]
+    return use.known, functions, _tokens(use, tokenizer), MOST_CALLS if use.parallel else 1
+
+
+def _tokens(use: ToolUse, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the format's marks that are special tokens and no letters."""
     specials = tokenizer.specials
-    return {specials[mark]: mark.encode() for mark in use.known.marks if mark in specials}
+    return {
+        mark: specials[mark]
+        for mark in use.known.marks
+        if mark in specials and not tokenizer.token_bytes(specials[mark])
+    }
 
 
 def template_arguments(arguments: str, tokenizer: Tokenizer) -> str | dict[str, Any]:

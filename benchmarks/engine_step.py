@@ -1,0 +1,98 @@
+"""What the engine's own work costs a step: deciding, and everything around the model, beside the model's own time.
+
+    prfaas bench engine_step
+
+One process, 64 sequences that decode. The step loop is the real one; its model answers at once, so what is left is the
+engine. The rival is the built-in model's own decode step of the same 64 sequences.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from benchmarks.report import Figure, run
+
+from prfaas.wire.engine import Generate, Sampling
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.engine.grammar import Grammars, Vocabulary
+from prfaas_worker.engine.loop import Engine, Parts
+from prfaas_worker.engine.profile import Profiler
+from prfaas_worker.engine.runner import Runner
+from prfaas_worker.engine.schedule import BUDGETS, schedule
+from prfaas_worker.models import load_model
+from prfaas_worker.models.base import Batch, Model
+
+RUNNING = 64
+PROMPT_TOKENS = 200
+STEPS = 300
+REACH_MS = 0.3
+
+
+class Instant:
+    """A model with the real one's shapes that computes nothing."""
+
+    def __init__(self, model: Model):
+        self.layers, self.fingerprint, self.device = model.layers, model.fingerprint, model.device
+        self.vocab_size, self.eos_token_ids = model.vocab_size, model.eos_token_ids
+        self._hidden = torch.rand(2048, self.vocab_size)
+
+    def bind(self, memory: CacheMemory) -> None: ...
+
+    def forward(self, batch: Batch, _on_layer: object = None) -> torch.Tensor:
+        return self._hidden[: batch.outputs]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def engine_of(model: Model | Instant) -> Engine:
+    """An engine with RUNNING sequences past their prompts."""
+    geometry = CacheGeometry(model.layers)
+    memory = CacheMemory(geometry, num_pages=RUNNING * 40, num_slots=RUNNING, max_context=2400)
+    parts = Parts(
+        runner=Runner(model, memory),
+        cache=HybridCache(memory),
+        grammars=Grammars(lambda: Vocabulary([], frozenset(), (), model.vocab_size)),
+        profiler=Profiler(1, 1, lambda _profile: None),
+        new_fetch=lambda _sequence: (_ for _ in ()).throw(NotImplementedError),
+        answer=lambda _messages: None,
+    )
+    engine = Engine(parts, role="mixed", max_waiting=RUNNING)
+    for handle in range(RUNNING):
+        prompt = [3 + (handle + token) % 200 for token in range(PROMPT_TOKENS)]
+        sampling = Sampling(0.0, 1.0, 0, handle)
+        engine.inbox.put(Generate(handle, "r", prompt, 1, 2000, sampling, -1, "", ignore_eos=True))
+    while len(engine.requests.facts(engine.cache).running) < RUNNING or engine.gauges.generation_tokens < 2 * RUNNING:
+        engine.step(wait=False)
+    return engine
+
+
+def median_ms(call: Callable[[], object]) -> float:
+    """Median time of a call."""
+    seconds = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return 1000 * statistics.median(seconds)
+
+
+def figures() -> list[Figure]:
+    """Measure everything."""
+    model, _ = load_model("builtin:kimi-linear-tiny", 1)
+    engine = engine_of(Instant(model))
+    deciding = median_ms(lambda: schedule(engine.requests.facts(engine.cache), BUDGETS["mixed"]))
+    around = median_ms(lambda: engine.step(wait=False))
+    whole = engine_of(model)
+    real = median_ms(lambda: whole.step(wait=False)) - around
+    beside = {"unit": "ms", "rival": "the built-in model's own step", "rival_value": real}
+    return [
+        Figure(name=f"schedule, {RUNNING} running", value=deciding, reach=REACH_MS, **beside),
+        Figure(name=f"whole step without the model, {RUNNING} running", value=around, **beside),
+    ]
+
+
+if __name__ == "__main__":
+    run("engine_step", __doc__, figures)

@@ -1,0 +1,152 @@
+"""A decode step alone, beside full HTTP load on the front, and beside a transfer that arrives at 1 Gbit/s.
+
+Alone and beside alternate, round by round, so that other work on the machine meets both alike; the figures are medians
+over the rounds. On a machine with few cores the load itself takes time from the engine: what the engine computed for a
+step, by its own process's CPU time, tells that apart from being disturbed.
+"""
+
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+from benchmarks.report import cpu_seconds
+from benchmarks.worker.process import PORT, Worker, new_prompt, next_host
+
+ROUNDS = 6
+STEP_TOKENS = 250
+LINK_MBPS = 1000
+TRANSFER_TOKENS = 8192
+IN_FLIGHT = 2
+RECEIVED = "prfaas_transfer_received_bytes_total"
+
+
+class Step(NamedTuple):
+    """A decode step of a single stream, and the engine's CPU time for it: threads of transfers are in it."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+class Beside(NamedTuple):
+    """The step in each round, alone and beside the load, and how much load there was."""
+
+    alone: list[Step]
+    beside: list[Step]
+    load: float
+
+    @property
+    def median_alone(self) -> float:
+        return statistics.median(step.seconds for step in self.alone)
+
+    @property
+    def median_beside(self) -> float:
+        return statistics.median(step.seconds for step in self.beside)
+
+    @property
+    def ratio(self) -> float:
+        """Median over the rounds: in each of them both met the same machine."""
+        return statistics.median(two.seconds / one.seconds for one, two in self._rounds)
+
+    @property
+    def cpu_ratio(self) -> float:
+        return statistics.median(two.cpu_seconds / one.cpu_seconds for one, two in self._rounds)
+
+    @property
+    def _rounds(self) -> list[tuple[Step, Step]]:
+        return list(zip(self.alone, self.beside, strict=True))
+
+
+def measure_step(worker: Worker) -> Step:
+    """Take a long answer's time, less a short one's."""
+    prompt = new_prompt(16)
+    short = worker.complete(prompt, 1)
+    cpu = cpu_seconds(worker.engine_pid)
+    whole = worker.complete(prompt, STEP_TOKENS)
+    cpu = cpu_seconds(worker.engine_pid) - cpu
+    return Step((whole.seconds - short.seconds) / (whole.tokens - 1), cpu / whole.tokens)
+
+
+def http_load(worker: Worker) -> Beside:
+    """Beside as many HTTP requests as the front can refuse; `load` is requests a second."""
+    return _alternate(worker, lambda: _loading(worker))
+
+
+def transfer(worker: Worker) -> Beside:
+    """Beside caches that arrive one after the other; `load` is Mbit/s."""
+    with _peer() as url:
+        return _alternate(worker, lambda: _fetching(worker, url))
+
+
+def _alternate(worker: Worker, load: Callable[[], AbstractContextManager["Load"]]) -> Beside:
+    alone, beside, rates = [], [], []
+    for _ in range(ROUNDS):
+        alone.append(measure_step(worker))
+        with load() as measured:
+            beside.append(measure_step(worker))
+        rates.append(measured.rate)
+    return Beside(alone, beside, statistics.median(rates))
+
+
+class Load:
+    """How much load there was; `rate` is set once it has ended."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.rate = 0.0
+
+    def end(self, amount: float) -> None:
+        self.rate = amount / (time.perf_counter() - self._began)
+
+
+@contextmanager
+def _loading(worker: Worker) -> Iterator[Load]:
+    process, load = _child("load", worker.host), Load()
+    try:
+        yield load
+    finally:
+        load.end(float(process.communicate()[0]))
+
+
+@contextmanager
+def _peer() -> Iterator[str]:
+    host = next_host()
+    process = _child("peer", host, str(TRANSFER_TOKENS), str(LINK_MBPS))
+    try:
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError("the sending instance did not start")
+        yield f"http://{host}:{PORT}"
+    finally:
+        process.communicate()
+
+
+@contextmanager
+def _fetching(worker: Worker, url: str) -> Iterator[Load]:
+    ended = threading.Event()
+
+    def fetch() -> None:
+        prompt = new_prompt(TRANSFER_TOKENS)
+        while not ended.is_set():
+            prompt[:64] = new_prompt(64)  # nothing of it is in the prefix cache
+            worker.complete(prompt, 1, url)
+
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        load, before = Load(), worker.metric(RECEIVED)
+        fetches = [pool.submit(fetch) for _ in range(IN_FLIGHT)]
+        try:
+            yield load
+        finally:
+            load.end((worker.metric(RECEIVED) - before) * 8e-6)
+            ended.set()
+        for fetched in fetches:
+            fetched.result()
+
+
+def _child(module: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", f"benchmarks.worker.{module}", *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,0 +1,130 @@
+"""The front's calls of its engine: answers reach the request they belong to, in order, and whatever ends a request
+leaves nothing of it in the engine; long bodies are read beside the event loop.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from prfaas.wire.engine import LENGTH, Cancel, Failed, ToEngine, Tokens, decode_for_engine, encode_batch
+from prfaas_worker.front.engine_client import EngineClient, EngineError
+from prfaas_worker.front.reading import INLINE_BYTES, in_thread
+from prfaas_worker.front.serving import Serving
+
+
+class Engine:
+    """The other end of the socket, run by the test."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    def say(self, *messages: Any) -> None:
+        self._writer.write(encode_batch(messages))
+
+    async def hear(self, count: int) -> list[ToEngine]:
+        heard: list[ToEngine] = []
+        while len(heard) < count:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            heard += decode_for_engine(await self._reader.readexactly(length))
+        return heard
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[tuple[EngineClient, Engine]]:
+    ours, theirs = socket.socketpair()
+    client = await EngineClient.connect(ours)
+    engine = Engine(*await asyncio.open_unix_connection(sock=theirs))
+    running = asyncio.create_task(client.run())
+    yield client, engine
+    running.cancel()
+    client.close()
+    engine.close()
+
+
+def token(handle: int, number: int) -> Tokens:
+    return Tokens(handle, 0, [number], [], None)
+
+
+async def test_answers_that_wait_are_taken_together_in_order(ends):
+    client, engine = ends
+    with client.call() as call, client.call() as other:
+        engine.say(token(call.handle, 1), token(other.handle, 9), token(call.handle, 2))
+        assert await call.some() == [token(call.handle, 1), token(call.handle, 2)]
+        assert await other.next() == token(other.handle, 9)
+
+
+async def test_what_came_before_a_failure_is_not_lost(ends):
+    client, engine = ends
+    with client.call() as call:
+        engine.say(token(call.handle, 1), Failed(call.handle, 500, "broken", "it broke"), token(call.handle, 2))
+        assert await call.some() == [token(call.handle, 1)]
+        with pytest.raises(EngineError, match="it broke"):
+            await call.some()
+
+
+async def test_a_request_that_ends_early_cancels_the_handles_that_still_run(ends):
+    client, engine = ends
+    with client.call(3) as call:
+        first, second, third = call.handles
+        call.over(second)
+    assert await engine.hear(2) == [Cancel(first), Cancel(third)]
+    assert client.open_calls == 0
+
+
+async def test_a_request_that_is_cancelled_while_it_waits_cancels_too(ends):
+    client, engine = ends
+
+    async def request() -> None:
+        with client.call() as call:
+            await call.some()
+
+    task = asyncio.create_task(request())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await engine.hear(1) == [Cancel(1)]
+
+
+async def test_late_answers_go_nowhere(ends):
+    client, engine = ends
+    with client.call() as gone:
+        gone.over()
+    with client.call() as call:
+        engine.say(token(gone.handle, 1), token(call.handle, 2))
+        assert await call.next() == token(call.handle, 2)
+
+
+async def test_an_engine_that_ends_fails_every_call(ends):
+    client, engine = ends
+    with client.call(2) as call:
+        engine.close()
+        for _ in call.handles:
+            with pytest.raises(EngineError, match="the engine process ended"):
+                await call.next()
+
+
+@pytest.mark.parametrize(
+    ("body", "beside"),
+    [
+        (b"x" * INLINE_BYTES, False),
+        (b"x" * (INLINE_BYTES + 1), True),
+        (b'{"guided_regex": "a"}', True),
+        (b'{"response_format": {"type": "json_schema"}}', True),
+        (b'{"tools": []}', True),
+    ],
+)
+async def test_what_takes_long_to_read_is_read_beside_the_event_loop(body: bytes, beside: bool):
+    with ThreadPoolExecutor(1) as readers:
+        serving = cast(Serving, SimpleNamespace(served=None, tokenizer=None, readers=readers))
+        thread = await in_thread(serving, lambda *_: threading.get_ident(), body)
+    assert (thread != threading.get_ident()) == beside

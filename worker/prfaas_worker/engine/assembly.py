@@ -1,0 +1,103 @@
+"""Puts an engine together: the model's memory, the step loop, and what it needs of transfers, grammars and profile."""
+
+from functools import partial
+from pathlib import Path
+
+from prfaas.errors import ConfigError
+from prfaas.wire.engine import Measured
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.engine.grammar import Grammars, Vocabulary
+from prfaas_worker.engine.link import Outbox
+from prfaas_worker.engine.loop import Engine, Parts
+from prfaas_worker.engine.profile import Profiler
+from prfaas_worker.engine.runner import Runner
+from prfaas_worker.engine.sequences import Sequence
+from prfaas_worker.models.base import Model
+from prfaas_worker.options import Options
+from prfaas_worker.tokenizer import load_tokenizer
+from prfaas_worker.transfer.fetch import Fetch, Wanted
+from prfaas_worker.transfer.layout import Place, layer_groups
+from prfaas_worker.transfer.offers import Offers
+
+MIB = 1 << 20
+
+
+def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) -> tuple[Engine, Offers]:
+    """Return the step loop of a model and the prefills that it offers to others.
+
+    Raises:
+        ConfigError: the cache that the options ask for cannot be had.
+
+    """
+    memory = _cache_memory(model, options)
+    groups = layer_groups(model.layers)
+    capacity = options.max_running + options.max_waiting
+    offers = Offers((model.fingerprint, groups, model.hidden_size), options.data_port, capacity)
+
+    def new_fetch(sequence: Sequence) -> Fetch:
+        generate, lease = sequence.request.generation, sequence.held
+        wanted = Wanted(
+            request_id=generate.request_id,
+            model_name=options.model_name,
+            prefill_url=generate.prefill_url,
+            token_ids=generate.token_ids,
+            start_token=sequence.computed_tokens,
+            cache_salt=generate.cache_salt,
+            fingerprint=model.fingerprint,
+            groups=groups,
+            hidden_size=model.hidden_size,
+        )
+        return Fetch(wanted, Place(memory, lease.slot, lease.pages), offers.counters)
+
+    sizes = memory.geometry.state_bytes, memory.geometry.token_bytes
+    parts = Parts(
+        runner=Runner(model, memory),
+        cache=HybridCache(memory),
+        grammars=Grammars(partial(_vocabulary, model, directory)),
+        profiler=Profiler(*sizes, lambda profile: outbox.put([Measured(profile)])),
+        new_fetch=new_fetch,
+        answer=outbox.put,
+    )
+    engine = Engine(parts, role=options.role, max_waiting=options.max_waiting)
+    offers.on_end = engine.offer_ended
+    return engine, offers
+
+
+def _cache_memory(model: Model, options: Options) -> CacheMemory:
+    """Reserve the cache.
+
+    Raises:
+        ConfigError: a single sequence of the longest context would not fit.
+
+    """
+    geometry, context = CacheGeometry(model.layers), max_context(model, options)
+    num_pages = options.cache_mib * MIB // geometry.page_bytes
+    if num_pages < (wanted := geometry.pages_for(context)):
+        raise ConfigError(
+            f"--cache-mib {options.cache_mib} is too little for one sequence of {context} tokens: give "
+            f"--cache-mib {-(-wanted * geometry.page_bytes // MIB)} or more, or a smaller --max-context"
+        )
+    try:
+        return CacheMemory(
+            geometry, num_pages=num_pages, num_slots=options.max_running, max_context=context, device=model.device
+        )
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"--cache-mib {options.cache_mib} cannot be reserved: {error}") from error
+
+
+def max_context(model: Model, options: Options) -> int:
+    """Most tokens of a sequence."""
+    return min(model.max_context, options.max_context_tokens or model.max_context)
+
+
+def _vocabulary(model: Model, directory: Path) -> Vocabulary:
+    tokenizer = load_tokenizer(directory)
+    texts = [tokenizer.special_text(token_id) for token_id in range(model.vocab_size)]
+    return Vocabulary(
+        tokens=[tokenizer.token_bytes(i) if text is None else text.encode() for i, text in enumerate(texts)],
+        special_ids=frozenset(tokenizer.specials.values()),
+        eos_ids=tuple(sorted(model.eos_token_ids)),
+        size=model.vocab_size,
+        encode=partial(tokenizer.encode, framed=False),
+    )
