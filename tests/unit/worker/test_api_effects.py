@@ -48,9 +48,9 @@ async def test_penalties_end_repetition(client, pair):
     biased = {"logit_bias": {A: 90, B: 70}, "max_tokens": 20}
     assert await text(client, pair[1], **biased) == "a" * 20
     assert "b" in await text(client, pair[1], **biased, frequency_penalty=2)
+    assert "b" in await text(client, pair[1], **biased, repetition_penalty=1.5)
     plain = await text(client, pair[1], max_tokens=60)
-    for penalty in ({"presence_penalty": 2}, {"repetition_penalty": 1.5}):
-        assert len(set(await text(client, pair[1], max_tokens=60, **penalty))) > len(set(plain))
+    assert await text(client, pair[1], max_tokens=60, presence_penalty=2) != plain
 
 
 async def test_min_p_leaves_the_likeliest_alone(client, pair):
