@@ -17,6 +17,7 @@ from aiohttp import web
 from prfaas.errors import InternalError, RequestError
 from prfaas.wire import headers
 from prfaas.wire.engine import Cancel, Generate, Started, Tokens
+from prfaas_worker.front import byte_map
 from prfaas_worker.front.answers import Answers, Piece, error_body, sse, usage_body
 from prfaas_worker.front.checks import Served
 from prfaas_worker.front.choices import Choice
@@ -124,6 +125,7 @@ async def _serve(request: web.Request, make: MakeJob) -> web.StreamResponse:
     with serving.engine.call(len(job.prompts)) as call:
         for message in _messages(call, request_id, job, prefill_url):
             serving.engine.send(message)
+        byte_map.teach(serving, await request.read(), job)
         generation = Generation(call, job, serving)
         started = await generation.start()
         serving.metrics.first_token(time.monotonic() - began)
