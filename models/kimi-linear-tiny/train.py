@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, parse_config
-from prfaas_worker.models.kimi_linear.layers import LatentAttention, MixtureOfExperts
+from prfaas_worker.models.kimi_linear.layers import MixtureOfExperts
 from prfaas_worker.models.kimi_linear.model import KimiLinear
-from prfaas_worker.models.kimi_linear.weights import expected_shapes
+from prfaas_worker.models.kimi_linear.shapes import expected_shapes
 
 BOS, EOS, PAD, USER, ASSISTANT, SYSTEM, END_OF_TURN = range(256, 263)
 OUTPUT = Path(__file__).parents[2] / "worker/prfaas_worker/assets/kimi-linear-tiny"
@@ -180,15 +180,9 @@ def forward(config: KimiLinearConfig, tensors: dict[str, Tensor], tokens: Tensor
     model = KimiLinear(config, tensors, fingerprint="in training")
     x = F.embedding(tokens, model.embedding)
     loads = []
-    for block, spec in zip(model.blocks, model.layers, strict=True):
-        normed = block.attention_input(x)
-        if isinstance(block.attention, LatentAttention):
-            attended = block.attention.prefill(normed, block.attention.rows(normed))
-        else:
-            fresh = (torch.zeros(tokens.shape[0], *t.shape) for t in spec.state)
-            attended, _, _ = block.attention.prefill(normed, *fresh)
-        x = x + attended
-        normed = block.feed_forward_input(x)
+    for block in model.blocks:
+        x = x + block.attention.prefill(block.normed(x))
+        normed = block.normed(x)
         if isinstance(block.feed_forward, MixtureOfExperts):
             picked, _ = block.feed_forward.route(normed.detach().flatten(0, 1))
             loads.append(picked.flatten().bincount(minlength=config.num_experts).float())

@@ -52,11 +52,8 @@ def test_chunks_are_the_recurrence(gate_scale, tokens):
 @pytest.mark.parametrize("gate_scale", GATE_SCALES)
 def test_steps_are_the_recurrence(gate_scale):
     arguments = inputs(20, gate_scale)
-    state = arguments[5]
-    outputs = []
-    for t in range(20):
-        o, state = kda_step(*(x[:, t] for x in arguments[:5]), state)
-        outputs.append(o)
+    state = arguments[5].clone()
+    outputs = [kda_step(*(x[:, t] for x in arguments[:5]), state) for t in range(20)]
     expected_o, expected_state = recurrence(*arguments)
     assert (torch.stack(outputs, dim=1) - expected_o).abs().max() < OUTPUT_BOUND
     assert (state - expected_state).abs().max() < STATE_BOUND

@@ -73,7 +73,10 @@ ANSWERS: dict[str, tuple[Grammar, Callable[[str], Any]]] = {
     "point": (json_schema(POINT), is_point),
     "object": (json_schema({"type": "object"}), lambda answer: isinstance(json.loads(answer), dict)),
     "regex": (Grammar("regex", r"[A-Z][a-z]{2,5}-[0-9]{4}"), re.compile(r"[A-Z][a-z]{2,5}-[0-9]{4}").fullmatch),
-    "lark": (Grammar("lark", 'start: "(" start ")" | "x"'), re.compile(r"(\(*)x(\)*)").fullmatch),
+    "lark": (
+        Grammar("lark", 'start: "(" start ")" | "x"'),
+        lambda answer: answer == "(" * (n := answer.count("(")) + "x" + ")" * n,
+    ),
 }
 
 

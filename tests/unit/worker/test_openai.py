@@ -16,6 +16,8 @@ from prfaas_worker.tokenizer import load_tokenizer
 
 SERVED = Served(model_name="tiny", vocab_size=264, max_context=100, max_choices=8)
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
+SPACES = '{"x-guidance":{"whitespace_pattern":"( |\\\\n {0,16})?"},"type":"%s"}'
+SCHEMA_OBJECT, SCHEMA_NULL = (Grammar("json_schema", SPACES % kind) for kind in ("object", "null"))
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -271,17 +273,17 @@ def test_neutral_values_of_unserved_fields_are_fine():
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
-        ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"response_format": {"type": "json_object"}}, SCHEMA_OBJECT),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
-            Grammar("json_schema", '{"type":"null"}'),
+            SCHEMA_NULL,
         ),
-        ({"guided_json": {"type": "null"}}, Grammar("json_schema", '{"type":"null"}')),
-        ({"guided_json": '{"type": "null"}'}, Grammar("json_schema", '{"type": "null"}')),
+        ({"guided_json": {"type": "null"}}, SCHEMA_NULL),
+        ({"guided_json": '{"type": "null"}'}, SCHEMA_NULL),
         ({"guided_regex": "a|b"}, Grammar("regex", "a|b")),
         ({"guided_choice": ["a.b", "c|<é> #"]}, Grammar("regex", r"a\.b|c\|<é> \#")),
         ({"guided_grammar": 'start: "x"'}, Grammar("lark", 'start: "x"')),
-        ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"structured_outputs": {"json_object": True}}, SCHEMA_OBJECT),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar("regex", "a")),
         ({"structured_outputs": {"grammar": 'start: "x"'}}, Grammar("lark", 'start: "x"')),
     ],
@@ -289,6 +291,12 @@ def test_neutral_values_of_unserved_fields_are_fine():
 @pytest.mark.parametrize("function", [completion, chat])
 def test_every_way_to_ask_for_structure_is_one_grammar(function: Any, fields: dict[str, Any], wanted: Grammar):
     assert function(**fields).grammar == wanted
+
+
+def test_a_schema_may_say_itself_what_spaces_it_wants():
+    own = '{"x-guidance":{"whitespace_flexible":false},"type":"null"}'
+    assert completion(guided_json=own).grammar == Grammar("json_schema", own)
+    assert completion(guided_json=True).grammar == Grammar("json_schema", "true")
 
 
 def test_an_adapter_of_the_model_is_refused_by_name():

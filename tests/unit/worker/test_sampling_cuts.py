@@ -117,6 +117,17 @@ def test_frequencies_are_those_of_the_softmax(temperature: float):
         assert abs(found[token] - 4000 * probability) <= 1.01
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0, 5.0])
+def test_weights_add_up_to_the_same_in_any_order(scale: float):
+    logits = scale * torch.randn(1, 1 << 18, generator=torch.Generator().manual_seed(1))
+    columns = cuts._columns([Cut(0, 0.9, 0.0, 0, 1.0, 0.5)], logits)
+    weights = cuts._weights(logits, logits.amax(-1), columns)[0].double()
+    assert torch.equal(weights, weights.round())
+    assert 0.999 < float(weights.sum()) / 2**52 < 1.001
+    orders = [weights, weights.flip(0), weights.sort().values]
+    assert len({float(order.cumsum(0)[-1]) for order in orders} | {float(weights.sum())}) == 1
+
+
 def test_a_tiny_temperature_is_as_good_as_greedy():
     assert spread(1e-300) == {4: 4000}
     assert spread(1e-7) == {4: 4000}
@@ -139,6 +150,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     assert set(spread(top_p=first + 0.001)) == {4, 1}
     assert set(spread(top_p=first + second + 0.001)) == {4, 1, 2}
     assert set(spread(top_p=1e-9)) == {4}
+    assert set(spread(top_p=0.0)) == {4}
 
 
 def test_top_p_is_a_share_of_what_top_k_leaves():

@@ -74,8 +74,11 @@ def test_many_different_tokens_fit_a_table():
     for token in range(3000):
         table.count(token)
     logits = torch.full((1, 4000), 8.0)
-    apply_tables(logits, [(0, table)])
+    biases = Table(greedy(logit_bias=tuple((token, 1.0) for token in range(1000))), [])
+    logits = logits.expand(2, -1).clone()
+    apply_tables(logits, [(0, table), (1, biases)])
     assert logits[0].tolist() == [3.0] * 3000 + [8.0] * 1000
+    assert logits[1].tolist() == [9.0] * 1000 + [8.0] * 3000
 
 
 def test_penalties_keep_greedy_text_from_repeating_itself():

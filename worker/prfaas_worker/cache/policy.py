@@ -6,8 +6,9 @@ from this one, which shows as attention blocks that reach further than any state
 land in tokens that no other prompt has, and give no hits for the room that they take.
 
 A state weighs as much as thousands of tokens of attention (5,380 for Kimi Linear 48B). Even so no high bar pays: on the
-conversation trace, asking that a state save 1,024 tokens rather than any loses 1% of the hits at 512 GB, 4,096 tokens
-4% (`prfaas bench prefix_cache`). The rule by bytes is a low one: each page that a state takes must save a token.
+conversation trace, asking that a state save 1,024 tokens costs a tenth of the hits at 128 GB and at 512 GB alike
+(`prfaas bench prefix_cache`; the trace cannot tell less than 512). So the rule by bytes is a low one: each page that a
+state takes must save a token.
 """
 
 

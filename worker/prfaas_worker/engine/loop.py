@@ -269,7 +269,7 @@ class Engine:
             return
         sequence.computed_tokens = len(sequence.token_ids)
         sequence.phase = Phase.RUNNING
-        self.cache.publish(sequence.held, sequence.chain.hashes)
+        self.cache.publish(sequence.held, sequence.chain, len(sequence.chain.hashes))
         request.prefill_seconds = result.done.prefill_seconds
         started = self._started(request, result)
         hidden = result.hidden.to(self._runner.model.device).unsqueeze(0)
@@ -330,7 +330,7 @@ class Engine:
             if rest:
                 return
             sequence.chain.extend(sequence.token_ids[sequence.chain.tokens : sequence.computed_tokens])
-        self.cache.publish(sequence.held, sequence.chain.hashes[:blocks])
+        self.cache.publish(sequence.held, sequence.chain, blocks)
         if rest == 0 and (decoding or sequence.computed_tokens in sequence.cuts):
             self.cache.checkpoint(sequence.held, sequence.chain.hashes, blocks, rolling=decoding)
 

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas.kvindex.blocks import BLOCK_TOKENS
 from prfaas.wire.engine import CacheStats, Measured, Stats, ToEngine, ToFront
 from prfaas.wire.profile import Profile
 from prfaas_worker.front.latencies import Histogram, Latencies
@@ -53,7 +54,6 @@ CACHE_COUNTERS: Final[Described] = {
     "prfaas_prefix_cache_corrupt_entries": ("corrupt_entries", "Entries dropped because their digest was wrong."),
 }
 TIERS: Final = ("host", "disk")
-BLOCK_TOKENS: Final = 64
 VLLM_GAUGES: Final[Described] = {
     "vllm:num_requests_running": ("requests_running", "Requests in model execution batches."),
     "vllm:num_requests_waiting": ("requests_waiting", "Requests waiting to be processed."),

@@ -1,4 +1,4 @@
-"""Models that the engine can run; today Kimi Linear, and a checkpoint of another family says so by its name."""
+"""Models that the engine can run: Kimi Linear by itself, other hybrid families through transformers."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 
 from prfaas_worker.assets import model_directory
 from prfaas_worker.models.base import Model
+from prfaas_worker.models.generic.families import read_family, read_model_type
 
 
 def load_model(source: str, threads: int | None) -> tuple[Model, Path]:
@@ -21,7 +22,13 @@ def load_model(source: str, threads: int | None) -> tuple[Model, Path]:
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    from prfaas_worker.models.kimi_linear.model import KimiLinear  # a family's code is loaded when it is served
-
     directory = model_directory(source)
-    return KimiLinear.load(directory), directory
+    # A family's code is loaded when it is served; that of transformers takes seconds, so refusals come before it.
+    if read_model_type(directory) == "kimi_linear":
+        from prfaas_worker.models.kimi_linear.model import KimiLinear
+
+        return KimiLinear.load(directory), directory
+    read_family(directory)
+    from prfaas_worker.models.generic.model import GenericModel
+
+    return GenericModel.load(directory), directory

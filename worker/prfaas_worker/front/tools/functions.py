@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from prfaas_worker.front.schemas import bounded
+
 
 class Function(NamedTuple):
     """A function the model may call. `parameters` is the JSON schema of its arguments."""
@@ -18,9 +20,8 @@ Mark = Callable[[str], str]
 
 
 def arguments_rule(function: Function) -> str:
-    """Return the rule for a function's arguments. Without free spaces, which small models fill their context with."""
-    compact = {"x-guidance": {"whitespace_flexible": False}}
-    return "%json " + msgspec.json.encode({"type": "object"} | function.parameters | compact).decode()
+    """Return the rule for a function's arguments."""
+    return "%json " + bounded(msgspec.json.encode({"type": "object"} | function.parameters))
 
 
 def literal(text: str) -> str:

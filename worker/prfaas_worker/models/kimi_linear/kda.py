@@ -66,12 +66,12 @@ def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
     return outputs, state
 
 
-def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the rule for one token: `kda_chunked` without the axis T. Returns outputs [M, V] and the new S [M, K, V]."""
-    decayed = state * g.exp().unsqueeze(-1)
-    error = v - torch.bmm(k.unsqueeze(1), decayed).squeeze(1)
-    state = torch.baddbmm(decayed, k.unsqueeze(2), (beta.unsqueeze(-1) * error).unsqueeze(1))
-    return torch.bmm(q.unsqueeze(1), state).squeeze(1), state
+def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """Run the rule for one token: `kda_chunked` without the axis T. Returns outputs [M, V]; S changes in place."""
+    state.mul_(g.exp().unsqueeze(-1))
+    error = torch.baddbmm(v.unsqueeze(1), k.unsqueeze(1), state, alpha=-1)
+    state.baddbmm_(k.unsqueeze(2), error.mul_(beta.view(-1, 1, 1)))
+    return torch.bmm(q.unsqueeze(1), state).squeeze(1)
 
 
 def _segment(segment: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:

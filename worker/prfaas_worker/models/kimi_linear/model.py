@@ -1,6 +1,7 @@
 """Kimi Linear behind the engine's `Model` interface: layer by layer over one step's batch, in fp32, no gradients."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -8,18 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.models.base import AttentionKind, Batch, Chunk, LayerSpec, TensorSpec
+from prfaas_worker.models.base import AttentionKind, Batch, LayerSpec, TensorSpec
+from prfaas_worker.models.kimi_linear.checkpoint import Checkpoint
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
-from prfaas_worker.models.kimi_linear.layers import (
-    DeltaAttention,
-    LatentAttention,
-    MixtureOfExperts,
-    Mlp,
-    Projected,
-    Weights,
-    rms_norm,
-)
-from prfaas_worker.models.kimi_linear.weights import fingerprint, read_weights
+from prfaas_worker.models.kimi_linear.delta import DeltaAttention
+from prfaas_worker.models.kimi_linear.latent import LatentAttention
+from prfaas_worker.models.kimi_linear.layers import MixtureOfExperts, Mlp, norm_scale, unit_rms
+from prfaas_worker.models.kimi_linear.step import TOKENS_AT_ONCE, Step
+from prfaas_worker.models.kimi_linear.weights import Weights
 
 
 class Layer:
@@ -27,26 +24,17 @@ class Layer:
 
     def __init__(self, config: KimiLinearConfig, index: int, weights: Weights):
         self._eps = config.rms_norm_eps
-        self._input_norm, self._post_norm = weights["input_layernorm"], weights["post_attention_layernorm"]
-        kind = DeltaAttention if config.layer_kinds[index] == "linear" else LatentAttention
-        self.attention = kind(config, weights.under("self_attn"))
+        attention = DeltaAttention if config.layer_kinds[index] == "linear" else LatentAttention
+        self.attention = attention(config, weights.under("self_attn"), norm_scale(weights["input_layernorm"]))
+        norm = norm_scale(weights["post_attention_layernorm"])
         if config.dense_layers[index]:
-            self.feed_forward: Mlp | MixtureOfExperts = Mlp(weights.under("mlp"))
+            self.feed_forward: Mlp | MixtureOfExperts = Mlp(weights.under("mlp"), norm)
         else:
-            self.feed_forward = MixtureOfExperts(config, weights.under("block_sparse_moe"))
+            self.feed_forward = MixtureOfExperts(config, weights.under("block_sparse_moe"), norm)
 
-    def attention_input(self, x: Tensor) -> Tensor:
-        """What the attention sees of the residual stream."""
-        return rms_norm(x, self._input_norm, self._eps)
-
-    def feed_forward_input(self, x: Tensor) -> Tensor:
-        """What the feed-forward block sees of the residual stream."""
-        return rms_norm(x, self._post_norm, self._eps)
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Add the attention's output to the residual stream x, then the feed-forward block's."""
-        x = x + attended
-        return x + self.feed_forward(self.feed_forward_input(x))
+    def normed(self, x: Tensor) -> Tensor:
+        """What attention and feed-forward block see of the residual stream; the norms' weights are in theirs."""
+        return unit_rms(x, self._eps)
 
 
 class KimiLinear:
@@ -54,8 +42,8 @@ class KimiLinear:
 
     attention_kind: AttentionKind = "mla_attention"
 
-    def __init__(self, config: KimiLinearConfig, tensors: Mapping[str, Tensor], fingerprint: str):
-        """Put the layers together from tensors by public name, which must be complete (`read_weights` checks)."""
+    def __init__(self, config: KimiLinearConfig, tensors: Mapping[str, Tensor] | Checkpoint, fingerprint: str):
+        """Put the layers together from tensors by public name, which must be complete and of the config's shapes."""
         weights = Weights(tensors)
         self.config = config
         self.fingerprint = fingerprint
@@ -64,13 +52,16 @@ class KimiLinear:
         self.layers = tuple(_layer_spec(config, kind) for kind in config.layer_kinds)
         self.blocks = [Layer(config, i, weights.under(f"model.layers.{i}")) for i in range(len(self.layers))]
         self.embedding = weights["model.embed_tokens"]
-        self._norm, self._head = weights["model.norm"], weights["lm_head"]
+        self._norm, self._head = norm_scale(weights["model.norm"]), weights["lm_head"]
 
     @classmethod
     def load(cls, directory: Path) -> "KimiLinear":
         """Read config.json and model*.safetensors; raises ConfigError where they are not a checkpoint that we run."""
         config = read_config(directory)
-        return cls(config, read_weights(directory, config), fingerprint(directory))
+        checkpoint = Checkpoint(directory, config)
+        model = cls(config, checkpoint, "")
+        model.fingerprint = checkpoint.fingerprint()
+        return model
 
     @property
     def device(self) -> torch.device:
@@ -85,80 +76,33 @@ class KimiLinear:
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Run one step; returns the normed hidden states of each chunk's last token and of each decode."""
         x = F.embedding(batch.tokens, self.embedding)
+        step = Step(batch, self._memory)
         for index, block in enumerate(self.blocks):
-            x = block.finish(x, self._attend(index, block.attention_input(x), batch))
+            if isinstance(block.attention, LatentAttention):
+                x += step.latent(block.attention, self._memory.rows(index)["latent"], block.normed(x))
+            else:
+                states = self._memory.states(index)
+                for part in step.parts:
+                    x[part.span] += step.delta(block.attention, states, block.normed(x[part.span]), part)
+            for tokens in x.split(TOKENS_AT_ONCE):
+                tokens.add_(block.feed_forward(block.normed(tokens)))
             if on_layer is not None:
                 on_layer(index)
         return self.final_norm(_last_of_each(x, batch))
 
     def final_norm(self, x: Tensor) -> Tensor:
         """The residual stream after the last layer, normed: what `logits` takes."""
-        return rms_norm(x, self._norm, self.config.rms_norm_eps)
+        return unit_rms(x, self.config.rms_norm_eps) * self._norm
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of normed hidden states [..., hidden_size]."""
         return F.linear(hidden, self._head)
 
-    def _attend(self, index: int, x: Tensor, batch: Batch) -> Tensor:
-        attention = self.blocks[index].attention
-        if isinstance(attention, LatentAttention):
-            return self._attend_latent(attention, self._memory.rows(index)["latent"], x, batch)
-        return self._attend_delta(attention, self._memory.states(index), x, batch)
-
-    def _attend_delta(self, kda: DeltaAttention, states: Mapping[str, Tensor], x: Tensor, batch: Batch) -> Tensor:
-        """KDA over a batch [N, D]; states are changed in place."""
-        projected, outputs = kda.project(x), []
-        conv, recurrent = states["conv"], states["recurrent"]
-        for chunk, span in _spans(batch):
-            one = Projected(*(part.unsqueeze(0) for part in projected.of(span)))
-            slot = slice(chunk.slot, chunk.slot + 1)
-            o, conv[slot], recurrent[slot] = kda.mix_chunk(one, conv[slot], recurrent[slot])
-            outputs.append(o[0])
-        if (decodes := batch.decodes) is not None:
-            rest = projected.of(slice(x.shape[0] - decodes.slots.shape[0], None))
-            o, conv[decodes.slots], recurrent[decodes.slots] = kda.mix_step(
-                rest, conv[decodes.slots], recurrent[decodes.slots]
-            )
-            outputs.append(o)
-        return kda.output(outputs[0] if len(outputs) == 1 else torch.cat(outputs), projected.gate)
-
-    def _attend_latent(self, mla: LatentAttention, pages: Tensor, x: Tensor, batch: Batch) -> Tensor:
-        """MLA over a batch [N, D]; the new rows are written into pages [num_pages, page_tokens, width]."""
-        q, rows, outputs = mla.queries(x), mla.rows(x), []
-        for chunk, span in _spans(batch):
-            table = self._memory.table[chunk.slot, : self._memory.geometry.pages_for(chunk.end)]
-            self._write(pages, table, chunk.start, rows[span])
-            seen = pages[table].flatten(0, 1)[: chunk.end]
-            outputs.append(mla.attend_chunk(q[span].unsqueeze(0), seen.unsqueeze(0))[0])
-        if (decodes := batch.decodes) is not None:
-            count = decodes.slots.shape[0]
-            columns = self._memory.geometry.pages_for(decodes.max_length + 1)
-            table = self._memory.table[decodes.slots, :columns]
-            page_tokens = pages.shape[1]
-            own = table.gather(1, (decodes.lengths // page_tokens).unsqueeze(1)).squeeze(1)
-            pages[own, decodes.lengths % page_tokens] = rows[x.shape[0] - count :]
-            seen = pages[table].flatten(1, 2)
-            outputs.append(mla.attend_step(q[x.shape[0] - count :], seen, decodes.lengths + 1))
-        return mla.output(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
-
-    def _write(self, pages: Tensor, table: Tensor, start: int, rows: Tensor) -> None:
-        """Put rows [T, width] at tokens `start` onwards of the sequence with this page table."""
-        at = torch.arange(start, start + rows.shape[0], device=rows.device)
-        pages[table[at // pages.shape[1]], at % pages.shape[1]] = rows
-
-
-def _spans(batch: Batch) -> Iterator[tuple[Chunk, slice]]:
-    """Each chunk with its place among the batch's tokens."""
-    at = 0
-    for chunk in batch.chunks:
-        yield chunk, slice(at, at + chunk.tokens)
-        at += chunk.tokens
-
 
 def _last_of_each(x: Tensor, batch: Batch) -> Tensor:
     """Of x [N, D] the last token of each chunk and every decode: [outputs, D]."""
-    ends = [span.stop - 1 for _, span in _spans(batch)]
-    return torch.cat([x[ends], x[ends[-1] + 1 :]]) if ends else x
+    ends = list(accumulate(chunk.tokens for chunk in batch.chunks))
+    return torch.cat([x[[end - 1 for end in ends]], x[ends[-1] :]]) if ends else x
 
 
 def _layer_spec(config: KimiLinearConfig, kind: str) -> LayerSpec:

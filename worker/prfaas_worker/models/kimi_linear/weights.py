@@ -1,147 +1,79 @@
-"""Reads a checkpoint in the public safetensors layout, and refuses one whose tensors are not those of its config.
+"""Weights as the blocks of a layer ask for them: by name under a prefix, several joined into one matrix, scaled.
 
-The expected table of names and shapes follows from the config alone, so a wrong checkpoint is answered with the whole
-list of differences and nothing is computed with weights that do not fit.
+Whatever is joined is made in place, one tensor of the checkpoint at a time, so that no more than a piece of a file
+stands in memory beside the weights. The tensors may also be parameters in training: gradients flow to them.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
-from prfaas.errors import ConfigError
-from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
-
-Shape = tuple[int, ...]
-
-_LISTED_DIFFERENCES = 50
+from prfaas_worker.models.kimi_linear.checkpoint import Checkpoint
 
 
-def expected_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
-    """Public name -> shape of every tensor of a checkpoint with this config."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    shapes: dict[str, Shape] = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
-    }
-    for layer, (kind, dense) in enumerate(zip(config.layer_kinds, config.dense_layers, strict=True)):
-        prefix = f"model.layers.{layer}."
-        attention = _kda_shapes(config) if kind == "linear" else _mla_shapes(config)
-        feed_forward = _mlp_shapes("mlp.", hidden, config.intermediate_size) if dense else _moe_shapes(config)
-        norms = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        shapes |= {prefix + name: shape for name, shape in {**norms, **attention, **feed_forward}.items()}
-    return shapes
+class Weights:
+    """Tensors by public name, seen from one prefix: `weights["q_proj"]` is <prefix>q_proj.weight, in fp32."""
 
+    def __init__(self, tensors: Mapping[str, Tensor] | Checkpoint, prefix: str = ""):
+        self._tensors = tensors
+        self._prefix = prefix
 
-def _kda_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
-    size, head, hidden = config.kda_size, config.kda_head_size, config.hidden_size
-    shapes: dict[str, Shape] = {
-        "A_log": (1, 1, config.kda_heads, 1),
-        "dt_bias": (size,),
-        "f_a_proj.weight": (head, hidden),
-        "f_b_proj.weight": (size, head),
-        "b_proj.weight": (config.kda_heads, hidden),
-        "g_a_proj.weight": (head, hidden),
-        "g_b_proj.weight": (size, head),
-        "o_norm.weight": (head,),
-        "o_proj.weight": (hidden, size),
-    }
-    for name in ("q", "k", "v"):
-        shapes[f"{name}_proj.weight"] = (size, hidden)
-        shapes[f"{name}_conv1d.weight"] = (size, 1, config.conv_kernel)
-    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+    def under(self, name: str) -> "Weights":
+        """The same tensors seen from a deeper prefix."""
+        return Weights(self._tensors, f"{self._prefix}{name}.")
 
+    def raw(self, name: str) -> Tensor:
+        """A tensor whose public name does not end in .weight."""
+        if not isinstance(self._tensors, Checkpoint):
+            return self._tensors[self._prefix + name]
+        tensor = torch.empty(self._tensors.shape(self._prefix + name))
+        self._tensors.read(self._prefix + name, tensor)
+        return tensor
 
-def _mla_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
-    heads, hidden = config.num_heads, config.hidden_size
-    return {
-        "self_attn.q_proj.weight": (heads * config.key_size, hidden),
-        "self_attn.kv_a_proj_with_mqa.weight": (config.latent_size + config.shared_key_size, hidden),
-        "self_attn.kv_a_layernorm.weight": (config.latent_size,),
-        "self_attn.kv_b_proj.weight": (heads * (config.nope_size + config.value_size), config.latent_size),
-        "self_attn.o_proj.weight": (hidden, heads * config.value_size),
-    }
+    def __getitem__(self, name: str) -> Tensor:
+        return self.raw(f"{name}.weight")
 
+    def joined(self, names: Sequence[str], *, columns: Tensor | None = None) -> Tensor:
+        """Tensors one after the other along their first axis, their columns multiplied by `columns`."""
+        shapes = [self._shape(name) for name in names]
+        joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
+        for name, part in zip(names, joined.split([shape[0] for shape in shapes]), strict=True):
+            self._copy(name, part)
+        return joined if columns is None else joined.mul_(columns)
 
-def _mlp_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
-    return {
-        f"{prefix}gate_proj.weight": (intermediate, hidden),
-        f"{prefix}up_proj.weight": (intermediate, hidden),
-        f"{prefix}down_proj.weight": (hidden, intermediate),
-    }
+    def experts(self, pairs: Sequence[tuple[str, str]], shared: tuple[str, str], columns: Tensor) -> Tensor:
+        """Each expert's two matrices [size, D], one below the other: [experts, 2 size, D], times `columns`.
 
+        The two `shared` matrices [n size, D] are n experts more, behind the others.
+        """
+        size, width = self._shape(pairs[0][0])
+        count = len(pairs) + self._shape(shared[0])[0] // size
+        stacked = torch.empty(count, 2, size, width)
+        for target, pair in zip(stacked, pairs, strict=False):
+            for half, name in zip(target, pair, strict=True):
+                self._copy(name, half)
+        for half, name in enumerate(shared):
+            self._copy(name, stacked[len(pairs) :, half])
+        return stacked.mul_(columns).flatten(1, 2)
 
-def _moe_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
-    hidden, size = config.hidden_size, config.expert_size
-    shapes: dict[str, Shape] = {
-        "block_sparse_moe.gate.weight": (config.num_experts, hidden),
-        "block_sparse_moe.gate.e_score_correction_bias": (config.num_experts,),
-        **_mlp_shapes("block_sparse_moe.shared_experts.", hidden, config.shared_experts * size),
-    }
-    for expert in range(config.num_experts):
-        prefix = f"block_sparse_moe.experts.{expert}."
-        shapes |= {f"{prefix}w1.weight": (size, hidden), f"{prefix}w3.weight": (size, hidden)}
-        shapes[f"{prefix}w2.weight"] = (hidden, size)
-    return shapes
+    def experts_transposed(self, names: Sequence[str], shared: str, size: int) -> Tensor:
+        """Each expert's matrix [D, size], and `shared` [D, n size] as n more, all transposed: [experts, size, D]."""
+        width, shared_size = self._shape(shared)
+        stacked = torch.empty(len(names) * size + shared_size, width)
+        for target, name in zip(stacked.split(size), names, strict=False):
+            self._copy(name, target.T)
+        self._copy(shared, stacked[len(names) * size :].T)
+        return stacked.view(-1, size, width)
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        full = f"{self._prefix}{name}.weight"
+        return self._tensors.shape(full) if isinstance(self._tensors, Checkpoint) else tuple(self._tensors[full].shape)
 
-def read_weights(directory: Path, config: KimiLinearConfig) -> dict[str, Tensor]:
-    """Every tensor of `directory`'s safetensors files by public name, in fp32.
-
-    Raises:
-        ConfigError: there is no weights file, one is damaged, or names and shapes are not exactly those of the config.
-
-    """
-    files = sorted(directory.glob("model*.safetensors"))
-    if not files:
-        raise ConfigError(f"{directory}: no model*.safetensors; put the checkpoint's weights there")
-    dense_layers = {f"model.layers.{layer}." for layer, dense in enumerate(config.dense_layers) if dense}
-    try:
-        tensors = {
-            _public_name(name, dense_layers): tensor.float() for file in files for name, tensor in _tensors_of(file)
-        }
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{directory}: the weights cannot be read, fetch them again: {error}") from error
-    differences = describe_differences(expected_shapes(config), {name: tuple(t.shape) for name, t in tensors.items()})
-    if differences:
-        listed = differences[:_LISTED_DIFFERENCES]
-        more = [f"and {len(differences) - len(listed)} more"] if len(differences) > len(listed) else []
-        raise ConfigError(f"{directory}: the weights do not fit config.json:\n  " + "\n  ".join(listed + more))
-    return tensors
-
-
-def describe_differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> list[str]:
-    """One line per tensor that is missing, unknown or of another shape, sorted by name."""
-    lines = []
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found:
-            lines.append(f"{name}: missing, shape {list(expected[name])}")
-        elif name not in expected:
-            lines.append(f"{name}: not in this architecture, shape {list(found[name])}")
-        elif found[name] != expected[name]:
-            lines.append(f"{name}: shape {list(found[name])}, the config asks for {list(expected[name])}")
-    return lines
-
-
-def fingerprint(directory: Path) -> str:
-    """SHA-256, hex, over config.json and every weights file, names included."""
-    digest = hashlib.sha256()
-    for path in [directory / "config.json", *sorted(directory.glob("model*.safetensors"))]:
-        with path.open("rb") as file:
-            digest.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def _tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(file, framework="pt") as checkpoint:
-        for name in checkpoint.keys():  # noqa: SIM118, not a mapping: it cannot be iterated itself
-            yield name, checkpoint.get_tensor(name)
-
-
-def _public_name(name: str, dense_layers: set[str]) -> str:
-    """transformers writes a dense layer's MLP as if it were a mixture: block_sparse_moe.gate_proj for mlp.gate_proj."""
-    prefix, found, rest = name.partition("block_sparse_moe.")
-    return f"{prefix}mlp.{rest}" if found and prefix in dense_layers else name
+    def _copy(self, name: str, target: Tensor) -> None:
+        """Fill a view of as many numbers as the tensor has."""
+        full = f"{self._prefix}{name}.weight"
+        if isinstance(self._tensors, Checkpoint):
+            self._tensors.read(full, target)
+        else:
+            target.copy_(self._tensors[full].view(target.shape))

@@ -1,0 +1,187 @@
+"""Proves that a checkpoint that cannot be served is refused by name, with the whole list of what is wrong."""
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prfaas.errors import ConfigError
+from prfaas_worker.models import load_model
+from prfaas_worker.models.base import LayerSpec
+from prfaas_worker.models.generic.families import FAMILIES, family_of
+
+from . import tiny
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside third-party imports
+        return tiny.save(tiny.build("falcon_h1"), tmp_path_factory.mktemp("falcon_h1"))
+
+
+@pytest.fixture
+def edited(saved: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the checkpoint with other fields and tensors; None takes one away."""
+
+    def edit(fields: dict[str, Any] | None = None, tensors: dict[str, torch.Tensor | None] | None = None) -> Path:
+        config = json.loads((saved / "config.json").read_text()) | (fields or {})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        weights = load_file(saved / "model.safetensors") | (tensors or {})
+        kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
+        save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return tmp_path
+
+    return edit
+
+
+def load(directory: Path) -> Any:
+    from prfaas_worker.models.generic.model import GenericModel
+
+    return GenericModel.load(directory)
+
+
+def test_minimax_is_refused_by_name_and_reason():
+    with pytest.raises(
+        ConfigError, match=r"'minimax' cannot be served: its linear layers keep their state outside .*lfm2"
+    ):
+        family_of({"model_type": "minimax"})
+
+
+def test_an_unknown_family_is_named_beside_those_that_are_served():
+    with pytest.raises(ConfigError, match="'gpt2'") as caught:
+        family_of({"model_type": "gpt2"})
+    assert all(name in str(caught.value) for name in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "gemma3", "vision_config": {}}, "vision_config"),
+        ({"model_type": "qwen3_next", "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "qwen3_next", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"model_type": "qwen3_next", "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic"),
+    ],
+)
+def test_variants_that_would_be_computed_wrong_are_refused_by_their_field(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        family_of(fields)
+
+
+def test_fixed_frequencies_are_served():
+    assert family_of({"model_type": "qwen3_next", "rope_parameters": {"rope_type": "yarn"}}) is FAMILIES["qwen3_next"]
+
+
+def test_load_model_takes_the_generic_engine_for_other_families_only(saved):
+    model, directory = load_model(str(saved), None)
+    assert type(model).__name__ == "GenericModel"
+    assert directory == saved
+    assert type(load_model("builtin:kimi-linear-tiny", None)[0]).__name__ == "KimiLinear"
+
+
+def test_refusals_and_our_own_engine_do_not_load_transformers(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "minimax"}')
+    script = (
+        "import sys\n"
+        "from prfaas.errors import ConfigError\n"
+        "from prfaas_worker.models import load_model\n"
+        "load_model('builtin:kimi-linear-tiny', None)\n"
+        "try:\n"
+        f"    load_model({str(tmp_path)!r}, None)\n"
+        "except ConfigError:\n"
+        "    sys.exit('transformers' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_every_wrong_tensor_is_listed(edited):
+    directory = edited(
+        tensors={
+            "model.layers.1.mamba.D": None,
+            "model.layers.2.mamba.D": torch.zeros(9),
+            "model.layers.3.surprise": torch.zeros(2),
+        }
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(directory)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{directory}: the weights do not fit config.json:"
+    assert [line.strip() for line in lines[1:]] == [
+        "model.layers.1.mamba.D: missing",
+        "model.layers.2.mamba.D: shape [9], the config asks for [8]",
+        "model.layers.3.surprise: not in this architecture",
+    ]
+
+
+def test_a_vision_tower_is_refused_even_where_transformers_would_pass_over_it(edited):
+    with pytest.raises(
+        ConfigError, match=r"1 tensors are of a vision or audio tower(.|\n)*model\.visual\.patch\.weight"
+    ):
+        load(edited(tensors={"model.visual.patch.weight": torch.zeros(2)}))
+
+
+def test_a_checkpoint_without_weights_is_refused(edited):
+    directory = edited()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot load the checkpoint"):
+        load(directory)
+
+
+def test_damaged_weights_are_refused(edited):
+    directory = edited()
+    (directory / "model.safetensors").write_bytes(b"\x07" * 100)
+    with pytest.raises(ConfigError, match="fetch them again"):
+        load(directory)
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON"), ("[]", "holds a list"), (None, "cannot be read")])
+def test_an_unreadable_configuration_is_named(tmp_path, text, said):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"config\.json: {said}"):
+        load(tmp_path)
+
+
+def test_a_model_without_rows_is_refused(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = tiny._COMMON | tiny.CONFIGS["granitemoehybrid"] | {"layer_types": ["linear_attention"] * 4}
+    config = AutoConfig.for_model("granitemoehybrid", **fields)
+    tiny.save(AutoModelForCausalLM.from_config(config), tmp_path)
+    with pytest.raises(ConfigError, match="rows"):
+        load(tmp_path)
+
+
+def test_facts_of_a_checkpoint_are_those_of_its_configuration(edited):
+    directory = edited()
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    model = load(directory)
+    assert (model.vocab_size, model.hidden_size, model.max_context) == (tiny.VOCAB, 64, 2048)
+    assert model.eos_token_ids == {2, 7}
+    assert model.attention_kind == "full_attention"
+    assert load(directory).fingerprint == model.fingerprint
+    assert len(model.fingerprint) == 64
+
+
+def test_other_weights_have_another_fingerprint(edited, saved):
+    first = load(saved).fingerprint
+    assert load(edited(tensors={"model.layers.1.mamba.D": torch.zeros(8)})).fingerprint != first
+
+
+def test_a_layer_with_state_and_rows_keeps_both(saved):
+    (layer,) = set(load(saved).layers)
+    assert isinstance(layer, LayerSpec)
+    assert [(t.name, t.axes[0], t.shape) for t in layer.rows] == [
+        ("key", "token", (2, 16)),
+        ("value", "token", (2, 16)),
+    ]
+    assert [(t.name, t.shape) for t in layer.state] == [("conv", (192, 4)), ("recurrent", (8, 16, 16))]

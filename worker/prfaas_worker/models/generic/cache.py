@@ -1,0 +1,281 @@
+"""The layer objects of transformers' cache, over our pages and slots.
+
+A model of transformers hands each layer's new keys and values, or its new state, to an object of the cache, and
+computes with what that returns. Ours subclass those objects, as transformers chooses masks by their classes, but hold
+nothing: rows go to the sequence's pages and are gathered from there, windows and states stand in its slot. So prefix
+reuse, checkpoints and transfers, which know only bytes, work for every family.
+
+What is hard: a window that is not full yet. Its state has room for the window - 1 tokens that a next token sees beside
+itself; the oldest comes first, and how many count follows from the sequence's length, which is not stored. A state at
+length zero is none: transformers must hear so, whatever bytes stand in the slot. And decodes of unequal length: all
+see as many rows as the longest, so masks hide what is not their own, and what is hidden is zero, as uninitialised
+memory may hold NaN, which no mask hides.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.models.base import Chunk
+
+
+class Group(NamedTuple):
+    """Chunks that go through the model together: one of any length, or several of one token each.
+
+    `slots` is [B]; `pages` and `rows`, [B, tokens], say where new rows go; `held` [B, n] lists the sequences' pages.
+    """
+
+    chunks: Sequence[Chunk]
+    slots: Tensor
+    starts: Tensor
+    pages: Tensor
+    rows: Tensor
+    held: Tensor
+
+    @property
+    def alone(self) -> Chunk | None:
+        """The chunk, if it is one."""
+        return self.chunks[0] if len(self.chunks) == 1 else None
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest sequence has before."""
+        return max(chunk.start for chunk in self.chunks)
+
+
+def group_of(chunks: Sequence[Chunk], memory: CacheMemory) -> Group:
+    """Look chunks up in the memory's page table."""
+    size, device = memory.geometry.page_tokens, memory.device
+    slots = torch.tensor([chunk.slot for chunk in chunks], device=device)
+    starts = torch.tensor([chunk.start for chunk in chunks], device=device)
+    positions = starts.unsqueeze(1) + torch.arange(chunks[0].tokens, device=device)
+    table = memory.table[slots]
+    columns = memory.geometry.pages_for(max(chunk.end for chunk in chunks))
+    return Group(chunks, slots, starts, table.gather(1, positions // size), positions % size, table[:, :columns])
+
+
+class _Layer:
+    """Root of ours: a layer is bound to the memory once, and attached to one group after the other."""
+
+    def bind(self, memory: CacheMemory, index: int) -> None:
+        """Keep what this layer, the model's `index`-th, has in the memory."""
+
+    def attach(self, group: Group) -> None:
+        """Serve these sequences, in whose caches `starts` tokens stand."""
+
+    def finish(self) -> None:
+        """Put into the memory what does not stand there yet."""
+
+
+class _Rows(_Layer):
+    """Keys and values of all tokens, in pages."""
+
+    def bind(self, memory: CacheMemory, index: int) -> None:
+        super().bind(memory, index)
+        rows = memory.rows(index)
+        self._tensors = rows["key"], rows["value"]
+        self.is_initialized = True
+
+    def attach(self, group: Group) -> None:
+        super().attach(group)
+        self._group, self._length = group, group.longest
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, ...]:
+        """Write new rows [B, head, tokens, dim]; returns those of all tokens."""
+        group, new = self._group, (key_states, value_states)
+        for tensor, states in zip(self._tensors, new, strict=True):
+            tensor[group.pages, group.rows] = states.transpose(1, 2)
+        is_whole = self._length == 0
+        self._length += key_states.shape[2]
+        return new if is_whole else tuple(map(self._all_tokens, self._tensors))
+
+    def get_seq_length(self) -> int:
+        """Tokens whose rows stand in the cache."""
+        return self._length
+
+    def _all_tokens(self, tensor: Tensor) -> Tensor:
+        group = self._group
+        pages = tensor.index_select(0, group.held.flatten())
+        seen = pages.view(len(group.chunks), -1, *pages.shape[2:])[:, : self._length]
+        if group.alone is None:
+            beyond = torch.arange(self._length, device=seen.device) > group.starts.unsqueeze(1)
+            seen.masked_fill_(beyond[..., None, None], 0)
+        return seen.transpose(1, 2)
+
+
+class _Window(_Layer):
+    """Keys and values of the last tokens, in the slot."""
+
+    sliding_window: int
+
+    def bind(self, memory: CacheMemory, index: int) -> None:
+        super().bind(memory, index)
+        states = memory.states(index)
+        self._tensors = states["window_key"], states["window_value"]
+        self.is_initialized = True
+
+    def attach(self, group: Group) -> None:
+        super().attach(group)
+        self._group, self.cumulative_length = group, group.longest
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, ...]:
+        """Keep the last of old and new rows [B, head, tokens, dim]; returns all that were held, and the new.
+
+        Of several sequences, each gets as many held rows as fit into a window.
+        """
+        self.cumulative_length += key_states.shape[2]
+        shift = self._shift_one if self._group.alone else self._shift_all
+        return tuple(map(shift, self._tensors, (key_states, value_states)))
+
+    def _shift_one(self, tensor: Tensor, states: Tensor) -> Tensor:
+        chunk, room = self._group.chunks[0], self.sliding_window - 1
+        window, held, kept = tensor[chunk.slot], min(chunk.start, room), min(chunk.end, room)
+        full = torch.cat([window[:held].transpose(0, 1).unsqueeze(0), states], dim=2)
+        window[:kept] = full[0, :, full.shape[2] - kept :].transpose(0, 1)
+        return full
+
+    def _shift_all(self, tensor: Tensor, states: Tensor) -> Tensor:
+        room, starts, new = self.sliding_window - 1, self._group.starts, states.transpose(1, 2)
+        window = tensor[self._group.slots]
+        beyond = torch.arange(room, device=window.device) >= starts.unsqueeze(1)
+        window.masked_fill_(beyond[..., None, None], 0)
+        full = torch.cat([window, new], dim=1)
+        is_full = (starts >= room)[:, None, None, None]
+        tensor[self._group.slots] = torch.where(is_full, full[:, 1:], window)
+        tensor[self._group.slots, starts.clamp(max=room - 1)] = new[:, 0]
+        return full.transpose(1, 2)
+
+
+class _State(_Layer):
+    """Convolution and recurrent states, in the slot.
+
+    transformers' own code changes a state in place, so that of one sequence stands in the slot all the time; those of
+    several are copied together, and back.
+    """
+
+    number_of_states: int
+
+    def bind(self, memory: CacheMemory, index: int) -> None:
+        super().bind(memory, index)
+        states, numbers = memory.states(index), range(self.number_of_states)
+        self._convs = {i: states.get(numbered("conv", i)) for i in numbers}
+        self._recurrents = {i: states.get(numbered("recurrent", i)) for i in numbers}
+        self.conv_kernel_size = {i: None if conv is None else conv.shape[-1] for i, conv in self._convs.items()}
+        self.is_conv_states_initialized = {i: conv is not None for i, conv in self._convs.items()}
+        self.is_recurrent_states_initialized = {i: state is not None for i, state in self._recurrents.items()}
+
+    def attach(self, group: Group) -> None:
+        super().attach(group)
+        # A slice gives a view, a tensor of indices a copy.
+        alone, self._slots = group.alone, group.slots
+        self._is_copy = alone is None
+        at = self._slots if alone is None else slice(alone.slot, alone.slot + 1)
+        self.conv_states = {i: None if conv is None else conv[at] for i, conv in self._convs.items()}
+        self.recurrent_states = {i: None if state is None else state[at] for i, state in self._recurrents.items()}
+        self.has_previous_state = dict.fromkeys(self._convs, group.longest > 0)
+
+    def finish(self) -> None:
+        super().finish()
+        if self._is_copy:
+            for all_slots, copies in ((self._convs, self.conv_states), (self._recurrents, self.recurrent_states)):
+                for i, copy in copies.items():
+                    if (tensor := all_slots[i]) is not None and copy is not None:
+                        tensor[self._slots] = copy
+
+
+class RowsLayer(_Rows, DynamicLayer):
+    """Full attention."""
+
+
+class WindowLayer(_Window, DynamicSlidingWindowLayer):
+    """Attention to a window."""
+
+
+class StateLayer(_State, LinearAttentionLayer):
+    """Linear attention, or a convolution."""
+
+
+class StateAndRowsLayer(_State, _Rows, LinearAttentionAndFullAttentionLayer):
+    """Linear and full attention side by side."""
+
+
+class StateAndWindowLayer(_State, _Window, LinearAttentionAndSlidingWindowAttentionLayer):
+    """Linear attention beside attention to a window."""
+
+
+class EmptyLayer(_Layer, DummyLayer):
+    """A layer without attention."""
+
+
+# By transformers' class, which must be it exactly: a subclass may keep more.
+OURS: dict[type, type] = {
+    DynamicLayer: RowsLayer,
+    DynamicSlidingWindowLayer: WindowLayer,
+    LinearAttentionLayer: StateLayer,
+    LinearAttentionAndFullAttentionLayer: StateAndRowsLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: StateAndWindowLayer,
+    DummyLayer: EmptyLayer,
+}
+
+
+class PagedCache(Cache):
+    """What a model of transformers takes as its cache: one layer object a layer, all attached to one group."""
+
+    layers: list[Any]
+
+    def __init__(self, pattern: Cache, memory: CacheMemory):
+        """Take the kinds and sizes of layers from `pattern`, transformers' own cache of the same model."""
+        super().__init__(layers=[_ours(layer) for layer in pattern.layers])
+        self._memory = memory
+        for index, layer in enumerate(self.layers):
+            layer.bind(memory, index)
+
+    def attach(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Serve one chunk, or several of one token, each with tokens before it; returns what the model must be told."""
+        group = group_of(chunks, self._memory)
+        for layer in self.layers:
+            layer.attach(group)
+        # Of one sequence, transformers finds masks and positions by the length of the cache.
+        return {} if group.alone else {"attention_mask": self._masks(group), "position_ids": group.starts.unsqueeze(1)}
+
+    def finish(self) -> None:
+        """Put into the memory what does not stand there yet."""
+        for layer in self.layers:
+            layer.finish()
+
+    def _masks(self, group: Group) -> dict[str, Tensor | None]:
+        """What each sequence's new token must not see, by transformers' words for kinds of layers."""
+        starts, device = group.starts.unsqueeze(1), self._memory.device
+        masks: dict[str, Tensor | None] = {"linear_attention": None, "conv": None, "sliding_attention": None}
+        masks["full_attention"] = _additive(torch.arange(group.longest + 1, device=device) <= starts)
+        if windows := [layer.sliding_window for layer in self.layers if isinstance(layer, _Window)]:
+            at = torch.arange(windows[0], device=device)
+            masks["sliding_attention"] = _additive((at < starts) | (at == windows[0] - 1))
+        return masks
+
+
+def numbered(kind: str, index: int) -> str:
+    """Name of a layer's state: nearly all keep one of a kind; the name of further ones says which."""
+    return kind if index == 0 else f"{kind}_{index}"
+
+
+def _ours(layer: Any) -> Any:
+    sizes = {name: getattr(layer, name) for name in ("sliding_window", "number_of_states") if hasattr(layer, name)}
+    return OURS[type(layer)](**sizes)
+
+
+def _additive(is_seen: Tensor) -> Tensor:
+    """A mask [B, keys] as every attention of transformers takes it: added to scores [B, head, query, key]."""
+    return torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[:, None, None]

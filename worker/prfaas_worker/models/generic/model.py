@@ -1,0 +1,177 @@
+"""A model of transformers behind the engine's `Model` interface, in fp32, no gradients.
+
+Decodes go through the model together, as each brings one token. Chunks go one after the other: transformers would batch
+them by padding, and what a linear layer makes of a pad would stand in its state.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from prfaas.errors import InternalError
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.models.base import AttentionKind, Batch, Chunk
+from prfaas_worker.models.generic.cache import PagedCache
+from prfaas_worker.models.generic.checkpoint import fingerprint, load_causal_model
+from prfaas_worker.models.generic.families import Family, read_family
+from prfaas_worker.models.generic.layout import layer_specs, pattern_of
+
+# The least that takes the path of a prompt, not that of a decode.
+_PROBE_TOKENS = 2
+
+
+class GenericModel:
+    """A loaded checkpoint; see `prfaas_worker.models.base.Model` for what each method promises."""
+
+    attention_kind: AttentionKind
+
+    def __init__(self, family: Family, model: PreTrainedModel, fingerprint: str):
+        """Learn the shape of the cache by running the model once.
+
+        Raises:
+            ConfigError: its cache has no form in our memory.
+
+        """
+        self._family, self._model = family, model
+        self._config: Any = model.config.get_text_config(decoder=True)
+        self._decoder: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
+        self.fingerprint, self.attention_kind = fingerprint, family.attention_kind
+        self.vocab_size, self.hidden_size = self._config.vocab_size, self._config.hidden_size
+        self.max_context = self._config.max_position_embeddings
+        self.eos_token_ids = _eos_token_ids(model)
+        self.layers = layer_specs(self._probe())
+        if len(self.layers) != len(self._decoder.layers):
+            raise InternalError(f"{len(self._decoder.layers)} layers have {len(self.layers)} cache layers")
+
+    @classmethod
+    def load(cls, directory: Path) -> "GenericModel":
+        """Load a checkpoint; raises ConfigError where it is not one of a family that we serve, as it should be."""
+        family = read_family(directory)
+        return cls(family, load_causal_model(directory), fingerprint(directory))
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and cache live."""
+        return self._head.weight.device
+
+    def bind(self, memory: CacheMemory) -> None:
+        """Use this memory for all that follows."""
+        self._cache = PagedCache(pattern_of(self._config), memory)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Run one step; returns the normed hidden states of each chunk's last token and of each decode.
+
+        A layer is done with the batch when the last of it has passed. Chunks come last, so that a prompt's rows leave
+        while it is computed.
+        """
+        hidden = torch.empty(batch.outputs, self.hidden_size, device=self.device)
+        groups = list(_groups(batch))
+        for group in groups:
+            with self._notifying(on_layer if group is groups[-1] else None):
+                hidden[group.outputs] = self._run(group.chunks, batch.tokens[group.tokens].view(len(group.chunks), -1))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of normed hidden states [..., hidden_size]."""
+        return self._family.scale_logits(self._head(hidden), self._config).float()
+
+    def _run(self, chunks: Sequence[Chunk], tokens: Tensor) -> Tensor:
+        """Run new tokens [B, T] of B sequences; returns the last one's hidden state of each."""
+        told = self._cache.attach(chunks)
+        output = self._decoder(input_ids=tokens, past_key_values=self._cache, use_cache=True, **told)
+        self._cache.finish()
+        return output.last_hidden_state[:, -1]
+
+    @contextmanager
+    def _notifying(self, on_layer: Callable[[int], None] | None) -> Iterator[None]:
+        """Call on_layer(i) after each layer i."""
+        if on_layer is None:
+            yield
+            return
+        handles = [
+            layer.register_forward_hook(partial(self._after_layer, on_layer, index))
+            for index, layer in enumerate(self._decoder.layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _after_layer(self, on_layer: Callable[[int], None], index: int, *_hook: Any) -> None:
+        """Report a layer; returns None, as anything else would take the place of the layer's output."""
+        self._cache.layers[index].finish()
+        on_layer(index)
+
+    @torch.inference_mode()
+    def _probe(self) -> DynamicCache:
+        """Run a few tokens with transformers' own cache, and check our logits by the model's own."""
+        cache = pattern_of(self._config)
+        tokens = torch.arange(_PROBE_TOKENS, device=self.device).unsqueeze(0)
+        with _captured(self._decoder) as outputs:
+            theirs = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        if not torch.equal(self.logits(outputs[0].last_hidden_state[:, -1:]), theirs):
+            raise InternalError(f"{type(self._model).__name__} scales its logits in a way that we do not know")
+        return cache
+
+
+@contextmanager
+def _captured(module: Any) -> Iterator[list[Any]]:
+    """Collect what a module returns."""
+    outputs: list[Any] = []
+    handle = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+class _Group(NamedTuple):
+    """What goes through the model together, and which of the batch's tokens and outputs are its own."""
+
+    chunks: Sequence[Chunk]
+    tokens: slice | list[int]
+    outputs: slice | list[int]
+
+
+def _groups(batch: Batch) -> Iterator[_Group]:
+    """Decodes together, but those of empty sequences, whose layers have no state yet; then each chunk."""
+    first = sum(chunk.tokens for chunk in batch.chunks)
+    going: list[tuple[int, Chunk]] = []
+    for i, decode in enumerate(_decodes(batch)):
+        if decode.start:
+            going.append((i, decode))
+        else:
+            yield _Group([decode], [first + i], [len(batch.chunks) + i])
+    if going:
+        numbers, decodes = zip(*going, strict=True)
+        yield _Group(decodes, [first + i for i in numbers], [len(batch.chunks) + i for i in numbers])
+    at = 0
+    for i, chunk in enumerate(batch.chunks):
+        yield _Group([chunk], slice(at, at + chunk.tokens), slice(i, i + 1))
+        at += chunk.tokens
+
+
+def _decodes(batch: Batch) -> list[Chunk]:
+    """Each decode as a chunk of one token."""
+    if batch.decodes is None:
+        return []
+    slots, lengths = batch.decodes.slots.tolist(), batch.decodes.lengths.tolist()
+    return [Chunk(slot, length, 1) for slot, length in zip(slots, lengths, strict=True)]
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """Tokens that end a generation, of config.json and generation_config.json together."""
+    found: set[int] = set()
+    for config in (model.config.get_text_config(decoder=True), model.generation_config):
+        given = getattr(config, "eos_token_id", None)
+        found |= set(given if isinstance(given, list) else [] if given is None else [given])
+    return frozenset(found)

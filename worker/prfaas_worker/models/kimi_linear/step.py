@@ -1,0 +1,158 @@
+"""One step's batch over the paged memory: what every layer of a kind needs to know is worked out once, here.
+
+The arithmetic is in `delta` and `latent`; this is where it meets pages and slots. Long chunks go through a KDA layer in
+parts, from one state of their slot to the next, so that what is made on the way stays in the processor's caches.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.models.base import Batch, Chunk, Decodes
+from prfaas_worker.models.kimi_linear.delta import DeltaAttention, Projected
+from prfaas_worker.models.kimi_linear.latent import LatentAttention
+
+# Tokens that go through a layer at once: more hide what small operations cost, fewer stay in the processor's caches.
+TOKENS_AT_ONCE = 1024
+# Rows before a chunk that it attends to at once.
+_ROWS_AT_ONCE = 4096
+
+
+class Part(NamedTuple):
+    """Some tokens of the batch: `span` of all, and in it pieces of prompts by slot; the decodes may follow them."""
+
+    span: slice
+    pieces: list[tuple[int, slice]]
+    has_decodes: bool
+
+
+class Step:
+    """A batch, its parts, and what its decodes need of the memory."""
+
+    def __init__(self, batch: Batch, memory: CacheMemory):
+        self.chunks = batch.chunks
+        self.decodes = None if batch.decodes is None else DecodePlan(batch.decodes, memory)
+        self.parts = _parts(batch)
+        self._memory = memory
+
+    def delta(self, kda: DeltaAttention, states: Mapping[str, Tensor], x: Tensor, part: Part) -> Tensor:
+        """One part's tokens [N, D] through a KDA layer; states are changed in place."""
+        projected, outputs = kda.project(x), []
+        for slot, piece in part.pieces:
+            one = Projected(*(values.unsqueeze(0) for values in projected.of(piece)))
+            conv, recurrent = states["conv"][slot : slot + 1], states["recurrent"][slot : slot + 1]
+            o, new_conv, new_recurrent = kda.mix_chunk(one, conv, recurrent)
+            conv.copy_(new_conv)
+            recurrent.copy_(new_recurrent)
+            outputs.append(o[0])
+        if part.has_decodes and self.decodes is not None:
+            own = projected.of(slice(x.shape[0] - self.decodes.count, None))
+            conv, recurrent = self.decodes.read(states["conv"]), self.decodes.read(states["recurrent"])
+            outputs.append(kda.mix_step(own, conv, recurrent))
+            self.decodes.write(states["conv"], conv)
+            self.decodes.write(states["recurrent"], recurrent)
+        return kda.output(outputs[0] if len(outputs) == 1 else torch.cat(outputs), projected.gate)
+
+    def latent(self, mla: LatentAttention, pages: Tensor, x: Tensor) -> Tensor:
+        """All tokens [N, D] through an MLA layer; new rows are written into pages [num_pages, page_tokens, width]."""
+        if not self.chunks and self.decodes is not None:
+            q, rows = mla.project_step(x)
+            return mla.output_step(self.decodes.attend(mla, q, rows, pages))
+        q, rows = mla.project(x)
+        outputs, start = [], 0
+        for chunk in self.chunks:
+            own = slice(start, start + chunk.tokens)
+            outputs.append(mla.attend_own(q[own], rows[own], self._rows_before(chunk, pages)))
+            self._write(chunk, rows[own], pages)
+            start += chunk.tokens
+        if self.decodes is not None:
+            latents = self.decodes.attend(mla, mla.absorb(q[start:]), rows[start:], pages)
+            outputs.append(mla.values(latents))
+        return mla.output(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+    def _rows_before(self, chunk: Chunk, pages: Tensor) -> Iterator[Tensor]:
+        """The rows before a chunk in blocks [n, width]."""
+        page_tokens = pages.shape[1]
+        for start in range(0, chunk.start, _ROWS_AT_ONCE):
+            end = min(start + _ROWS_AT_ONCE, chunk.start)
+            table = self._memory.table[chunk.slot, start // page_tokens : -(-end // page_tokens)]
+            yield pages.index_select(0, table).flatten(0, 1)[: end - start]
+
+    def _write(self, chunk: Chunk, rows: Tensor, pages: Tensor) -> None:
+        """Put a chunk's rows [T, width] into its pages."""
+        at = torch.arange(chunk.start, chunk.end, device=rows.device)
+        pages[self._memory.table[chunk.slot, at // pages.shape[1]], at % pages.shape[1]] = rows
+
+
+class DecodePlan:
+    """Where the decodes of a step find their states and rows."""
+
+    def __init__(self, decodes: Decodes, memory: CacheMemory):
+        self.count = decodes.slots.shape[0]
+        self._slots = decodes.slots
+        self._side_by_side = _side_by_side(decodes.slots)
+        page_tokens = memory.geometry.page_tokens
+        self._seen = decodes.max_length + 1
+        self._table = memory.table[decodes.slots, : memory.geometry.pages_for(self._seen)]
+        self._own = self._table.gather(1, (decodes.lengths // page_tokens).unsqueeze(1)).squeeze(1)
+        self._offsets = decodes.lengths % page_tokens
+        self._absent = self._beyond = None
+        if self.count > 1:
+            absent = torch.arange(self._seen, device=decodes.slots.device) > decodes.lengths.unsqueeze(1)
+            self._absent = absent.unsqueeze(2)
+            self._beyond = torch.zeros_like(absent, dtype=torch.float32).masked_fill_(absent, -torch.inf).unsqueeze(1)
+
+    def read(self, states: Tensor) -> Tensor:
+        """The decodes' states of [slots, ...], contiguous; where they are so anyway, not a copy."""
+        if self._side_by_side is None:
+            return states.index_select(0, self._slots)
+        return states[self._side_by_side].contiguous()
+
+    def write(self, states: Tensor, changed: Tensor) -> None:
+        """Put back what `read` gave."""
+        if self._side_by_side is None:
+            states.index_copy_(0, self._slots, changed)
+        elif changed.data_ptr() != (own := states[self._side_by_side]).data_ptr():
+            own.copy_(changed)
+
+    def attend(self, mla: LatentAttention, q: Tensor, rows: Tensor, pages: Tensor) -> Tensor:
+        """Write the decodes' own rows, then let absorbed queries [B, H, width] see all: latents [B, H, latent]."""
+        pages[self._own, self._offsets] = rows
+        seen = pages.index_select(0, self._table.flatten()).view(self.count, -1, rows.shape[1])[:, : self._seen]
+        if self._absent is not None:
+            # Whatever stands in a page where a sequence has no row may not be a number, and zero times that is none.
+            seen.masked_fill_(self._absent, 0)
+        return mla.attend_step(q, seen, self._beyond)
+
+
+def _side_by_side(slots: Tensor) -> slice | None:
+    """The slots as a range if they are one, in order. Not asked of an accelerator, to await none."""
+    if slots.device.type != "cpu":
+        return None
+    numbers = slots.tolist()
+    first = numbers[0]
+    return slice(first, first + len(numbers)) if numbers == list(range(first, first + len(numbers))) else None
+
+
+def _parts(batch: Batch) -> list[Part]:
+    """The batch in parts of TOKENS_AT_ONCE tokens; the decodes, which are last, are in the last."""
+    prompt_tokens = sum(chunk.tokens for chunk in batch.chunks)
+    total = batch.tokens.shape[0]
+    parts = [
+        Part(slice(start, min(start + TOKENS_AT_ONCE, prompt_tokens)), [], False)
+        for start in range(0, prompt_tokens, TOKENS_AT_ONCE)
+    ]
+    start = 0
+    for chunk in batch.chunks:
+        for part in parts:
+            low, high = max(part.span.start, start), min(part.span.stop, start + chunk.tokens)
+            if low < high:
+                part.pieces.append((chunk.slot, slice(low - part.span.start, high - part.span.start)))
+        start += chunk.tokens
+    if total > prompt_tokens:
+        last = parts.pop() if parts else Part(slice(0, 0), [], False)
+        parts.append(Part(slice(last.span.start, total), last.pieces, True))
+    return parts
