@@ -147,6 +147,20 @@ def test_chunks_and_decodes_of_one_step_are_computed_as_if_alone(solo, tokens, e
         assert distance(row, expected[position]) < BOUND
 
 
+def test_what_stands_in_pages_behind_a_sequence_is_never_read(model, tokens, expected):
+    """A page may have held anything before, a state's bytes for one: here no number at all."""
+    solo = Solo(model, slots=3, tokens=400)
+    solo.memory.pages.fill_(0xFF)
+    assert solo.memory.rows(3)["latent"].isnan().all()
+    sequences = [prefill(solo, tokens[:length], length - 1, 1)[0] for length in (70, 3)]
+    sequences.append(solo.new())
+    lengths = (70, 3, 0)
+    for step in range(3):
+        logits = solo.decode(torch.stack([tokens[length + step] for length in lengths]), sequences)
+        for row, length in zip(logits, lengths, strict=True):
+            assert distance(row, expected[length + step]) < BOUND
+
+
 def test_decode_after_the_cache_went_through_bytes_matches_the_oracle(solo, tokens, expected):
     sequence = through_bytes(solo, prefill(solo, tokens[:350], 200, 150)[0])
     for position in range(350, 400):

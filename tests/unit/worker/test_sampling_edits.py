@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Generate, Sampling
-from prfaas_worker.engine.sampling import Outputs, Sampler, sample
+from prfaas_worker.engine.sampling import Outputs, Sampler, check_tokens, sample
 from prfaas_worker.engine.sampling.edits import Table, apply_tables
 
 VOCAB = 40
@@ -130,5 +130,5 @@ def test_with_ignore_eos_the_end_of_sequence_is_a_token_like_others():
 )
 def test_tokens_the_model_does_not_have_are_refused(sampling: Sampling, stop_token_ids: tuple[int, ...], param: str):
     with pytest.raises(RequestError) as raised:
-        Sampler(request(sampling, stop_token_ids=stop_token_ids), 0, MODEL)
+        check_tokens(request(sampling, stop_token_ids=stop_token_ids), MODEL.vocab_size)
     assert raised.value.param == param

@@ -1,6 +1,5 @@
 """Puts an engine together: the model's memory, the step loop, and what it needs of transfers, grammars and profile."""
 
-from functools import partial
 from pathlib import Path
 
 from prfaas.errors import ConfigError
@@ -8,7 +7,7 @@ from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.engine.grammar import Grammars, Vocabulary
+from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.link import Outbox
 from prfaas_worker.engine.loop import Engine, Parts
 from prfaas_worker.engine.profile import Profiler
@@ -22,6 +21,8 @@ from prfaas_worker.transfer.layout import Place, layer_groups
 from prfaas_worker.transfer.offers import Offers
 
 MIB = 1 << 20
+LARGE_VOCABULARY = 10_000
+"""Above this many tokens the first grammar would hold every stream up for most of a second: it is prepared at start."""
 
 
 def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) -> tuple[Engine, Offers]:
@@ -57,7 +58,7 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
         runner=Runner(model, memory),
         cache=HybridCache(memory, on_event=events.append, attention_kind=model.attention_kind),
         events=events,
-        grammars=Grammars(partial(_vocabulary, model, directory)),
+        grammars=_grammars(model, directory),
         profiler=Profiler(*sizes, lambda profile: outbox.put([Measured(profile)])),
         new_fetch=new_fetch,
         answer=outbox.put,
@@ -94,13 +95,11 @@ def max_context(model: Model, options: Options) -> int:
     return min(model.max_context, options.max_context_tokens or model.max_context)
 
 
-def _vocabulary(model: Model, directory: Path) -> Vocabulary:
-    tokenizer = load_tokenizer(directory)
-    texts = [tokenizer.special_text(token_id) for token_id in range(model.vocab_size)]
-    return Vocabulary(
-        tokens=[tokenizer.token_bytes(i) if text is None else text.encode() for i, text in enumerate(texts)],
-        special_ids=frozenset(tokenizer.specials.values()),
-        eos_ids=tuple(sorted(model.eos_token_ids)),
-        size=model.vocab_size,
-        encode=partial(tokenizer.encode, framed=False),
-    )
+def _grammars(model: Model, directory: Path) -> Grammars:
+    def vocabulary() -> Vocabulary:
+        return read_vocabulary(load_tokenizer(directory), tuple(sorted(model.eos_token_ids)), model.vocab_size)
+
+    grammars = Grammars(vocabulary)
+    if model.vocab_size > LARGE_VOCABULARY:
+        grammars.warm()
+    return grammars

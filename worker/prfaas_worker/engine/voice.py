@@ -13,7 +13,7 @@ from prfaas.errors import PrfaasError, RequestError
 from prfaas.wire.engine import Failed, FinishReason, ToFront, Tokens
 from prfaas_worker.engine import sequences
 from prfaas_worker.engine.grammar import Compiled
-from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, sample
+from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
 
 CODE_ENGINE_FAILED = "engine_failed"
 
@@ -34,7 +34,7 @@ class Voice:
 
     def check(self, request: sequences.Request) -> None:
         """Raise RequestError for a request whose parameters name tokens that the model does not have."""
-        Sampler(request.generation, 0, self._outputs)
+        check_tokens(request.generation, self._outputs.vocab_size)
 
     def sampler(self, request: sequences.Request, choice: int, grammar: Compiled | None) -> Sampler:
         """Return what draws for a choice that has drawn nothing yet."""

@@ -6,6 +6,6 @@ goes on elsewhere from the same tokens draws the same text. A `Sampler` is one a
 
 from prfaas_worker.engine.sampling.batch import Drawn, sample
 from prfaas_worker.engine.sampling.chance import uniform
-from prfaas_worker.engine.sampling.sampler import Outputs, Sampler
+from prfaas_worker.engine.sampling.sampler import Outputs, Sampler, check_tokens
 
-__all__ = ["Drawn", "Outputs", "Sampler", "sample", "uniform"]
+__all__ = ["Drawn", "Outputs", "Sampler", "check_tokens", "sample", "uniform"]

@@ -26,8 +26,10 @@ class Sampler:
 
     With a grammar, `matcher` stands at its beginning, and `ignore_eos` has no effect: a whole answer has to end.
 
+    The request's tokens are the model's: `check_tokens` says so.
+
     Raises:
-        RequestError: a token in the request is none of the model's, or `generated` does not follow the grammar.
+        RequestError: `generated` does not follow the grammar.
 
     """
 
@@ -51,7 +53,6 @@ class Sampler:
         matcher: Matcher | None = None,
         generated: Sequence[int] = (),
     ):
-        _check_tokens(generate, outputs.vocab_size)
         sampling = generate.sampling
         self.sampling = sampling
         self.greedy = sampling.temperature == 0 or sampling.top_k == 1
@@ -90,7 +91,8 @@ class Sampler:
             self.matcher.accept([token])
 
 
-def _check_tokens(generate: Generate, vocab_size: int) -> None:
+def check_tokens(generate: Generate, vocab_size: int) -> None:
+    """Raise RequestError for a request whose parameters name tokens that a model with such wide logits lacks."""
     for name, tokens in (
         ("logit_bias", [token for token, _ in generate.sampling.logit_bias]),
         ("stop_token_ids", generate.stop_token_ids),

@@ -9,10 +9,11 @@ positive, before it), G_mid and G_end the sums from its start to its middle and 
 As every decay is taken from the middle, for the state too, three scaled copies of q and k are all that is made, and a
 step from chunk to chunk is three small products.
 
-The hard part is e^(-D): with strong gates it overflows fp32, and a long sum of them loses digits. So the size of the
-chunks follows the gates: the largest of which no half decays by more than e^-32. Chunks of 4 tokens are left for what
-is stronger still, with gates set to -20 at least: e^-20 = 2e-9 of what was there is less than fp32 can tell from
-nothing beside values of the same size. Everything is plain torch and differentiable; S stays in fp32.
+The hard part is e^(-D): with strong gates it overflows fp32. So the size of the chunks follows the gates: the largest
+of which no half decays by more than e^-40. Gates below -20 are set to it first: e^-20 = 2e-9 of what was there is less
+than fp32 can tell from nothing beside values of the same size, and chunks of 4 tokens then always do. (To form pairs
+of a large chunk by halves instead, each decay taken to the boundary between them, is slower: many small tensors
+cost more than more steps do.) Everything is plain torch and differentiable; S stays in fp32.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from torch import Tensor
 # Sizes of a chunk, each half of the one before.
 _LARGEST_CHUNK, _SMALLEST_CHUNK = 32, 4
 # The most that half a chunk may decay. Twice this must stay below 87, where e^x overflows; the error grows with it.
-_HALF_CHUNK_DECAY = 32.0
+_HALF_CHUNK_DECAY = 40.0
 _STRONGEST_GATE = -20.0
 # Blocks of the triangular inverse that are substituted row by row; larger ones are put together from these.
 _SUBSTITUTED = 8
@@ -105,11 +106,16 @@ def _padded(segment: list[Tensor]) -> tuple[int, list[Tensor]]:
     if missing := -tokens % chunk:
         segment = [torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1) for x in segment]
     q, k, v, g, beta = segment
-    while chunk > _SMALLEST_CHUNK and g.unflatten(1, (-1, chunk // 2)).sum(2).min() < -_HALF_CHUNK_DECAY:
-        chunk //= 2
-    if chunk == _SMALLEST_CHUNK:
+    if _half_decay(g, chunk) > _HALF_CHUNK_DECAY:
         g = g.clamp(min=_STRONGEST_GATE)
+        while chunk > _SMALLEST_CHUNK and _half_decay(g, chunk) > _HALF_CHUNK_DECAY:
+            chunk //= 2
     return chunk, [q, k, v, g, beta]
+
+
+def _half_decay(g: Tensor, chunk: int) -> Tensor:
+    """The most that half a chunk decays, as a positive exponent, of gates [M, T, K]."""
+    return -g.unflatten(1, (-1, chunk // 2)).sum(2).min()
 
 
 def _to_chunks(x: Tensor, chunk: int) -> Tensor:
