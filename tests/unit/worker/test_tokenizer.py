@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import ConfigError, RequestError
@@ -25,6 +25,7 @@ def chat(messages: list[dict], tokenizer: Tokenizer = TINY, **settings: Any) -> 
 
 
 @given(st.text())
+@settings(deadline=None)
 def test_a_prompt_is_its_bytes_after_the_beginning_token(text: str):
     assert TINY.encode(text) == [BOS, *text.encode()]
 
@@ -48,6 +49,7 @@ def test_a_conversation_is_rendered_with_special_tokens():
 
 
 @given(st.text(st.sampled_from("<|user|>end_of_turn|bos")))
+@settings(deadline=None)
 def test_a_user_cannot_write_special_tokens(text: str):
     content = chat([{"role": "user", "content": text}])[2:-2]
     assert bytes(content).decode() == text
@@ -81,11 +83,13 @@ def streamed(data: bytes, cuts: list[int], *stop: str) -> list[str]:
 
 
 @given(st.text(), st.lists(st.integers(0, 100)))
+@settings(deadline=None)
 def test_streamed_text_is_the_whole_text_without_damaged_characters(text: str, cuts: list[int]):
     assert "".join(streamed(text.encode(), cuts)) == text
 
 
 @given(st.binary(), st.lists(st.integers(0, 100)))
+@settings(deadline=None)
 def test_bytes_that_are_no_utf8_become_replacement_characters_wherever_they_are_cut(data: bytes, cuts: list[int]):
     assert "".join(streamed(data, cuts)) == data.decode("utf-8", "replace")
 
@@ -94,6 +98,7 @@ def test_bytes_that_are_no_utf8_become_replacement_characters_wherever_they_are_
     st.text(st.sampled_from("abé")),
     st.lists(st.text(st.sampled_from("abé"), min_size=1), min_size=1, max_size=3),
 )
+@settings(deadline=None)
 def test_text_ends_right_before_the_first_stop_string(text: str, stops: list[str]):
     """Cut token by token, so that "first" is the one completed first, as an unhurried stream finds it."""
     shown = "".join(streamed(text.encode(), list(range(len(text.encode()))), *stops))
@@ -112,6 +117,7 @@ def test_the_first_stop_string_does_not_depend_on_how_many_tokens_come_at_once()
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(0, 12))
+@settings(deadline=None)
 def test_tokens_that_may_not_stop_are_not_searched(cuts: list[int], free: int):
     data = "aab aab aéb".encode()
     stream = TextStream(TINY, ["ab"], unstopped_tokens=free)

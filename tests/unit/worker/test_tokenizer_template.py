@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import ConfigError, RequestError
@@ -80,6 +80,7 @@ GUARDED = ByteTokenizer(
 
 
 @given(st.lists(st.text(st.sampled_from("<s>[END]]"), max_size=12), min_size=1, max_size=3))
+@settings(deadline=None)
 def test_no_letters_of_users_become_special_tokens(contents: list[str]):
     messages = [{"role": "user", "content": content} for content in contents]
     token_ids = GUARDED.encode_chat(Conversation(messages))

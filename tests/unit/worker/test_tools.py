@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas_worker.front.tools import tool_format
@@ -56,12 +56,16 @@ VALUE = st.recursive(
 ARGUMENTS = st.dictionaries(TEXT, VALUE, max_size=3).map(lambda found: json.dumps(found, ensure_ascii=False))
 FUNCTION = st.from_regex(r"[A-Za-z0-9_.-]{1,10}", fullmatch=True)
 CALLS = st.lists(st.tuples(FUNCTION, ARGUMENTS), max_size=3)
-SAID = st.text(st.sampled_from("ab <|tool_cal/>\n"), max_size=12)
+# Beginnings of marks, but none whole: an answer that spells one out is read as a call.
+SAID = st.text(st.sampled_from("ab <|tool_cal/>\n"), max_size=12).filter(
+    lambda text: not any(mark in text for mark in MARK.values())
+)
 CUTS = st.lists(st.integers(0, 400), max_size=30)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(said=SAID, calls=CALLS, cuts=CUTS)
+@settings(deadline=None)
 def test_calls_come_out_as_they_were_written_wherever_they_are_cut(
     name: str, said: str, calls: list[tuple[str, str]], cuts: list[int]
 ):
@@ -87,6 +91,7 @@ def test_calls_come_out_as_they_were_written_wherever_they_are_cut(
     ).map("".join),
     cuts=CUTS,
 )
+@settings(deadline=None)
 def test_damaged_answers_are_read_the_same_way_wherever_they_are_cut(name: str, text: str, cuts: list[int]):
     assert read(name, text, cuts) == read(name, text)
 

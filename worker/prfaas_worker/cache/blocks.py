@@ -218,7 +218,7 @@ class Blocks:
         self._cached -= idle
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one holder less. Without any, a block is cached, the last of these first to go; other pages are free."""
+        """Count a holder less. Without any, a block is cached, the last of these first to go; other pages are free."""
         holders, key_of, order, free, idle = self._holders, self._key_of, self._order, self._free, 0
         for page in reversed(pages):
             left = holders[page] = holders[page] - 1
