@@ -66,6 +66,7 @@ class Bench:
         parts = Parts(
             runner=Runner(model, self.memory),
             cache=HybridCache(self.memory),
+            events=[],
             grammars=GRAMMARS,
             profiler=Profiler(1, 1, lambda _profile: None),
             new_fetch=self.new_fetch,

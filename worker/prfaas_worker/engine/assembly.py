@@ -4,6 +4,7 @@ from pathlib import Path
 
 from prfaas.errors import ConfigError
 from prfaas.wire.engine import Measured
+from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
@@ -51,10 +52,12 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
         )
         return Fetch(wanted, Place(memory, lease.slot, lease.pages), offers.counters)
 
+    events: list[KvEvent] = []
     sizes = memory.geometry.state_bytes, memory.geometry.token_bytes
     parts = Parts(
         runner=Runner(model, memory),
-        cache=HybridCache(memory),
+        cache=HybridCache(memory, on_event=events.append, attention_kind=model.attention_kind),
+        events=events,
         grammars=_grammars(model, directory),
         profiler=Profiler(*sizes, lambda profile: outbox.put([Measured(profile)])),
         new_fetch=new_fetch,

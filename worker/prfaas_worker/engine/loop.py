@@ -20,6 +20,7 @@ from prfaas.wire.engine import (
     Cancel,
     Failed,
     Generate,
+    KvEvents,
     ResetCache,
     Role,
     RoleSet,
@@ -29,6 +30,7 @@ from prfaas.wire.engine import (
     ToFront,
 )
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
+from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine import sequences
 from prfaas_worker.engine.grammar import Compiled, Grammars
@@ -94,6 +96,8 @@ class Parts(NamedTuple):
 
     runner: Runner
     cache: HybridCache
+    events: list[KvEvent]
+    """What the cache has to tell routers since the last step."""
     grammars: Grammars
     profiler: Profiler
     new_fetch: Callable[[sequences.Sequence], Fetch]
@@ -144,6 +148,9 @@ class Engine:
                 break
         self._compute(self._work(batch))
         self.gauges = self._measure()
+        if events := self._parts.events:
+            self._said.append(KvEvents(events[:]))
+            events.clear()
         if self._said:
             self._parts.answer(self._said)
             self._said = []
