@@ -36,6 +36,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int
     max_running: int
     cache_mib: int
+    host_cache_mib: int = 0
+    disk_cache: str = ""
+    disk_cache_mib: int = 4096
     kv_events_port: int = 0
     profile_seconds: float = 1.0
 
@@ -82,6 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-context", type=_positive, default=0, metavar="N", dest="max_context_tokens", help="tokens (the model's)")
     add("--max-running", type=_positive, default=32, metavar="N", help="sequences computed at once (%(default)s)")
     add("--cache-mib", type=_positive, default=1024, metavar="N", help="memory for the cache's pages (%(default)s)")
+    add(
+        "--host-cache-mib",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="host memory for prefixes pushed out (%(default)s)",
+    )
+    add("--disk-cache", default="", metavar="DIR", help="keep prefixes pushed out here, over restarts too (nowhere)")
+    add("--disk-cache-mib", type=_positive, default=4096, metavar="N", help="bytes to keep in DIR (%(default)s)")
     add(
         "--kv-events-port",
         type=_port_or_none,

@@ -5,7 +5,7 @@ when the prompt arrives, and put into the pool once all are there, as far as the
 turned out to be damaged ends the prefix, and the rest is computed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,13 @@ class Loading:
     def done(self) -> bool:
         """Tell whether the prompt can be opened with them."""
         return self.fetch.done()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have `call` called once that is so, from any thread."""
+        if self.fetch.reading is None:
+            call()
+        else:
+            self.fetch.reading.add_done_callback(lambda _future: call())
 
 
 class Below:

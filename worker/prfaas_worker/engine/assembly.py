@@ -7,6 +7,7 @@ from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.link import Outbox
 from prfaas_worker.engine.loop import Engine, Parts
@@ -56,7 +57,7 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
     sizes = memory.geometry.state_bytes, memory.geometry.token_bytes
     parts = Parts(
         runner=Runner(model, memory),
-        cache=HybridCache(memory, on_event=events.append, attention_kind=model.attention_kind),
+        cache=HybridCache(memory, _tiers(model, options), on_event=events.append, attention_kind=model.attention_kind),
         events=events,
         grammars=_grammars(model, directory),
         profiler=Profiler(*sizes, lambda profile: outbox.put([Measured(profile)])),
@@ -93,6 +94,23 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
 def max_context(model: Model, options: Options) -> int:
     """Most tokens of a sequence."""
     return min(model.max_context, options.max_context_tokens or model.max_context)
+
+
+def _tiers(model: Model, options: Options) -> Tiers | None:
+    """Return what the cache gives its evicted entries to, None where it has nothing below it.
+
+    Raises:
+        ConfigError: the directory cannot be used, or another process has it.
+
+    """
+    if not (options.host_cache_mib or options.disk_cache):
+        return None
+    return Tiers(
+        model.fingerprint,
+        host_bytes=options.host_cache_mib * MIB,
+        disk_directory=Path(options.disk_cache) if options.disk_cache else None,
+        disk_bytes=options.disk_cache_mib * MIB,
+    )
 
 
 def _grammars(model: Model, directory: Path) -> Grammars:

@@ -31,7 +31,8 @@ from prfaas.wire.engine import (
     encode_batch,
 )
 from prfaas.wire.headers import CODE_OVERLOADED
-from prfaas_worker.engine.loop import Engine, Offered
+from prfaas_worker.engine.events import Offered
+from prfaas_worker.engine.loop import Engine
 from prfaas_worker.transfer.accounting import Monitor
 from prfaas_worker.transfer.offers import Offers, Prompt
 from prfaas_worker.transfer.sockets import receive_into

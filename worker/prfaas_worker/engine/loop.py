@@ -7,7 +7,6 @@ through `answer`, which only queues, once a step.
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -26,14 +25,15 @@ from prfaas.wire.engine import (
     RoleSet,
     SetRole,
     Started,
-    StartPrefill,
     ToFront,
 )
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
 from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine import sequences
-from prfaas_worker.engine.grammar import Compiled, Grammars
+from prfaas_worker.engine.events import Event, FetchEnded, Offered, OfferEnded, Prepared
+from prfaas_worker.engine.grammar import Grammars
+from prfaas_worker.engine.preparing import Preparing
 from prfaas_worker.engine.profile import Profiler
 from prfaas_worker.engine.runner import Runner, Work
 from prfaas_worker.engine.sampling import Outputs
@@ -41,34 +41,6 @@ from prfaas_worker.engine.schedule import BUDGETS, Batch, schedule
 from prfaas_worker.engine.sequences import Phase, Request, Requests
 from prfaas_worker.engine.voice import Heard, Voice, failure
 from prfaas_worker.transfer.fetch import Fetch, Fetched
-from prfaas_worker.transfer.offers import Offer
-
-
-class Offered(NamedTuple):
-    """A prefill was granted to another instance."""
-
-    message: StartPrefill
-    offer: Offer
-
-
-class OfferEnded(NamedTuple):
-    """It was delivered, cancelled, or expired, and nobody sends from its memory any more."""
-
-    handle: int
-
-
-class FetchEnded(NamedTuple):
-    """A fetch thread is done, and writes to its memory no more."""
-
-    handle: int
-    result: Fetched | PrfaasError
-
-
-class GrammarReady(NamedTuple):
-    """A request's grammar is compiled, or cannot be used."""
-
-    handle: int
-    result: Future[Compiled]
 
 
 class Gauges(NamedTuple):
@@ -82,9 +54,6 @@ class Gauges(NamedTuple):
     generation_tokens: int = 0
     preemptions: int = 0
     role: Role = "mixed"
-
-
-Event = Generate | Cancel | ResetCache | SetRole | Offered | OfferEnded | FetchEnded | GrammarReady
 
 
 class Parts(NamedTuple):
@@ -115,6 +84,7 @@ class Engine:
         self._parts = parts
         self._runner, model = parts.runner, parts.runner.model
         self._voice = Voice(Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids))))
+        self._preparing = Preparing(parts.grammars, parts.cache, self.inbox.put)
         self._said: list[ToFront] = []
         self._max_waiting = max_waiting
         self._role: Role = role
@@ -178,8 +148,8 @@ class Engine:
                 self._end(handle)
             case FetchEnded(handle, result):
                 self._fetched(handle, result)
-            case GrammarReady(handle, result):
-                self._grammar_ready(handle, result)
+            case Prepared():
+                self._prepared(event)
             case ResetCache(handle):
                 self._said.append(CacheReset(handle, self.cache.reset()))
             case SetRole(handle, role):
@@ -198,28 +168,28 @@ class Engine:
             self._said.append(failure(message.handle, error))
             return
         self._add(request, message.token_ids, message.cache_salt)
-        if message.grammar is not None:
-            request.sequences[0].phase = Phase.PREPARING
-            compiled = self._parts.grammars.prepare(message.grammar)
-            compiled.add_done_callback(lambda future: self.inbox.put(GrammarReady(message.handle, future)))
 
-    def _grammar_ready(self, handle: int, result: Future[Compiled]) -> None:
-        request = self.requests.get(handle)
-        if request is None:  # cancelled meanwhile
+    def _prepared(self, event: Prepared) -> None:
+        request = self.requests.get(event.handle)
+        if request is None or event.part not in request.awaits:  # cancelled, or waited for long enough already
             return
-        try:
-            request.grammar = result.result()
-        except PrfaasError as error:
-            self._said.append(failure(handle, error))
-            self._end(handle)
-            return
-        request.sequences[0].phase = Phase.WAITING
+        request.awaits.remove(event.part)
+        if event.grammar is not None:
+            try:
+                request.grammar = event.grammar.result()
+            except PrfaasError as error:
+                self._said.append(failure(event.handle, error))
+                self._end(event.handle)
+                return
+        if not request.awaits:
+            request.sequences[0].phase = Phase.WAITING
 
     def _add(self, request: Request, token_ids: list[int], cache_salt: str) -> None:
         chain = BlockChain(chain_root(self._runner.model.fingerprint, cache_salt))
         chain.extend(token_ids)
         request.sequences.append(sequences.Sequence(request, 0, token_ids[:], chain))
         self.requests.add(request)
+        self._preparing.begin(request)
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.handle)
@@ -279,6 +249,7 @@ class Engine:
         """Take a sequence's memory; what it had computed may still be in the prefix cache when its turn comes."""
         self.cache.close(sequence.held)
         sequence.lease, sequence.computed_tokens, sequence.phase = None, 0, Phase.WAITING
+        sequence.request.alone = False
         self._preemptions += 1
 
     def _work(self, batch: Batch[sequences.Sequence]) -> Work:
@@ -293,12 +264,11 @@ class Engine:
         except CapacityError as error:
             self._abandon(work, error)
             return
-        if len(work.chunks) == 1 and not work.decodes:
-            ((sequence, tokens),) = work.chunks
-            self._parts.profiler.observe(tokens, done.seconds, sequence.computed_tokens)
+        alone = len(work.chunks) == 1 and not work.decodes
         finished: list[tuple[sequences.Sequence, int]] = []
         for row, (sequence, tokens) in enumerate(work.chunks):
             self._prompt_tokens += tokens
+            sequence.request.alone &= alone
             finished += self._advance(sequence, tokens, row)
         for row, sequence in enumerate(work.decodes, len(work.chunks)):
             finished += self._advance(sequence, 1, row)
@@ -314,6 +284,9 @@ class Engine:
         self._keep(sequence)
         if sequence.remaining_tokens:
             return []
+        if request.alone and not request.started:
+            count = request.prompt_tokens - request.cached_tokens
+            self._parts.profiler.observe(count, request.prefill_seconds, request.cached_tokens)
         if request.offer is not None:
             sequence.phase = Phase.DELIVERING
             request.offer.computed(request.prefill_seconds)

@@ -10,6 +10,7 @@ from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate
 from prfaas_worker.cache.cache import HybridCache, Lease
+from prfaas_worker.engine.events import Part
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import Facts, Running, Waiting
@@ -96,11 +97,14 @@ class Request:
     offer: Offer | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: Fetch | None = None
+    awaits: set[Part] = field(default_factory=set)
     grammar: Compiled | None = None
     started: bool = False
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
     prefill_seconds: float = 0.0
+    alone: bool = True
+    """Nothing else was computed beside its prompt: its time says what a prefill costs."""
     cached_tokens: int = 0
 
     @property

@@ -23,7 +23,7 @@ async def create(request: web.Request) -> web.Response:
         rule = f"must be 0 to {len(asked.token_ids) - 1}, the last prompt token's position"
         raise RequestError(f"start_token {rule}", param="start_token")
     with serving.engine.call() as call:
-        message = StartPrefill(call.handle, asked.request_id, asked.token_ids, asked.start_token)
+        message = StartPrefill(call.handle, asked.request_id, asked.token_ids, asked.start_token, asked.cache_salt)
         serving.engine.send(message)
         answer = await call.next()
         if not isinstance(answer, Granted):

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812, the name that torch's own do
 
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
 from prfaas_worker.models.kimi_linear.kda import kda_chunked, kda_step
-from prfaas_worker.models.kimi_linear.layers import norm_scale, unit_rms
+from prfaas_worker.models.kimi_linear.layers import least_norm, norm_scale, unit_rms
 from prfaas_worker.models.kimi_linear.weights import Weights
 
 _L2_NORM_EPS = 1e-6
@@ -39,7 +39,8 @@ class DeltaAttention:
 
     def __init__(self, config: KimiLinearConfig, weights: Weights, norm: Tensor):
         self._heads, self._head_size, self._taps = config.kda_heads, config.kda_head_size, config.conv_kernel
-        self._eps = config.rms_norm_eps
+        self._least = least_norm(config.rms_norm_eps, config.kda_head_size)
+        self._qk_least = torch.tensor(_L2_NORM_EPS**0.5)
         self._input = weights.joined(["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj"], columns=norm)
         self._widths = [3 * config.kda_size, config.kda_head_size, config.kda_head_size, config.kda_heads]
         # [kernel, 3 H K], oldest first.
@@ -60,7 +61,8 @@ class DeltaAttention:
 
     def project(self, x: Tensor) -> Projected:
         """Everything that each token [..., D] contributes by itself."""
-        qkv, forget, gate, strength = F.linear(x, self._input).split(self._widths, dim=-1)
+        joined = F.linear(x, self._input)
+        qkv, forget, gate, strength = torch.split_with_sizes(joined, self._widths, dim=-1)
         forget = F.softplus(F.linear(forget, self._f_b, self._dt_bias)).unflatten(-1, (self._heads, self._head_size))
         return Projected(qkv, forget * self._decay_rate, strength.sigmoid(), F.linear(gate, self._g_b))
 
@@ -80,28 +82,27 @@ class DeltaAttention:
         Returns outputs by head [B, H, V]. `recurrent` is contiguous but for its first axis if B is 1.
         """
         mixed = x.qkv * self._conv[-1]
-        for i in range(self._taps - 1):
-            mixed.addcmul_(conv[..., i], self._conv[i])
         # Column by column: the taps stand side by side in memory, where anything on whole rows is slow.
-        for i in range(self._taps - 2):
-            conv[..., i].copy_(conv[..., i + 1])
-        conv[..., -1].copy_(x.qkv)
+        columns = [*conv.unbind(-1), x.qkv]
+        for column, following, taps in zip(columns, columns[1:], self._conv.unbind(0), strict=False):
+            mixed.addcmul_(column, taps)
+            column.copy_(following)
         qk, v = self._heads_of(mixed)
-        q, k, v, g, beta = (part.flatten(0, 1) for part in (qk[:, 0], qk[:, 1], v, x.log_decay, x.strength))
+        q, k = qk.unbind(1)
+        q, k, v, g, beta = (part.flatten(0, 1) for part in (q, k, v, x.log_decay, x.strength))
         o = kda_step(q, k, v, g, beta, recurrent.flatten(0, 1))
         return o.view(-1, self._heads, self._head_size)
 
     def output(self, o: Tensor, gate: Tensor) -> Tensor:
         """Norm and gate of each head's output [..., H, V], then the projection to [..., D]."""
-        return F.linear(unit_rms(o, self._eps).flatten(-2) * gate.sigmoid(), self._o_proj)
+        return F.linear(unit_rms(o, self._least).flatten(-2) * gate.sigmoid(), self._o_proj)
 
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """Convolved channels [..., 3 H K] -> normalised and scaled q and k together [..., 2, H, K], v [..., H, K]."""
         heads = F.silu(mixed).unflatten(-1, (3, self._heads, self._head_size))
         qk = heads[..., :2, :, :]
-        norm = torch.linalg.vector_norm(qk, dim=-1, keepdim=True)
-        norm = torch.hypot(norm, norm.new_tensor(_L2_NORM_EPS**0.5)) * self._qk_scale
-        return qk / norm, heads[..., 2, :, :]
+        norm = torch.hypot(torch.linalg.vector_norm(qk, dim=-1, keepdim=True), self._qk_least)
+        return qk / (norm * self._qk_scale), heads[..., 2, :, :]
 
 
 def _causal_conv(padded: Tensor, taps: Tensor) -> Tensor:

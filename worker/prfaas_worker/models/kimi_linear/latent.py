@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
-from prfaas_worker.models.kimi_linear.layers import norm_scale, unit_rms
+from prfaas_worker.models.kimi_linear.layers import least_norm, norm_scale, unit_rms
 from prfaas_worker.models.kimi_linear.weights import Weights
 
 # transformers and the authors' code use 1e-6 here, whatever rms_norm_eps says.
@@ -32,6 +32,7 @@ class LatentAttention:
         self._width = self._latent + self._shared
         self._scale = config.key_size**-0.5
         self._input = weights.joined(["q_proj", "kv_a_proj_with_mqa"], columns=norm)
+        self._latent_least = least_norm(_LATENT_NORM_EPS, self._latent)
         self._latent_norm = norm_scale(weights["kv_a_layernorm"])
         # [H, nope + value, latent]: what each head makes of a latent.
         self._kv_b = weights["kv_b_proj"].unflatten(0, (self._heads, self._nope + self._value))
@@ -49,7 +50,8 @@ class LatentAttention:
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [..., D] -> queries [..., H, key] and cache rows [..., latent + shared]."""
-        q, row = F.linear(x, self._input).split([self._heads * (self._nope + self._shared), self._width], dim=-1)
+        joined = F.linear(x, self._input)
+        q, row = torch.split_with_sizes(joined, [self._heads * (self._nope + self._shared), self._width], dim=-1)
         return q.unflatten(-1, (self._heads, -1)), self._row(row)
 
     def project_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +59,9 @@ class LatentAttention:
         if self._absorbed_input is None:
             q, row = self.project(x)
             return self.absorb(q), row
-        q, row = F.linear(x, self._absorbed_input).split([self._heads * self._width, self._width], dim=-1)
-        return q.unflatten(-1, (self._heads, -1)), self._row(row)
+        joined = F.linear(x, self._absorbed_input)
+        q, row = torch.split_with_sizes(joined, [self._heads * self._width, self._width], dim=-1)
+        return q.view(-1, self._heads, self._width), self._row(row)
 
     def absorb(self, q: Tensor) -> Tensor:
         """Queries [B, H, key] -> queries for rows as they are, scaled [B, H, latent + shared]."""
@@ -102,8 +105,8 @@ class LatentAttention:
         return F.linear(latents.flatten(1), self._absorbed_output)
 
     def _row(self, row: Tensor) -> Tensor:
-        latent, shared = row.split([self._latent, self._shared], dim=-1)
-        return torch.cat([unit_rms(latent, _LATENT_NORM_EPS) * self._latent_norm, shared], dim=-1)
+        latent, shared = torch.split_with_sizes(row, [self._latent, self._shared], dim=-1)
+        return torch.cat([unit_rms(latent, self._latent_least) * self._latent_norm, shared], dim=-1)
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [B, N, latent + shared] -> keys and values [B, H, N, key]; values end in zeros.

@@ -17,10 +17,17 @@ _DENSE_PAIRS = 256
 _DENSE_BYTES = 1 << 20
 
 
-def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(D (mean x^2 + eps)): RMSNorm over the last axis of length D but for its weight, see `norm_scale`."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / torch.hypot(norm, norm.new_tensor((eps * x.shape[-1]) ** 0.5))
+def unit_rms(x: Tensor, least: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + D eps): RMSNorm over the last axis of length D but for its weight, see `norm_scale`.
+
+    `least` is sqrt(D eps), see `least_norm`.
+    """
+    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)
+
+
+def least_norm(eps: float, size: int) -> Tensor:
+    """What `unit_rms` takes for an epsilon inside the mean of `size` squares."""
+    return torch.tensor((eps * size) ** 0.5)
 
 
 def norm_scale(weight: Tensor) -> Tensor:

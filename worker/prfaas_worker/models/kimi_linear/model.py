@@ -14,7 +14,7 @@ from prfaas_worker.models.kimi_linear.checkpoint import Checkpoint
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
 from prfaas_worker.models.kimi_linear.delta import DeltaAttention
 from prfaas_worker.models.kimi_linear.latent import LatentAttention
-from prfaas_worker.models.kimi_linear.layers import MixtureOfExperts, Mlp, norm_scale, unit_rms
+from prfaas_worker.models.kimi_linear.layers import MixtureOfExperts, Mlp, least_norm, norm_scale, unit_rms
 from prfaas_worker.models.kimi_linear.step import TOKENS_AT_ONCE, Step
 from prfaas_worker.models.kimi_linear.weights import Weights
 
@@ -23,7 +23,7 @@ class Layer:
     """Attention of either kind and a feed-forward block, each behind a norm and added to its input."""
 
     def __init__(self, config: KimiLinearConfig, index: int, weights: Weights):
-        self._eps = config.rms_norm_eps
+        self._least = least_norm(config.rms_norm_eps, config.hidden_size)
         attention = DeltaAttention if config.layer_kinds[index] == "linear" else LatentAttention
         self.attention = attention(config, weights.under("self_attn"), norm_scale(weights["input_layernorm"]))
         norm = norm_scale(weights["post_attention_layernorm"])
@@ -34,7 +34,7 @@ class Layer:
 
     def normed(self, x: Tensor) -> Tensor:
         """What attention and feed-forward block see of the residual stream; the norms' weights are in theirs."""
-        return unit_rms(x, self._eps)
+        return unit_rms(x, self._least)
 
 
 class KimiLinear:
@@ -52,6 +52,7 @@ class KimiLinear:
         self.layers = tuple(_layer_spec(config, kind) for kind in config.layer_kinds)
         self.blocks = [Layer(config, i, weights.under(f"model.layers.{i}")) for i in range(len(self.layers))]
         self.embedding = weights["model.embed_tokens"]
+        self._least = least_norm(config.rms_norm_eps, config.hidden_size)
         self._norm, self._head = norm_scale(weights["model.norm"]), weights["lm_head"]
 
     @classmethod
@@ -92,7 +93,7 @@ class KimiLinear:
 
     def final_norm(self, x: Tensor) -> Tensor:
         """The residual stream after the last layer, normed: what `logits` takes."""
-        return unit_rms(x, self.config.rms_norm_eps) * self._norm
+        return unit_rms(x, self._least) * self._norm
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of normed hidden states [..., hidden_size]."""

@@ -1,0 +1,142 @@
+"""What a request waits for before it is admitted: prefixes from host memory and disk, and for how long at most."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prfaas.wire.engine import Cancel, Generate, Sampling, Started, ToFront, Tokens
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.tiers import Tiers
+from prfaas_worker.engine import preparing
+from prfaas_worker.engine.grammar import Grammars, Vocabulary
+from prfaas_worker.engine.loop import Engine, Parts
+from prfaas_worker.engine.profile import Profiler
+from prfaas_worker.engine.runner import Runner
+from prfaas_worker.models import load_model
+from prfaas_worker.models.base import Model
+
+PROMPT = list(b"def parse(text):\n" * 20)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model("builtin:kimi-linear-tiny", 1)[0]
+
+
+class Bench:
+    """An engine on a small memory over tiers, run until a request has ended."""
+
+    def __init__(self, model: Model, tiers: Tiers):
+        self.said: list[ToFront] = []
+        memory = CacheMemory(CacheGeometry(model.layers), num_pages=24, num_slots=2, max_context=1536)
+        parts = Parts(
+            runner=Runner(model, memory),
+            cache=HybridCache(memory, tiers),
+            events=[],
+            grammars=Grammars(lambda: Vocabulary([], frozenset(), (), 264)),
+            profiler=Profiler(1, 1, lambda _profile: None),
+            new_fetch=lambda _sequence: pytest.fail("nothing is fetched here"),
+            answer=self.said.extend,
+        )
+        self.engine = Engine(parts, role="mixed", max_waiting=8)
+        self._handles = itertools.count(1)
+
+    def ask(self, prompt: list[int]) -> int:
+        handle = next(self._handles)
+        self.engine.inbox.put(Generate(handle, "r", prompt, 1, 4, Sampling(0.0, 1.0, 0, 0), -1, "", ignore_eos=True))
+        return handle
+
+    def until(self, done: Callable[[], Any], seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < deadline
+            self.engine.step(wait=False)
+
+    def answer(self, prompt: list[int]) -> tuple[int, list[int]]:
+        """Tokens that were cached, and tokens that were drawn."""
+        handle = self.ask(prompt)
+        self.engine.step(wait=False)
+        self.until(lambda: self.engine.requests.get(handle) is None and self.engine.step(wait=False) is False)
+        (started,) = [m for m in self.said if isinstance(m, Started) and m.handle == handle]
+        drawn = [t for m in self.said if isinstance(m, Tokens) and m.handle == handle for t in m.token_ids]
+        return started.cached_tokens, drawn
+
+    def push_out(self) -> None:
+        """Use the whole pool for other prompts."""
+        for n in range(6):
+            self.answer([3 + (n * 31 + i * 7) % 250 for i in range(700)])
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_prefix_that_was_pushed_out_is_brought_back(model: Model, tmp_path: Path, tier: str):
+    tiers = Tiers(
+        model.fingerprint,
+        host_bytes=1 << 24 if tier == "host" else 0,
+        disk_directory=tmp_path if tier == "disk" else None,
+        disk_bytes=1 << 24,
+    )
+    bench = Bench(model, tiers)
+    cached, drawn = bench.answer(PROMPT)
+    assert cached == 0
+    bench.push_out()
+    assert bench.answer(PROMPT) == (320, drawn)
+    stats = bench.engine.cache.stats()
+    assert (stats.host_hit_tokens, stats.disk_hit_tokens) == ((320, 0) if tier == "host" else (0, 320))
+    tiers.close()
+
+
+def test_a_new_process_finds_the_disk_of_the_last_one(model: Model, tmp_path: Path):
+    first = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 24)
+    bench = Bench(model, first)
+    _, drawn = bench.answer(PROMPT)
+    bench.push_out()
+    first.close()
+    second = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 24)
+    assert Bench(model, second).answer(PROMPT) == (320, drawn)
+    second.close()
+
+
+class Stuck:
+    """A disk that answers when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tiers: Tiers):
+        self.go = threading.Event()
+        real = tiers._disk._read_all
+
+        def read(names: Any) -> Any:
+            assert self.go.wait(20)
+            return real(names)
+
+        monkeypatch.setattr(tiers._disk, "_read_all", read)
+
+
+def test_a_stuck_disk_holds_a_request_up_for_its_moment_only_and_others_not_at_all(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiers = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 24)
+    bench = Bench(model, tiers)
+    _, drawn = bench.answer(PROMPT)
+    bench.push_out()
+    stuck = Stuck(monkeypatch, tiers)
+    monkeypatch.setattr(preparing, "LOAD_SECONDS", 0.3)
+    slow = bench.ask(PROMPT)
+    bench.engine.step(wait=False)
+    assert bench.engine.gauges.requests_waiting == 1
+    cancelled = bench.ask(PROMPT)
+    bench.engine.step(wait=False)
+    bench.engine.inbox.put(Cancel(cancelled))
+    assert len(bench.answer([7] * 40)[1]) == 4
+    bench.until(lambda: bench.engine.requests.get(slow) is None)
+    (started,) = [m for m in bench.said if isinstance(m, Started) and m.handle == slow]
+    assert started.cached_tokens == 0
+    assert [t for m in bench.said if isinstance(m, Tokens) and m.handle == slow for t in m.token_ids] == drawn
+    stuck.go.set()
+    bench.until(lambda: not list(bench.engine.requests))
+    bench.engine.cache.check_integrity()
+    tiers.close()
