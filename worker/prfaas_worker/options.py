@@ -4,12 +4,14 @@ import argparse
 import ipaddress
 import os
 from collections.abc import Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 import msgspec
 
 from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.wire.engine import Role
+
+Device = Literal["auto", "cpu", "cuda"]
 
 WAITING_PER_RUNNING = 8
 """Requests that may wait for each one that may run; beyond that the worker says it is overloaded."""
@@ -39,6 +41,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_mib: int = 0
     disk_cache: str = ""
     disk_cache_mib: int = 4096
+    device: Device = "auto"
     kv_events_port: int = 0
     profile_seconds: float = 1.0
 
@@ -81,10 +84,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--pool", default="", metavar="NAME", help="the pool it belongs to")
     add("--role", choices=get_args(Role), default="mixed", help="what its steps are divided for (%(default)s)")
     add("--drain-seconds", type=_count, default=30, metavar="N", help="time to finish after SIGTERM (%(default)s)")
+    add("--device", choices=get_args(Device), default="auto", help="where the model runs (a GPU where there is one)")
     add("--threads", type=_positive, default=0, metavar="N", help="torch threads (all cores)")
     add("--max-context", type=_positive, default=0, metavar="N", dest="max_context_tokens", help="tokens (the model's)")
     add("--max-running", type=_positive, default=32, metavar="N", help="sequences computed at once (%(default)s)")
-    add("--cache-mib", type=_positive, default=1024, metavar="N", help="memory for the cache's pages (%(default)s)")
+    add(
+        "--cache-mib",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="memory for the cache's pages (1024; on a GPU nine tenths of what the weights leave)",
+    )
     add(
         "--host-cache-mib",
         type=_count,

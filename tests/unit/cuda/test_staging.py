@@ -6,7 +6,7 @@ import torch
 
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.models.base import LayerSpec, TensorSpec
-from prfaas_worker.models.kimi_linear.cuda.staging import Span, Staging
+from prfaas_worker.transfer.staging import Span, Staging
 
 LAYERS = (
     LayerSpec(

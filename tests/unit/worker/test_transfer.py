@@ -33,6 +33,7 @@ from prfaas_worker.transfer.fetch import Fetched, Reception
 from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
 from prfaas_worker.transfer.offers import Offer, Offers, Prompt
 from prfaas_worker.transfer.sender import Sender, listen
+from prfaas_worker.transfer.staging import Staging
 
 TOKENS = 1000
 LINEAR = LayerSpec(
@@ -92,6 +93,11 @@ def filled_cache() -> Place:
     return place
 
 
+def through_staging(place: Place) -> Place:
+    """The same cache, reached as an accelerator's is."""
+    return place._replace(staging=Staging(place.memory))
+
+
 def rows_of(place: Place, layer: int) -> torch.Tensor:
     """Rows of an attention layer, as bits: random floats may be no numbers."""
     rows = place.memory.rows(layer)["latent"][list(place.pages)].flatten(0, 1)[:TOKENS]
@@ -105,11 +111,12 @@ def states_of(place: Place, layer: int) -> dict[str, torch.Tensor]:
 
 def put_chunk(offer: Offer, cache: Place, start: int, end: int) -> None:
     """Put what an engine puts for one chunk of the prompt."""
+    mark = cache.staging.mark() if cache.staging else None
     for index in range(len(LAYERS)):
-        for frame in block_frames(offer.manifest, cache, index, (start, end)):
+        for frame in block_frames(offer.manifest, cache, index, (start, end), mark):
             offer.mailbox.put(frame)
         if end == offer.manifest.end_token:
-            for frame in state_frames(offer.manifest, cache, index):
+            for frame in state_frames(offer.manifest, cache, index, mark):
                 offer.mailbox.put(frame)
 
 
@@ -142,10 +149,13 @@ def receive(port: Port, offer: Offer, grant: PrefillGrant, between: Callable[[],
     return fetched, cache
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("connect_first", [True, False])
-def test_a_cache_arrives_bit_for_bit_whether_the_receiver_comes_early_or_late(port: Port, connect_first: bool):
+def test_a_cache_arrives_bit_for_bit_whether_the_receiver_comes_early_or_late(
+    port: Port, connect_first: bool, staged: bool
+):
     offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, 0))
-    cache, hidden = filled_cache(), torch.arange(16, dtype=torch.float32)
+    cache, hidden = through_staging(filled_cache()) if staged else filled_cache(), torch.arange(16, dtype=torch.float32)
 
     def compute() -> None:
         offer.computing()
@@ -156,7 +166,7 @@ def test_a_cache_arrives_bit_for_bit_whether_the_receiver_comes_early_or_late(po
 
     if not connect_first:
         compute()
-    fetched, found = receive(port, offer, grant, compute if connect_first else lambda: None)
+    fetched, found = receive(port, offer, grant, compute if connect_first else lambda: None, staged=staged)
     assert torch.equal(fetched.hidden, hidden)
     for index, spec in enumerate(LAYERS):
         if spec.rows:

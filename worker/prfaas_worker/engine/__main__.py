@@ -28,7 +28,7 @@ def main() -> None:
     configure_logs(options, "engine")
     front = socket.socket(fileno=int(sys.argv[1]))
     try:
-        model, directory = load_model(options.model_source, options.threads or None)
+        model, directory = load_model(options.model_source, options.threads or None, options.device)
         outbox = Outbox(front)
         engine, offers = assemble(model, directory, options, outbox)
         listener = _listen(options)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from prfaas.errors import ConfigError
 from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
@@ -20,8 +22,10 @@ from prfaas_worker.tokenizer import load_tokenizer
 from prfaas_worker.transfer.fetch import Fetch, Wanted
 from prfaas_worker.transfer.layout import Place, layer_groups
 from prfaas_worker.transfer.offers import Offers
+from prfaas_worker.transfer.staging import Staging
 
 MIB = 1 << 20
+CPU_CACHE_MIB = 1024
 LARGE_VOCABULARY = 10_000
 """Above this many tokens the first grammar would hold every stream up for most of a second: it is prepared at start."""
 
@@ -34,6 +38,7 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
 
     """
     memory = _cache_memory(model, options)
+    staging = Staging(memory) if model.device.type == "cuda" else None
     groups = layer_groups(model.layers)
     capacity = options.max_running + options.max_waiting
     offers = Offers((model.fingerprint, groups, model.hidden_size), options.data_port, capacity)
@@ -51,12 +56,12 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
             groups=groups,
             hidden_size=model.hidden_size,
         )
-        return Fetch(wanted, Place(memory, lease.slot, lease.pages), offers.counters)
+        return Fetch(wanted, Place(memory, lease.slot, lease.pages, staging), offers.counters)
 
     events: list[KvEvent] = []
     sizes = memory.geometry.state_bytes, memory.geometry.token_bytes
     parts = Parts(
-        runner=Runner(model, memory),
+        runner=Runner(model, memory, staging),
         cache=HybridCache(memory, _tiers(model, options), on_event=events.append, attention_kind=model.attention_kind),
         events=events,
         grammars=_grammars(model, directory),
@@ -77,10 +82,11 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
 
     """
     geometry, context = CacheGeometry(model.layers), max_context(model, options)
-    num_pages = options.cache_mib * MIB // geometry.page_bytes
+    cache_mib = options.cache_mib or _default_cache_mib(model)
+    num_pages = cache_mib * MIB // geometry.page_bytes
     if num_pages < (wanted := geometry.pages_for(context)):
         raise ConfigError(
-            f"--cache-mib {options.cache_mib} is too little for one sequence of {context} tokens: give "
+            f"--cache-mib {cache_mib} is too little for one sequence of {context} tokens: give "
             f"--cache-mib {-(-wanted * geometry.page_bytes // MIB)} or more, or a smaller --max-context"
         )
     try:
@@ -88,7 +94,15 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
             geometry, num_pages=num_pages, num_slots=options.max_running, max_context=context, device=model.device
         )
     except (RuntimeError, MemoryError) as error:
-        raise ConfigError(f"--cache-mib {options.cache_mib} cannot be reserved: {error}") from error
+        raise ConfigError(f"--cache-mib {cache_mib} cannot be reserved: {error}") from error
+
+
+def _default_cache_mib(model: Model) -> int:
+    """On an accelerator what the weights leave, less a tenth for activations and their fragments."""
+    if model.device.type != "cuda":
+        return CPU_CACHE_MIB
+    free_bytes, _ = torch.cuda.mem_get_info(model.device)
+    return free_bytes * 9 // 10 // MIB
 
 
 def max_context(model: Model, options: Options) -> int:

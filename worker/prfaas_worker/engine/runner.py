@@ -12,6 +12,10 @@ from prfaas_worker.engine import sequences
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, state_frames
 from prfaas_worker.transfer.offers import Offer
+from prfaas_worker.transfer.staging import Mark, Staging
+
+Export = Callable[[int, Mark | None], None]
+"""What is to be done for a prefill for another instance once a layer is computed."""
 
 
 class Work(NamedTuple):
@@ -31,9 +35,10 @@ class Done(NamedTuple):
 class Runner:
     """Runs one model on its memory. All calls come from the engine's thread."""
 
-    def __init__(self, model: Model, memory: CacheMemory):
+    def __init__(self, model: Model, memory: CacheMemory, staging: Staging | None = None):
         self.model = model
         self.memory = memory
+        self._staging = staging
         model.bind(memory)
 
     def run(self, work: Work) -> Done:
@@ -47,7 +52,9 @@ class Runner:
         exports = [export for sequence, tokens in work.chunks if (export := self._export(sequence, tokens))]
         started = time.monotonic()
         try:
-            hidden = self.model.forward(self._batch(work), _on_layer(exports))
+            hidden = self.model.forward(self._batch(work), self._on_layer(exports))
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)  # or the time below would be that of asking for the work
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise CapacityError(f"no memory left to compute this step: {error}") from error
         except RuntimeError as error:
@@ -76,40 +83,41 @@ class Runner:
     def _tensor(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.model.device)
 
-    def _export(self, sequence: sequences.Sequence, tokens: int) -> Callable[[int], None] | None:
+    def _on_layer(self, exports: Sequence[Export]) -> Callable[[int], None] | None:
+        if not exports:
+            return None
+
+        def on_layer(layer: int) -> None:
+            mark = self._staging.mark() if self._staging else None
+            for export in exports:
+                export(layer, mark)
+
+        return on_layer
+
+    def _export(self, sequence: sequences.Sequence, tokens: int) -> Export | None:
         """Return what is to be done for a prefill for another instance after each layer, None for any other."""
         offer = sequence.request.offer
         if offer is None:
             return None
-        place = Place(self.memory, sequence.held.slot, sequence.held.pages)
+        place = Place(self.memory, sequence.held.slot, sequence.held.pages, self._staging)
         if offer.state == "waiting":
             offer.computing()
             # What the prefix cache holds is not computed again, but the other instance may lack it.
+            mark = self._staging.mark() if self._staging else None
             for layer in range(len(self.model.layers)):
-                _send_rows(offer, place, layer, (0, sequence.computed_tokens))
+                _send_rows(offer, place, layer, (0, sequence.computed_tokens), mark)
         span = sequence.computed_tokens, sequence.computed_tokens + tokens
         last = tokens == sequence.remaining_tokens
 
-        def export(layer: int) -> None:
-            _send_rows(offer, place, layer, span)
+        def export(layer: int, mark: Mark | None) -> None:
+            _send_rows(offer, place, layer, span, mark)
             if last:
-                for frame in state_frames(offer.manifest, place, layer):
+                for frame in state_frames(offer.manifest, place, layer, mark):
                     offer.mailbox.put(frame)
 
         return export
 
 
-def _send_rows(offer: Offer, place: Place, layer: int, span: tuple[int, int]) -> None:
-    for frame in block_frames(offer.manifest, place, layer, span):
+def _send_rows(offer: Offer, place: Place, layer: int, span: tuple[int, int], mark: Mark | None) -> None:
+    for frame in block_frames(offer.manifest, place, layer, span, mark):
         offer.mailbox.put(frame)
-
-
-def _on_layer(exports: Sequence[Callable[[int], None]]) -> Callable[[int], None] | None:
-    if not exports:
-        return None
-
-    def on_layer(layer: int) -> None:
-        for export in exports:
-            export(layer)
-
-    return on_layer

@@ -19,7 +19,7 @@ import torch
 
 from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest
-from prfaas.wire.receipt import Hidden, Note, Receipt, Rows, State
+from prfaas.wire.receipt import Destination, Hidden, Note, Receipt, Rows, State
 from prfaas.wire.transfer import (
     HEADER_BYTES,
     NO_PROGRESS_SECONDS,
@@ -34,7 +34,7 @@ from prfaas.wire.transfer import (
 )
 from prfaas_worker.cache.memory import bytes_of
 from prfaas_worker.transfer.counters import Outcome, TransferCounters
-from prfaas_worker.transfer.layout import Place, destination_bytes
+from prfaas_worker.transfer.layout import Place, land, room_for
 from prfaas_worker.transfer.sockets import receive_into, send_all, tune
 
 log = logging.getLogger(__name__)
@@ -193,24 +193,26 @@ class Reception:
         while self._receipt.done is None:
             receive_into(self._sock, raw)
             header = parse_header(raw)
-            payload = self._payload(header)
+            place = self._receipt.claim(header)
+            payload = self._room(header, place)
             for part in payload:
                 receive_into(self._sock, part)
             self._receipt.accept(header, payload)
+            if isinstance(place, (Rows, State)):
+                land(self._receipt.expected, self._place, place, payload)
             self._counters.received(HEADER_BYTES + header.payload_bytes)
         done = self._receipt.require_whole()
         now = time.monotonic()
         seconds = now - self._first if self._first is not None else 0.0
         return Fetched(self._hidden, done, self._receipt.received_bytes, seconds)
 
-    def _payload(self, header: FrameHeader) -> list[memoryview]:
-        """Return the memory that this frame's payload belongs into."""
-        place = self._receipt.claim(header)
+    def _room(self, header: FrameHeader, place: Destination) -> list[memoryview]:
+        """Return the memory that a claimed frame's payload is read into."""
         if not isinstance(place, Note) and self._first is None:
             self._first = time.monotonic()
         match place:
             case Rows() | State():
-                return list(destination_bytes(self._receipt.expected, self._place, place))
+                return list(room_for(self._receipt.expected, self._place, place))
             case Hidden():
                 return [bytes_of(self._hidden)]
             case Note():

@@ -1,6 +1,7 @@
 """Between a sequence's cache and the frames of prfaas.wire.transfer: which bytes stand where."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from prfaas.wire.receipt import Rows, State
 from prfaas.wire.transfer import FrameHeader, Kind, LayerGroup, Manifest, TensorLayout
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.transfer.staging import Mark, Span, Staging
 
 BLOCK_BYTES = 4 << 20
 """Rows of one layer leave in frames of about this size at most: small enough to interleave layers on a slow link."""
@@ -18,18 +20,25 @@ MAX_PIECES = 512
 
 
 class Frame(NamedTuple):
-    """A frame to send. The payload views the cache's own memory, which its lease keeps until the transfer ends."""
+    """A frame to send. `load` gives its payload, in the thread that sends it.
+
+    The payload comes from the cache's own memory, which its lease keeps until the transfer ends.
+    """
 
     header: FrameHeader
-    payload: tuple[memoryview, ...]
+    load: Callable[[], tuple[memoryview, ...]]
 
 
 class Place(NamedTuple):
-    """Where a sequence's cache stands: its state slot and its pages in order of its tokens."""
+    """Where a sequence's cache stands: its state slot and its pages in order of its tokens.
+
+    On the CPU transfers read and write that memory itself; an accelerator's goes through `staging`.
+    """
 
     memory: CacheMemory
     slot: int
     pages: Sequence[int]
+    staging: Staging | None = None
 
 
 def layer_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
@@ -46,10 +55,12 @@ def layer_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     )
 
 
-def block_frames(manifest: Manifest, place: Place, layer: int, span: tuple[int, int]) -> Iterator[Frame]:
+def block_frames(
+    manifest: Manifest, place: Place, layer: int, span: tuple[int, int], after: Mark | None = None
+) -> Iterator[Frame]:
     """Frames for a layer's rows of tokens span[0] up to span[1], as far as the manifest asks for them.
 
-    A layer without rows has none.
+    With staging the rows stand there `after` that mark. A layer without rows has no frames.
     """
     group = _group_of(manifest, layer, "attention")
     if group is None:
@@ -62,25 +73,59 @@ def block_frames(manifest: Manifest, place: Place, layer: int, span: tuple[int, 
         rows = Rows(group, layer, start, tokens)
         where = {"group": group, "layer": layer, "start_token": start, "tokens": tokens}
         header = FrameHeader(Kind.BLOCK, manifest.address, tokens * layout.nbytes, **where)
-        yield Frame(header, destination_bytes(manifest, place, rows))
+        yield Frame(header, partial(_outgoing, manifest, place, rows, after))
 
 
-def state_frames(manifest: Manifest, place: Place, layer: int) -> Iterator[Frame]:
+def state_frames(manifest: Manifest, place: Place, layer: int, after: Mark | None = None) -> Iterator[Frame]:
     """The frame of a layer's state, if it has one. The sequence may not go on until it is sent."""
     group = _group_of(manifest, layer, "linear")
     if group is not None:
         header = FrameHeader(Kind.STATE, manifest.address, manifest.groups[group].nbytes, group=group, layer=layer)
-        yield Frame(header, destination_bytes(manifest, place, State(group, layer)))
+        yield Frame(header, partial(_outgoing, manifest, place, State(group, layer), after))
 
 
 def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
     """Return the frame of the last hidden state, fp32 [hidden_size]."""
     payload = bytes_of(hidden.contiguous())
-    return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), (payload,))
+    return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda: (payload,))
 
 
-def destination_bytes(manifest: Manifest, place: Place, part: Rows | State) -> tuple[memoryview, ...]:
-    """Memory of the cache for rows or a state, in manifest order, in as many pieces as it takes."""
+def room_for(manifest: Manifest, place: Place, part: Rows | State) -> tuple[memoryview, ...]:
+    """Memory to receive rows or a state into, in manifest order, in as many pieces as it takes; `land` follows."""
+    if place.staging is None:
+        return _in_place(manifest, place, part)
+    count = part.tokens if isinstance(part, Rows) else 1
+    return tuple(place.staging.room(count * tensor.nbytes) for tensor in manifest.groups[part.group].tensors)
+
+
+def land(manifest: Manifest, place: Place, part: Rows | State, received: Sequence[memoryview]) -> None:
+    """Put what was received into `room_for` where it belongs, if it does not stand there already."""
+    if place.staging is None:
+        return
+    names = [tensor.name for tensor in manifest.groups[part.group].tensors]
+    by_name = dict(zip(names, received, strict=True))
+    if isinstance(part, State):
+        place.staging.land_state(part.layer, place.slot, by_name)
+    else:
+        span = Span(part.start_token, part.start_token + part.tokens)
+        place.staging.land_rows(part.layer, place.pages, span, by_name)
+
+
+def _outgoing(manifest: Manifest, place: Place, part: Rows | State, after: Mark | None) -> tuple[memoryview, ...]:
+    if place.staging is None:
+        return _in_place(manifest, place, part)
+    if after is None:
+        raise InternalError("staged rows were not marked when they were computed")
+    if isinstance(part, State):
+        found = place.staging.read_state(part.layer, place.slot, after)
+    else:
+        span = Span(part.start_token, part.start_token + part.tokens)
+        found = place.staging.read_rows(part.layer, place.pages, span, after)
+    return tuple(found[tensor.name] for tensor in manifest.groups[part.group].tensors)
+
+
+def _in_place(manifest: Manifest, place: Place, part: Rows | State) -> tuple[memoryview, ...]:
+    """The cache's own memory for rows or a state."""
     tensors = manifest.groups[part.group].tensors
     if isinstance(part, State):
         return tuple(place.memory.state_bytes(part.layer, tensor.name, place.slot) for tensor in tensors)

@@ -137,7 +137,8 @@ class Delivery:
 
     def _send_data(self, frame: Frame) -> None:
         self._payload_bytes += frame.header.payload_bytes
-        self._send(seal(frame.header, frame.payload), *frame.payload, first=self._first_sent is None)
+        payload = frame.load()
+        self._send(seal(frame.header, payload), *payload, first=self._first_sent is None)
 
     def _send(self, *parts: bytes | memoryview, first: bool = False) -> None:
         send_all(self._sock, parts, self._on_first if first else self._offers.counters.sent)

@@ -3,7 +3,7 @@
 `model` puts it together; `blocks` the layers; `weights` and `sources` their tensors; `step` where a batch's tokens
 stand.
 KDA: `conv`, `chunked` (prompts, through fla), `delta` (decoding). MLA: `rows`, `causal` (prompts), `paged` (decoding).
-Experts: `routing`, `grouped`. `graphs` captures decoding steps, `staging` moves cache to and from host memory.
+Experts: `routing`, `grouped`. `graphs` captures decoding steps.
 
 Nothing is imported here, so this package can be asked for where Triton is not installed.
 """
