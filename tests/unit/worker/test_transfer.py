@@ -138,9 +138,11 @@ def frames(sock: socket.socket) -> Iterator[tuple[Kind, bytes]]:
         yield header.kind, payload
 
 
-def receive(port: Port, offer: Offer, grant: PrefillGrant, between: Callable[[], None]) -> tuple[Fetched, Place]:
+def receive(
+    port: Port, offer: Offer, grant: PrefillGrant, between: Callable[[], None], *, staged: bool = False
+) -> tuple[Fetched, Place]:
     """Receive an offer; `between` runs once the connection stands."""
-    cache = reserved_cache()
+    cache = through_staging(reserved_cache()) if staged else reserved_cache()
     with closing(connect(port, address_of(grant), grant.token)) as sock:
         between()
         fetched = Reception(sock, Receipt(offer.manifest), cache, TransferCounters()).run()
