@@ -81,14 +81,34 @@ def _segment(segment: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     chunk, segment = _padded(segment)
     terms = _pairwise_terms([_to_chunks(x, chunk) for x in segment])
     state = state * terms.to_first_middle
+    learns = any(x.requires_grad for x in (terms.values, terms.queries, state))
+    walk = _walk_for_gradients if learns else _walk
+    new_values, inherited, state = walk(terms, state)
+    o = torch.baddbmm(inherited, terms.products, new_values)
+    return o.unflatten(0, terms.values.shape[:2]).transpose(0, 1).flatten(1, 2)[:, :tokens], state
+
+
+def _walk(terms: _Terms, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Go from chunk to chunk, over the values and the state in place.
+
+    Returns v' and (q e^D) S~, each [N M, C, V], and S after the last token.
+    """
+    inherited = torch.empty_like(terms.values)
+    for new, erased, queries, keys, decay, read in zip(*_by_chunk(terms), inherited.unbind(0), strict=True):
+        new.baddbmm_(erased, state, alpha=-1)
+        torch.bmm(queries, state, out=read)
+        state.baddbmm_(keys.mT, new).mul_(decay)
+    return terms.values.flatten(0, 1), inherited.flatten(0, 1), state
+
+
+def _walk_for_gradients(terms: _Terms, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`_walk` that keeps everything, as gradients need it."""
     new_values, inherited = [], []
     for values, erased, queries, keys, decay in zip(*_by_chunk(terms), strict=True):
-        new = torch.baddbmm(values, erased, state, alpha=-1)
+        new_values.append(torch.baddbmm(values, erased, state, alpha=-1))
         inherited.append(torch.bmm(queries, state))
-        state = torch.baddbmm(state, keys.mT, new) * decay
-        new_values.append(new)
-    o = torch.baddbmm(torch.cat(inherited), terms.products, torch.cat(new_values))
-    return o.unflatten(0, terms.values.shape[:2]).transpose(0, 1).flatten(1, 2)[:, :tokens], state
+        state = torch.baddbmm(state, keys.mT, new_values[-1]) * decay
+    return torch.cat(new_values), torch.cat(inherited), state
 
 
 def _by_chunk(terms: _Terms) -> list[tuple[Tensor, ...]]:

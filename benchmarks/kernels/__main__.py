@@ -1,0 +1,116 @@
+"""What Kimi Linear's kernels reach on this processor, in fp32, each beside its rival in the same run.
+
+    prfaas bench kernels
+
+The chunked delta rule against the torch form in transformers; a prompt of 4K tokens through 69 M parameters against the
+peak of a square matrix product; decode of the built-in model against its own matrix products, eager. bf16 is measured
+where the processor multiplies it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from benchmarks.kernels.model import prefill_flops, random_model
+from benchmarks.kernels.replay import products_of
+from benchmarks.kernels.rival import inputs, transformers_rule
+from benchmarks.kernels.timing import GEMM_FLOPS, gemm, gflops, in_turns
+from benchmarks.report import Figure, run
+
+from prfaas_worker.models import load_model
+from prfaas_worker.models.kimi_linear.kda import kda_chunked
+from prfaas_worker.models.kimi_linear.model import KimiLinear
+from prfaas_worker.models.solo import Solo
+
+TOKENS = 4096
+# Log decays are minus this times softplus of normal numbers; with the second every chunk is as small as they get.
+GATE_SCALES = {"weak gates": 0.3, "strong gates": 10.0}
+RULE_REACH_TIMES = 20.0
+# 60 K tokens a second where a matrix product reaches 170 GFLOP/s.
+RULE_REACH_TOKENS = 60e3 / 170
+PREFILL_REACH_PERCENT = 65.0
+DECODE_REACH = {1: 7.0, 16: 6.0}
+DECODE_TOKENS = 1024
+
+
+def rule_figures() -> Iterator[Figure]:
+    """Tokens a second of the delta rule in one layer of 8 heads of 64."""
+    for gates, scale in GATE_SCALES.items():
+        ours, theirs = inputs(TOKENS, scale)
+        contenders = {
+            "ours": lambda o=ours: kda_chunked(*o),
+            "gemm": gemm(),
+            "theirs": lambda t=theirs: transformers_rule(*t),
+        }
+        seconds = in_turns(contenders, 5)
+        peak = gflops(GEMM_FLOPS, seconds["gemm"])
+        yield Figure(
+            name=f"delta rule, 8 x 64, {TOKENS} tokens, {gates}",
+            value=TOKENS / seconds["ours"],
+            unit="tokens/s",
+            better="higher",
+            reach=RULE_REACH_TOKENS * peak,
+            rival="chunk_kimi_delta_attention of transformers",
+            rival_value=TOKENS / seconds["theirs"],
+        )
+
+
+def prefill_figures() -> Iterator[Figure]:
+    """Share of the matrix product's peak that a prompt reaches."""
+    config, tensors = random_model()
+    solo = Solo(KimiLinear(config, tensors, "random"), slots=1, tokens=TOKENS)
+    tokens = torch.randint(config.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(1))
+
+    def prefill() -> None:
+        sequence = solo.new()
+        solo.prefill(tokens, sequence)
+        solo.drop(sequence)
+
+    seconds = in_turns({"prefill": prefill, "gemm": gemm()}, 7)
+    peak = gflops(GEMM_FLOPS, seconds["gemm"])
+    yield Figure(
+        name=f"prefill, 69 M parameters, {TOKENS} tokens",
+        value=gflops(prefill_flops(config, TOKENS), seconds["prefill"]),
+        unit="GFLOP/s",
+        better="higher",
+        reach=PREFILL_REACH_PERCENT / 100 * peak,
+        rival="fp32 matrix product, 2048 x 2048",
+        rival_value=peak,
+    )
+
+
+def decode_figures() -> Iterator[Figure]:
+    """Time of a decode step of the built-in model beside that of the products it makes."""
+    model, _ = load_model("builtin:kimi-linear-tiny", None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # nothing in this model is large enough for two
+    for batch, reach in DECODE_REACH.items():
+        solo = Solo(model, slots=batch, tokens=2 * DECODE_TOKENS)
+        sequences = [solo.new() for _ in range(batch)]
+        for sequence in sequences:
+            solo.prefill(torch.randint(256, (DECODE_TOKENS,)), sequence)
+        tokens = torch.randint(256, (batch,))
+
+        def step(solo: Solo = solo, tokens: torch.Tensor = tokens, sequences: list = sequences) -> None:
+            solo.decode(tokens, sequences)
+
+        seconds = in_turns({"step": step, "products": products_of(step)}, 200)
+        yield Figure(
+            name=f"decode, 1.2 M parameters, batch {batch}",
+            value=seconds["step"] * 1e3,
+            unit="ms",
+            reach=reach * seconds["products"] * 1e3,
+            rival="its own matrix products",
+            rival_value=seconds["products"] * 1e3,
+        )
+    torch.set_num_threads(threads)
+
+
+def figures() -> Iterator[Figure]:
+    yield from decode_figures()
+    with torch.inference_mode():
+        yield from rule_figures()
+    yield from prefill_figures()
+
+
+if __name__ == "__main__":
+    run("kernels", __doc__, figures)
