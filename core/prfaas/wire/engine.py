@@ -230,7 +230,10 @@ class CacheStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Gauges now and counters since the engine's start. `transfers` is counted by (direction, outcome)."""
+    """Gauges now and counters since the engine's start. `transfers` is counted by (direction, outcome).
+
+    `decode_seconds` is what the `decode_steps` took, in which nothing but decodes was computed.
+    """
 
     handle: int
     requests_running: int
@@ -246,6 +249,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prompt_tokens: int
     generation_tokens: int
     preemptions: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
     role: Role = "mixed"
     cache: CacheStats = CacheStats()
 

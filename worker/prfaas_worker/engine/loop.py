@@ -53,6 +53,8 @@ class Gauges(NamedTuple):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
     role: Role = "mixed"
 
 
@@ -91,6 +93,8 @@ class Engine:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._preemptions = 0
+        self._decode_steps = 0
+        self._decode_seconds = 0.0
 
     def offer_ended(self, handle: int) -> None:
         """Have a prefill for another instance forgotten; called from any thread."""
@@ -110,13 +114,18 @@ class Engine:
     def step(self, *, wait: bool) -> bool:
         """Do one step; with `wait` first wait until something arrives. Returns whether anything was to do."""
         self._take(wait=wait)
+        began = time.monotonic()
         batch = schedule(self.requests.facts(self.cache), BUDGETS[self._role])
         for sequence in batch.preempt:
             self._preempt(sequence)
         for sequence in batch.admit:
             if not self._admit(sequence):
                 break
-        self._compute(self._work(batch))
+        work = self._work(batch)
+        self._compute(work)
+        if work.decodes and not work.chunks:
+            self._decode_steps += 1
+            self._decode_seconds += time.monotonic() - began
         self.gauges = self._measure()
         if events := self._parts.events:
             self._said.append(KvEvents(events[:]))
@@ -408,5 +417,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions=self._preemptions,
+            decode_steps=self._decode_steps,
+            decode_seconds=self._decode_seconds,
             role=self._role,
         )

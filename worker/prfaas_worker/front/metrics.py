@@ -35,6 +35,8 @@ COUNTERS: Final[Described] = {
     "prfaas_transfer_backlogged_seconds": ("backlogged_seconds", "Time during which data waited to be sent."),
     "prfaas_prompt_tokens": ("prompt_tokens", "Prompt tokens prefilled here."),
     "prfaas_generation_tokens": ("generation_tokens", "Tokens generated here."),
+    "prfaas_decode_steps": ("decode_steps", "Steps in which nothing but decodes was computed."),
+    "prfaas_decode_seconds": ("decode_seconds", "What these steps took."),
     "prfaas_preemptions": ("preemptions", "Running requests that had to give up their memory and begin again."),
 }
 CACHE_GAUGES: Final[Described] = {

@@ -195,8 +195,7 @@ class Reception:
             header = parse_header(raw)
             place = self._receipt.claim(header)
             payload = self._room(header, place)
-            for part in payload:
-                receive_into(self._sock, part)
+            receive_into(self._sock, *payload)
             self._receipt.accept(header, payload)
             if isinstance(place, (Rows, State)):
                 land(self._receipt.expected, self._place, place, payload)

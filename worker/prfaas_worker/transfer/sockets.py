@@ -3,7 +3,9 @@
 import logging
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from prfaas.errors import UnreachableError
@@ -15,6 +17,8 @@ log = logging.getLogger(__name__)
 _BYTES_ACKED = struct.Struct("=Q"), 120
 _NOTSENT_BYTES = struct.Struct("=I"), 144
 _TCP_INFO_BYTES = 160
+# The kernel takes 1,024 at once.
+_MAX_PIECES = 512
 
 
 class Progress(NamedTuple):
@@ -63,20 +67,23 @@ def send_all(sock: socket.socket, parts: Sequence[Buffer], on_sent: Callable[[in
         raise UnreachableError(f"the connection broke while sending: {error}") from error
 
 
-def receive_into(sock: socket.socket, buffer: Buffer) -> None:
-    """Fill a writable buffer.
+def receive_into(sock: socket.socket, *buffers: Buffer) -> None:
+    """Fill writable buffers, one after the other, in as few calls as the kernel allows.
 
     Raises:
         UnreachableError: the peer closed or broke the connection, or sent nothing for the socket's timeout.
 
     """
-    view = memoryview(buffer)
+    left = deque(memoryview(buffer) for buffer in buffers if len(buffer))
     try:
-        while view:
-            received = sock.recv_into(view)
+        while left:
+            received = sock.recvmsg_into(list(islice(left, _MAX_PIECES)))[0]
             if received == 0:
                 raise UnreachableError("the peer closed the connection before everything was sent")
-            view = view[received:]
+            while left and received >= len(left[0]):
+                received -= len(left.popleft())
+            if received:
+                left[0] = left[0][received:]
     except TimeoutError as error:
         raise UnreachableError(f"the peer sent no byte for {sock.gettimeout()} s: given up") from error
     except OSError as error:
