@@ -220,6 +220,16 @@ def test_an_answer_of_calls_alone_has_no_content():
     assert not any(choice["delta"].get("content") for choice in stream)
 
 
+def test_no_letter_of_a_mark_or_a_dropped_call_streams_as_content():
+    job = chat(tools=[WEATHER], parallel_tool_calls=False)
+    tokens = [*b"Hm.", TOOL, *b'weather\n{"city":"Oslo"}', TOOL, *b"clock\n{}"]
+    whole, stream = answered(job, *([token] for token in tokens), [])
+    deltas = [choice["delta"] for choice in stream]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hm." == whole["message"]["content"]
+    parts = [part["function"] for delta in deltas for part in delta.get("tool_calls", [])]
+    assert "".join(part["arguments"] for part in parts) == '{"city":"Oslo"}'
+
+
 def test_an_answer_without_calls_is_text():
     whole, stream = answered(chat(tools=[WEATHER]), list(b"clock"), [])
     assert (whole["message"], whole["finish_reason"]) == ({"role": "assistant", "content": "clock"}, "stop")

@@ -21,7 +21,7 @@ _ENCODED_HOLE: Final = _encode(_HOLE)
 
 
 class Piece(NamedTuple):
-    """What is new of one choice; `reason` is None until its last piece. With tools, `events` stand for the text."""
+    """What is new of one choice; `reason` is None until its last piece. With tools, `events` stand in for `text`."""
 
     index: int
     text: str
@@ -54,7 +54,7 @@ class Answers:
         logprobs = self._logprobs(token_ids, [entry for piece in pieces for entry in piece.logprobs])
         events = [event for piece in pieces for event in piece.events]
         said = [event.text for event in events if isinstance(event, Said)]
-        text = "".join(said if events else [piece.text for piece in pieces])
+        text = "".join([piece.text for piece in pieces] + said)
         content: dict[str, Any] = {"text": text}
         if self._chat:
             calls = _whole_calls(events)

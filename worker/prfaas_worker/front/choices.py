@@ -32,7 +32,7 @@ class Choice:
         reason = "stop" if self.stream.stopped else tokens.finish_reason
         events: Sequence[Event] = ()
         if self._parser is not None:
-            events = self._read(self._parser.push(text, final=reason is not None))
+            events, text = self._read(self._parser.push(text, final=reason is not None)), ""
             if reason == "stop" and self._called:
                 reason = "tool_calls"
         if self._first:
