@@ -7,10 +7,11 @@ must not disturb a decode step is measured against the step alone in the same ru
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from benchmarks.report import Figure, run
-from benchmarks.worker import beside, measures
+from benchmarks.worker import beside, measures, wide
 from benchmarks.worker.process import running
 
 REUSE_REACH = 0.15
@@ -29,9 +30,12 @@ def figures(given: argparse.Namespace) -> list[Figure]:
         decode = list(measures.decode_rates(worker))
         reuse = measures.prefix_reuse(worker)
         http = beside.http_load(worker)
-        transfer = beside.transfer(worker)
         with running("--profile-seconds", "0") as other:
             sizes = list(measures.cache_sizes(worker, other))
+    with tempfile.TemporaryDirectory() as directory:
+        model = wide.write(Path(directory))
+        with running("--profile-seconds", "0", "--model-source", directory) as worker:
+            transfer = beside.transfer(worker, model)
     found = [Figure(name=f"prefill, {n:,} tokens", value=x, unit="tokens/s", better="higher") for n, x in prefill]
     found += [Figure(name=f"decode, {n} streams", value=x, unit="tokens/s", better="higher") for n, x in decode]
     found += [Figure(name=f"cache of {n:,} tokens", value=x, unit="bytes") for n, x in sizes]

@@ -1,8 +1,8 @@
 """A decode step alone, beside full HTTP load on the front, and beside a transfer that arrives at 1 Gbit/s.
 
-Alone and beside alternate, round by round, so that other work on the machine meets both alike; the figures are medians
-over the rounds. On a machine with few cores the load itself takes time from the engine: what the engine computed for a
-step, by its own process's CPU time, tells that apart from being disturbed.
+The step is the engine's own count of it. Alone and beside alternate, round by round, so that other work on the machine
+meets both alike; the figures are medians over the rounds. Front, load and senders share one core and leave the others
+to the engine: being disturbed is what is measured, not being robbed.
 """
 
 import statistics
@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.report import cpu_seconds
-from benchmarks.worker.process import PORT, Worker, new_prompt, next_host
+from benchmarks.worker.process import PORT, Worker, beside_the_engine, new_prompt, next_host
 
 ROUNDS = 6
 STEP_TOKENS = 250
 LINK_MBPS = 1000
-TRANSFER_TOKENS = 8192
+TRANSFER_TOKENS = 2048
 IN_FLIGHT = 2
 RECEIVED = "prfaas_transfer_received_bytes_total"
 
@@ -63,13 +64,21 @@ class Beside(NamedTuple):
 
 
 def measure_step(worker: Worker) -> Step:
-    """Take a long answer's time, less a short one's."""
-    prompt = new_prompt(16)
-    short = worker.complete(prompt, 1)
-    cpu = cpu_seconds(worker.engine_pid)
-    whole = worker.complete(prompt, STEP_TOKENS)
-    cpu = cpu_seconds(worker.engine_pid) - cpu
-    return Step((whole.seconds - short.seconds) / (whole.tokens - 1), cpu / whole.tokens)
+    """Have a long answer drawn."""
+    cpu, seconds, steps = (read() for read in _counters(worker))
+    tokens = worker.complete(new_prompt(16), STEP_TOKENS).tokens
+    cpu, seconds, steps = (
+        read() - before for read, before in zip(_counters(worker), (cpu, seconds, steps), strict=True)
+    )
+    return Step(seconds / steps, cpu / tokens)
+
+
+def _counters(worker: Worker) -> tuple[Callable[[], float], ...]:
+    return (
+        lambda: cpu_seconds(worker.engine_pid),
+        lambda: worker.metric("prfaas_decode_seconds_total"),
+        lambda: worker.metric("prfaas_decode_steps_total"),
+    )
 
 
 def http_load(worker: Worker) -> Beside:
@@ -77,14 +86,16 @@ def http_load(worker: Worker) -> Beside:
     return _alternate(worker, lambda: _loading(worker))
 
 
-def transfer(worker: Worker) -> Beside:
-    """Beside caches that arrive one after the other; `load` is Mbit/s."""
-    with _peer() as url:
+def transfer(worker: Worker, model: Path) -> Beside:
+    """Beside caches of this model that arrive one after the other; `load` is Mbit/s."""
+    with _peer(model) as url:
         return _alternate(worker, lambda: _fetching(worker, url))
 
 
 def _alternate(worker: Worker, load: Callable[[], AbstractContextManager["Load"]]) -> Beside:
     alone, beside, rates = [], [], []
+    beside_the_engine(worker.front_pid)
+    measure_step(worker)  # warms up
     for _ in range(ROUNDS):
         alone.append(measure_step(worker))
         with load() as measured:
@@ -114,9 +125,9 @@ def _loading(worker: Worker) -> Iterator[Load]:
 
 
 @contextmanager
-def _peer() -> Iterator[str]:
+def _peer(model: Path) -> Iterator[str]:
     host = next_host()
-    process = _child("peer", host, str(TRANSFER_TOKENS), str(LINK_MBPS))
+    process = _child("peer", str(model), host, str(TRANSFER_TOKENS), str(LINK_MBPS / IN_FLIGHT))
     try:
         if process.stdout.readline() != "ready\n":
             raise RuntimeError("the sending instance did not start")
@@ -149,4 +160,6 @@ def _fetching(worker: Worker, url: str) -> Iterator[Load]:
 
 def _child(module: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", f"benchmarks.worker.{module}", *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    beside_the_engine(process.pid)
+    return process

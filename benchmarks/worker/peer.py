@@ -1,6 +1,6 @@
 """A prefill instance that computes nothing: it sends caches of zeros at the rate of a link.
 
-    python -m benchmarks.worker.peer HOST TOKENS MBPS
+    python -m benchmarks.worker.peer MODEL HOST TOKENS MBPS
 
 Serves POST /v1/prefills and the data port with the worker's own sending half, so that a decode worker sees the real
 protocol. The kernel paces the connection. Ends when standard input closes.
@@ -29,8 +29,8 @@ SOL_SOCKET = 1
 class Peer:
     """The cache that is sent, again and again, and the offers under which it is."""
 
-    def __init__(self, host: str, tokens: int, mbps: float):
-        model, _ = load_model("builtin:kimi-linear-tiny", 1)
+    def __init__(self, source: str, host: str, tokens: int, mbps: float):
+        model, _ = load_model(source, 1)
         geometry = CacheGeometry(model.layers)
         pages = geometry.pages_for(tokens)
         memory = CacheMemory(geometry, num_pages=pages, num_slots=1, max_context=tokens)
@@ -76,8 +76,8 @@ def handler(peer: Peer) -> type[BaseHTTPRequestHandler]:
 
 
 def main() -> None:
-    host, tokens, mbps = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    peer = Peer(host, tokens, mbps)
+    source, host, tokens, mbps = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+    peer = Peer(source, host, tokens, mbps)
     server = ThreadingHTTPServer((host, PORT), handler(peer))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print("ready", flush=True)
