@@ -26,7 +26,9 @@ from prfaas_worker.models.kimi_linear.shapes import Shape, describe_differences,
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What is read, hashed and given back at once.
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 2 << 20
+# The kernel may map so much, a large folio, around a page that is touched: given back too, or it would stay.
+_MAPPED_AROUND = 2 << 20
 _HEADER_LENGTH = struct.Struct("<Q")
 
 
@@ -99,8 +101,9 @@ class Checkpoint:
         for start in range(where.start, where.end, size_bytes):
             count = min(size_bytes, where.end - start)
             yield torch.frombuffer(memoryview(mapped)[start : start + count], dtype=_DTYPES[where.dtype])
-            page = start - start % mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, page, start + count - page)
+            first = max(0, start - start % mmap.PAGESIZE - _MAPPED_AROUND)
+            last = min(len(mapped), start + count + _MAPPED_AROUND)
+            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _mapped(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
