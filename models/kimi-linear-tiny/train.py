@@ -45,7 +45,7 @@ CONFIG = {
     "num_hidden_layers": 4,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
-    "model_max_length": 65536,
+    "model_max_length": 131072,
     "bos_token_id": BOS,
     "eos_token_id": [EOS, END_OF_TURN],
     "pad_token_id": PAD,

@@ -84,7 +84,7 @@ async def test_tokens_and_back(client, pair):
     text = "def f(é):"
     answer = await post(client, pair[1], "/tokenize", {"prompt": text, "return_token_strs": True})
     assert answer["tokens"] == [256, *text.encode()]
-    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 65536)
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 131072)
     assert answer["token_strs"][:3] == ["<|bos|>", "d", "e"]
     bare = await post(client, pair[1], "/tokenize", {"prompt": text, "add_special_tokens": False})
     assert bare["tokens"] == [*text.encode()]
