@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
+from prfaas_worker.models.kimi_linear import step as paged_step
 from prfaas_worker.models.solo import Solo, SoloSequence
 
 from .conftest import LOGIT_SCALE
@@ -130,6 +131,36 @@ def test_a_batch_of_different_lengths_decodes_each_sequence_as_if_alone(solo, to
         for row, length in zip(logits, lengths, strict=True):
             assert distance(row, expected[length + step]) < BOUND
     assert [sequence.length for sequence in sequences] == [length + 5 for length in lengths]
+
+
+def test_rows_in_blocks_are_attended_to_as_all_at_once(solo, tokens, expected, monkeypatch):
+    """Long contexts are cut into blocks; here they are tiny, so that sequences end in different ones."""
+    monkeypatch.setattr(paged_step, "_DECODE_BYTES", 1)
+    monkeypatch.setattr(paged_step, "_ROWS_AT_ONCE", 64)
+    sequences = [prefill(solo, tokens[:length], *sizes)[0] for length, *sizes in ((300, 99, 201), (1,), (64,), (127,))]
+    for chosen in ([0], [0, 1, 2, 3]):
+        logits = solo.decode(torch.stack([tokens[sequences[i].length] for i in chosen]), [sequences[i] for i in chosen])
+        for row, i in zip(logits, chosen, strict=True):
+            assert distance(row, expected[sequences[i].length - 1]) < BOUND
+
+
+def test_what_stands_in_pages_beyond_a_sequence_counts_nothing(solo, tokens, expected):
+    """Pages hold whatever was in them before, which need not be numbers."""
+    solo.memory.pages.fill_(0xFF)
+    assert solo.memory.rows(3)["latent"].isnan().all()
+    sequences = [prefill(solo, tokens[:length])[0] for length in (200, 10)]
+    for _ in range(3):
+        lengths = [sequence.length for sequence in sequences]
+        logits = solo.decode(tokens[lengths], sequences)
+        assert all(distance(row, expected[length]) < BOUND for row, length in zip(logits, lengths, strict=True))
+
+
+def test_slots_in_any_order_decode_each_sequence(solo, tokens, expected):
+    sequences = [prefill(solo, tokens[:length])[0] for length in (70, 20, 130)]
+    for order in ([2, 0, 1], [1, 2, 0], [0, 2, 1]):
+        lengths = [sequences[i].length for i in order]
+        logits = solo.decode(tokens[lengths], [sequences[i] for i in order])
+        assert all(distance(row, expected[length]) < BOUND for row, length in zip(logits, lengths, strict=True))
 
 
 def test_chunks_and_decodes_of_one_step_are_computed_as_if_alone(solo, tokens, expected):

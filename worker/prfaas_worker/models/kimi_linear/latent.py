@@ -76,18 +76,21 @@ class LatentAttention:
         """
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = self._keys_and_values(rows.unsqueeze(0))
-        merged = _Merged(*_flash(q, k, v, self._scale, causal=True))
+        merged = Merged(*_flash(q, k, v, self._scale, causal=True))
         few = q.shape[2] * (2 * self._latent - self._nope - self._value) < (self._nope + self._value) * self._latent
         for block in blocks:
             merged.add(*(self._attend_absorbed(q, block) if few else self._attend_block(q, block)))
         return merged.output[0, ..., : self._value].transpose(0, 1)
 
-    def attend_step(self, q: Tensor, rows: Tensor, beyond: Tensor | None) -> Tensor:
-        """One absorbed query a sequence [B, H, width] attends to its rows [B, N, width].
+    def scores(self, q: Tensor, rows: Tensor, beyond: Tensor | None) -> Tensor:
+        """What one absorbed query a sequence [B, H, width] makes of its rows [B, N, width]: [B, H, N].
 
-        `beyond`, floats [B, 1, N], is -inf where a sequence has no row. Returns a latent by head [B, H, latent].
+        `beyond`, floats [B, 1, N], is next to nothing where a sequence has a row, and far below any score elsewhere.
         """
-        scores = torch.bmm(q, rows.mT) if beyond is None else torch.baddbmm(beyond, q, rows.mT)
+        return torch.bmm(q, rows.mT) if beyond is None else torch.baddbmm(beyond, q, rows.mT)
+
+    def weighted(self, scores: Tensor, rows: Tensor) -> Tensor:
+        """Scores [B, H, N] of rows [B, N, width] -> a latent by head [B, H, latent]."""
         return torch.bmm(scores.softmax(-1), rows[..., : self._latent])
 
     def values(self, latents: Tensor) -> Tensor:
@@ -142,10 +145,11 @@ class LatentAttention:
         return torch.cat([absorbed, row]), output.transpose(0, 1).flatten(1)
 
 
-class _Merged:
-    """Attention to several sets of rows as if to all of them: output [..., T, V] and log of the sum [..., T]."""
+class Merged:
+    """Attention to several sets of rows as if to all of them: `output` [..., T, V]."""
 
     def __init__(self, output: Tensor, log_sum: Tensor):
+        """Begin with a set's output and the log of the sum of its exponentials [..., T]."""
         self.output, self._log_sum = output, log_sum
 
     def add(self, output: Tensor, log_sum: Tensor) -> None:

@@ -13,12 +13,16 @@ from torch import Tensor
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.models.base import Batch, Chunk, Decodes
 from prfaas_worker.models.kimi_linear.delta import DeltaAttention, Projected
-from prfaas_worker.models.kimi_linear.latent import LatentAttention
+from prfaas_worker.models.kimi_linear.latent import LatentAttention, Merged
 
 # Tokens that go through a layer at once: more hide what small operations cost, fewer stay in the processor's caches.
 TOKENS_AT_ONCE = 1024
 # Rows before a chunk that it attends to at once.
 _ROWS_AT_ONCE = 4096
+# Bytes of rows that decodes attend to at once.
+_DECODE_BYTES = 64 << 20
+# Added to scores where there is no row: far below any, and yet a number, for sequences that have none in a block.
+_NO_ROW = -1e30
 
 
 class Part(NamedTuple):
@@ -103,7 +107,7 @@ class DecodePlan:
         if self.count > 1:
             absent = torch.arange(self._seen, device=decodes.slots.device) > decodes.lengths.unsqueeze(1)
             self._absent = absent.unsqueeze(2)
-            self._beyond = torch.zeros_like(absent, dtype=torch.float32).masked_fill_(absent, -torch.inf).unsqueeze(1)
+            self._beyond = (absent * _NO_ROW).unsqueeze(1)
 
     def read(self, states: Tensor) -> Tensor:
         """The decodes' states of [slots, ...], contiguous; where they are so anyway, not a copy."""
@@ -121,11 +125,32 @@ class DecodePlan:
     def attend(self, mla: LatentAttention, q: Tensor, rows: Tensor, pages: Tensor) -> Tensor:
         """Write the decodes' own rows, then let absorbed queries [B, H, width] see all: latents [B, H, latent]."""
         pages[self._own, self._offsets] = rows
-        seen = pages.index_select(0, self._table.flatten()).view(self.count, -1, rows.shape[1])[:, : self._seen]
+        at_once = max(1, _DECODE_BYTES // (self.count * pages[0].nbytes)) * pages.shape[1]
+        first, *rest = [slice(start, min(start + at_once, self._seen)) for start in range(0, self._seen, at_once)]
+        scores, latents = self._attend_span(mla, q, pages, first)
+        if not rest:
+            return latents
+        merged = Merged(latents, scores.logsumexp(-1))
+        for span in rest:
+            scores, latents = self._attend_span(mla, q, pages, span)
+            merged.add(latents, scores.logsumexp(-1))
+        return merged.output
+
+    def _attend_span(self, mla: LatentAttention, q: Tensor, pages: Tensor, span: slice) -> tuple[Tensor, Tensor]:
+        """Scores [B, H, n] of a span of rows, and the latents that they make."""
+        rows = self._rows(pages, span)
+        scores = mla.scores(q, rows, None if self._beyond is None else self._beyond[..., span])
+        return scores, mla.weighted(scores, rows)
+
+    def _rows(self, pages: Tensor, span: slice) -> Tensor:
+        """Every sequence's rows of a span that begins with a page [B, n, width]; zeros where it has none."""
+        table = self._table[:, span.start // pages.shape[1] : -(-span.stop // pages.shape[1])]
+        rows = pages.index_select(0, table.flatten()).view(self.count, -1, pages.shape[2])
+        rows = rows[:, : span.stop - span.start]
         if self._absent is not None:
             # Whatever stands in a page where a sequence has no row may not be a number, and zero times that is none.
-            seen.masked_fill_(self._absent, 0)
-        return mla.attend_step(q, seen, self._beyond)
+            rows.masked_fill_(self._absent[:, span], 0)
+        return rows
 
 
 def _side_by_side(slots: Tensor) -> slice | None:
