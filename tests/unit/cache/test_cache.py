@@ -71,33 +71,11 @@ def test_decoding_leaves_one_state_that_the_next_turn_starts_from(rig):
     assert rig.serve([*said, 1, 2, 3]) == 32
 
 
-def test_a_parked_state_outlives_its_lease(rig):
-    rig.serve(A)
-    lease = rig.cache.open(rig.chain(A).hashes, 21, 20).lease
-    pages = rig.cache.park_state(lease)
-    rows = lease.pages[:]
-    rig.cache.hold(rows)
-    rig.cache.close(lease)
-    rig.cache.check_integrity()
-    before = rig.memory.pages[list(pages)].clone()
-    rig.fill()
-    assert rig.memory.pages[list(pages)].equal(before)
-    rig.cache.release(pages)
-    rig.cache.release(rows)
-    rig.cache.check_integrity()
-    assert rig.cache.free_pages == 64
-    with pytest.raises(InternalError, match="in no transfer"):
-        rig.cache.release(rows)
-
-
 def test_too_little_memory_changes_nothing(new_rig):
     rig = new_rig(pages=6, slots=2)
-    assert rig.cache.fits(24)
-    assert not rig.cache.fits(25)
     lease = rig.cache.open(rig.chain(A).hashes, 21, 20).lease
     assert rig.cache.open(rig.chain([9]).hashes, 1, 0) is None
     assert not rig.cache.grow(lease, 25)
-    assert rig.cache.park_state(lease) is None
     assert rig.cache.fork(lease, 19) is None
     assert (rig.cache.free_slots, rig.cache.free_pages) == (1, 0)
     rig.cache.check_integrity()

@@ -203,10 +203,6 @@ class Blocks:
         lease.touched.clear()
         lease.started_from = lease.rolling = None
 
-    def take(self, count: int) -> list[int] | None:
-        """Lend pages that belong to no sequence; None when there are too few."""
-        return self._allocate(count) if count <= self.free_pages else None
-
     def hold(self, pages: Sequence[int]) -> None:
         """Count one more holder of each of these pages, which are held or cached."""
         holders, order, idle = self._holders, self._order, 0

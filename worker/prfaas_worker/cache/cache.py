@@ -57,7 +57,6 @@ class HybridCache:
         # Taken from the end, as pages are: memory that was used is used again.
         self._free_slots = list(range(memory.num_slots - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
-        self._transfers: Counter[int] = Counter()
         self._query_tokens = self._hit_tokens = self._stateless_tokens = 0
 
     @property
@@ -69,10 +68,6 @@ class HybridCache:
     def free_slots(self) -> int:
         """Slots that could be had now."""
         return len(self._free_slots)
-
-    def fits(self, tokens: int) -> bool:
-        """Tell whether a sequence of so many tokens could have memory if it were alone."""
-        return self._geometry.pages_for(tokens) <= self._memory.num_pages
 
     def pages_wanted(self, tokens: int) -> int:
         """Pages that a sequence of so many tokens takes, if nothing of it is cached."""
@@ -164,28 +159,6 @@ class HybridCache:
         self._memory.copy_slot(lease.slot, copy.slot)
         return copy
 
-    def park_state(self, lease: Lease) -> tuple[int, ...] | None:
-        """Return a copy of the slot's state in pages that are held until `release`; None when there are too few."""
-        pages = self._blocks.take(self._geometry.pages_per_state)
-        if pages is None:
-            return None
-        if pages:
-            self._memory.save_state(lease.slot, pages)
-        self._transfers.update(pages)
-        return tuple(pages)
-
-    def hold(self, pages: Sequence[int]) -> None:
-        """Keep pages of an open lease from being used for anything else until `release`."""
-        self._blocks.hold(pages)
-        self._transfers.update(pages)
-
-    def release(self, pages: Sequence[int]) -> None:
-        """Give back pages that were parked or held, once for each time."""
-        if any(not self._transfers[page] for page in pages):
-            raise InternalError(f"of pages {list(pages)} some are in no transfer")
-        self._transfers.subtract(pages)
-        self._blocks.release(pages)
-
     def close(self, lease: Lease) -> None:
         """Give slot and pages back; what was published stays cached until others need the room."""
         if self._leases.pop(lease.slot, None) is not lease:
@@ -229,7 +202,7 @@ class HybridCache:
         self._blocks.check_integrity()
         if sorted([*self._free_slots, *self._leases]) != list(range(self._memory.num_slots)):
             raise InternalError("a slot is free and lent, or neither")
-        holders = Counter(page for lease in self._leases.values() for page in lease.pages) + self._transfers
+        holders = Counter(page for lease in self._leases.values() for page in lease.pages)
         wrong = [page for page, count in enumerate(self._blocks.holders) if count != holders[page]]
         if wrong:
             raise InternalError(f"pages {wrong[:8]} are not held by those who should hold them")
