@@ -40,14 +40,27 @@ class Worker:
         command += ["--model-name", "tiny", "--host", self.host, "--instance", log.stem, "--threads", "1", *flags]
         with log.open("wb") as output:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+            # A process group as a shell makes it, and none of ours.
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
 
     @property
     def engine_pid(self) -> int:
         """The engine process, found as the front's only child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        (pid,) = map(int, children.split())
+        (pid,) = self._children()
         return pid
+
+    async def begun(self) -> None:
+        """Wait until the engine process was started."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self._children():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+    def interrupt(self) -> None:
+        """Send what a terminal sends for Ctrl-C: SIGINT to the whole group."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     async def ready(self) -> "Worker":
         """Wait until /readyz says yes."""
@@ -73,6 +86,10 @@ class Worker:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
+
+    def _children(self) -> list[int]:
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in found.split()]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """One real worker's HTTP face: streams say what whole answers say, and every error is an OpenAI-style body."""
 
+import asyncio
 import io
 from typing import Any
 
@@ -83,7 +84,22 @@ async def test_the_request_id_of_the_caller_comes_back(client, pair):
         assert (await answer.json())["id"] == "cmpl-mine-1"
 
 
-TOO_LONG = b'{"model": "tiny", "prompt": "' + b"x" * 70_000 + b'"}'
+async def test_a_request_id_that_is_no_text_is_replaced(client, pair):
+    # As bytes on a socket of our own: no client library would send this.
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 1}'
+    lines = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: \xfc\r\n"
+    reader, writer = await asyncio.open_connection(pair[1].host, 8000)
+    writer.write(lines + b"content-length: %d\r\n\r\n" % len(body) + body)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"\xfc" not in answer
+
+
+TOO_LONG = b'{"model": "tiny", "prompt": "' + b"x" * 140_000 + b'"}'
+
+DEEP = b'{"a": ' * 5000 + b"1" + b"}" * 5000
+DEEP_ARGUMENTS = b'{"model": "tiny", "messages": [], "chat_template_kwargs": ' + DEEP + b"}"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +109,8 @@ TOO_LONG = b'{"model": "tiny", "prompt": "' + b"x" * 70_000 + b'"}'
         ("POST", "/v1/completions", b'{"model": "gpt", "prompt": "x"}', (404, "model_not_found")),
         ("POST", "/v1/chat/completions", b'{"model": "tiny", "messages": []}', (400, "invalid_request")),
         ("POST", "/v1/completions", TOO_LONG, (400, "context_length_exceeded")),
+        ("POST", "/v1/chat/completions", DEEP_ARGUMENTS, (400, "invalid_json")),
+        ("POST", "/v1/prefills", DEEP, (400, "invalid_json")),
         ("GET", "/v1/completions", b"", (405, "invalid_request")),
         ("GET", "/v1/nothing", b"", (404, "invalid_request")),
     ],
@@ -116,4 +134,4 @@ async def test_a_body_beyond_all_bounds_is_a_413(client, pair):
 async def test_the_model_list_tells_the_context(client, pair):
     async with client.session.get(f"{pair[1].url}/v1/models") as answer:
         (model,) = (await answer.json())["data"]
-    assert (model["id"], model["max_model_len"]) == ("tiny", 65536)
+    assert (model["id"], model["max_model_len"]) == ("tiny", 131072)

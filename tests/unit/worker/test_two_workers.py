@@ -188,12 +188,13 @@ async def test_a_byte_changed_on_the_way_is_never_used(client, pair):
     prefill, decode = pair
     ask = {"prompt": text_of(700), "max_tokens": 4, "logprobs": 1}
     async with proxied(prefill, {}) as url:  # the middleman alone does no harm
-        honest = await client.complete(decode, url, **ask)
+        honest = await client.complete(decode, url, **ask, cache_salt="honest")
         assert honest.status == 200, await honest.text()
     size = int(honest.headers["x-prfaas-kv-bytes"])
     for offset in [*range(0, 52, 7), 300, size // 3, size // 2, size - 50]:
         async with proxied(prefill, {offset: 0x10}) as url:
-            answer = await client.complete(decode, url, **ask)
+            # Salted, since the decode instance would not ask for rows that it has.
+            answer = await client.complete(decode, url, **ask, cache_salt=f"{offset}")
         body = await answer.json()
         assert (answer.status, body["error"]["code"]) == (502, "prefill_failed"), f"offset {offset}: {body}"
         await client.eventually(decode, **IDLE)
@@ -251,7 +252,7 @@ async def test_a_prefill_that_nobody_fetches_can_be_asked_for_and_deleted(client
     [
         ({"token_ids": []}, "prompt"),
         ({"token_ids": [264]}, "prompt"),
-        ({"token_ids": [1] * 70_000}, "prompt"),
+        ({"token_ids": [1] * 140_000}, "prompt"),
         ({"start_token": 3}, "start_token"),
         ({"start_token": -1}, "start_token"),
         ({"token_ids": "abc"}, "token_ids"),
@@ -314,3 +315,16 @@ async def test_a_taken_port_is_explained_and_ends_with_1(launch, pair):
     worker = launch("second", "--host", pair[0].host)
     assert await worker.exit_code(60) == 1
     assert "8000 cannot be opened: " in worker.log.read_text()
+    assert "Traceback" not in worker.log.read_text()
+
+
+@pytest.mark.parametrize("seconds", [0, 1])
+async def test_ctrl_c_while_the_engine_loads_ends_both_without_a_traceback(launch, seconds: float):
+    worker = launch("interrupted")
+    await worker.begun()
+    await asyncio.sleep(seconds)
+    engine = worker.engine_pid
+    worker.interrupt()
+    assert await worker.exit_code() == 0
+    assert ended(engine)
+    assert "Traceback" not in worker.log.read_text()

@@ -1,9 +1,10 @@
 """The engine process: `python -m prfaas_worker.engine FD OPTIONS`, started and watched by the front alone.
 
-FD is the inherited end of a unix socket pair, OPTIONS the front's options as JSON. Signals are the front's business: a
-terminal's Ctrl-C reaches both processes, and only the front knows what still has to finish.
+FD is the inherited end of a unix socket pair, OPTIONS the front's options as JSON. Signals are the front's business:
+only it knows what still has to finish.
 """
 
+import contextlib
 import signal
 import socket
 import sys
@@ -33,7 +34,8 @@ def main() -> None:
         engine, offers = assemble(model, directory, options, outbox)
         listener = _listen(options)
     except ConfigError as error:
-        front.sendall(encode_batch([StartFailed(str(error))]))
+        with contextlib.suppress(OSError):  # the front may have met the same trouble, and be gone
+            front.sendall(encode_batch([StartFailed(str(error))]))
         sys.exit(1)
     desk = Desk(engine, offers, Sender(listener, offers).monitor, outbox)
     engine.measure(options.profile_seconds, max_context(model, options))

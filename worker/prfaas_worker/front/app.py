@@ -56,16 +56,16 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn errors into answers; a bug becomes a 500 without details, and a log entry with them."""
     try:
         return await handler(request)
-    except RequestError as error:
+    except (RequestError, EngineError) as error:
         return _error(str(error), status=error.status, code=error.code, param=error.param)
-    except EngineError as error:
-        return _error(str(error), status=error.status, code=error.code)
     except CapacityError as error:
         return _error(str(error), status=503, code=CODE_OVERLOADED)
     except web.HTTPException as error:
         if error.status < 400:
             raise
         return _error(f"{request.method} {request.path}: {error.reason}", status=error.status, code="invalid_request")
+    except RecursionError:  # nothing of ours nests deeply, only what callers send does
+        return _error("the body is nested too deeply", status=400, code="invalid_json")
     except ConnectionError:
         raise  # the client left: there is nobody to answer
     except Exception:

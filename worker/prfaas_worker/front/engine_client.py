@@ -38,6 +38,7 @@ class EngineError(Exception):
         super().__init__(failed.message)
         self.status = failed.status
         self.code = failed.code
+        self.param: str | None = None
 
 
 class Listener(Protocol):

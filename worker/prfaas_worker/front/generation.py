@@ -119,7 +119,7 @@ async def _serve(request: web.Request, make: MakeJob) -> web.StreamResponse:
     began = time.monotonic()
     job = await in_thread(serving, make, await request.read())
     serving.require_open()
-    request_id = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID] or uuid4().hex
+    request_id = _request_id(request)
     answers = Answers(job, request_id, serving.served.model_name, serving.tokenizer)
     prefill_url = _prefill_url(request)
     with serving.engine.call(len(job.prompts)) as call:
@@ -185,6 +185,12 @@ def _messages(call: Call, request_id: str, job: Job, prefill_url: str) -> list[G
         )
         for handle, prompt in zip(call.handles, job.prompts, strict=True)
     ]
+
+
+def _request_id(request: web.Request) -> str:
+    """Return the caller's id of a request, one of our own where there is none or it is no text."""
+    given = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID]
+    return given if given and given.isascii() else uuid4().hex
 
 
 def _prefill_url(request: web.Request) -> str:

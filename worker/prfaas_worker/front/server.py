@@ -35,6 +35,7 @@ def run(options: Options) -> int:
 
 
 async def _run(options: Options) -> int:
+    stop = _stop_on_signals()
     ours, theirs = socket.socketpair()
     process = await _start_engine(options, theirs)
     theirs.close()
@@ -42,19 +43,24 @@ async def _run(options: Options) -> int:
     # Reading ends with the engine: after its last message, so that no reason it gave is missed.
     engine = asyncio.create_task(client.run())
     try:
-        return await _serve(options, client, engine)
+        return await _serve(options, client, engine, stop)
     except ConfigError as error:
         sys.stderr.write(f"prfaas-worker: {error}\n")
         return 1
     finally:
         client.close()
         engine.cancel()
+        if not client.ready.done() and process.returncode is None:
+            process.kill()  # it loads, and would not see for long that its socket closed
         await _end(process)
 
 
 async def _start_engine(options: Options, sock: socket.socket) -> asyncio.subprocess.Process:
     arguments = ["-m", "prfaas_worker.engine", str(sock.fileno()), msgspec.json.encode(options).decode()]
-    return await asyncio.create_subprocess_exec(sys.executable, *arguments, pass_fds=[sock.fileno()])
+    # In a session of its own: Ctrl-C is ours to handle, also while the engine only begins and would die of it.
+    return await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, pass_fds=[sock.fileno()], start_new_session=True
+    )
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -67,8 +73,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _serve(options: Options, client: EngineClient, engine: asyncio.Task[None]) -> int:
-    stop = _stop_on_signals()
+async def _serve(options: Options, client: EngineClient, engine: asyncio.Task[None], stop: asyncio.Future[None]) -> int:
     serving = Serving(options, client)
     runner = web.AppRunner(build_app(serving), handler_cancellation=True, access_log=None)
     await runner.setup()
