@@ -170,6 +170,15 @@ def test_choices_are_independent_of_each_other(model: Model):
     assert texts[0] != texts[1] != texts[2]
 
 
+def test_every_choice_begins_from_its_own_prompt_whatever_is_computed_beside_it(model: Model):
+    """Two choices of a prompt that ends, beside a chunk of one that does not: as many draws as rows, but other ones."""
+    bench = Bench(model)
+    short, _ = bench.ask(b"def f(", choices=2, max_tokens=3), bench.ask(b"y" * 200, max_tokens=3)
+    bench.run()
+    expected = alone(model, b"def f(", 3)
+    assert [bench.tokens(short, choice) for choice in range(2)] == [expected] * 2
+
+
 def test_a_long_prompt_delays_a_running_stream_by_one_chunk_only(model: Model):
     bench = Bench(model)
     stream = bench.ask(b"def f(", max_tokens=40)

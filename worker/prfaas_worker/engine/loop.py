@@ -283,7 +283,8 @@ class Engine:
             finished += self._advance(sequence, 1, row)
         if finished:
             rows = [row for _, row in finished]
-            hidden = done.hidden if len(rows) == len(done.hidden) else done.hidden[rows]
+            # As many rows may still be others: a prompt with two choices beside a chunk that goes on.
+            hidden = done.hidden if rows == list(range(len(done.hidden))) else done.hidden[rows]
             self._draw([sequence for sequence, _ in finished], self._runner.model.logits(hidden))
 
     def _advance(self, sequence: sequences.Sequence, tokens: int, row: int) -> list[tuple[sequences.Sequence, int]]:
