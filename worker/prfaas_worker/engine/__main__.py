@@ -38,7 +38,6 @@ def main() -> None:
             front.sendall(encode_batch([StartFailed(str(error))]))
         sys.exit(1)
     desk = Desk(engine, offers, Sender(listener, offers).monitor, outbox)
-    engine.measure(options.profile_seconds, max_context(model, options))
     ready = Ready(model.fingerprint, str(directory), model.vocab_size, max_context(model, options), options.data_port)
     outbox.put([ready])
     serve_front(front, desk)

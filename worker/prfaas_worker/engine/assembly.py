@@ -1,5 +1,6 @@
 """Puts an engine together: the model's memory, the step loop, and what it needs of transfers, grammars and profile."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.link import Outbox
 from prfaas_worker.engine.loop import Engine, Parts
 from prfaas_worker.engine.profile import Profiler
-from prfaas_worker.engine.runner import Runner
+from prfaas_worker.engine.runner import Runner, prefill_seconds
+from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.engine.sequences import Sequence
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
@@ -69,6 +71,8 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
         new_fetch=new_fetch,
         answer=outbox.put,
     )
+    prefill = partial(prefill_seconds, parts.runner, parts.cache, BUDGETS[options.role].step_tokens)
+    parts.profiler.measure(prefill, options.profile_seconds, max_context(model, options))
     engine = Engine(parts, role=options.role, max_waiting=options.max_waiting)
     offers.on_end = engine.offer_ended
     return engine, offers

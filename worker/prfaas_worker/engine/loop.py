@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from prfaas.errors import CapacityError, InternalError, PrfaasError, RequestError
+from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.kvindex.blocks import BlockChain, chain_root
 from prfaas.wire.engine import (
     ALL_CHOICES,
@@ -99,10 +99,6 @@ class Engine:
     def offer_ended(self, handle: int) -> None:
         """Have a prefill for another instance forgotten; called from any thread."""
         self.inbox.put(OfferEnded(handle))
-
-    def measure(self, budget_seconds: float, max_tokens: int) -> None:
-        """Measure what prefills cost here; before the first step."""
-        self._parts.profiler.measure(self._prefill_seconds, budget_seconds, max_tokens)
 
     def run(self) -> None:
         """Step until the process ends."""
@@ -391,22 +387,6 @@ class Engine:
         request.sequences.remove(sequence)
         if not request.sequences:
             self.requests.remove(request.handle)
-
-    def _prefill_seconds(self, tokens: int) -> float:
-        """Prefill a prompt of no request, in chunks as any other, and forget it."""
-        request = Request(0, tokens)
-        chain = BlockChain(chain_root(self._runner.model.fingerprint, ""))
-        sequence = sequences.Sequence(request, 0, [0] * tokens, chain)
-        if (opened := self.cache.open((), tokens, 0)) is None:
-            raise InternalError(f"no memory for a prompt of {tokens} tokens while nothing is served")
-        sequence.lease, seconds = opened.lease, 0.0
-        with torch.inference_mode():
-            while left := sequence.remaining_tokens:
-                count = min(left, BUDGETS[self._role].step_tokens)
-                seconds += self._runner.run(Work([(sequence, count)], [])).seconds
-                sequence.computed_tokens += count
-        self.cache.close(opened.lease)
-        return seconds
 
     def _measure(self) -> Gauges:
         counts = self.requests.counts()

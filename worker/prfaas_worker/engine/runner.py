@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from prfaas.errors import CapacityError
+from prfaas.errors import CapacityError, InternalError
+from prfaas.kvindex.blocks import BlockChain
+from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.engine import sequences
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
@@ -116,6 +118,21 @@ class Runner:
                     offer.mailbox.put(frame)
 
         return export
+
+
+def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, tokens: int) -> float:
+    """Prefill a prompt of no request, in chunks as any other, and forget it; while nothing is served."""
+    if (opened := cache.open((), tokens, 0)) is None:
+        raise InternalError(f"no memory for a prompt of {tokens} tokens while nothing is served")
+    sequence = sequences.Sequence(sequences.Request(0, tokens), 0, [0] * tokens, BlockChain(b""), lease=opened.lease)
+    seconds = 0.0
+    with torch.inference_mode():
+        while left := sequence.remaining_tokens:
+            count = min(left, chunk_tokens)
+            seconds += runner.run(Work([(sequence, count)], [])).seconds
+            sequence.computed_tokens += count
+    cache.close(opened.lease)
+    return seconds
 
 
 def _send_rows(offer: Offer, place: Place, layer: int, span: tuple[int, int], mark: Mark | None) -> None:
