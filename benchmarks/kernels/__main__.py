@@ -3,11 +3,14 @@
     prfaas bench kernels
 
 The chunked delta rule against the torch form in transformers; a prompt of 4K tokens through 69 M parameters against the
-peak of a square matrix product; decode of the built-in model against its own matrix products, eager. bf16 is measured
-where the processor multiplies it.
+peak of a square matrix product; decode of the built-in model against the matrix products that its own steps make; and
+what bf16 would bring, which the engine does not compute in on processors.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import torch
 from benchmarks.kernels.model import prefill_flops, random_model
@@ -17,6 +20,7 @@ from benchmarks.kernels.timing import GEMM_FLOPS, gemm, gflops, in_turns
 from benchmarks.report import Figure, run
 
 from prfaas_worker.models import load_model
+from prfaas_worker.models.kimi_linear.compiled import StepShape
 from prfaas_worker.models.kimi_linear.kda import kda_chunked
 from prfaas_worker.models.kimi_linear.model import KimiLinear
 from prfaas_worker.models.solo import Solo
@@ -29,7 +33,9 @@ RULE_REACH_TIMES = 20.0
 RULE_REACH_TOKENS = 60e3 / 170
 PREFILL_REACH_PERCENT = 65.0
 DECODE_REACH = {1: 7.0, 16: 6.0}
-DECODE_TOKENS = 1024
+COMPILED_REACH = 3.0
+# Tokens in the cache before, and room for those that are measured.
+DECODE_TOKENS, DECODE_ROOM = 1024, 256
 
 
 def rule_figures() -> Iterator[Figure]:
@@ -79,30 +85,48 @@ def prefill_figures() -> Iterator[Figure]:
 
 
 def decode_figures() -> Iterator[Figure]:
-    """Time of a decode step of the built-in model beside that of the products it makes."""
-    model, _ = load_model("builtin:kimi-linear-tiny", None)
+    """Time of a decode step of the built-in model beside that of the products it makes, eager and compiled."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # nothing in this model is large enough for two
     for batch, reach in DECODE_REACH.items():
-        solo = Solo(model, slots=batch, tokens=2 * DECODE_TOKENS)
-        sequences = [solo.new() for _ in range(batch)]
-        for sequence in sequences:
-            solo.prefill(torch.randint(256, (DECODE_TOKENS,)), sequence)
-        tokens = torch.randint(256, (batch,))
-
-        def step(solo: Solo = solo, tokens: torch.Tensor = tokens, sequences: list = sequences) -> None:
-            solo.decode(tokens, sequences)
-
-        seconds = in_turns({"step": step, "products": products_of(step)}, 200)
-        yield Figure(
-            name=f"decode, 1.2 M parameters, batch {batch}",
-            value=seconds["step"] * 1e3,
-            unit="ms",
-            reach=reach * seconds["products"] * 1e3,
-            rival="its own matrix products",
-            rival_value=seconds["products"] * 1e3,
-        )
+        eager, compiled = _decode_step(batch), _decode_step(batch, is_compiled=True)
+        seconds = in_turns({"eager": eager, "compiled": compiled, "products": products_of(eager)}, 200)
+        for way, most in (("eager", reach), ("compiled", COMPILED_REACH)):
+            yield Figure(
+                name=f"decode, 1.2 M parameters, batch {batch}, {way}",
+                value=seconds[way] * 1e3,
+                unit="ms",
+                reach=most * seconds["products"] * 1e3,
+                rival="its own matrix products",
+                rival_value=seconds["products"] * 1e3,
+            )
     torch.set_num_threads(threads)
+
+
+def _decode_step(batch: int, *, is_compiled: bool = False) -> Callable[[], object]:
+    """Return one step of sequences that hold a prompt already."""
+    model, _ = load_model("builtin:kimi-linear-tiny", None)
+    solo = Solo(model, slots=batch, tokens=DECODE_TOKENS + DECODE_ROOM)
+    sequences = [solo.new() for _ in range(batch)]
+    for sequence in sequences:
+        solo.prefill(torch.randint(256, (DECODE_TOKENS,)), sequence)
+    if is_compiled and isinstance(model, KimiLinear):
+        model.compile_decodes([StepShape(batch, DECODE_TOKENS + DECODE_ROOM)])
+    return partial(solo.decode, torch.randint(256, (batch,)), sequences)
+
+
+def bf16_figure() -> Figure:
+    """The bf16 matrix product beside that of fp32, which is what a processor without AVX512-BF16 or AMX loses by it."""
+    flags = set(re.findall(r"avx512_bf16|amx_bf16", Path("/proc/cpuinfo").read_text()))
+    seconds = in_turns({"bf16": gemm(torch.bfloat16), "fp32": gemm()}, 3)
+    return Figure(
+        name=f"bf16 matrix product ({' and '.join(sorted(flags)) or 'no AVX512-BF16 or AMX here'})",
+        value=gflops(GEMM_FLOPS, seconds["bf16"]),
+        unit="GFLOP/s",
+        better="higher",
+        rival="fp32 matrix product, 2048 x 2048",
+        rival_value=gflops(GEMM_FLOPS, seconds["fp32"]),
+    )
 
 
 def figures() -> Iterator[Figure]:
@@ -110,6 +134,7 @@ def figures() -> Iterator[Figure]:
     with torch.inference_mode():
         yield from rule_figures()
     yield from prefill_figures()
+    yield bf16_figure()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Kimi Linear behind the engine's `Model` interface: layer by layer over one step's batch, in fp32, no gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812, the name that torch's own do
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.models.base import AttentionKind, Batch, LayerSpec, TensorSpec
 from prfaas_worker.models.kimi_linear.checkpoint import Checkpoint
+from prfaas_worker.models.kimi_linear.compiled import CompiledDecodes, StepShape
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
 from prfaas_worker.models.kimi_linear.delta import DeltaAttention
 from prfaas_worker.models.kimi_linear.latent import LatentAttention
@@ -51,6 +52,7 @@ class KimiLinear:
         self.max_context, self.eos_token_ids = config.max_context, config.eos_token_ids
         self.layers = tuple(_layer_spec(config, kind) for kind in config.layer_kinds)
         self.blocks = [Layer(config, i, weights.under(f"model.layers.{i}")) for i in range(len(self.layers))]
+        self._compiled: CompiledDecodes | None = None
         self.embedding = weights["model.embed_tokens"]
         self._least = least_norm(config.rms_norm_eps, config.hidden_size)
         self._norm, self._head = norm_scale(weights["model.norm"]), weights["lm_head"]
@@ -74,8 +76,22 @@ class KimiLinear:
         self._memory = memory
 
     @torch.inference_mode()
+    def compile_decodes(self, shapes: Sequence[StepShape]) -> None:
+        """Compile steps of decodes alone for these shapes; others stay as they are. `bind` comes first.
+
+        Raises:
+            ConfigError: there is no C++ compiler, or a shape is too wide.
+
+        """
+        self._compiled = CompiledDecodes(self, self._memory, shapes)
+
+    @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Run one step; returns the normed hidden states of each chunk's last token and of each decode."""
+        if self._compiled is not None and on_layer is None and batch.decodes is not None:
+            shape = self._compiled.shape_for(batch)
+            if shape is not None:
+                return self._compiled.forward(batch.tokens, batch.decodes, shape)
         x = F.embedding(batch.tokens, self.embedding)
         step = Step(batch, self._memory)
         for index, block in enumerate(self.blocks):
