@@ -47,7 +47,24 @@ def test_decodes_take_their_tokens_out_of_the_steps_budget():
 def test_what_a_short_prompt_leaves_of_a_step_goes_to_the_next():
     prompts = prompt(1, 100), prompt(2, 300), prompt(3, 900), prompt(4, 5)
     found = schedule(facts(*prompts), BUDGETS).chunks
-    assert found == (Chunk(1, 100), Chunk(2, 300), Chunk(3, 624))
+    assert found == (Chunk(1, 100), Chunk(2, 300), Chunk(3, 619), Chunk(4, 5))
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    found = schedule(facts(prompt(1, 60_000), prompt(2, 30_000), prompt(3, 20)), BUDGETS).chunks
+    assert found == (Chunk(1, 512), Chunk(2, 492), Chunk(3, 20))
+    beside_decodes = schedule(facts(decoding(1), prompt(2, 60_000), prompt(3, 20)), BUDGETS)
+    assert beside_decodes.chunks == (Chunk(2, 492), Chunk(3, 20))
+
+
+def test_the_first_prompt_gets_half_of_every_step_however_many_short_ones_come():
+    short = tuple(prompt(n, 100) for n in range(2, 40))
+    assert schedule(facts(prompt(1, 60_000), *short), BUDGETS).chunks[0] == Chunk(1, 512)
+
+
+def test_of_prompts_that_are_alike_one_is_finished_before_the_next_begins():
+    assert schedule(facts(prompt(1, 5000), prompt(2, 5000)), BUDGETS).chunks == (Chunk(1, 1024),)
+    assert schedule(facts(prompt(1, 700), prompt(2, 5000)), BUDGETS).chunks == (Chunk(1, 700), Chunk(2, 324))
 
 
 def test_a_chunk_ends_where_its_state_is_to_be_kept():

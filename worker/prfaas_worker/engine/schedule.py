@@ -1,8 +1,10 @@
 """What the engine does in its next step: a pure function of who waits, who runs, and what memory is left.
 
-A step has a budget of tokens. Every decoding sequence takes one of it, and prompts share the rest in order of arrival:
-finishing one before starting the next gives the lowest mean wait, and a long prompt delays running streams by one
-chunk, never by itself. How much prompt may stand beside decodes is what an instance's role is about.
+A step has a budget of tokens. Every decoding sequence takes one of it, and prompts share the rest. Half of that is for
+the prompt that arrived first, so that each has its turn; half goes to whichever has least to compute, so that a short
+prompt never waits for all of a long one. Among equals both are the first: finishing one before starting the next gives
+the lowest mean wait. A long prompt delays running streams by one chunk, never by itself; how much prompt may stand
+beside decodes is what an instance's role is about.
 
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
 time. When the pages run out the sequence that arrived last gives all of its own back and waits again, in its old place:
@@ -122,14 +124,20 @@ def _chunks(prompts: list[Running[Key]], num_decodes: int, budgets: Budgets) -> 
     left = budgets.step_tokens - num_decodes
     if num_decodes:
         left = min(left, budgets.prompt_tokens_beside_decodes)
-    chunks = []
-    for prompt in prompts:
-        if left <= 0:
-            break
-        tokens = min(prompt.remaining_tokens, prompt.until_cut_tokens, left)
-        chunks.append(Chunk(prompt.key, tokens))
+    if left <= 0 or not prompts:
+        return ()
+    taken = dict.fromkeys((prompt.key for prompt in prompts), 0)
+    half = -(-left // 2)
+    for prompt, share in [(prompts[0], half), *((one, left) for one in sorted(prompts, key=_remaining))]:
+        most = min(prompt.remaining_tokens, prompt.until_cut_tokens) - taken[prompt.key]
+        tokens = min(most, share, left)
+        taken[prompt.key] += tokens
         left -= tokens
-    return tuple(chunks)
+    return tuple(Chunk(key, tokens) for key, tokens in taken.items() if tokens)
+
+
+def _remaining(prompt: Running[Key]) -> int:
+    return prompt.remaining_tokens
 
 
 def _admit(facts: Facts[Key], free_pages: int) -> tuple[Key, ...]:
