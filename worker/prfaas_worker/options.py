@@ -42,6 +42,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     disk_cache: str = ""
     disk_cache_mib: int = 4096
     device: Device = "auto"
+    compile: tuple[tuple[int, int], ...] = ()
+    """Decode steps to compile: sequences, and tokens of each."""
     kv_events_port: int = 0
     profile_seconds: float = 1.0
 
@@ -60,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     events = given.kv_events_port
     if events and {events, events + 1} & {given.api_port, given.data_port, 65536}:
         parser.error(f"--kv-events-port {events} needs itself and the next port for cache events; give another one")
-    return Options(**vars(given))
+    return Options(**vars(given) | {"compile": tuple(given.compile)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=_positive, default=0, metavar="N", help="torch threads (all cores)")
     add("--max-context", type=_positive, default=0, metavar="N", dest="max_context_tokens", help="tokens (the model's)")
     add("--max-running", type=_positive, default=32, metavar="N", help="sequences computed at once (%(default)s)")
+    add(
+        "--compile",
+        action="append",
+        type=_step_shape,
+        default=[],
+        metavar="NxTOKENS",
+        help="compile decode steps of up to N sequences of TOKENS tokens: some 20 s each at start, needs g++ (none)",
+    )
     add(
         "--cache-mib",
         type=_positive,
@@ -152,6 +162,14 @@ def _count(text: str) -> int:
 
 def _positive(text: str) -> int:
     return _bounded(text, 1, 1 << 31)
+
+
+def _step_shape(text: str) -> tuple[int, int]:
+    sequences, _, tokens = text.partition("x")
+    try:
+        return _positive(sequences), _positive(tokens)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 16x1024, sequences and tokens of each") from None
 
 
 def _bounded(text: str, low: int, high: int) -> int:

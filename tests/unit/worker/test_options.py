@@ -28,6 +28,7 @@ def test_the_flags_of_the_operator_are_read():
         "eu",
     ]
     flags += ["--pool", "offload", "--role", "prefill", "--drain-seconds", "7", "--threads", "2", "--cache-mib", "64"]
+    flags += ["--compile", "1x512", "--compile", "16x1024"]
     flags += ["--max-context", "4096", "--max-running", "5"]
     assert parse([*NEEDED, *flags]) == Options(
         model_source="builtin:kimi-linear-tiny",
@@ -44,6 +45,7 @@ def test_the_flags_of_the_operator_are_read():
         max_context_tokens=4096,
         max_running=5,
         cache_mib=64,
+        compile=((1, 512), (16, 1024)),
     )
 
 
@@ -62,6 +64,7 @@ def test_the_default_listens_on_loopback_alone():
         (["--role", "router"], "argument --role: invalid choice: 'router'"),
         (["--max-running", "0"], "argument --max-running: '0' is not a whole number of 1"),
         (["--threads", "-1"], "argument --threads: '-1' is not a whole number"),
+        (["--compile", "16"], "argument --compile: '16' is not like 16x1024"),
         (["--drain-seconds", "1.5"], "argument --drain-seconds: '1.5' is not a whole number"),
         (["--speed", "fast"], "unrecognized arguments: --speed fast"),
     ],

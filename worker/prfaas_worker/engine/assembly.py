@@ -71,6 +71,7 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
         new_fetch=new_fetch,
         answer=outbox.put,
     )
+    _compile(model, options)
     prefill = partial(prefill_seconds, parts.runner, parts.cache, BUDGETS[options.role].step_tokens)
     parts.profiler.measure(prefill, options.profile_seconds, max_context(model, options))
     engine = Engine(parts, role=options.role, max_waiting=options.max_waiting)
@@ -112,6 +113,23 @@ def _default_cache_mib(model: Model) -> int:
 def max_context(model: Model, options: Options) -> int:
     """Most tokens of a sequence."""
     return min(model.max_context, options.max_context_tokens or model.max_context)
+
+
+def _compile(model: Model, options: Options) -> None:
+    """Compile the decode steps that were asked for; the model has its memory.
+
+    Raises:
+        ConfigError: it has none to compile, or there is no compiler.
+
+    """
+    if not options.compile:
+        return
+    from prfaas_worker.models.kimi_linear.compiled import StepShape
+    from prfaas_worker.models.kimi_linear.model import KimiLinear
+
+    if not isinstance(model, KimiLinear):
+        raise ConfigError("--compile is for Kimi Linear on the CPU: leave it out")
+    model.compile_decodes([StepShape(*shape) for shape in options.compile])
 
 
 def _tiers(model: Model, options: Options) -> Tiers | None:
