@@ -62,7 +62,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     events = given.kv_events_port
     if events and {events, events + 1} & {given.api_port, given.data_port, 65536}:
         parser.error(f"--kv-events-port {events} needs itself and the next port for cache events; give another one")
-    return Options(**vars(given) | {"compile": tuple(given.compile)})
+    given.compile = tuple(given.compile)
+    return Options(**vars(given))
 
 
 def _parser() -> argparse.ArgumentParser:
