@@ -143,6 +143,18 @@ async def test_the_end_of_the_worker_ends_the_stream(front):
     reader.close()
 
 
+async def test_a_reader_that_leaves_while_it_is_written_to_is_no_error(front, monkeypatch, caplog):
+    async def left(*_: Any) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(event_stream, "_send", left)
+    reader, writer = await asyncio.open_connection(front.host, 8000)
+    writer.write(b"GET /v1/kv-events HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert await reader.read()
+    writer.close()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_the_byte_map_has_numbers_of_its_own(front):
     await front.change_cache(AllBlocksCleared())
     front.serving.events.learn([ByteBlock(1, b"a" * 32, 64), ByteBlock(2, b"b" * 32, 128)])

@@ -23,7 +23,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def build_app(serving: Serving) -> web.Application:
     """Return the application that serves `serving`."""
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_departures, _errors])
     app[SERVING] = serving
     app.add_routes(
         [
@@ -49,6 +49,15 @@ def build_app(serving: Serving) -> web.Application:
     app.cleanup_ctx.append(_event_sockets)
     app.on_shutdown.append(_end_streams)
     return app
+
+
+@web.middleware
+async def _departures(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let clients leave in silence: aiohttp would log the error of writing to one that is gone as a handler's."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        return web.Response(status=499)  # nobody reads it
 
 
 @web.middleware
