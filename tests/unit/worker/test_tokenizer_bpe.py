@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiktoken
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -134,6 +134,7 @@ def test_the_assistants_own_marks_come_back_as_tokens_but_no_hidden_ones(ours):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=ORDINARY, cuts=st.lists(st.integers(0, 100)))
+@example(text="0 ", cuts=[])
 @MODULE_FIXTURE
 def test_streamed_text_is_the_librarys_text_wherever_it_is_cut(ours, kind: str, text: str, cuts: list[int]):
     token_ids = LIBRARIES[kind].encode(text, add_special_tokens=False).ids
@@ -141,9 +142,14 @@ def test_streamed_text_is_the_librarys_text_wherever_it_is_cut(ours, kind: str, 
     edges = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
     parts = [stream.push(token_ids[start:end], final=False) for start, end in itertools.pairwise(edges)]
     streamed = "".join([*parts, stream.push([], final=True)])
-    prepended = kind != "byte_level" and streamed.startswith(" ")
-    assert streamed.removeprefix(" " if prepended else "") == LIBRARIES[kind].decode(token_ids)
-    if kind != "metaspace":  # which has no bytes for characters beyond its training
+    decoded = LIBRARIES[kind].decode(token_ids)
+    if kind == "metaspace":
+        # The library drops every mark of the first token, not only the one that it put there.
+        assert streamed.lstrip(" ") == decoded.lstrip(" ")
+    else:
+        prepended = kind != "byte_level" and streamed.startswith(" ")
+        assert streamed.removeprefix(" " if prepended else "") == decoded
+        # Metaspace has no bytes for characters beyond its training.
         assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
 
 
