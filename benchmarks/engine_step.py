@@ -54,6 +54,7 @@ def engine_of(model: Model | Instant) -> Engine:
     parts = Parts(
         runner=Runner(model, memory),
         cache=HybridCache(memory),
+        events=[],
         grammars=Grammars(lambda: Vocabulary([], frozenset(), (), model.vocab_size)),
         profiler=Profiler(1, 1, lambda _profile: None),
         new_fetch=lambda _sequence: (_ for _ in ()).throw(NotImplementedError),
