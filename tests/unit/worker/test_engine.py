@@ -392,6 +392,29 @@ def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_anew(
     bench.assert_nothing_is_held()
 
 
+def test_a_step_without_memory_ends_all_choices_of_a_prompt_in_it(model: Model, monkeypatch: pytest.MonkeyPatch):
+    """One choice decodes beside another that has lost its memory and is computed anew."""
+    bench = Bench(model)
+    handle = bench.ask(b"def f(", choices=2, max_tokens=50)
+    while not bench.tokens(handle, 1):
+        bench.step()
+    request = bench.engine.requests.get(handle)
+    assert request is not None
+    bench.engine._preempt(request.sequences[1])
+    bench.engine.cache.reset()
+    bench.step()  # admits it again; from the next step on it is a chunk
+
+    def forward(batch: Batch, on_layer: Any = None) -> torch.Tensor:
+        assert batch.chunks
+        assert batch.decodes is not None
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model, "forward", forward)
+    bench.step()
+    assert [type(message) for message in bench.said if message.handle == handle].count(Failed) == 1
+    bench.assert_nothing_is_held()
+
+
 class Parrot:
     """A model that computes nothing: it says token after token by chance."""
 

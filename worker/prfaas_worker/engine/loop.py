@@ -365,7 +365,8 @@ class Engine:
                 self._said.append(Failed(request.handle, 503, CODE_OVERLOADED, str(error)))
                 self._end(request.handle)
         for sequence in work.decodes:
-            self._preempt(sequence)
+            if sequence.lease is not None:  # else another choice of its request was among the prompts
+                self._preempt(sequence)
 
     def _end(self, handle: int) -> None:
         """Forget a request, and give its memory back as soon as no thread of a transfer uses it."""
