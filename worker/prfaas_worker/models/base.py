@@ -14,14 +14,14 @@ particular architecture, HTTP or the wire.
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from prfaas.wire.kvevents import AttentionSpecKind
+
 if TYPE_CHECKING:
     from prfaas_worker.cache.memory import CacheMemory
-
-AttentionKind = Literal["mla_attention", "full_attention"]
 
 
 class TensorSpec(NamedTuple):
@@ -120,7 +120,7 @@ class Model(Protocol):
         ...
 
     @property
-    def attention_kind(self) -> AttentionKind:
+    def attention_kind(self) -> AttentionSpecKind:
         """What the rows are, in the words of vLLM's cache events."""
         ...
 

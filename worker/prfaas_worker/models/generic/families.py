@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from prfaas.errors import ConfigError
-from prfaas_worker.models.base import AttentionKind
+from prfaas.wire.kvevents import AttentionSpecKind
 
 
 def _as_they_are(logits: Tensor, _config: Any) -> Tensor:
@@ -40,7 +40,7 @@ class Family(NamedTuple):
     `scale_logits` takes the head's output and transformers' configuration of the text model.
     """
 
-    attention_kind: AttentionKind = "full_attention"
+    attention_kind: AttentionSpecKind = "full_attention"
     scale_logits: Callable[[Tensor, Any], Tensor] = _as_they_are
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from prfaas.errors import InternalError
+from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.models.base import AttentionKind, Batch, Chunk
+from prfaas_worker.models.base import Batch, Chunk
 from prfaas_worker.models.generic.cache import PagedCache
 from prfaas_worker.models.generic.checkpoint import fingerprint, load_causal_model
 from prfaas_worker.models.generic.families import Family, read_family
@@ -29,7 +30,7 @@ _PROBE_TOKENS = 2
 class GenericModel:
     """A loaded checkpoint; see `prfaas_worker.models.base.Model` for what each method promises."""
 
-    attention_kind: AttentionKind
+    attention_kind: AttentionSpecKind
 
     def __init__(self, family: Family, model: PreTrainedModel, fingerprint: str):
         """Learn the shape of the cache by running the model once.

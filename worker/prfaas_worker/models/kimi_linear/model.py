@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
+from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.models.base import AttentionKind, Batch, LayerSpec, TensorSpec
+from prfaas_worker.models.base import Batch, LayerSpec, TensorSpec
 from prfaas_worker.models.kimi_linear.checkpoint import Checkpoint
 from prfaas_worker.models.kimi_linear.compiled import CompiledDecodes, StepShape
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
@@ -41,7 +42,7 @@ class Layer:
 class KimiLinear:
     """A loaded checkpoint; see `prfaas_worker.models.base.Model` for what each method promises."""
 
-    attention_kind: AttentionKind = "mla_attention"
+    attention_kind: AttentionSpecKind = "mla_attention"
 
     def __init__(self, config: KimiLinearConfig, tensors: Mapping[str, Tensor] | Checkpoint, fingerprint: str):
         """Put the layers together from tensors by public name, which must be complete and of the config's shapes."""

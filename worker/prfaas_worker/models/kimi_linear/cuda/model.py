@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
 from prfaas.errors import ConfigError
+from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.models.base import AttentionKind, Batch, LayerSpec, TensorSpec
+from prfaas_worker.models.base import Batch, LayerSpec, TensorSpec
 from prfaas_worker.models.kimi_linear.checkpoint import Checkpoint
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
 from prfaas_worker.models.kimi_linear.cuda.blocks import (
@@ -74,7 +75,7 @@ class Layer:
 class KimiLinearCuda:
     """A loaded checkpoint; see `prfaas_worker.models.base.Model` for what each method promises."""
 
-    attention_kind: AttentionKind = "mla_attention"
+    attention_kind: AttentionSpecKind = "mla_attention"
     _memory: CacheMemory
 
     def __init__(self, config: KimiLinearConfig, loader: Loader, fingerprint: str):
