@@ -52,7 +52,7 @@ class Wrapped:
     eos_token_id, bos_token_id = EOS, BOS
     special_token_ids = list(range(256, 264))  # noqa: RUF012
     tokens = [bytes([byte]) for byte in range(256)] + [
-        (TINY.special_text(token) or "").encode() for token in range(256, 264)
+        text.encode() for text in sorted(TINY.specials, key=TINY.specials.__getitem__)
     ]
 
     def __call__(self, text: str) -> list[int]:

@@ -45,10 +45,6 @@ class Tokenizer(ABC):
         """Text of the chat template, empty without one."""
         return self._template.source if self._template else ""
 
-    def special_text(self, token_id: int) -> str | None:
-        """Return the letters of a special token, None for any other."""
-        return self._texts.get(token_id)
-
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Token ids of a plain prompt; `framed` with the special tokens that the model wants around it.
 
