@@ -1,0 +1,117 @@
+"""An engine that tests step by hand, on the real model or one that computes nothing, without sockets."""
+
+import itertools
+from typing import Any
+
+import torch
+
+from prfaas.wire.engine import Generate, Sampling, ToFront, Tokens
+from prfaas.wire.transfer import Done
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.engine.grammar import Grammars, Vocabulary
+from prfaas_worker.engine.loop import Engine, Parts
+from prfaas_worker.engine.profile import Profiler
+from prfaas_worker.engine.runner import Runner
+from prfaas_worker.engine.sequences import Sequence
+from prfaas_worker.models.base import Batch, Chunk, Model
+from prfaas_worker.models.solo import Solo
+from prfaas_worker.transfer.fetch import Fetched
+
+GREEDY = Sampling(0.0, 1.0, 0, 0)
+# Bytes, and tokens that end an answer, as the built-in model has them.
+GRAMMARS = Grammars(lambda: Vocabulary([bytes([i]) for i in range(256)], frozenset(range(256, 264)), (257, 262), 264))
+
+
+class FetchByHand:
+    """A fetch whose end the test decides."""
+
+    def __init__(self, sequence: Sequence):
+        self.sequence = sequence
+        self.cancelled = False
+
+    def start(self, on_end: Any) -> None:
+        self.on_end = on_end
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Bench:
+    """An engine that is stepped by hand."""
+
+    def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256):
+        self.said: list[ToFront] = []
+        self.fetches: list[FetchByHand] = []
+        self.memory = CacheMemory(
+            CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
+        )
+        parts = Parts(
+            runner=Runner(model, self.memory),
+            cache=HybridCache(self.memory),
+            events=[],
+            grammars=GRAMMARS,
+            profiler=Profiler(1, 1, lambda _profile: None),
+            new_fetch=self.new_fetch,
+            answer=self.said.extend,
+        )
+        self.engine = Engine(parts, role="mixed", max_waiting=max_waiting)
+        self._handles = itertools.count(1)
+
+    def new_fetch(self, sequence: Sequence) -> Any:
+        self.fetches.append(FetchByHand(sequence))
+        return self.fetches[-1]
+
+    def ask(self, prompt: bytes, **fields: Any) -> int:
+        handle = next(self._handles)
+        known = {"choices": 1, "max_tokens": 6, "sampling": GREEDY, "logprobs": -1, "prefill_url": ""}
+        self.engine.inbox.put(Generate(handle=handle, request_id="r", token_ids=list(prompt), **(known | fields)))
+        return handle
+
+    def step(self) -> bool:
+        busy = self.engine.step(wait=False)
+        self.engine.cache.check_integrity()
+        return busy
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def tokens(self, handle: int, choice: int = 0) -> list[int]:
+        mine = [m for m in self.said if isinstance(m, Tokens) and (m.handle, m.choice) == (handle, choice)]
+        return [token for message in mine for token in message.token_ids]
+
+    def ends(self, handle: int) -> list[str]:
+        return [m.finish_reason for m in self.said if isinstance(m, Tokens) and m.handle == handle and m.finish_reason]
+
+    def assert_nothing_is_held(self) -> None:
+        """Every slot is free, and every page free or only cached."""
+        cache = self.engine.cache
+        assert cache.free_slots == self.memory.num_slots
+        assert cache.free_pages == self.memory.num_pages
+        assert cache.stats().used_pages == 0
+
+
+def alone(model: Model, prompt: bytes, count: int) -> list[int]:
+    """Greedy tokens straight from the model: one prefill, one step a token."""
+    bound = model._memory if hasattr(model, "_memory") else None
+    solo = Solo(model, slots=1, tokens=len(prompt) + count)
+    sequence = solo.new()
+    with torch.inference_mode():
+        logits = model.logits(solo.prefill(torch.tensor(list(prompt)), sequence))
+        tokens = [int(logits.argmax())]
+        while len(tokens) < count:
+            tokens.append(int(solo.decode(torch.tensor(tokens[-1:]), [sequence])[0].argmax()))
+    if bound is not None:
+        model.bind(bound)
+    return tokens
+
+
+def fetched(model: Model, sequence: Sequence) -> Fetched:
+    """What a fetch would bring: the prompt prefilled into the sequence's memory."""
+    tokens = torch.tensor(sequence.token_ids)
+    start = sequence.computed_tokens
+    with torch.inference_mode():
+        (hidden,) = model.forward(Batch(tokens[start:], (Chunk(sequence.held.slot, start, len(tokens) - start),)))
+    done = Done(payload_bytes=7, prefill_seconds=0.5, first_byte_seconds=0.125)
+    return Fetched(hidden, done, 7, 0.25)
