@@ -9,6 +9,7 @@ from prfaas.wire.engine import Generate, Sampling, ToFront, Tokens
 from prfaas.wire.transfer import Done
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import Engine, Parts
 from prfaas_worker.engine.profile import Profiler
@@ -40,7 +41,14 @@ class FetchByHand:
 class Bench:
     """An engine that is stepped by hand."""
 
-    def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256):
+    def __init__(
+        self,
+        model: Model,
+        max_running: int = 8,
+        max_waiting: int = 3,
+        num_pages: int = 256,
+        tiers: Tiers | None = None,
+    ):
         self.said: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
         self.memory = CacheMemory(
@@ -48,7 +56,7 @@ class Bench:
         )
         parts = Parts(
             runner=Runner(model, self.memory),
-            cache=HybridCache(self.memory),
+            cache=HybridCache(self.memory, tiers),
             events=[],
             grammars=GRAMMARS,
             profiler=Profiler(1, 1, lambda _profile: None),
@@ -62,7 +70,7 @@ class Bench:
         self.fetches.append(FetchByHand(sequence))
         return self.fetches[-1]
 
-    def ask(self, prompt: bytes, **fields: Any) -> int:
+    def ask(self, prompt: bytes | list[int], **fields: Any) -> int:
         handle = next(self._handles)
         known = {"choices": 1, "max_tokens": 6, "sampling": GREEDY, "logprobs": -1, "prefill_url": ""}
         self.engine.inbox.put(Generate(handle=handle, request_id="r", token_ids=list(prompt), **(known | fields)))

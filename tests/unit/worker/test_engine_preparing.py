@@ -1,6 +1,5 @@
 """What a request waits for before it is admitted: prefixes from host memory and disk, and for how long at most."""
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -9,17 +8,13 @@ from typing import Any
 
 import pytest
 
-from prfaas.wire.engine import Cancel, Generate, Sampling, Started, ToFront, Tokens
-from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas.wire.engine import Cancel, Started
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine import preparing
-from prfaas_worker.engine.grammar import Grammars, Vocabulary
-from prfaas_worker.engine.loop import Engine, Parts
-from prfaas_worker.engine.profile import Profiler
-from prfaas_worker.engine.runner import Runner
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
+
+from .engine_bench import Bench
 
 PROMPT = list(b"def parse(text):\n" * 20)
 
@@ -29,28 +24,14 @@ def model() -> Model:
     return load_model("builtin:kimi-linear-tiny", 1)[0]
 
 
-class Bench:
+class TieredBench(Bench):
     """An engine on a small memory over tiers, run until a request has ended."""
 
     def __init__(self, model: Model, tiers: Tiers):
-        self.said: list[ToFront] = []
-        memory = CacheMemory(CacheGeometry(model.layers), num_pages=24, num_slots=2, max_context=1536)
-        parts = Parts(
-            runner=Runner(model, memory),
-            cache=HybridCache(memory, tiers),
-            events=[],
-            grammars=Grammars(lambda: Vocabulary([], frozenset(), (), 264)),
-            profiler=Profiler(1, 1, lambda _profile: None),
-            new_fetch=lambda _sequence: pytest.fail("nothing is fetched here"),
-            answer=self.said.extend,
-        )
-        self.engine = Engine(parts, role="mixed", max_waiting=8)
-        self._handles = itertools.count(1)
+        super().__init__(model, max_running=2, max_waiting=8, num_pages=24, tiers=tiers)
 
-    def ask(self, prompt: list[int]) -> int:
-        handle = next(self._handles)
-        self.engine.inbox.put(Generate(handle, "r", prompt, 1, 4, Sampling(0.0, 1.0, 0, 0), -1, "", ignore_eos=True))
-        return handle
+    def ask_four(self, prompt: list[int]) -> int:
+        return self.ask(prompt, max_tokens=4, ignore_eos=True)
 
     def until(self, done: Callable[[], Any], seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
@@ -60,12 +41,11 @@ class Bench:
 
     def answer(self, prompt: list[int]) -> tuple[int, list[int]]:
         """Tokens that were cached, and tokens that were drawn."""
-        handle = self.ask(prompt)
+        handle = self.ask_four(prompt)
         self.engine.step(wait=False)
         self.until(lambda: self.engine.requests.get(handle) is None and self.engine.step(wait=False) is False)
         (started,) = [m for m in self.said if isinstance(m, Started) and m.handle == handle]
-        drawn = [t for m in self.said if isinstance(m, Tokens) and m.handle == handle for t in m.token_ids]
-        return started.cached_tokens, drawn
+        return started.cached_tokens, self.tokens(handle)
 
     def push_out(self) -> None:
         """Use the whole pool for other prompts."""
@@ -81,7 +61,7 @@ def test_a_prefix_that_was_pushed_out_is_brought_back(model: Model, tmp_path: Pa
         disk_directory=tmp_path if tier == "disk" else None,
         disk_bytes=1 << 24,
     )
-    bench = Bench(model, tiers)
+    bench = TieredBench(model, tiers)
     cached, drawn = bench.answer(PROMPT)
     assert cached == 0
     bench.push_out()
@@ -93,12 +73,12 @@ def test_a_prefix_that_was_pushed_out_is_brought_back(model: Model, tmp_path: Pa
 
 def test_a_new_process_finds_the_disk_of_the_last_one(model: Model, tmp_path: Path):
     first = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 24)
-    bench = Bench(model, first)
+    bench = TieredBench(model, first)
     _, drawn = bench.answer(PROMPT)
     bench.push_out()
     first.close()
     second = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 24)
-    assert Bench(model, second).answer(PROMPT) == (320, drawn)
+    assert TieredBench(model, second).answer(PROMPT) == (320, drawn)
     second.close()
 
 
@@ -120,22 +100,22 @@ def test_a_stuck_disk_holds_a_request_up_for_its_moment_only_and_others_not_at_a
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     tiers = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 24)
-    bench = Bench(model, tiers)
+    bench = TieredBench(model, tiers)
     _, drawn = bench.answer(PROMPT)
     bench.push_out()
     stuck = Stuck(monkeypatch, tiers)
     monkeypatch.setattr(preparing, "LOAD_SECONDS", 0.3)
-    slow = bench.ask(PROMPT)
+    slow = bench.ask_four(PROMPT)
     bench.engine.step(wait=False)
     assert bench.engine.gauges.requests_waiting == 1
-    cancelled = bench.ask(PROMPT)
+    cancelled = bench.ask_four(PROMPT)
     bench.engine.step(wait=False)
     bench.engine.inbox.put(Cancel(cancelled))
     assert len(bench.answer([7] * 40)[1]) == 4
     bench.until(lambda: bench.engine.requests.get(slow) is None)
     (started,) = [m for m in bench.said if isinstance(m, Started) and m.handle == slow]
     assert started.cached_tokens == 0
-    assert [t for m in bench.said if isinstance(m, Tokens) and m.handle == slow for t in m.token_ids] == drawn
+    assert bench.tokens(slow) == drawn
     stuck.go.set()
     bench.until(lambda: not list(bench.engine.requests))
     bench.engine.cache.check_integrity()
