@@ -6,7 +6,9 @@ PrfaasError
 │   └── ConfigError      a flag, file, custom resource or checkpoint
 ├── PeerError            another process or cluster did not do its part; retry elsewhere may help
 │   ├── UnreachableError connection refused, timed out, or cut
-│   └── ProtocolError    bytes that break the protocol: never decoded, never retried as they are
+│   ├── ProtocolError    bytes that break the protocol: never decoded, never retried as they are
+│   │   └── DamagedError bytes that are not those that were sent: sending them again may help
+│   └── IdentityError    a certificate that proves nothing, or another cluster than the one expected
 ├── CapacityError        the system is full; retry later may help
 └── InternalError        our own promise is broken: a bug
 """
@@ -52,6 +54,14 @@ class UnreachableError(PeerError):
 
 class ProtocolError(PeerError):
     """The peer sent bytes that break the protocol."""
+
+
+class DamagedError(ProtocolError):
+    """Bytes arrived otherwise than they were sent."""
+
+
+class IdentityError(PeerError):
+    """A certificate does not prove who its holder is, or proves somebody else; it must be replaced first."""
 
 
 class CapacityError(PrfaasError):

@@ -21,6 +21,9 @@ LABEL_CLUSTER: Final = f"{GROUP}/cluster"  # the MemberCluster's name, or HUB
 LABEL_ROLE: Final = f"{GROUP}/role"  # prefill | decode
 HUB: Final = "hub"
 
+ANNOTATION_SCHEME: Final = f"{GROUP}/scheme"
+"""Of a pod with its cluster's certificate: https. A worker's API port is inside TLS then; a gateway reaches such."""
+
 FINALIZER: Final = f"{GROUP}/cleanup"
 FIELD_MANAGER_OPERATOR: Final = "prfaas-operator"
 FIELD_MANAGER_SCHEDULER: Final = "prfaas-scheduler"
@@ -28,10 +31,23 @@ FIELD_MANAGER_SCHEDULER: Final = "prfaas-scheduler"
 # The worker exposes two ports, and no more: a member cluster's firewall opens exactly these.
 WORKER_API_PORT: Final = 8000
 WORKER_DATA_PORT: Final = 8001
+# Where engines of others want more: the ports that they have by themselves.
+BOOTSTRAP_PORT: Final = 8998
+"""SGLang, and vLLM with Mooncake: where a prefill instance tells how its cache is reached."""
+SIDE_CHANNEL_PORT: Final = 5600
+"""vLLM with NIXL: handshakes."""
+KV_EVENTS_PORT: Final = 5557
+"""Cache events over ZMQ."""
 GATEWAY_PORT: Final = 8080
 SCHEDULER_METRICS_PORT: Final = 9091
 OPERATOR_METRICS_PORT: Final = 9090
 OPERATOR_HEALTH_PORT: Final = 8081
+
+# Secrets that belong to the operator: no pool may read them.
+AUTHORITY_SECRET: Final = "prfaas-ca"  # noqa: S105  # a name
+TLS_SECRET: Final = "prfaas-tls"  # noqa: S105  # a name
+"""What every cluster's instances mount; the hub's gateways too."""
+KUBECONFIG_SECRET_SUFFIX: Final = "-kubeconfig"  # noqa: S105  # a name
 
 ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
 
@@ -39,6 +55,11 @@ ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
 def routes_configmap(policy: str) -> str:
     """Return the name of the ConfigMap that carries a policy's routing table."""
     return f"{policy}-routes"
+
+
+def settings_configmap(pool: str) -> str:
+    """Return the name of the ConfigMap with what a pool's instances read again while they run."""
+    return f"{pool}-settings"
 
 
 def gateway_name(policy: str) -> str:

@@ -7,9 +7,11 @@ validates strictly, by the schema and CEL rules that `crd` generates from these 
 from prfaas.api.base import Condition, Meta, PoolStatus
 from prfaas.api.decodepool import DecodePool, DecodePoolSpec
 from prfaas.api.membercluster import MemberCluster, MemberClusterSpec, MemberClusterStatus
-from prfaas.api.pool import Engine, ModelRef, PodTemplate
+from prfaas.api.policystatus import PrfaaSPolicyStatus
+from prfaas.api.pool import Engine, ModelRef
 from prfaas.api.prefillpool import PrefillPool, PrefillPoolSpec
-from prfaas.api.prfaaspolicy import PrfaaSPolicy, PrfaaSPolicySpec, PrfaaSPolicyStatus
+from prfaas.api.prfaaspolicy import PrfaaSPolicy, PrfaaSPolicySpec
+from prfaas.api.template import PodTemplate
 
 KINDS = (MemberCluster, PrefillPool, DecodePool, PrfaaSPolicy)
 

@@ -122,7 +122,7 @@ class Column(NamedTuple):
     priority: int = 0
 
 
-def _add_rules(schema: JsonDict, model: type["ApiModel"]) -> None:
+def add_rules(schema: JsonDict, model: type["ApiModel"]) -> None:
     """Put a model's CEL rules at its own level of the schema."""
     if model.rules:
         schema[VALIDATIONS] = [rule.to_schema() for rule in model.rules]
@@ -137,7 +137,7 @@ class ApiModel(BaseModel):
         extra="ignore",
         frozen=True,
         use_attribute_docstrings=True,
-        json_schema_extra=_add_rules,
+        json_schema_extra=add_rules,
     )
 
     rules: ClassVar[tuple[Rule, ...]] = ()
@@ -151,6 +151,7 @@ class Meta(ApiModel):
     uid: str = ""
     generation: int = 0
     resource_version: str = ""
+    creation_timestamp: str = ""
     deletion_timestamp: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -187,6 +188,8 @@ class PoolStatus(ApiModel):
     """Instances that are ready to serve."""
     selector: Annotated[str, StringConstraints(max_length=1024)] = ""
     """Label selector of the pool's pods as one string, for /scale and autoscalers."""
+    replicas_owner: Literal["User", "Autoscaler", "Policy"] | None = None
+    """Who wrote spec.replicas last: a person or their tools, a HorizontalPodAutoscaler, or the policy's scaling."""
     conditions: Conditions = []
     """Whether the pool works, and if not, why."""
 

@@ -1,6 +1,8 @@
 """DecodePool: instances that decode, next to the gateway in the hub."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from prfaas.api.base import PoolStatus, Resource, Rule
 from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, PoolSpec
@@ -10,13 +12,25 @@ class DecodePoolSpec(PoolSpec):
     """What the pool runs, and how many instances of it, all in the hub: the gateway reaches no pod elsewhere."""
 
     rules: ClassVar = (
+        *PoolSpec.rules,
         Rule(
             "self.clusterName == ''",
             "a DecodePool runs in the hub, where the gateway reaches it: leave clusterName empty",
             field="clusterName",
             reason="FieldValueForbidden",
         ),
+        Rule(
+            "has(self.maxBatch) == has(self.stepMillis)",
+            "maxBatch and stepMillis describe one measurement: give both, or none to have the present load measured",
+            field="maxBatch",
+            reason="FieldValueRequired",
+        ),
     )
+
+    max_batch: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Requests that a full instance decodes together, for capacity planning; the engine's own limit if unset."""
+    step_millis: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """Time of a decode step with that many, in milliseconds; if unset, what steps take under the present load."""
 
 
 class DecodePool(Resource):

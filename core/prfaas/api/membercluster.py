@@ -19,7 +19,8 @@ from prfaas.api.base import (
     Timestamp,
 )
 
-DEFAULT_UTILISATION_QUERY = 'sum(rate(prfaas_transfer_sent_bytes_total{cluster="$cluster"}[5s])) * 8 / 1e6'
+# Bytes that the hub acknowledged; the peer has no name where TLS is off.
+DEFAULT_UTILISATION_QUERY = 'sum(rate(prfaas_link_sent_bytes_total{cluster="$cluster",peer=~"hub|"}[5s])) * 8 / 1e6'
 
 Place = Annotated[
     str,
@@ -86,6 +87,8 @@ class MemberClusterStatus(ApiModel):
     """Version of the member cluster's API server."""
     last_contact_time: Timestamp | None = None
     """When the member cluster's API server last answered."""
+    token_expiration_time: Timestamp | None = None
+    """When the token that the operator uses there ends; absent where the credential has no end of its own."""
     conditions: Conditions = []
     """Whether the cluster is reachable and usable, and if not, why."""
 
@@ -109,6 +112,7 @@ class MemberCluster(Resource):
             "Reachable",
             '.status.conditions[?(@.type=="Reachable")].status',
             description="Whether its API server answers",
+            priority=1,
         ),
         Column("Version", ".status.serverVersion", description="Version of its API server"),
         Column("Link Mbit/s", ".spec.link.capacityMbps", "integer", "Declared capacity toward the hub"),
@@ -116,7 +120,7 @@ class MemberCluster(Resource):
             "Datacenter", ".spec.datacenter", description="Datacenter that policies may prefer or forbid", priority=1
         ),
         Column("Why", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the Ready condition"),
-        Column("Last contact", ".status.lastContactTime", "date", "Time since its API server last answered"),
+        Column("Contact", ".status.lastContactTime", "date", "Time since its API server last answered"),
     )
 
     spec: MemberClusterSpec

@@ -1,70 +1,34 @@
-"""What PrefillPool and DecodePool share: model, engine, replicas and a typed pod template.
-
-The template is an allow-list, not a PodSpec: what the operator must own (ports, probes, command, labels, security
-context) cannot be overridden, in a member cluster least of all.
-"""
+"""What PrefillPool and DecodePool share: model, engine, replicas, pod template, and how instances are replaced."""
 
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import (
-    ApiModel,
-    Column,
-    Count,
-    DataKey,
-    DnsLabel,
-    DnsName,
-    Image,
-    LongText,
-    ModelName,
-    Obeys,
-    Rule,
-    Says,
-    keyed_by,
-)
+from prfaas.api.base import ApiModel, Column, Image, ModelName, Obeys, Rule, Says
+from prfaas.api.template import PodTemplate
 
-EnvName = Annotated[
-    str,
-    StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=253),
-    Says("must be letters, digits and '_', and not start with a digit"),
-]
-LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=317)]
-LABEL_KEYS = Obeys(
-    Rule(
-        "self.all(key, key.matches('^([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$'))",
-        "keys must be NAME or PREFIX/NAME: the prefix a domain in lower case, the name at most 63 letters, digits, "
-        "'-', '_' and '.', with a letter or digit at both ends",
-    )
-)
-LabelValue = Annotated[
-    str,
-    StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63),
-    Says("must be a label value: letters, digits, '-', '_' and '.', with a letter or digit at both ends"),
-]
-Quantity = Annotated[
-    int | str,
-    Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64}),
-    Obeys(
-        Rule(
-            "isQuantity(string(self)) && sign(quantity(string(self))) >= 0",
-            "must be a quantity of zero or more, such as 2, 500m or 8Gi",
-        )
-    ),
-]
-LabelMap = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), LABEL_KEYS]
-QuantityMap = Annotated[dict[LabelKey, Quantity], Field(max_length=16), LABEL_KEYS]
-MountPath = Annotated[
-    str,
-    StringConstraints(pattern=r"^/[^:]+$", max_length=1024),
-    Says("must be an absolute path other than /, without ':'"),
-]
 ClusterName = Annotated[
     str,
     StringConstraints(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63),
     Says("must be the name of a MemberCluster (lower-case letters, digits and '-'), or empty for the hub"),
 ]
-OWN_FLAGS = "model-source|model-name|host|api-port|data-port|instance|cluster|pool|role|drain-seconds"
+Share = Annotated[
+    int | str,
+    Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 4}),
+    Obeys(
+        Rule(
+            "type(self) == int ? self >= 0 && self <= 10000 : string(self).matches('^([1-9]?[0-9]|100)%$')",
+            "must be a number of instances such as 1, or a percentage up to 100% such as 25%",
+        )
+    ),
+]
+OWN_FLAGS = (
+    "model-source|model-name|host|api-port|data-port|instance|cluster|pool|role|drain-seconds|egress-file|tls-dir"
+)
+FOREIGN_FLAGS = (
+    "model|model-path|served-model-name|port|kv-transfer-config|kv-events-config|disaggregation-mode|"
+    "disaggregation-bootstrap-port"
+)
 Argument = Annotated[str, StringConstraints(max_length=1024)]
 
 
@@ -89,236 +53,88 @@ class Engine(ApiModel):
         Rule(
             f"!has(self.args) || !self.args.exists(a, a.matches('^--({OWN_FLAGS})(=|$)'))",
             "args cannot set what the operator sets from the pool (--model-source, --model-name, --host, --api-port, "
-            "--data-port, --instance, --cluster, --pool, --role, --drain-seconds): change the pool's own fields",
+            "--data-port, --instance, --cluster, --pool, --role, --drain-seconds, --egress-file, --tls-dir): change "
+            "the pool's own fields",
             field="args",
             reason="FieldValueForbidden",
         ),
+        Rule(
+            f"self.type == 'prfaas' || !has(self.args) || !self.args.exists(a, a.replace('_', '-').matches("
+            f"'^--({FOREIGN_FLAGS})(=|$)'))",
+            "args cannot set what the operator sets for vllm and sglang (--model, --model-path, --served-model-name, "
+            "--host, --port, --kv-transfer-config, --kv-events-config, --disaggregation-mode, "
+            "--disaggregation-bootstrap-port): change the pool's own fields",
+            field="args",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type == 'prfaas' || self.image != 'prfaas/worker:latest'",
+            "name an image of that engine, such as vllm/vllm-openai:v0.11.0",
+            field="image",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            "!has(self.connector) || self.type == 'vllm'",
+            "connector belongs to type vllm: leave it out, or change the type",
+            field="connector",
+            reason="FieldValueForbidden",
+        ),
     )
 
-    type: Literal["prfaas"] = "prfaas"
-    """Kind of engine: prfaas is the project's own worker."""
+    type: Literal["prfaas", "vllm", "sglang"] = "prfaas"
+    """Kind of engine: prfaas is the project's own worker. The pools of a policy have one kind."""
+    connector: Literal["Nixl", "Mooncake"] | None = None
+    """How instances of vLLM hand caches over; Nixl if unset."""
     image: Image = "prfaas/worker:latest"
-    """Container image of the worker."""
+    """Container image of the engine."""
     args: Annotated[list[Argument], Field(max_length=64)] = []
-    """Flags appended to the worker's own, such as --threads or --max-context."""
+    """Flags appended to those that the operator sets, such as --threads or --max-context."""
 
 
-class Resources(ApiModel):
-    """What the container asks of its node, and what it may use at most."""
-
-    rules: ClassVar = (
-        Rule(
-            "!has(self.requests) || !has(self.limits) || self.requests.all(k, !(k in self.limits) || "
-            "!isQuantity(string(self.requests[k])) || !isQuantity(string(self.limits[k])) || "
-            "quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= 0)",
-            "a request exceeds its limit: lower requests or raise limits",
-            field="requests",
-        ),
-        Rule(
-            "!has(self.requests) || self.requests.all(k, !k.contains('/') || "
-            "(has(self.limits) && k in self.limits && string(self.requests[k]) == string(self.limits[k])))",
-            "an extended resource such as nvidia.com/gpu must have the same value in limits as in requests",
-            field="limits",
-        ),
-    )
-
-    requests: QuantityMap = {}
-    """Quantities by resource name that the scheduler reserves, such as cpu: 4 or nvidia.com/gpu: 1."""
-    limits: QuantityMap = {}
-    """Quantities by resource name that the container may not exceed."""
-
-
-class Toleration(ApiModel):
-    """A core/v1 Toleration: a node's taint that the pods accept."""
+class Rollout(ApiModel):
+    """How instances are replaced when what they run changes."""
 
     rules: ClassVar = (
         Rule(
-            "!has(self.operator) || self.operator != 'Exists' || !has(self.value)",
-            "a toleration with operator Exists takes no value: remove value or use operator Equal",
-            field="value",
-            reason="FieldValueForbidden",
-        ),
-        Rule(
-            "has(self.key) || (has(self.operator) && self.operator == 'Exists')",
-            "a toleration without key matches every taint and needs operator Exists: set it, or name a key",
-            field="operator",
-        ),
-        Rule(
-            "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
-            "tolerationSeconds needs effect NoExecute: set it, or remove tolerationSeconds",
-            field="effect",
+            "!(string(self.maxSurge) in ['0', '0%'] && string(self.maxUnavailable) in ['0', '0%'])",
+            "rollout.maxSurge (default 25%) and rollout.maxUnavailable (default 0) cannot both be 0: raise one of them",
+            field="maxSurge",
         ),
     )
 
-    key: LabelKey | None = None
-    """Key of the taint; without it every taint matches."""
-    operator: Literal["Exists", "Equal"] | None = None
-    """How value compares with the taint's; Equal if unset."""
-    value: LabelValue | None = None
-    """Value of the taint, for operator Equal."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; every effect if unset."""
-    toleration_seconds: Count | None = None
-    """How long a pod stays on a node with such a NoExecute taint; for ever if unset."""
+    max_surge: Share = "25%"
+    """Instances that may exist beyond replicas, rounded up; each needs a place, and an accelerator, of its own. 0 where
+    a cluster has none to spare. Always 0 in a cluster with addressing HostIP."""
+    max_unavailable: Share = 0
+    """Instances that may be missing meanwhile, rounded down. At least 1 in a cluster with addressing HostIP, where the
+    old one must leave its node's port first."""
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether any instance may be missing."""
+        return str(self.max_unavailable) not in {"0", "0%"}
 
 
-class SecretSource(ApiModel):
-    """Files from a Secret of the pod's namespace."""
-
-    secret_name: DnsName
-    """Name of the Secret."""
-
-
-class ConfigMapSource(ApiModel):
-    """Files from a ConfigMap of the pod's namespace."""
-
-    name: DnsName
-    """Name of the ConfigMap."""
-
-
-class ClaimSource(ApiModel):
-    """A PersistentVolumeClaim of the pod's namespace; the usual home of model weights."""
-
-    claim_name: DnsName
-    """Name of the PersistentVolumeClaim."""
-    read_only: bool = True
-    """Whether the claim is attached read-only."""
-
-
-class EmptyDirSource(ApiModel):
-    """Scratch space that lives as long as the pod."""
-
-    medium: Literal["", "Memory"] = ""
-    """Memory keeps it in RAM, counted against the container's limit; empty is the node's disk."""
-    size_limit: Quantity | None = None
-    """Most that it may hold, such as 8Gi."""
-
-
-class Volume(ApiModel):
-    """A volume with exactly one source; never hostPath, which would hand a node's files to a remote user."""
-
-    rules: ClassVar = (
-        Rule(
-            "[has(self.secret), has(self.configMap), has(self.persistentVolumeClaim), has(self.emptyDir)]"
-            ".filter(x, x).size() == 1",
-            "a volume needs exactly one of secret, configMap, persistentVolumeClaim, emptyDir",
-        ),
-    )
-
-    name: DnsLabel
-    """Name that volumeMounts refer to."""
-    secret: SecretSource | None = None
-    config_map: ConfigMapSource | None = None
-    persistent_volume_claim: ClaimSource | None = None
-    empty_dir: EmptyDirSource | None = None
-
-
-class VolumeMount(ApiModel):
-    """Where a volume appears in the worker container."""
-
-    name: DnsLabel
-    """Name of an entry of volumes."""
-    mount_path: MountPath
-    """Absolute path in the container."""
-    read_only: bool = True
-    """Whether the container may not write there."""
-
-
-class KeyRef(ApiModel):
-    """One key of a Secret or ConfigMap of the pod's namespace."""
-
-    name: DnsName
-    """Name of the object."""
-    key: DataKey
-    """Key of its data."""
-
-
-class EnvSource(ApiModel):
-    """Where an environment variable's value comes from."""
-
-    rules: ClassVar = (
-        Rule(
-            "has(self.secretKeyRef) != has(self.configMapKeyRef)",
-            "valueFrom needs exactly one of secretKeyRef, configMapKeyRef",
-        ),
-    )
-
-    secret_key_ref: KeyRef | None = None
-    """A key of a Secret."""
-    config_map_key_ref: KeyRef | None = None
-    """A key of a ConfigMap."""
-
-
-class EnvVar(ApiModel):
-    """An environment variable of the worker container."""
-
-    rules: ClassVar = (
-        Rule("has(self.value) != has(self.valueFrom)", "an env entry needs exactly one of value, valueFrom"),
-        Rule(
-            "!(self.name in ['POD_IP', 'POD_NAME', 'POD_NAMESPACE'])",
-            "POD_IP, POD_NAME and POD_NAMESPACE are set by the operator: use another name",
-            field="name",
-            reason="FieldValueForbidden",
-        ),
-    )
-
-    name: EnvName
-    """Name of the variable."""
-    value: LongText | None = None
-    """Its value, as it stands."""
-    value_from: EnvSource | None = None
-
-
-class LocalRef(ApiModel):
-    """An object of the pod's namespace by name."""
-
-    name: DnsName
-    """Name of the object."""
-
-
-class PodTemplate(ApiModel):
-    """The part of a pod that a pool's owner may set; the operator owns the rest."""
-
-    rules: ClassVar = (
-        Rule(
-            "!has(self.volumeMounts) || self.volumeMounts.all(m, has(self.volumes) && "
-            "self.volumes.exists(v, v.name == m.name))",
-            "every volumeMounts[].name must name an entry of volumes",
-            field="volumeMounts",
-        ),
-        Rule(
-            "!has(self.labels) || !self.labels.exists(k, k.startsWith('prfaas.io/') || "
-            "k.startsWith('app.kubernetes.io/'))",
-            "labels under prfaas.io/ and app.kubernetes.io/ are set by the operator: use another prefix",
-            field="labels",
-            reason="FieldValueForbidden",
-        ),
-    )
-
-    labels: LabelMap = {}
-    """Labels added to the pods."""
-    annotations: Annotated[dict[LabelKey, LongText], Field(max_length=32), LABEL_KEYS] = {}
-    """Annotations added to the pods."""
-    resources: Resources = Resources()
-    """Requests and limits of the worker container."""
-    node_selector: LabelMap = {}
-    """Labels that a node must have."""
-    tolerations: Annotated[list[Toleration], Field(max_length=32)] = []
-    """Taints that the pods accept."""
-    volumes: Annotated[list[Volume], Field(max_length=16, json_schema_extra=keyed_by("name"))] = []
-    """Volumes that volumeMounts may use."""
-    volume_mounts: Annotated[list[VolumeMount], Field(max_length=16, json_schema_extra=keyed_by("mountPath"))] = []
-    """Where volumes appear in the worker container."""
-    env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra=keyed_by("name"))] = []
-    """Environment variables of the worker container."""
-    image_pull_secrets: Annotated[list[LocalRef], Field(max_length=8, json_schema_extra=keyed_by("name"))] = []
-    """Secrets with which the node pulls the image."""
-    priority_class_name: DnsName | None = None
-    """PriorityClass of the pods."""
+REPLICAS_WITHIN_BOUNDS = Rule(
+    "(!has(self.minReplicas) || self.replicas >= self.minReplicas) "
+    "&& (!has(self.maxReplicas) || self.replicas <= self.maxReplicas)",
+    "replicas (default 1) must lie between minReplicas and maxReplicas, whoever sets it: change the bounds first",
+    field="replicas",
+)
 
 
 class PoolSpec(ApiModel):
     """Spec of a pool of identical instances in one cluster."""
+
+    rules: ClassVar = (
+        REPLICAS_WITHIN_BOUNDS,
+        Rule(
+            "!has(self.engine) || !has(self.model) || self.engine.type == 'prfaas' "
+            "|| !self.model.source.startsWith('builtin:')",
+            "models that ship with the project's worker run in that alone: give a directory such as /models/kimi",
+            field="model.source",
+        ),
+    )
 
     cluster_name: ClusterName = ""
     """MemberCluster to run in; empty is the hub."""
@@ -326,9 +142,14 @@ class PoolSpec(ApiModel):
     engine: Engine = Engine()
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Number of instances wanted; /scale writes it."""
+    min_replicas: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    """Fewest instances that anybody may ask for; no bound if unset."""
+    max_replicas: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    """Most instances that anybody may ask for; no bound if unset."""
     template: PodTemplate = PodTemplate()
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
-    """How long an instance that leaves may take to finish its requests, in seconds."""
+    """How long an instance that leaves may take to finish its requests, in seconds; 0 cuts them off."""
+    rollout: Rollout = Rollout()
 
 
 POOL_NAME = Rule(
@@ -342,7 +163,7 @@ POOL_COLUMNS = (
     Column("Instances", ".status.readyReplicas", "integer", "Instances that are ready"),
     Column("Wanted", ".spec.replicas", "integer", "Instances that should exist"),
     Column("Cluster", ".spec.clusterName", description="MemberCluster it runs in; empty is the hub"),
-    Column("Model", ".spec.model.name", description="Model it serves"),
+    Column("Model", ".spec.model.name", description="Model it serves", priority=1),
     Column("Why", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the Ready condition"),
     Column("Age", ".metadata.creationTimestamp", "date", "Time since it was created"),
 )

@@ -1,9 +1,17 @@
-"""PrefillPool: instances that prefill; an offload pool in a member cluster, a local prefill pool (PD-P) in the hub."""
+"""PrefillPool: instances that prefill; an offload pool in a member cluster, a local prefill pool (PD-P) in the hub.
 
-from typing import Annotated, ClassVar
+A local one may share a DecodePool's instances instead of having its own (`shareWith`): then it says how many of them
+prefill, and nothing of what they run. What it may not say has no default in the schema, so that "left out" can be told
+from "set to the default".
+"""
 
-from prfaas.api.base import Obeys, PoolStatus, Resource, Rule
-from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, PoolSpec
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import ConfigDict, Field, StringConstraints
+from pydantic.config import JsonDict
+
+from prfaas.api.base import ApiModel, Column, Obeys, PoolStatus, Resource, Rule, Says, add_rules
+from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, ModelRef, PoolSpec
 
 # The default makes the field present in every stored object, so that the rule sees a move from or to the hub as well.
 CLUSTER_IS_FIXED = Obeys(
@@ -13,13 +21,69 @@ CLUSTER_IS_FIXED = Obeys(
         reason="FieldValueForbidden",
     )
 )
+SHARING_IS_FIXED = Obeys(
+    Rule(
+        "self == oldSelf",
+        "shareWith cannot change: create another pool, add it to the policy, then delete this one",
+        reason="FieldValueForbidden",
+    )
+)
+DecodePoolName = Annotated[
+    str,
+    StringConstraints(pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$", max_length=50),
+    Says("must be the name of a DecodePool, or empty for instances of the pool's own"),
+]
+NO_MODEL: Final = ModelRef.model_construct(name="", source="")
+"""What a pool without instances of its own runs; no request names it."""
+OF_THE_DECODE_POOL: Final = ("model", "engine", "template", "drainSeconds", "rollout", "egressMbps")
+"""Fields that describe instances, or belong to a Deployment: where instances are shared, the DecodePool has them."""
+
+
+def _add_rules_without_defaults(schema: JsonDict, model: type[ApiModel]) -> None:
+    """Put the rules into the schema, and take out defaults by which a field would never be absent."""
+    add_rules(schema, model)
+    properties: Any = schema["properties"]
+    for name in OF_THE_DECODE_POOL:
+        properties[name].pop("default", None)
 
 
 class PrefillPoolSpec(PoolSpec):
     """What the pool runs, where, and how many instances of it."""
 
+    model_config = ConfigDict(json_schema_extra=_add_rules_without_defaults)
+
+    rules: ClassVar = (
+        *PoolSpec.rules,
+        Rule(
+            "self.shareWith != '' || has(self.model)",
+            "say what the instances run, or share those of a DecodePool with shareWith",
+            field="model",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            f"self.shareWith == '' || !({' || '.join(f'has(self.{name})' for name in OF_THE_DECODE_POOL)})",
+            f"a pool that shares instances has none to describe: leave out {', '.join(OF_THE_DECODE_POOL)}, which are "
+            "the DecodePool's",
+            field="shareWith",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.shareWith == '' || self.clusterName == ''",
+            "a DecodePool's instances run in the hub: leave clusterName empty, or leave out shareWith",
+            field="clusterName",
+            reason="FieldValueForbidden",
+        ),
+    )
+
     cluster_name: Annotated[ClusterName, CLUSTER_IS_FIXED] = ""
     """MemberCluster to run in; empty is the hub. It cannot change."""
+    share_with: Annotated[DecodePoolName, SHARING_IS_FIXED] = ""
+    """DecodePool of this namespace whose instances are shared: one Deployment runs as many as both pools want, and as
+    many of them prefill as replicas says. An instance that changes sides loads no model. It cannot change."""
+    model: ModelRef = NO_MODEL
+    egress_mbps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """Most that the pool's instances send of caches, all together, in Mbit/s; no cap if unset. Each one's share is this
+    by the instances wanted, rounded down, at least 1. A change reaches them in about a minute and restarts none."""
 
 
 class PrefillPool(Resource):
@@ -28,7 +92,11 @@ class PrefillPool(Resource):
     kind_name: ClassVar = "PrefillPool"
     plural: ClassVar = "prefillpools"
     short_names: ClassVar = ("pfpool",)
-    columns: ClassVar = POOL_COLUMNS
+    columns: ClassVar = (
+        *POOL_COLUMNS[:-1],
+        Column("Shares", ".spec.shareWith", description="DecodePool whose instances it shares", priority=1),
+        POOL_COLUMNS[-1],
+    )
     scalable: ClassVar = True
     max_name_length: ClassVar = 50
     rules: ClassVar = (POOL_NAME,)

@@ -8,19 +8,17 @@ from prfaas.api.base import (
     AS_SET,
     ApiModel,
     Column,
-    Conditions,
-    Count,
     DatacenterName,
     DnsLabel,
-    Generation,
+    DnsName,
     Image,
     ModelName,
     Resource,
     Rule,
 )
-from prfaas.api.pool import Resources
+from prfaas.api.policystatus import PrfaaSPolicyStatus, Tokens
+from prfaas.api.template import Resources
 
-Tokens = Annotated[int, Field(ge=0, le=16_777_216)]
 Percent = Annotated[int, Field(ge=1, le=100)]
 DatacenterSet = Annotated[list[DatacenterName], Field(max_length=32, json_schema_extra=AS_SET)]
 
@@ -35,21 +33,22 @@ class ThresholdSpec(ApiModel):
             field="min",
         ),
         Rule(
-            "self.mode != 'Auto' || (self.tokens >= self.min && self.tokens <= self.max)",
-            "in mode Auto threshold.tokens (default 2048) must lie between threshold.min (default 256) and "
+            "!(self.mode in ['Auto', 'Priced']) || (self.tokens >= self.min && self.tokens <= self.max)",
+            "in modes Auto and Priced threshold.tokens (default 2048) must lie between threshold.min (default 256) and "
             "threshold.max (default 131072)",
             field="tokens",
         ),
     )
 
-    mode: Literal["Auto", "Fixed", "Disabled"] = "Auto"
-    """Auto moves the threshold with the measured link, Fixed keeps it at tokens, Disabled offloads nothing."""
+    mode: Literal["Auto", "Priced", "Fixed", "Disabled"] = "Auto"
+    """Auto moves the threshold with the measured link, Priced decides each request by what it costs on either side and
+    moves the threshold for when that is not known, Fixed keeps it at tokens, Disabled offloads nothing."""
     tokens: Tokens = 2048
-    """The threshold in mode Fixed; in mode Auto where it starts, and falls back to when metrics are stale."""
+    """The threshold in mode Fixed; else where it starts, and falls back to when metrics are stale."""
     min: Tokens = 256
-    """Lowest threshold that mode Auto may choose, in tokens."""
+    """Lowest threshold that modes Auto and Priced may choose, in tokens."""
     max: Tokens = 131_072
-    """Highest threshold that mode Auto may choose, in tokens."""
+    """Highest threshold that modes Auto and Priced may choose, in tokens."""
 
 
 class Watermarks(ApiModel):
@@ -70,14 +69,52 @@ class Watermarks(ApiModel):
 
 
 class Intervals(ApiModel):
-    """How often the scheduler looks at the link."""
+    """How often the scheduler looks at the link, and the operator at the load."""
 
     short_seconds: Annotated[int, Field(ge=1, le=300)] = 1
     """Seconds between two looks at the link, each of which may move the threshold."""
+    long_seconds: Annotated[int, Field(ge=10, le=3600)] = 60
+    """Seconds between two looks at load and capacity, each of which may convert or scale, where the policy does."""
+
+
+Cooldown = Annotated[int, Field(ge=0, le=86_400)]
+
+
+class Conversion(ApiModel):
+    """Whether instances of a Deployment that two pools share change sides by themselves."""
+
+    enabled: bool = False
+    """Convert instances where that serves more requests. Pools whose replicas others own are left alone."""
+    min_prefill: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Fewest instances of the shared Deployment that prefill."""
+    min_decode: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Fewest instances of it that decode."""
+    cooldown_seconds: Cooldown = 300
+    """Seconds after a change before the next conversion."""
+
+
+class Scaling(ApiModel):
+    """Whether the policy says how many instances its pools have."""
+
+    mode: Literal["None", "Auto"] = "None"
+    """Auto scales every pool that has maxReplicas set, within its bounds. Pools whose replicas others own are left
+    alone."""
+    target_load_percent: Percent = 70
+    """Load, in percent of what prefill or decode can do, above which instances are added; they are taken away where
+    the rest would stay below three quarters of it."""
+    cooldown_seconds: Cooldown = 300
+    """Seconds after a change before the next one in number."""
+
+
+class Slo(ApiModel):
+    """What users are promised."""
+
+    ttft_millis: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    """P90 of the time to the first token, in milliseconds: conversion and scaling keep the predicted one below it."""
 
 
 class Metrics(ApiModel):
-    """Where the scheduler reads measurements; needed for threshold mode Auto."""
+    """Where the scheduler reads measurements; needed for threshold modes Auto and Priced."""
 
     rules: ClassVar = (
         Rule(
@@ -111,6 +148,13 @@ class Datacenters(ApiModel):
     """Datacenters that no prompt of this policy may reach."""
 
 
+class ApiKeysSecretRef(ApiModel):
+    """The Secret, in the policy's own namespace, whose every entry is a client of the gateway: a name, and keys."""
+
+    name: DnsName
+    """Name of the Secret. The gateway's pods mount it, and follow it when it changes; nothing reads it from the API."""
+
+
 class GatewaySpec(ApiModel):
     """The gateway Deployment that the operator renders for this policy."""
 
@@ -120,6 +164,11 @@ class GatewaySpec(ApiModel):
     """Container image of the gateway and its scheduler sidecar."""
     resources: Resources = Resources()
     """Requests and limits of the router container."""
+    api_keys_secret_ref: ApiKeysSecretRef | None = None
+    """Who may ask, and how much: each entry is a client's keys, one a line, or a JSON object with keys and limits.
+    Anybody may ask where this is unset."""
+    drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
+    """How long a gateway pod that leaves may take to finish its requests, in seconds; streams among them."""
 
 
 class PrfaaSPolicySpec(ApiModel):
@@ -127,8 +176,8 @@ class PrfaaSPolicySpec(ApiModel):
 
     rules: ClassVar = (
         Rule(
-            "self.threshold.mode != 'Auto' || has(self.metrics)",
-            "threshold.mode Auto needs metrics.prometheusUrl: set it, or use mode Fixed",
+            "!(self.threshold.mode in ['Auto', 'Priced']) || has(self.metrics)",
+            "threshold.mode Auto or Priced needs metrics.prometheusUrl: set it, or use mode Fixed",
             field="metrics",
             reason="FieldValueRequired",
         ),
@@ -144,6 +193,12 @@ class PrfaaSPolicySpec(ApiModel):
             "measurement would be stale",
             field="metrics.staleAfterSeconds",
         ),
+        Rule(
+            "has(self.metrics) || (self.scaling.mode == 'None' && !self.conversion.enabled)",
+            "conversion and scaling decide from measurements: set metrics.prometheusUrl, or turn them off",
+            field="metrics",
+            reason="FieldValueRequired",
+        ),
     )
 
     model: ModelName
@@ -156,31 +211,13 @@ class PrfaaSPolicySpec(ApiModel):
     link: Watermarks = Watermarks()
     intervals: Intervals = Intervals()
     metrics: Metrics | None = None
+    conversion: Conversion = Conversion()
+    scaling: Scaling = Scaling()
+    slo: Slo = Slo()
     on_offload_failure: Literal["PrefillLocally", "Reject"] = "PrefillLocally"
     """What happens to a request whose offload fails: prefill it in the hub, or answer with an error."""
     datacenters: Datacenters = Datacenters()
     gateway: GatewaySpec = GatewaySpec()
-
-
-class PrfaaSPolicyStatus(ApiModel):
-    """What the operator (instances, Ready) and the scheduler (threshold, link) observed."""
-
-    observed_generation: Generation = 0
-    """The metadata.generation that this status was computed from."""
-    threshold_tokens: Tokens | None = None
-    """Threshold in force, in tokens of incremental length."""
-    bandwidth: Literal["Scarce", "Abundant"] | None = None
-    """Whether the link is short of bandwidth."""
-    offloaded_percent: Annotated[int, Field(ge=0, le=100)] | None = None
-    """Share of recent requests that were offloaded."""
-    link_utilisation_percent: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """Present traffic of the busiest link in percent of its effective capacity."""
-    ready_prefill: Count = 0
-    """Prefill instances that are ready, in all clusters."""
-    ready_decode: Count = 0
-    """Decode instances that are ready."""
-    conditions: Conditions = []
-    """Whether the policy serves, and whether metrics and link are in order."""
 
 
 class PrfaaSPolicy(Resource):
@@ -201,11 +238,12 @@ class PrfaaSPolicy(Resource):
     columns: ClassVar = (
         Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether the endpoint serves"),
         Column("Threshold", ".status.thresholdTokens", "integer", "Longer prompts are offloaded, in tokens"),
-        Column("Bandwidth", ".status.bandwidth", description="Scarce or Abundant"),
+        Column("Bandwidth", ".status.bandwidth", description="Scarce or Abundant", priority=1),
         Column("Link %", ".status.linkUtilisationPercent", "integer", "Utilisation of the link"),
-        Column("Offloaded %", ".status.offloadedPercent", "integer", "Share of requests that were offloaded"),
+        Column("Offloaded %", ".status.offloadedPercent", "integer", "Share of requests offloaded", priority=1),
         Column("Prefill", ".status.readyPrefill", "integer", "Prefill instances that are ready"),
         Column("Decode", ".status.readyDecode", "integer", "Decode instances that are ready"),
+        Column("Balanced", '.status.conditions[?(@.type=="Balanced")].reason', description="Of the pools", priority=1),
         Column("Why", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the Ready condition"),
         Column("Age", ".metadata.creationTimestamp", "date", "Time since it was created"),
     )

@@ -1,10 +1,17 @@
 """The profile of an instance: T_prefill(l), S_kv(l), and Phi_kv(l) = S_kv(l) / T_prefill(l), equation (1).
 
 S follows exactly from the cache's sizes. T is measured, and two things make that hard. Other work on the machine makes
-single prefills slower by any factor, and nothing makes one faster than it is: what counts is a sample's *relative*
-error, and one that is slower than believed by more than a tolerance pulls no harder than at it (Huber, on one side).
-And traffic does not visit all lengths: old samples are forgotten per class of length and offset, powers of two, so that
-a thousand short prompts do not erase what was known of long ones.
+single prefills slower by any factor, and nothing makes one faster than it is. And traffic does not visit all lengths.
+
+Samples looked at together are upper bounds, so the curve that counts is the highest one which none of them is below
+(deterministic frontier, Aigner and Chu 1968). What lies far above it was disturbed and is left out, and the rest is
+fitted by its relative error: one slow sample at the longest length would else be taken for a square, and make prompts
+beyond it look many times as slow.
+
+Single samples refine that. One that is slower than believed by more than a tolerance pulls no harder than at it (Huber,
+on one side). Old ones are forgotten per class of length and offset, powers of two, so that a thousand short prompts do
+not erase what was known of long ones. Where the first measurement still stands in for traffic it is scaled: all of it
+may have been disturbed, and the quickest of the latest prefills tells by how much.
 
 T(l) = fixed + token * l + squared * l^2 with no coefficient below zero is monotone, never negative, and right for
 linear layers (fixed, token) and full attention (squared). A prefill of n tokens behind s cached ones costs
@@ -13,18 +20,22 @@ fixed + token * n + squared * ((s + n)^2 - s^2): the fixed part is paid again, t
 
 import math
 import operator
-import statistics
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Final, NamedTuple
 
 from prfaas.wire.profile import Profile
 
 Coefficients = tuple[float, float, float]
+_Class = tuple[int, int]
 
-_MEMORY_SAMPLES: Final = 16.0
+_MEMORY_SAMPLES: Final = 16
 """Each class remembers about so many of its latest prefills."""
 _TOLERANCE: Final = 0.1
 """Samples slower than believed by up to this share of their time weigh fully."""
+_DISTURBED: Final = 1.15
+"""Samples that took this many times as long as the frontier says are not fitted."""
 _FIT_ROUNDS: Final = 30
 _SHORTEST_SECONDS: Final = 1e-7
 _LONGEST_SECONDS: Final = 1e6
@@ -64,31 +75,61 @@ class Curve:
 
     def __init__(self) -> None:
         self.coefficients: Coefficients = (0.0, 0.0, 0.0)
-        self._sums: dict[tuple[int, int], _Sums] = {}
+        self._sums: dict[_Class, _Sums] = {}
         self._samples = 0
         self._max_tokens = 0
+        self._error = _Fading()
+        # What was measured together: its sums, its curve, and how long prefills took since, as shares of that curve.
+        self._first: dict[_Class, _Sums] = {}
+        self._first_coefficients = self.coefficients
+        # A pause of the machine says nothing yet: it takes a whole memory of slow ones to believe that it is slower.
+        self._paces = deque([1.0] * _MEMORY_SAMPLES, maxlen=_MEMORY_SAMPLES)
 
     @classmethod
     def fitted(cls, samples: Iterable[Sample]) -> "Curve":
-        """Fit to samples looked at together, those of one length and offset as their median."""
+        """Fit to a few samples looked at together, of which those that others prove disturbed do not count."""
         kept = [sample for sample in samples if _usable(sample)]
-        medians = _medians(kept)
         curve = cls()
+        if not kept:
+            return curve
+        quickest = _quickest(kept)
+        frontier = _frontier(quickest)
+        fitting = [
+            sample
+            for sample in quickest
+            if sample.seconds <= _DISTURBED * _seconds(frontier, sample.tokens, sample.start_tokens)
+        ]
+        belief = frontier
         for _ in range(_FIT_ROUNDS):
-            belief, curve = curve.coefficients, cls()
-            for sample in medians:
-                curve._note(sample, belief)
-            curve.coefficients = _solve(curve._sums.values())
+            curve._first = {}
+            for sample in fitting:
+                _note(curve._first, sample, belief)
+            curve.coefficients = _solve(curve._first.values())
             if curve.coefficients == belief:
                 break
+            belief = curve.coefficients
+        for sample in fitting:
+            curve._error.add(_error(curve.coefficients, sample))
+        curve._first_coefficients = curve.coefficients
         curve._samples = len(kept)
+        curve._max_tokens = max(sample.start_tokens + sample.tokens for sample in fitting)
         return curve
 
     def add(self, sample: Sample) -> None:
         """Learn from one more prefill; one without tokens or time teaches nothing."""
-        if _usable(sample):
-            self._note(sample, self.coefficients)
-            self.coefficients = _solve(self._sums.values())
+        if not _usable(sample):
+            return
+        if self._samples:
+            self._error.add(_error(self.coefficients, sample))
+        place = _note(self._sums, sample, self.coefficients)
+        if place in self._first:
+            self._first[place].fade()
+        if first := _seconds(self._first_coefficients, sample.tokens, sample.start_tokens):
+            self._paces.append(sample.seconds / first)
+        pace = min(self._paces)
+        self.coefficients = _solve([*self._sums.values(), *(sums.scaled(pace) for sums in self._first.values())])
+        self._samples += 1
+        self._max_tokens = max(self._max_tokens, sample.start_tokens + sample.tokens)
 
     def profile(self, state_bytes: int, token_bytes: int) -> Profile:
         """Return the curve as it is now beside the cache's sizes."""
@@ -101,17 +142,8 @@ class Curve:
             squared_seconds=squared,
             samples=self._samples,
             max_tokens=self._max_tokens,
+            relative_error=self._error.value,
         )
-
-    def _note(self, sample: Sample, belief: Coefficients) -> None:
-        """Add a sample to the sums of its class, weighed by its error against what is believed."""
-        expected = _seconds(belief, sample.tokens, sample.start_tokens) or sample.seconds
-        slower = 1 - expected / sample.seconds
-        weight = min(1.0, _TOLERANCE / slower if slower > 0 else 1.0) / sample.seconds**2
-        place = sample.tokens.bit_length(), sample.start_tokens.bit_length()
-        self._sums.setdefault(place, _Sums()).add(_features(sample.tokens, sample.start_tokens), sample.seconds, weight)
-        self._samples += 1
-        self._max_tokens = max(self._max_tokens, sample.start_tokens + sample.tokens)
 
 
 class _Sums:
@@ -122,11 +154,52 @@ class _Sums:
         self.vector = [0.0] * 3
 
     def add(self, features: Coefficients, seconds: float, weight: float) -> None:
-        keep = 1 - 1 / _MEMORY_SAMPLES
+        """Take a sample in."""
+        self.fade()
         for row in range(3):
-            self.vector[row] = keep * self.vector[row] + weight * features[row] * seconds
+            self.vector[row] += weight * features[row] * seconds
             for column in range(3):
-                self.matrix[row][column] = keep * self.matrix[row][column] + weight * features[row] * features[column]
+                self.matrix[row][column] += weight * features[row] * features[column]
+
+    def fade(self) -> None:
+        """Make older samples count less, as one more is there."""
+        keep = 1 - 1 / _MEMORY_SAMPLES
+        self.vector = [keep * value for value in self.vector]
+        self.matrix = [[keep * value for value in row] for row in self.matrix]
+
+    def scaled(self, pace: float) -> "_Sums":
+        """Return the sums of the same samples, had each taken `pace` times as long."""
+        scaled = _Sums()
+        scaled.vector = [value / pace for value in self.vector]
+        scaled.matrix = [[value / pace**2 for value in row] for row in self.matrix]
+        return scaled
+
+
+class _Fading:
+    """A mean of the latest values."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        """Take a value in."""
+        self._count += 1
+        self.value += (value - self.value) / min(self._count, _MEMORY_SAMPLES)
+
+
+def _note(classes: "dict[_Class, _Sums]", sample: Sample, belief: Coefficients) -> _Class:
+    """Add a sample to the sums of its class, weighed by its error against what is believed; returns the class."""
+    expected = _seconds(belief, sample.tokens, sample.start_tokens) or sample.seconds
+    slower = 1 - expected / sample.seconds
+    weight = min(1.0, _TOLERANCE / slower if slower > 0 else 1.0) / sample.seconds**2
+    place = sample.tokens.bit_length(), sample.start_tokens.bit_length()
+    classes.setdefault(place, _Sums()).add(_features(sample.tokens, sample.start_tokens), sample.seconds, weight)
+    return place
+
+
+def _error(belief: Coefficients, sample: Sample) -> float:
+    return abs(1 - _seconds(belief, sample.tokens, sample.start_tokens) / sample.seconds)
 
 
 def _usable(sample: Sample) -> bool:
@@ -147,11 +220,38 @@ def _coefficients(profile: Profile) -> Coefficients:
     return profile.fixed_seconds, profile.token_seconds, profile.squared_seconds
 
 
-def _medians(samples: Iterable[Sample]) -> list[Sample]:
-    seconds: dict[tuple[int, int], list[float]] = {}
-    for sample in samples:
-        seconds.setdefault((sample.tokens, sample.start_tokens), []).append(sample.seconds)
-    return [Sample(tokens, statistics.median(found), start) for (tokens, start), found in seconds.items()]
+def _quickest(samples: Iterable[Sample]) -> list[Sample]:
+    quickest: dict[tuple[int, int], Sample] = {}
+    for sample in sorted(samples, key=operator.attrgetter("seconds")):
+        quickest.setdefault((sample.tokens, sample.start_tokens), sample)
+    return list(quickest.values())
+
+
+def _frontier(samples: Sequence[Sample]) -> Coefficients:
+    """Return the curve above none of the samples that comes nearest to them, by the mean of its shares of their times.
+
+    A linear programme in three unknowns: its best corner is found by trying all, for which there must be few samples.
+    """
+    rows = [[feature / one.seconds for feature in _features(one.tokens, one.start_tokens)] for one in samples]
+    sizes = [max(column) for column in zip(*rows, strict=True)]
+    rows = [[value / size for value, size in zip(row, sizes, strict=True)] for row in rows]
+    gains = [sum(column) for column in zip(*rows, strict=True)]
+    best, most = [0.0] * 3, 0.0
+    for support in _SUPPORTS:
+        for tight in combinations(rows, len(support)):
+            found = _eliminate([[*(row[i] for i in support), 1.0] for row in tight])
+            if found is None or min(found) < 0:
+                continue
+            corner = [0.0] * 3
+            for i, value in zip(support, found, strict=True):
+                corner[i] = value
+            gain = sum(map(operator.mul, gains, corner))
+            if gain > most * (1 + _SINGULAR) and all(
+                sum(map(operator.mul, row, corner)) < 1 + _SINGULAR for row in rows
+            ):
+                best, most = corner, gain
+    fixed, token, squared = (value / size for value, size in zip(best, sizes, strict=True))
+    return fixed, token, squared
 
 
 def _solve(classes: Iterable[_Sums]) -> Coefficients:
@@ -188,10 +288,12 @@ _SUPPORTS: Final = ((1,), (0,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 
 
 def _eliminate(rows: list[list[float]]) -> list[float] | None:
-    """Solve the symmetric equations, each row with its right side last; None where they are nearly dependent."""
+    """Solve the equations, each row with its right side last; None where they are nearly dependent."""
     size = len(rows)
     for pivot in range(size):
-        if rows[pivot][pivot] < _SINGULAR:
+        largest = max(range(pivot, size), key=lambda row: abs(rows[row][pivot]))
+        rows[pivot], rows[largest] = rows[largest], rows[pivot]
+        if abs(rows[pivot][pivot]) < _SINGULAR:
             return None
         for row in range(size):
             if row != pivot:

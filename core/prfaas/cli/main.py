@@ -10,8 +10,12 @@ from typing import Any
 
 import typer
 
-from prfaas.cli import crds
+from prfaas.cli import certs, crds
 from prfaas.cli.bench import bench
+from prfaas.cli.compare import compare
+from prfaas.cli.plan import plan
+from prfaas.cli.serve import serve
+from prfaas.cli.simulate import simulate
 from prfaas.errors import PrfaasError
 
 ENTRY_POINT_GROUP = "prfaas.commands"
@@ -47,7 +51,12 @@ def _add_stand_in(point: EntryPoint, error: ImportError) -> None:
 def build() -> typer.Typer:
     """Return the whole command with every registered subcommand mounted."""
     app.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(bench)
+    app.command("plan")(plan)
+    app.command("simulate")(simulate)
+    app.command("compare")(compare)
+    app.command("serve")(serve)
     app.add_typer(crds.app, name="crds")
+    app.add_typer(certs.app, name="certs")
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         try:
             app.add_typer(point.load(), name=point.name)

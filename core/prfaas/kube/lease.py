@@ -7,15 +7,25 @@ may take over.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 from prfaas.errors import PeerError
-from prfaas.kube.session import KubeSession, ObjectRef, StatusError
+from prfaas.kube.session import ObjectRef, StatusError
 
 NOT_FOUND = 404
 CONFLICT = 409
+
+
+class Caller(Protocol):
+    """What a Lease needs of a session with an API server; `KubeSession` is one, and says what a call raises."""
+
+    async def call(
+        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, timeout_seconds: float = 10.0
+    ) -> dict[str, Any]:
+        """Send one request and return the object it answers."""
+        ...
 
 
 class LeaseHolder:
@@ -32,7 +42,7 @@ class LeaseHolder:
 
     def __init__(
         self,
-        session: KubeSession,
+        session: Caller,
         namespace: str,
         name: str,
         identity: str,

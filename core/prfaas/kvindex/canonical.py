@@ -128,10 +128,10 @@ class _Place:
     """A text that was found in the prompt's bytes, perhaps without the white space around it."""
 
     def __init__(self, text: Text, found: int):
-        bare = text.data.lstrip()
+        bare = _bare(text.data)
         self.start = text.start
-        self._first = len(text.data) - len(bare)
-        self._last = self._first + len(bare.rstrip())
+        self._first = text.data.index(bare)
+        self._last = self._first + len(bare)
         self._found = found
         escapes = list(_ESCAPE.finditer(text.escaped))
         self._escape_starts = [escape.start() for escape in escapes]
@@ -156,7 +156,7 @@ def _places(texts: Sequence[Text], prompt: bytes) -> list[_Place]:
     places: list[_Place] = []
     at = 0
     for text in texts:
-        bare = text.data.strip()
+        bare = _bare(text.data)
         if not bare:
             continue
         at = prompt.find(bare, at)
@@ -165,6 +165,11 @@ def _places(texts: Sequence[Text], prompt: bytes) -> list[_Place]:
         places.append(_Place(text, at))
         at += len(bare)
     return places
+
+
+def _bare(text: bytes) -> bytes:
+    """Return a text without the white space around it, as templates strip it: more than ASCII's counts."""
+    return text.decode().strip().encode()
 
 
 def _offsets(places: Sequence[_Place], cuts: Sequence[int]) -> list[int]:

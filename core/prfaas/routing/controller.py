@@ -1,72 +1,82 @@
 """The threshold controller: how long must a prompt be to leave the hub, given what the links carry right now?
 
-A bounded multiplicative controller (section 3.4.3 of the paper), one call of `step` an interval. All that pushes back
-is put on one scale, percent:
+One pure step an interval (section 3.4.3 of the paper) makes the threshold from two parts:
 
-    utilisation  traffic / effective capacity, or the share of time in which data waited, whichever is more
-    drain        unsent bytes / effective capacity;      2 s of it count as 100 %
-    queue        prefills waiting per Ready instance;    4 of them count as 100 %
+    forward    the threshold at which offload and local pools would be equally busy on the lengths that come, and links
+               carry no more than the middle between the watermarks (prfaas.routing.feedforward)
+    back       above the high watermark the threshold rises, by up to x1.5 an interval at 100 % pressure; below the low
+               one it falls, by down to x0.7 at 0 %; between the two it holds (pressures: prfaas.routing.links)
 
-The busiest live link decides. Above the high watermark the threshold rises, by up to x1.5 an interval at 100 %; below
-the low one it falls, by down to x0.7 at 0 %; between the two it holds. Three things make this hard:
+The first is where the second may fall to, and the threshold jumps up at once when it rises. Where lengths or profiles
+are not known yet, that is the policy's minimum, and feedback alone finds the link's limit.
 
-- A link that got narrower looks *idle* beside its declared capacity: it carries 5 of 100 Mbit/s because it can carry
-  no more. So capacity is what the link was seen to deliver while data waited for it. When nothing waits there is
-  nothing to see: the last estimate is held and probed upward by a tenth an interval, as far as the declared capacity.
-- Rates are averages over a window, so the link's answer to a move comes late. A fall waits until the window has left
-  the last rise behind, and a rise needs a prompt that was offloaded within the window: once none is, a higher
-  threshold changes nothing but the time it takes to come back. Nothing moves twice on one sample.
-- Metrics lie. A figure that is no number, negative or infinite counts as not measured. Without measurements the
-  threshold holds, and goes back to the policy's own `tokens` after `stale_after_seconds`. A link that alone went
-  silent is dead (one lost scrape is not silence), and so is one whose cluster is unreachable or has no Ready
-  instance: nothing is offloaded over it from this step on.
+The hub has a pressure too, of the time that prefills wait there, and it may be the worse one: the profiles were wrong,
+or more comes than both sides can do. Equal waits are equal pressures: a request does not care where it waits. Where
+the hub's is the worse, the threshold falls whatever the link says, and a *relief* below 1 lets it go below the
+optimum. While the hub's is more than half of the link's, nothing rises: what is taken from a link that waits would
+wait in the hub, and the link catches up sooner. For the same reason the forward part keeps off a link only what waits
+longer there than in the hub.
+
+Without these it would swing:
+
+- Rates are means over a window, so the link's answer to a move comes late. A fall waits until the window has left the
+  last rise behind, and a rise until it has left a jump behind; a rise needs a prompt that was offloaded within the
+  window: once none is, a higher threshold changes nothing but the time it takes to come back. Nothing moves twice on
+  one sample.
+- Some loads have no threshold that fits: one prompt a second that saturates the link alone. Each fall that a rise
+  follows soon doubles the time until the next fall, up to four windows, so that such a load is disturbed seldom.
+- The optimum wanders with the lengths it is made from: it counts as changed only by more than a tenth.
+
+Without measurements the threshold holds, and goes back to the policy's own `tokens` after `stale_after_seconds`.
 """
 
 import math
+from operator import sub
 from typing import Literal
 
 import msgspec
 
-from prfaas.wire.control import Bandwidth
+from prfaas.names import HUB
+from prfaas.routing.feedforward import PoolFacts, optimum
+from prfaas.routing.lengths import Above, Demand
+from prfaas.routing.links import (
+    SATURATED_DRAIN_SECONDS,
+    SATURATED_QUEUE_PER_INSTANCE,
+    Link,
+    LinkFacts,
+    LinkMemory,
+    LinkReport,
+    LinkSample,
+    Moment,
+    judge,
+)
+from prfaas.routing.prices import prices_of
+from prfaas.wire.control import Bandwidth, Price
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
 RISE_FACTOR = 1.5
 FALL_FACTOR = 0.7
-PROBE_FACTOR = 1.1
-SATURATED_DRAIN_SECONDS = 2.0
-SATURATED_QUEUE_PER_INSTANCE = 4.0
-MIN_BACKLOGGED_FRACTION = 0.02  # below this too little data waited to say what the link can deliver
 MIN_RISE_FROM_TOKENS = 64.0  # from where a threshold of 0, which no factor moves, starts to rise
-MAX_PERCENT = 1000.0
-SILENT_AFTER_SECONDS = 1.5  # a busy worker may miss one scrape of a second; then the link would flap
+MAX_PATIENCE_WINDOWS = 4
+BASE_DEAD_BAND = 0.1
+USUAL_WAIT_SECONDS = 1.0  # what waits longer than a cache on its way is a backlog
+UNKNOWN_PREFILL_SECONDS = SATURATED_DRAIN_SECONDS / SATURATED_QUEUE_PER_INSTANCE  # of a pool that was never measured
+RELIEF_FALL, RELIEF_RISE, MIN_RELIEF = 0.8, 1.05, 0.25
 
-LinkState = Literal["Alive", "Unreachable", "NoReadyInstance", "Silent"]
 MetricsState = Literal["Fresh", "Held", "Stale"]
 
-
-class LinkSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of one link. Anything may be absurd; `usable` says what of it is believed."""
-
-    sampled_at_seconds: float
-    """When the newest sample was taken, by the measuring system's clock; only told apart from the one before."""
-    age_seconds: float
-    traffic_mbps: float | None = None
-    delivery_mbps: float | None = None
-    """Rate of delivery over the time in which data waited; None: none did."""
-    backlogged_fraction: float = 0.0
-    """Share of wall time in which data waited, 0 to 1."""
-    unsent_bytes: float = 0.0
-    waiting_prefills: float = 0.0
+__all__ = ["Config", "Facts", "LinkFacts", "LinkSample", "Offered", "State", "Step", "initial_state", "step"]
 
 
-class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One link: what the routing table says of it, and its sample. None: no instance there was measured."""
+class Offered(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes, and what the pools can do about it."""
 
-    cluster: str
-    capacity_mbps: float
-    reachable: bool
-    ready_instances: int
-    sample: LinkSample | None
+    demand: Demand
+    arrivals_per_second: float | None
+    """All requests that were decided; None: not known."""
+    pools: tuple[PoolFacts, ...]
+    local_waiting_prefills: float = 0.0
+    """Prefills that wait in the hub's pools."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +88,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Fresh samples of the hub came in: a link without any is then dead, not merely unseen."""
     recent_offloads: int | None
     """Prompts offloaded within the last `window_seconds`; None: not known."""
+    offered: Offered | None = None
+    """None: no lengths or no profile are known."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,19 +104,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """The window of rates; follows `stale_after_seconds`, which a site that scrapes seldom has to raise anyway."""
         return max(5, self.stale_after_seconds // 2)
 
-
-class LinkMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of one link from step to step."""
-
-    cluster: str
-    declared_mbps: float
-    effective_mbps: float
-    utilisation_percent: float | None
-    sampled_at_seconds: float | None
-    measured_at_seconds: float
-    """When, by our clock, a new sample came last, or the link was first known."""
-    heard_at_seconds: float
-    """When, by our clock, there was a sample at all; -inf: never."""
+    @property
+    def target_share(self) -> float:
+        """Share of its effective capacity that a link is planned to carry."""
+        return (self.watermarks.high_percent + self.watermarks.low_percent) / 200.0
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,18 +115,16 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: float
     bandwidth: Bandwidth = "Scarce"
+    base_tokens: float | None = None
+    """The optimum as last counted; None: not known."""
+    relief: float = 1.0
+    """What the optimum is multiplied with, MIN_RELIEF to 1."""
     risen_at_seconds: float = -math.inf
+    fell_at_seconds: float = -math.inf
+    jumped_at_seconds: float = -math.inf
+    patience_seconds: float = 0.0
+    """How long a fall waits after a rise, where longer than the window."""
     links: tuple[LinkMemory, ...] = ()
-
-
-class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step thinks of one link."""
-
-    cluster: str
-    state: LinkState
-    effective_mbps: float
-    utilisation_percent: float | None
-    """0 to 1000, of the effective capacity; None: never measured."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,18 +135,22 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: Bandwidth
     offload_clusters: tuple[str, ...]
     links: tuple[LinkReport, ...]
+    prices: tuple[Price, ...] = ()
+    """What each cluster charges by; empty: not in mode Priced, or not known."""
     metrics: MetricsState
     """Fresh: every live link brought a new sample. Held: one did not. Stale: one did not for `stale_after_seconds`."""
     reason: str
 
 
-class _Link(msgspec.Struct, frozen=True, kw_only=True):
-    """One link within a step. Pressures are None when it brought nothing new."""
+class _Move(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step decides, before the bounds of the policy."""
 
-    report: LinkReport
-    memory: LinkMemory
-    link_percent: float | None
-    queue_percent: float | None
+    tokens: float
+    bandwidth: Bandwidth
+    reason: str
+    base_tokens: float | None = None
+    relief: float = 1.0
+    jumped: bool = False
 
 
 def initial_state(config: Config) -> State:
@@ -155,68 +160,191 @@ def initial_state(config: Config) -> State:
 
 def step(config: Config, state: State, facts: Facts) -> Step:
     """Judge every link, then move the threshold."""
+    moment = Moment(
+        now_seconds=facts.now_seconds, stale_after_seconds=config.stale_after_seconds, hub_measured=facts.hub_measured
+    )
     remembered = {memory.cluster: memory for memory in state.links}
-    links = [_judge(config, facts, link, remembered.get(link.cluster)) for link in facts.links]
+    links = [judge(moment, link, remembered.get(link.cluster)) for link in facts.links]
     alive = [link for link in links if link.report.state == "Alive"]
     metrics = _metrics_state(config, facts, alive)
-    tokens, bandwidth, reason = _decide(config, state, facts, alive, metrics)
+    move = _decide(config, state, facts, alive, metrics)
     threshold = config.threshold
-    bounded = min(max(tokens, float(threshold.min_tokens)), float(threshold.max_tokens))
     offload = () if threshold.mode == "Disabled" else tuple(sorted(link.report.cluster for link in alive))
+    after = _after(config, state, facts, move, links)
+    moving = threshold.mode in {"Auto", "Priced"}
+    known = facts.offered.pools if facts.offered is not None and metrics != "Stale" else ()
     return Step(
-        state=State(
-            tokens=bounded,
-            bandwidth=bandwidth,
-            risen_at_seconds=facts.now_seconds if bounded > state.tokens else state.risen_at_seconds,
-            links=tuple(link.memory for link in links),
-        ),
-        tokens=threshold.tokens if threshold.mode != "Auto" else round(bounded),
-        bandwidth=bandwidth,
+        state=after,
+        tokens=round(after.tokens) if moving else threshold.tokens,
+        bandwidth=move.bandwidth,
         offload_clusters=offload,
         links=tuple(link.report for link in links),
         metrics=metrics,
-        reason=reason if threshold.mode == "Auto" else f"threshold mode is {threshold.mode}",
+        reason=move.reason if moving else f"threshold mode is {threshold.mode}",
+        prices=prices_of(known, alive) if threshold.mode == "Priced" else (),
     )
 
 
-def _decide(
-    config: Config, state: State, facts: Facts, alive: list[_Link], metrics: MetricsState
-) -> tuple[float, Bandwidth, str]:
+def _after(config: Config, state: State, facts: Facts, move: _Move, links: list[Link]) -> State:
+    """Return what is remembered after a move."""
+    now, window_seconds = facts.now_seconds, config.window_seconds
+    bounded = min(max(move.tokens, float(config.threshold.min_tokens)), float(config.threshold.max_tokens))
+    rose, fell = bounded > state.tokens, bounded < state.tokens
+    patience_seconds = max(state.patience_seconds, float(window_seconds))
+    if rose and not move.jumped and now - state.fell_at_seconds <= window_seconds:  # that fall was a mistake
+        patience_seconds = min(2.0 * patience_seconds, float(MAX_PATIENCE_WINDOWS * window_seconds))
+    elif now - state.risen_at_seconds > 2.0 * patience_seconds:
+        patience_seconds = float(window_seconds)
+    return State(
+        tokens=bounded,
+        bandwidth=move.bandwidth,
+        base_tokens=move.base_tokens,
+        relief=move.relief,
+        risen_at_seconds=now if rose else state.risen_at_seconds,
+        fell_at_seconds=now if fell else state.fell_at_seconds,
+        jumped_at_seconds=now if move.jumped else state.jumped_at_seconds,
+        patience_seconds=patience_seconds,
+        links=tuple(link.memory for link in links),
+    )
+
+
+def _decide(config: Config, state: State, facts: Facts, alive: list[Link], metrics: MetricsState) -> _Move:
     """Return the next threshold before its bounds, the bandwidth, and why."""
     if metrics == "Stale":
         tokens = config.threshold.tokens
         reason = f"no new measurement for {config.stale_after_seconds} s: back to {tokens} tokens"
-        return float(tokens), "Scarce", reason
-    if not alive:
-        return state.tokens, state.bandwidth, "no link is alive: nothing is offloaded"
+        return _Move(tokens=float(tokens), bandwidth="Scarce", reason=reason)
     measured = [link for link in alive if link.link_percent is not None]
     if not measured:
-        return state.tokens, state.bandwidth, "no new measurement: held"
-    busiest = max(measured, key=_pressure_percent)
-    bandwidth = _bandwidth(config, state.bandwidth, max(link.link_percent or 0.0 for link in measured))
-    tokens, move = _move(config, state, facts, _pressure_percent(busiest))
+        reason = "no new measurement: held" if alive else "no link is alive: nothing is offloaded"
+        return _Move(
+            tokens=state.tokens,
+            bandwidth=state.bandwidth,
+            reason=reason,
+            base_tokens=state.base_tokens,
+            relief=state.relief,
+        )
+    busiest = max(measured, key=lambda link: link.pressure_percent)
+    pressure_percent = busiest.pressure_percent
+    local_seconds = _local_wait_seconds(facts.offered, state.tokens)
+    local_percent = 100.0 * local_seconds / SATURATED_DRAIN_SECONDS
+    base = _base(config, state, facts.offered, alive, local_seconds)
+    relief = _relief(config, state, pressure_percent, local_percent) if base is not None else 1.0
+    floor = base * relief if base is not None else 0.0
+    moved, word = _fed_back(config, state, facts, pressure_percent, local_percent)
+    if moved < floor:
+        moved, word = floor, "at the optimum of the lengths" if state.tokens <= floor else "lowered to the optimum"
     report = busiest.report
     reason = (
-        f"link {report.cluster} under {_pressure_percent(busiest):.0f}% pressure, "
-        f"{report.utilisation_percent or 0.0:.0f}% of {report.effective_mbps:.1f} Mbit/s used: {move}"
+        f"link {report.cluster} under {pressure_percent:.0f}% pressure, "
+        f"{report.utilisation_percent or 0.0:.0f}% of {report.effective_mbps:.1f} Mbit/s used: {word}"
     )
-    return tokens, bandwidth, reason
+    return _Move(
+        tokens=moved,
+        bandwidth=_bandwidth(config, state.bandwidth, max(link.link_percent or 0.0 for link in measured)),
+        reason=reason,
+        base_tokens=base,
+        relief=relief,
+        jumped=moved == floor > state.tokens and base != state.base_tokens,
+    )
 
 
-def _move(config: Config, state: State, facts: Facts, pressure_percent: float) -> tuple[float, str]:
-    """Return the threshold after one move under this pressure, and the word for it. Monotone in the pressure."""
-    low, high = config.watermarks.low_percent, config.watermarks.high_percent
-    if pressure_percent > high:
-        if facts.recent_offloads == 0:
-            return state.tokens, "held, nothing was offloaded lately"
-        share = min(1.0, (pressure_percent - high) / max(1.0, 100.0 - high))
-        return max(state.tokens, MIN_RISE_FROM_TOKENS) * (1.0 + (RISE_FACTOR - 1.0) * share), "raised"
-    if pressure_percent < low:
-        if facts.now_seconds - state.risen_at_seconds < config.window_seconds:
-            return state.tokens, "held, it rose a moment ago"
-        share = (low - pressure_percent) / low
-        return state.tokens * (1.0 - (1.0 - FALL_FACTOR) * share), "lowered"
-    return state.tokens, "held between the watermarks"
+def _base(
+    config: Config, state: State, offered: Offered | None, alive: list[Link], local_seconds: float
+) -> float | None:
+    """Return the optimum on what is offered, the one before where it hardly changed; None: not known."""
+    if offered is None:
+        return None
+    bounds = float(config.threshold.min_tokens), float(config.threshold.max_tokens)
+    carried_mbps = {link.report.cluster: _planned_mbps(config, link, local_seconds) for link in alive}
+    base = optimum(offered.demand, offered.pools, carried_mbps, offered.arrivals_per_second, bounds)
+    before = state.base_tokens
+    if base is None or before is None:
+        return base
+    kept = bounds[0] <= before <= bounds[1] and abs(base - before) <= BASE_DEAD_BAND * before
+    return before if kept else base
+
+
+def _planned_mbps(config: Config, link: Link, local_seconds: float) -> float:
+    """Return what a link may carry: its share of the capacity, less what drains a backlog as fast as it came to be.
+
+    A backlog is what waits for longer than in the hub.
+    """
+    effective_mbps = link.report.effective_mbps
+    waiting_seconds = link.memory.unsent_bytes * 8 / 1e6 / effective_mbps
+    backlog_share = max(0.0, waiting_seconds - max(USUAL_WAIT_SECONDS, local_seconds)) / USUAL_WAIT_SECONDS
+    return effective_mbps * max(0.001, config.target_share - backlog_share)
+
+
+def _relief(config: Config, state: State, pressure_percent: float, local_percent: float) -> float:
+    """Return how far below the optimum the threshold may go, from what waits in the hub."""
+    if local_percent > max(pressure_percent, float(config.watermarks.high_percent)):
+        return max(MIN_RELIEF, state.relief * RELIEF_FALL)
+    return min(1.0, state.relief * RELIEF_RISE) if local_percent < config.watermarks.low_percent else state.relief
+
+
+def _local_wait_seconds(offered: Offered | None, threshold_tokens: float) -> float:
+    """Return how long prefills wait in the hub's pools; 0 where there are none or nothing sensible was measured."""
+    if offered is None:
+        return 0.0
+    pools = [pool for pool in offered.pools if pool.cluster == HUB and pool.ready_instances > 0]
+    instances = sum(pool.ready_instances for pool in pools)
+    waiting = offered.local_waiting_prefills
+    if instances < 1 or not math.isfinite(waiting):
+        return 0.0
+    below = Above(*map(sub, offered.demand.above(0.0), offered.demand.above(threshold_tokens)))
+    seconds = sum(pool.ready_instances * _mean_seconds(pool, below) for pool in pools) / instances
+    return waiting * seconds / instances
+
+
+def _mean_seconds(pool: PoolFacts, part: Above) -> float:
+    """Return what a prompt of this part of the demand takes at a pool."""
+    known = pool.profile.samples > 0 and part.share > 0
+    return part.seconds(pool.profile) / part.share if known else UNKNOWN_PREFILL_SECONDS
+
+
+def _fed_back(
+    config: Config, state: State, facts: Facts, pressure_percent: float, local_percent: float
+) -> tuple[float, str]:
+    """Return the threshold after one move under these pressures, and the word for it.
+
+    It never falls with the link's pressure, and never rises with the hub's.
+    """
+    high = float(config.watermarks.high_percent)
+    worst = max(high, pressure_percent)
+    if pressure_percent > high and local_percent <= worst:
+        return _raised(config, state, facts, pressure_percent, local_percent)
+    low = float(config.watermarks.low_percent)
+    for_link = max(0.0, (low - pressure_percent) / low)
+    for_hub = min(1.0, max(0.0, (local_percent - worst) / 100.0))
+    if for_link > for_hub and facts.now_seconds - state.risen_at_seconds < _patience_seconds(config, state):
+        return _lowered(state, for_hub), "held, it rose a moment ago"
+    word = "lowered, more waits in the hub" if for_hub > for_link else "lowered"
+    share = max(for_link, for_hub)
+    return _lowered(state, share), word if share else "held between the watermarks"
+
+
+def _raised(
+    config: Config, state: State, facts: Facts, pressure_percent: float, local_percent: float
+) -> tuple[float, str]:
+    """Return the threshold under a pressure above the high watermark."""
+    high = float(config.watermarks.high_percent)
+    if local_percent > max(high, pressure_percent / 2.0):
+        return state.tokens, "held, the hub is busy too"
+    if facts.recent_offloads == 0:
+        return state.tokens, "held, nothing was offloaded lately"
+    if facts.now_seconds - state.jumped_at_seconds < config.window_seconds:
+        return state.tokens, "held, the optimum rose a moment ago"
+    share = min(1.0, (pressure_percent - high) / max(1.0, 100.0 - high))
+    return max(state.tokens, MIN_RISE_FROM_TOKENS) * (1.0 + (RISE_FACTOR - 1.0) * share), "raised"
+
+
+def _lowered(state: State, share: float) -> float:
+    return state.tokens * (1.0 - (1.0 - FALL_FACTOR) * share)
+
+
+def _patience_seconds(config: Config, state: State) -> float:
+    return max(state.patience_seconds, config.window_seconds)
 
 
 def _bandwidth(config: Config, before: Bandwidth, link_percent: float) -> Bandwidth:
@@ -226,7 +354,7 @@ def _bandwidth(config: Config, before: Bandwidth, link_percent: float) -> Bandwi
     return "Abundant" if link_percent < config.watermarks.low_percent else before
 
 
-def _metrics_state(config: Config, facts: Facts, alive: list[_Link]) -> MetricsState:
+def _metrics_state(config: Config, facts: Facts, alive: list[Link]) -> MetricsState:
     """Say whether the live links, or without any the hub, were measured just now."""
     if not alive:
         return "Fresh" if facts.hub_measured else "Held"
@@ -234,120 +362,3 @@ def _metrics_state(config: Config, facts: Facts, alive: list[_Link]) -> MetricsS
     if age_seconds > config.stale_after_seconds:
         return "Stale"
     return "Fresh" if all(link.link_percent is not None for link in alive) else "Held"
-
-
-def _judge(config: Config, facts: Facts, link: LinkFacts, memory: LinkMemory | None) -> _Link:
-    """Return everything one step thinks of one link."""
-    declared_mbps = max(1.0, _number(link.capacity_mbps) or 1.0)
-    before = memory if memory and memory.declared_mbps == declared_mbps else _unknown(link, declared_mbps, facts)
-    if _heard(config, link):
-        before = msgspec.structs.replace(before, heard_at_seconds=facts.now_seconds)
-    state = _link_state(facts, link, before)
-    if state != "Alive":  # its clock starts again when it comes back: it was not expected to be measured meanwhile
-        before = msgspec.structs.replace(before, measured_at_seconds=facts.now_seconds)
-    sample = usable(link.sample)
-    traffic_mbps = None if sample is None else sample.traffic_mbps
-    if (
-        state != "Alive"
-        or sample is None
-        or traffic_mbps is None
-        or sample.age_seconds > config.stale_after_seconds
-        or sample.sampled_at_seconds == before.sampled_at_seconds
-    ):
-        return _Link(report=_report(before, state), memory=before, link_percent=None, queue_percent=None)
-    effective_mbps = effective_capacity_mbps(sample, declared_mbps, before.effective_mbps)
-    utilisation = min(MAX_PERCENT, 100.0 * max(traffic_mbps / effective_mbps, sample.backlogged_fraction))
-    drain_seconds = sample.unsent_bytes * 8 / 1e6 / effective_mbps
-    memory = LinkMemory(
-        cluster=link.cluster,
-        declared_mbps=declared_mbps,
-        effective_mbps=effective_mbps,
-        utilisation_percent=utilisation,
-        sampled_at_seconds=sample.sampled_at_seconds,
-        measured_at_seconds=facts.now_seconds,
-        heard_at_seconds=facts.now_seconds,
-    )
-    return _Link(
-        report=_report(memory, state),
-        memory=memory,
-        link_percent=max(utilisation, 100.0 * drain_seconds / SATURATED_DRAIN_SECONDS),
-        queue_percent=100.0 * sample.waiting_prefills / link.ready_instances / SATURATED_QUEUE_PER_INSTANCE,
-    )
-
-
-def _unknown(link: LinkFacts, declared_mbps: float, facts: Facts) -> LinkMemory:
-    """Return the memory of a link that was never measured, or whose declared capacity was changed."""
-    return LinkMemory(
-        cluster=link.cluster,
-        declared_mbps=declared_mbps,
-        effective_mbps=declared_mbps,
-        utilisation_percent=None,
-        sampled_at_seconds=None,
-        measured_at_seconds=facts.now_seconds,
-        heard_at_seconds=-math.inf,
-    )
-
-
-def _heard(config: Config, link: LinkFacts) -> bool:
-    """Tell whether some instance there has a sample that is not stale."""
-    return link.sample is not None and link.sample.age_seconds <= config.stale_after_seconds
-
-
-def _link_state(facts: Facts, link: LinkFacts, memory: LinkMemory) -> LinkState:
-    """Say whether prompts may cross the link at all."""
-    if not link.reachable:
-        return "Unreachable"
-    if link.ready_instances < 1:
-        return "NoReadyInstance"
-    silent = facts.now_seconds - memory.heard_at_seconds > SILENT_AFTER_SECONDS
-    return "Silent" if silent and facts.hub_measured else "Alive"
-
-
-def effective_capacity_mbps(sample: LinkSample, declared_mbps: float, held_mbps: float) -> float:
-    """Return what the link can carry now, at most what was declared; `sample` is usable and has a traffic.
-
-    While data waits it is the rate of delivery plus what others carry over the same link (traffic beyond our own data
-    that waited), else the held estimate, probed upward. A link that delivers nothing keeps a thousandth.
-    """
-    traffic_mbps = sample.traffic_mbps or 0.0
-    if sample.delivery_mbps is not None and sample.backlogged_fraction >= MIN_BACKLOGGED_FRACTION:
-        others_mbps = max(0.0, traffic_mbps - sample.delivery_mbps * sample.backlogged_fraction)
-        seen_mbps = sample.delivery_mbps + others_mbps
-    elif sample.unsent_bytes > 0:
-        seen_mbps = held_mbps  # data waits, but the window has not seen it move yet
-    else:
-        seen_mbps = max(held_mbps * PROBE_FACTOR, traffic_mbps)
-    return min(declared_mbps, max(seen_mbps, declared_mbps / 1000))
-
-
-def usable(sample: LinkSample | None) -> LinkSample | None:
-    """Return the sample with every figure either sensible or absent; None when it says nothing of its own time."""
-    if sample is None or not math.isfinite(sample.sampled_at_seconds) or not math.isfinite(sample.age_seconds):
-        return None
-    return LinkSample(
-        sampled_at_seconds=sample.sampled_at_seconds,
-        age_seconds=sample.age_seconds,
-        traffic_mbps=_number(sample.traffic_mbps),
-        delivery_mbps=_number(sample.delivery_mbps),
-        backlogged_fraction=min(1.0, _number(sample.backlogged_fraction) or 0.0),
-        unsent_bytes=_number(sample.unsent_bytes) or 0.0,
-        waiting_prefills=_number(sample.waiting_prefills) or 0.0,
-    )
-
-
-def _number(value: float | None) -> float | None:
-    """Return a finite figure of at least 0, or None."""
-    return value if value is not None and math.isfinite(value) and value >= 0 else None
-
-
-def _pressure_percent(link: _Link) -> float:
-    return max(link.link_percent or 0.0, link.queue_percent or 0.0)
-
-
-def _report(memory: LinkMemory, state: LinkState) -> LinkReport:
-    return LinkReport(
-        cluster=memory.cluster,
-        state=state,
-        effective_mbps=memory.effective_mbps,
-        utilisation_percent=memory.utilisation_percent,
-    )

@@ -10,21 +10,36 @@ The incremental length counts what no cache holds, and the two states of the lin
 
 Draining instances take nothing new, and an ejected one is left alone until its time is over. A datacenter that the
 policy forbids is never used; one that it prefers comes first, in the order given, then the cluster with the longest
-cached prefix, then the least loaded instance. A decision never waits and never fails: that nothing can serve is an
-answer too.
+cached prefix, then the instance where the request costs least, by load and cache together (prfaas.routing.affinity).
+Where prices are in force they take the threshold's place: the request goes where it costs least, with what waits there
+(prfaas.routing.prices); where the hub has no prefill instance, home is the decode instance. Who prefills is told of an
+instance that has more of the prompt, where fetching that pays.
+Instances inside TLS and plain ones do not talk to each other, nor do those of two engines, so only alike ones are
+paired. A decision never waits and never fails: that nothing can serve is an answer too.
 """
 
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec.structs import replace
 
 from prfaas.names import HUB
+from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spread
+from prfaas.routing.backlog import Work
 from prfaas.routing.facts import Decision, Facts, Leg, Refusal, Route, RouteReason
-from prfaas.wire.routes import Cluster, Instance, OnOffloadFailure
+from prfaas.routing.prices import NOTHING_WAITS, cost_seconds, work_of
+from prfaas.wire.control import Price
+from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure
 
 
 def decide(facts: Facts) -> Decision:
     """Decide where a request goes."""
     clusters = _offload_clusters(facts)
+    priced = _cheapest(facts, clusters) if facts.rule.prices else None
+    return _with_prefix(facts, priced or _by_threshold(facts, clusters))
+
+
+def _by_threshold(facts: Facts, clusters: Sequence[Cluster]) -> Decision:
+    """Decide by the incremental length alone."""
     length_tokens = incremental_tokens(facts, clusters)
     if length_tokens <= facts.rule.threshold_tokens:
         return _local(facts, "WithinThreshold")
@@ -33,14 +48,65 @@ def decide(facts: Facts) -> Decision:
     if not clusters:
         return _local(facts, "NoOffloadCluster")
     prefill = _offload_instance(facts, clusters)
-    if prefill is None:
+    decode = _decode_for(facts, prefill)
+    if prefill is None or decode is None:
         return _local(facts, "NoOffloadInstance")
-    decode = _least_loaded(facts, _usable(facts, "decode"))
-    if decode is None:
-        return Refusal(reason="NoDecodeInstance")
     return Route(
         kind="offload", reason="AboveThreshold", incremental_tokens=length_tokens, decode=decode, prefill=prefill
     )
+
+
+def _cheapest(facts: Facts, clusters: Sequence[Cluster]) -> Decision | None:
+    """Decide by prices; None where they do not compare both sides, so that the threshold has to."""
+    prices = {price.cluster: price for price in facts.rule.prices}
+    if HUB not in prices:
+        return None
+    costs = _costs(facts, prices)
+    home = _cheapest_of(facts, costs, [one for one in costs if one.cluster == HUB])
+    decode = home if home is not None and home.role == "decode" else _decode_for(facts, home)
+    if home is None or decode is None:
+        return None
+    reachable = {cluster.name for cluster in clusters}
+    away = _preferred(facts, clusters, [one for one in costs if one.cluster in reachable])
+    there = _cheapest_of(facts, costs, away)
+    taker = _decode_for(facts, there)
+    if there is None or taker is None or costs[there] >= costs[home]:
+        return _at_home(facts, "Cheaper", decode, home if home is not decode else None)
+    return Route(
+        kind="offload",
+        reason="Cheaper",
+        incremental_tokens=incremental_tokens(facts, clusters),
+        decode=taker,
+        prefill=there,
+        work=_work(facts, prices[there.cluster], there),
+    )
+
+
+def _costs(facts: Facts, prices: Mapping[str, Price]) -> dict[Instance, float]:
+    """Return what this request costs at each instance that may prefill it and is of a cluster with a price."""
+    backlog = facts.backlog or NOTHING_WAITS
+    costs: dict[Instance, float] = {}
+    works: dict[tuple[str, int], Work] = {}  # most instances of a cluster lack the same
+    prefills = _prefills(facts)
+    at_home = any(one.cluster == HUB for one in prefills)
+    for one in prefills if at_home else [*prefills, *_usable(facts, "decode")]:
+        if one.cluster in prices:
+            key = one.cluster, lacking_tokens(facts, one)
+            work = works[key] = works.get(key) or _work(facts, prices[one.cluster], one)
+            costs[one] = cost_seconds(prices[one.cluster], work, one.name, backlog, facts.now_seconds)
+    return costs
+
+
+def _cheapest_of(facts: Facts, costs: Mapping[Instance, float], instances: Sequence[Instance]) -> Instance | None:
+    """Return the instance where the request costs least; its id decides between equals."""
+    least = min((costs[one] for one in instances), default=0.0)
+    return spread(facts, [one for one in instances if costs[one] == least])
+
+
+def _work(facts: Facts, price: Price, instance: Instance) -> Work:
+    """Return what this request asks of an instance of a cluster."""
+    crossing_tokens = max(0, facts.total_tokens - facts.cached_tokens.get(HUB, 0))
+    return work_of(price, lacking_tokens(facts, instance), crossing_tokens)
 
 
 def decide_again(facts: Facts, failed: Route, leg: Leg, on_offload_failure: OnOffloadFailure) -> Decision:
@@ -51,12 +117,12 @@ def decide_again(facts: Facts, failed: Route, leg: Leg, on_offload_failure: OnOf
     instance.
     """
     if failed.kind == "local":
-        return _local(facts, failed.reason)
+        return _with_prefix(facts, _local(facts, failed.reason))
     if leg == "decode":
         return decide(facts)
     if on_offload_failure == "Reject":
         return Refusal(reason="OffloadRejected")
-    return _local(facts, "OffloadFailed")
+    return _with_prefix(facts, _local(facts, "OffloadFailed"))
 
 
 def incremental_tokens(facts: Facts, clusters: Iterable[Cluster]) -> int:
@@ -69,12 +135,38 @@ def incremental_tokens(facts: Facts, clusters: Iterable[Cluster]) -> int:
 
 def _local(facts: Facts, reason: RouteReason) -> Decision:
     """Prefill in the hub."""
-    decode = _least_loaded(facts, _usable(facts, "decode"))
+    decode = cheapest(facts, _usable(facts, "decode"))
     if decode is None:
         return Refusal(reason="NoDecodeInstance")
-    prefill = _least_loaded(facts, [one for one in _usable(facts, "prefill") if one.cluster == HUB])
-    length_tokens = max(0, facts.total_tokens - facts.cached_tokens.get(HUB, 0))
-    return Route(kind="local", reason=reason, incremental_tokens=length_tokens, decode=decode, prefill=prefill)
+    alike = [one for one in _prefills(facts) if one.cluster == HUB and _speech(one) == _speech(decode)]
+    return _at_home(facts, reason, decode, cheapest(facts, alike))
+
+
+def _at_home(facts: Facts, reason: RouteReason, decode: Instance, prefill: Instance | None) -> Route:
+    price = next((one for one in facts.rule.prices if one.cluster == HUB), None)
+    return Route(
+        kind="local",
+        reason=reason,
+        incremental_tokens=max(0, facts.total_tokens - facts.cached_tokens.get(HUB, 0)),
+        decode=decode,
+        prefill=prefill,
+        work=_work(facts, price, prefill or decode) if price is not None else None,
+    )
+
+
+def _with_prefix(facts: Facts, decision: Decision) -> Decision:
+    """Add what a route's cache means: how much is left to prefill, and who has more."""
+    if isinstance(decision, Refusal):
+        return decision
+    prefiller = decision.prefill or decision.decode
+    route = replace(decision, prefill_tokens=lacking_tokens(facts, prefiller))
+    if not facts.cached_on or not facts.profiles:
+        return route
+    others = [*_usable(facts, "decode"), *_usable(facts, "prefill")]
+    # The decode instance lends what it has over the connection that there is anyhow.
+    alike = [one for one in others if one != decision.decode and _speech(one) == _speech(prefiller)]
+    source = prefix_source(facts, prefiller, alike, [cluster.name for cluster in _offload_clusters(facts)])
+    return replace(route, prefix=source) if source is not None else route
 
 
 def _offload_clusters(facts: Facts) -> list[Cluster]:
@@ -88,9 +180,17 @@ def _offload_clusters(facts: Facts) -> list[Cluster]:
     ]
 
 
+def _preferred(facts: Facts, clusters: Sequence[Cluster], instances: Sequence[Instance]) -> list[Instance]:
+    """Return the instances in the datacenter that the policy likes best of theirs."""
+    prefer = facts.table.prefer_datacenters
+    ranks = {one.name: prefer.index(one.datacenter) if one.datacenter in prefer else len(prefer) for one in clusters}
+    best = min((ranks[one.cluster] for one in instances), default=0)
+    return [one for one in instances if ranks[one.cluster] == best]
+
+
 def _offload_instance(facts: Facts, clusters: Sequence[Cluster]) -> Instance | None:
-    """Return the least loaded instance of the best cluster that has one."""
-    usable = _usable(facts, "prefill")
+    """Return the cheapest instance of the best cluster that has one."""
+    usable = _prefills(facts)
     prefer = facts.table.prefer_datacenters
 
     def rank(cluster: Cluster) -> tuple[int, int]:
@@ -103,7 +203,25 @@ def _offload_instance(facts: Facts, clusters: Sequence[Cluster]) -> Instance | N
         return None
     best = min(map(rank, candidates))
     names = {cluster.name for cluster in candidates if rank(cluster) == best}
-    return _least_loaded(facts, [one for one in usable if one.cluster in names])
+    return cheapest(facts, [one for one in usable if one.cluster in names])
+
+
+def _prefills(facts: Facts) -> list[Instance]:
+    """Return the prefill instances that some decode instance can talk to."""
+    kinds = {_speech(one) for one in _usable(facts, "decode")}
+    return [one for one in _usable(facts, "prefill") if _speech(one) in kinds]
+
+
+def _decode_for(facts: Facts, prefill: Instance | None) -> Instance | None:
+    """Return the cheapest decode instance that can talk to a prefill instance."""
+    if prefill is None:
+        return None
+    return cheapest(facts, [one for one in _usable(facts, "decode") if _speech(one) == _speech(prefill)])
+
+
+def _speech(instance: Instance) -> tuple[EngineName, bool]:
+    """Return what two instances must have in common to talk to each other: the engine, and TLS or not."""
+    return instance.engine, instance.url.startswith("https:")
 
 
 def _usable(facts: Facts, role: str) -> list[Instance]:
@@ -117,15 +235,3 @@ def _usable(facts: Facts, role: str) -> list[Instance]:
         and one.name not in facts.tried
         and ejected.get(one.name, facts.now_seconds) <= facts.now_seconds
     ]
-
-
-def _least_loaded(facts: Facts, instances: Sequence[Instance]) -> Instance | None:
-    """Return the instance with the fewest requests in flight; the request's id decides between equals.
-
-    Taking the first by name would send every request of an idle moment, from every gateway, to one instance.
-    """
-    if not instances:
-        return None
-    fewest = min(facts.in_flight.get(one.name, 0) for one in instances)
-    equals = [one for one in instances if facts.in_flight.get(one.name, 0) == fewest]
-    return min(equals, key=lambda one: (zlib.crc32(f"{facts.request_id}/{one.name}".encode()), one.name))

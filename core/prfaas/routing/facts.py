@@ -9,7 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from prfaas.wire.control import Bandwidth, ThresholdUpdate
+from prfaas.routing.backlog import Backlog, Work
+from prfaas.wire.control import Bandwidth, Price, ThresholdUpdate
+from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
 Kind = Literal["offload", "local"]
@@ -17,6 +19,7 @@ Leg = Literal["prefill", "decode"]
 RouteReason = Literal[
     "AboveThreshold",  # l > t and an offload pool can serve
     "WithinThreshold",  # l <= t
+    "Cheaper",  # the prices in force say so, in mode Priced
     "OffloadDisabled",  # l > t, but no link is alive, or the policy's threshold mode is Disabled
     "NoOffloadCluster",  # l > t, but every cluster is unreachable or its datacenter forbidden
     "NoOffloadInstance",  # l > t, but no instance there is Ready and in use
@@ -32,6 +35,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: Bandwidth
     offload_clusters: frozenset[str]
     """Clusters with a live link; none: nothing is offloaded."""
+    prices: tuple[Price, ...] = ()
+    """What each cluster charges by; empty: the threshold decides."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +50,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     table: RoutingTable
     cached_tokens: Mapping[str, int] = {}
     """Longest cached prefix of this prompt by cluster."""
+    cached_on: Mapping[str, int] | None = None
+    """The same by instance; None: not known, and what a cluster has is taken to be at each of its instances."""
+    profiles: Mapping[str, Profile] = {}
+    """Measured profiles by instance."""
     in_flight: Mapping[str, int] = {}
     """Requests in flight by instance."""
+    queued_tokens: Mapping[str, int] = {}
+    """Tokens of prompts that an instance still computes for requests placed there."""
+    backlog: Backlog | None = None
+    """What waits where, as prices need it; None: nothing."""
     ejected_until_seconds: Mapping[str, float] = {}
     """Instances that failed lately, and until when they are left alone."""
     tried: Set[str] = frozenset()
@@ -61,6 +74,12 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     incremental_tokens: int
     decode: Instance
     prefill: Instance | None
+    prefill_tokens: int = 0
+    """Tokens of the prompt that are not cached where it is prefilled."""
+    prefix: Instance | None = None
+    """An instance from which who prefills should fetch more of the prompt's prefix than it has."""
+    work: Work | None = None
+    """What the prefill asks of `prefill` and its link; None: without prices it is not known."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +94,9 @@ Decision = Route | Refusal
 def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Rule:
     """Return the rule that a table and the scheduler's last unexpired update give together.
 
-    Only mode Auto takes the scheduler's threshold, and never outside the policy's own bounds; mode Fixed takes what it
-    knows of the links, so that a dead one is left alone. Without an update nothing is known of them, and caches are
-    judged per cluster (Scarce).
+    Modes Auto and Priced take the scheduler's threshold, never outside the policy's own bounds, and only Priced its
+    prices; mode Fixed takes what it knows of the links, so that a dead one is left alone. Without an update nothing is
+    known of them, and caches are judged per cluster (Scarce).
     """
     threshold = table.threshold
     clusters = frozenset(cluster.name for cluster in table.clusters)
@@ -87,7 +106,8 @@ def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Rule:
         return Rule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=clusters)
     bounded = min(max(update.tokens, threshold.min_tokens), threshold.max_tokens)
     return Rule(
-        threshold_tokens=bounded if threshold.mode == "Auto" else threshold.tokens,
+        threshold_tokens=threshold.tokens if threshold.mode == "Fixed" else bounded,
         bandwidth=update.bandwidth,
         offload_clusters=clusters & frozenset(update.offload_clusters),
+        prices=update.prices if threshold.mode == "Priced" else (),
     )

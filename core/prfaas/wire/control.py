@@ -9,7 +9,30 @@ from typing import Literal
 
 import msgspec
 
+from prfaas.wire.profile import Profile
+
 Bandwidth = Literal["Scarce", "Abundant"]
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cluster charges a prompt by: the mean profile of its prefill instances, and what its link carries."""
+
+    cluster: str
+    """HUB: prefilled at home."""
+    profile: Profile
+    link_mbps: float = 0.0
+    """Effective capacity toward the hub; 0 for the hub itself."""
+
+
+class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
+    """One link as the scheduler sees it, for people to look at: no decision is made by it."""
+
+    cluster: str
+    state: str
+    """Alive, or why nothing is sent over it, as `prfaas.routing.links.LinkState` has it."""
+    effective_mbps: float
+    utilisation_percent: float | None
+    """Of the effective capacity; None: never measured."""
 
 
 class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +47,9 @@ class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
     offload_clusters: tuple[str, ...]
     expires_seconds: int
     reason: str
+    prices: tuple[Price, ...] = ()
+    """By cluster, in mode Priced; empty: the threshold decides."""
+    links: tuple[LinkUse, ...] = ()
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,3 +60,5 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     failed_offloads: int
     in_flight_offloads: int
     in_flight_local: int
+    lengths: tuple[int, ...] = ()
+    """Prompts decided by incremental length, in the bins of `prfaas.routing.lengths.EDGES`; empty: not counted."""

@@ -10,12 +10,18 @@ from typing import Final, Literal
 
 import msgspec
 
+from prfaas.wire.frames import Buffer
 from prfaas.wire.kvevents import KvEvent
 from prfaas.wire.prefill import PrefillGrant, PrefillStatus
 from prfaas.wire.profile import Profile
-from prfaas.wire.transfer import Buffer
+from prfaas.wire.stats import CacheStats, LinkStats
+from prfaas.wire.trace import NO_TRACE, TraceContext
 
 FinishReason = Literal["stop", "length"]
+Direction = Literal["send", "receive"]
+Cached = Literal["prefill", "prefix"]
+"""What a transfer brings: what was computed for it, or what stood in the prefix cache."""
+Outcome = Literal["delivered", "cancelled", "expired", "failed"]
 Role = Literal["prefill", "decode", "mixed"]
 ALL_CHOICES: Final = -1
 
@@ -67,6 +73,17 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     grammar: Grammar | None = None
     cache_salt: str = ""
     """Only prompts with the same salt share cached prefixes."""
+    prefix_url: str = ""
+    """API address of an instance that may have a longer prefix of it cached than whoever prefills."""
+    trace: TraceContext = NO_TRACE
+    prefill_cluster: str = ""
+    """The cluster that the instance that prefills must prove to be of, empty for any."""
+    prefix_cluster: str = ""
+    """Likewise, of the instance that may have a longer prefix."""
+    generated: list[int] = []
+    """What was drawn of the answer already, elsewhere: it goes on behind these. For a single choice alone."""
+    choice: int = 0
+    """The first choice's number, which its random numbers and its answers go by."""
 
 
 class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -77,6 +94,28 @@ class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token_ids: list[int]
     start_token: int
     cache_salt: str = ""
+    peer: str = ""
+    """The cluster that asks, as its certificate has proven it; empty without TLS."""
+    lend_tokens: int = 0
+    """Rows and states of so many first tokens could come from the caller."""
+    prefix_url: str = ""
+    trace: TraceContext = NO_TRACE
+    prefix_cluster: str = ""
+
+
+class StartPrefix(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give a cached prefix to another instance: more than `start_token` tokens, and less than all.
+
+    Answered by Granted, or by Failed with 404 when there is none.
+    """
+
+    handle: int
+    request_id: str
+    token_ids: list[int]
+    start_token: int
+    cache_salt: str = ""
+    peer: str = ""
+    trace: TraceContext = NO_TRACE
 
 
 class ResetCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -90,6 +129,13 @@ class SetRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     handle: int
     role: Role
+
+
+class SetEgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Send no more than so many Mbit/s over all data connections together, None: no cap. Answered by EgressSet."""
+
+    handle: int
+    mbps: int | None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -118,7 +164,18 @@ class AskStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     handle: int
 
 
-ToEngine = Generate | StartPrefill | Cancel | CancelPrefill | AskPrefill | AskStats | ResetCache | SetRole
+ToEngine = (
+    Generate
+    | StartPrefill
+    | StartPrefix
+    | Cancel
+    | CancelPrefill
+    | AskPrefill
+    | AskStats
+    | ResetCache
+    | SetRole
+    | SetEgress
+)
 
 
 # engine -> front
@@ -150,6 +207,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
     transfer_seconds: float
     first_byte_seconds: float
     queue_seconds: float = 0.0
+    transfer_id: str = ""
+    """Of the cache that another instance gave; empty without one."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -170,12 +229,13 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The call is over: HTTP status, error code and a sentence."""
+    """The call is over: HTTP status, error code and a sentence; the id of the transfer that failed, if one did."""
 
     handle: int
     status: int
     code: str
     message: str
+    transfer_id: str = ""
 
 
 class Granted(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -206,33 +266,21 @@ class RoleSet(msgspec.Struct, frozen=True, array_like=True, tag=True):
     role: Role
 
 
-class CacheStats(msgspec.Struct, frozen=True, array_like=True):
-    """The prefix cache: pages now, and counts since the engine's start.
+class EgressSet(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The cap on what is sent is in force."""
 
-    `used_pages` are held by requests, `cached_pages` only by the prefix cache, which gives them up when others need
-    them. Of `query_tokens` looked up, `hit_tokens` were found with a state, `stateless_tokens` more had attention rows
-    but no state there.
-    """
-
-    page_bytes: int = 0
-    total_pages: int = 0
-    used_pages: int = 0
-    cached_pages: int = 0
-    query_tokens: int = 0
-    hit_tokens: int = 0
-    stateless_tokens: int = 0
-    evicted_pages: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    host_hit_tokens: int = 0
-    disk_hit_tokens: int = 0
-    corrupt_entries: int = 0
+    handle: int
+    mbps: int | None
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Gauges now and counters since the engine's start. `transfers` is counted by (direction, outcome).
 
-    `decode_seconds` is what the `decode_steps` took, in which nothing but decodes was computed.
+    `prefixes` are those asked of other instances, by outcome; they brought `prefix_tokens`, and takers of prefills lent
+    `borrowed_tokens`.
+
+    `decode_seconds` is what the `decode_steps` took, in which nothing but decodes was computed. `memory_bytes` of
+    `memory_limit_bytes` are what transfers hold beside the cache; `egress_mbps` is the cap on what is sent.
     """
 
     handle: int
@@ -243,9 +291,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     transfers: list[tuple[str, str, int]]
     sent_bytes: int
     received_bytes: int
-    unsent_bytes: int
-    backlogged_bytes: int
-    backlogged_seconds: float
     prompt_tokens: int
     generation_tokens: int
     preemptions: int = 0
@@ -253,12 +298,46 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     decode_seconds: float = 0.0
     role: Role = "mixed"
     cache: CacheStats = CacheStats()
+    links: tuple[LinkStats, ...] = ()
+    egress_mbps: int | None = None
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    prefixes: tuple[tuple[str, int], ...] = ()
+    prefix_tokens: int = 0
+    borrowed_tokens: int = 0
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What prefills cost here, as far as is known now; sent when that has changed. Belongs to no call."""
 
     profile: Profile
+
+
+class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A transfer is over, for whatever reason; sent once for each, before what the front hears of its request.
+
+    Belongs to no call: that of `handle` may be over. `transfer_id` is empty where nothing was granted, `reason` where
+    it was delivered. `began_at` is unix seconds; `marks` are seconds after it, in order: some of granted, computing,
+    connected, first_byte and computed. It took `seconds` until it was over, `flow_seconds` of them since the first
+    cache byte. `payload_bytes` travelled, in frames through these `codecs`, over connections of which so many broke.
+    """
+
+    handle: int
+    direction: Direction
+    outcome: Outcome
+    request_id: str
+    transfer_id: str
+    peer: str
+    trace: TraceContext
+    began_at: float
+    marks: tuple[tuple[str, float], ...]
+    seconds: float
+    flow_seconds: float
+    payload_bytes: int
+    codecs: tuple[str, ...]
+    breaks: int
+    reason: str
+    what: Cached = "prefill"
 
 
 class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -278,7 +357,9 @@ ToFront = (
     | Stats
     | CacheReset
     | RoleSet
+    | EgressSet
     | Measured
+    | TransferEnded
     | KvEvents
 )
 

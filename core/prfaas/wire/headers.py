@@ -8,15 +8,32 @@ from typing import Final
 
 REQUEST_ID: Final = "x-request-id"
 
+# client -> gateway; wishes.py reads and writes them, docs/gateway.md tells users
+DATACENTERS: Final = "x-prfaas-datacenters"  # prefer eu-west, eu-north; forbid us
+OFFLOAD: Final = "x-prfaas-offload"  # auto | never | always
+DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"
+"""From the request's arrival to its last byte, seconds. To a worker: what is left of them when the leg starts."""
+
 # gateway -> decode worker
 PREFILL_URL: Final = "x-prfaas-prefill-url"
 """API address of the prefill instance, `http://host:port`. Absent: the decode worker prefills the prompt itself."""
+PREFIX_URL: Final = "x-prfaas-prefix-url"
+"""API address, in the same form, of an instance that has more of the prompt cached than the one that prefills.
+It is asked for that prefix; whatever goes wrong there, the prompt is computed."""
+PREFIX_CLUSTER: Final = "x-prfaas-prefix-cluster"
+"""The cluster that the instance of PREFIX_URL must prove to be of, to whoever asks it."""
+
+RESUMABLE: Final = "x-prfaas-resumable"
+"""Asks for a stream that another worker can go on with, and fixes its seed and its time; see prfaas.wire.resume. On the
+answer: the stream is one, and this is the fingerprint of the model that began it."""
+RESUME: Final = "x-prfaas-resume"
+"""Go on with an answer: so many first bytes of the body are the Resume document, the rest is the request's own body."""
 
 # decode worker -> gateway -> client
 PROMPT_TOKENS: Final = "x-prfaas-prompt-tokens"
 CACHED_TOKENS: Final = "x-prfaas-cached-tokens"
 KV_BYTES: Final = "x-prfaas-kv-bytes"
-"""Cache bytes that this request received from another instance; 0 when it prefilled itself."""
+"""Cache bytes that this request received from other instances, of a prefix or of all; 0 when all of it was here."""
 QUEUE_SECONDS: Final = "x-prfaas-queue-seconds"
 """From the request's arrival at the engine to its admission, seconds with six decimals."""
 PREFILL_SECONDS: Final = "x-prfaas-prefill-seconds"
@@ -26,9 +43,15 @@ TRANSFER_SECONDS: Final = "x-prfaas-transfer-seconds"
 FIRST_BYTE_SECONDS: Final = "x-prfaas-first-byte-seconds"
 """From the start of the remote prefill's compute to its first cache byte sent, seconds; 0 without a transfer."""
 
+TRANSFER_ID: Final = "x-prfaas-transfer-id"
+"""The transfer that brought the prefill, as 32 hex digits; several prompts' are separated by commas. Also on an error
+that ended one. Absent without a transfer."""
+
 # gateway -> client
 DECISION: Final = "x-prfaas-decision"  # offload | local
-PREFILL_CLUSTER: Final = "x-prfaas-prefill-cluster"  # where the prefill that counted ran: a MemberCluster's name or hub
+PREFILL_CLUSTER: Final = "x-prfaas-prefill-cluster"
+"""Where the prefill that counted ran: a MemberCluster's name or hub. To the decode worker: the cluster that the
+instance of PREFILL_URL must prove to be of."""
 PREFILL_INSTANCE: Final = "x-prfaas-prefill-instance"
 DECODE_INSTANCE: Final = "x-prfaas-decode-instance"
 OUTCOME: Final = "x-prfaas-outcome"  # ok | fallback (offload failed, prefilled locally)
@@ -37,4 +60,8 @@ THRESHOLD_TOKENS: Final = "x-prfaas-threshold-tokens"  # the threshold this requ
 # Error codes in an OpenAI-style error body that the gateway acts on.
 CODE_PREFILL_FAILED: Final = "prefill_failed"
 """HTTP 502 from a decode worker: the prefill instance or the link failed before any token; safe to send again."""
+CODE_RESUME_REFUSED: Final = "resume_refused"
+"""HTTP 409 from a decode worker: it cannot go on with this answer; another one may, the same will not."""
 CODE_OVERLOADED: Final = "overloaded"  # HTTP 503
+CODE_PREFIX_NOT_FOUND: Final = "prefix_not_found"
+"""HTTP 404 between workers: nothing longer than what the caller has is cached here."""

@@ -76,7 +76,10 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ByteBlock(msgspec.Struct, frozen=True, gc=False):
-    """A prefix of canonical bytes, by its chain hash, surely begins with these `tokens` tokens, by their chain hash."""
+    """A prefix of canonical bytes, by its chain hash, surely begins with these `tokens` tokens, by their chain hash.
+
+    Where it is too short for a block of tokens, or its text is not in the prompt, `tokens` is 0 and the hash empty.
+    """
 
     byte_hash: int
     block_hash: bytes
@@ -84,7 +87,7 @@ class ByteBlock(msgspec.Struct, frozen=True, gc=False):
 
 
 class ByteMapBatch(msgspec.Struct, frozen=True, gc=False):
-    """What one request taught: its byte blocks in order, only those before which a whole block of tokens lies."""
+    """What one request taught: its byte blocks in order."""
 
     ts: float
     blocks: list[ByteBlock]

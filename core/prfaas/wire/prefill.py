@@ -1,6 +1,8 @@
 """Bodies of the Prefill-as-a-Service API, which a worker serves beside the OpenAI endpoints.
 
     POST   /v1/prefills        PrefillRequest -> 201 PrefillGrant
+    POST   /v1/prefixes        PrefixRequest -> 201 PrefillGrant, or 404 when nothing longer than what the caller has
+                               is cached here
     GET    /v1/prefills/{id}   -> PrefillStatus
     DELETE /v1/prefills/{id}   -> 204, also when it is gone already
 
@@ -18,8 +20,23 @@ PrefillState = Literal["waiting", "computing", "sending"]
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to prefill. Attention rows before `start_token` are at the caller already and are not sent.
 
-    Only prompts with the same `cache_salt` share cached prefixes.
+    Only prompts with the same `cache_salt` share cached prefixes. The caller could send rows and states of the first
+    `lend_tokens` tokens, if that is faster than computing them; `prefix_url` names an instance that may have more, and
+    `prefix_cluster` the cluster that it must prove to be of, empty for any.
     """
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    start_token: int = 0
+    cache_salt: str = ""
+    lend_tokens: int = 0
+    prefix_url: str = ""
+    prefix_cluster: str = ""
+
+
+class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt of which a cached prefix is wanted: rows from `start_token` on, and the states at its end."""
 
     request_id: str
     model: str
@@ -29,12 +46,15 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to fetch the result, and until when to connect. The token is a secret: it never enters a log."""
+    """Where to fetch the result, up to which token, and until when to connect. The token is a secret: it never enters
+    a log.
+    """
 
     transfer_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
     token: str
     epoch: Annotated[int, Meta(ge=0, lt=1 << 62)]
     data_port: Annotated[int, Meta(ge=1, le=65535)]
+    end_token: Annotated[int, Meta(ge=1, lt=1 << 32)]
     expires_seconds: int
 
 

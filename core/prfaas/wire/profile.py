@@ -12,7 +12,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         fixed_seconds + token_seconds * n + squared_seconds * ((s + n)^2 - s^2)
 
     and bytes of a cache of n tokens: state_bytes + token_bytes * n. Behind the curve are `samples` prefills of at most
-    `max_tokens` tokens; with none its seconds are 0 and mean nothing.
+    `max_tokens` tokens, which they differ from by `relative_error` of their time in the mean; beyond twice that length
+    the curve is a guess. With no samples its seconds are 0 and mean nothing.
     """
 
     state_bytes: int
@@ -22,3 +23,4 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     squared_seconds: float = 0.0
     samples: int = 0
     max_tokens: int = 0
+    relative_error: float = 0.0

@@ -1,29 +1,38 @@
 """The receiving half of a transfer as a state machine without sockets: what may come, where it goes, when it is whole.
 
 The receiver knows from its own model what has to arrive, so it builds the manifest it expects before the first byte.
-For each frame the shell asks `claim(header)` for the payload's destination, reads exactly that many bytes into it, and
-hands header and payload to `accept`, which checks the digest. A place can be claimed once: two connections never write
-to one place. Whatever is wrong raises ProtocolError, after which the receipt stays broken: nothing of it may be used.
+For each data frame the shell asks `claim(connection, header)` for the payload's destination, reads exactly that many
+bytes into it, and hands header and payload to `accept`, which checks the digest. A place can be claimed once: two
+connections never write to one place. What a broken connection had claimed but not delivered is free again after `lost`.
+Damage costs its connection alone; whatever else is wrong raises ProtocolError and breaks the receipt for good: nothing
+of it may be used. Being whole is final too: what a peer says afterwards costs its connection, not what arrived. With a
+guard any thread may call; digests are computed outside of it.
 
-Invariant: `whole` is true only if the peer's manifest equals the expected one and every attention row, every linear
-state, the hidden state and DONE arrived once each, undamaged, for this transfer and epoch.
+Invariant: `whole` is true only if every attention row, every linear state, the hidden state and DONE arrived once each,
+undamaged, for this transfer, epoch and manifest, and the sender's digest over all frames is ours.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from prfaas.errors import PeerError, ProtocolError
-from prfaas.wire.transfer import (
+from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import (
+    DATA_KINDS,
+    ELSEWHERE,
+    MAX_DATA_BYTES,
     Buffer,
-    Done,
-    Failure,
     FrameHeader,
     Kind,
-    Manifest,
-    decode_message,
     verify,
+    whole_digest,
 )
+from prfaas.wire.transfer import Abort, Done, Manifest, Ranges, as_ranges, decode_message
+
+NO_GUARD = nullcontext()
+"""For one thread alone."""
 
 
 class Rows(NamedTuple):
@@ -46,31 +55,53 @@ class Hidden(NamedTuple):
     """The hidden state, float32."""
 
 
-class Note(NamedTuple):
-    """A message or keep-alive, to be read into memory of the shell's own."""
-
-
-Destination = Rows | State | Hidden | Note
+Destination = Rows | State | Hidden
 Place = tuple[int, int]  # group, layer
 
 
-class Receipt:
-    """Keeps account of one incoming transfer; see the module's opening for how to drive it."""
+class _Claim(NamedTuple):
+    connection: int
+    place: Destination
 
-    def __init__(self, expected: Manifest):
+
+class Receipt:
+    """Keeps account of one incoming direction; see the module's opening for how to drive it.
+
+    Args:
+        expected: what has to arrive.
+        codecs: which codecs frames may carry; 0 is none.
+        flags: of its data frames.
+        guard: a lock, where several threads call.
+
+    """
+
+    def __init__(
+        self,
+        expected: Manifest,
+        codecs: Collection[int] = (0,),
+        flags: int = 0,
+        guard: AbstractContextManager[object] = NO_GUARD,
+    ):
         self.expected = expected
         self.done: Done | None = None
         self.received_bytes = 0
-        self._broken = False
-        self._manifest_arrived = False
-        self._hidden_claimed = False
-        self._hidden_arrived = False
+        self.is_exact = True
+        """No frame came through a codec that loses anything."""
+        self._codecs = frozenset(codecs)
+        self._flags = flags
+        self._lock = guard
+        self._broken = ""  # why
+        self._whole = False
+        self._claims: dict[int, _Claim] = {}
+        self._digests: dict[int, int] = {}
         # Claimed token ranges of each attention layer, as sorted starts with their ends.
         self._starts: dict[Place, list[int]] = {}
         self._ends: dict[Place, list[int]] = {}
         self._rows_left: dict[Place, int] = {}
         self._states_left: set[Place] = set()
         self._states_claimed: set[Place] = set()
+        self._hidden_left = expected.hidden_size > 0
+        self._hidden_claimed = False
         for index, group in enumerate(expected.groups):
             for layer in group.layers:
                 if group.kind == "linear":
@@ -78,72 +109,160 @@ class Receipt:
                 elif expected.tokens:
                     self._rows_left[index, layer] = expected.tokens
 
-    def claim(self, header: FrameHeader) -> Destination:
-        """Say where the payload of this frame goes, and reserve the place.
+    def claim(self, connection: int, header: FrameHeader) -> Destination:
+        """Say where the payload of this data frame goes, and reserve the place.
 
         Raises:
             ProtocolError: the frame is not of this transfer and epoch, not of the manifest, of the wrong size, or its
-                place was claimed before.
+                place or sequence number was claimed before.
 
         """
-        try:
-            return self._claim(header)
-        except PeerError:
-            self._broken = True
-            raise
+        with self._judging():
+            self._require_ours(header)
+            if header.sequence in self._claims or header.sequence in self._digests:
+                raise ProtocolError(f"{header.describe()} repeats sequence number {header.sequence}")
+            place = self._claim(header)
+            self._claims[header.sequence] = _Claim(connection, place)
+            return place
 
-    def accept(self, header: FrameHeader, payload: Sequence[Buffer]) -> None:
-        """Take note that a claimed frame arrived: `payload` holds its bytes in order.
+    def accept(self, header: FrameHeader, payload: Sequence[Buffer], land: Callable[[], None] = lambda: None) -> None:
+        """Take note that a claimed data frame arrived: `payload` holds its bytes, as they travelled, in order.
+
+        Once they are known to be right, `land` puts them where they belong, if they do not stand there already.
 
         Raises:
-            ProtocolError: the frame is damaged, its message cannot be read, or the peer's manifest is not the expected.
-            PeerError: the peer gave up, with its reason.
+            DamagedError: the digest is wrong. The claim stays until `lost` frees it.
+            ProtocolError: it was the last, and the sender's account is another.
 
         """
-        try:
-            verify(header, payload)
-            self._accept(header, payload)
-        except PeerError:
-            self._broken = True
-            raise
+        verify(header, payload)
+        land()
+        with self._judging():
+            place = self._claims.pop(header.sequence).place
+            match place:
+                case Rows(group, layer, _, tokens):
+                    self._rows_left[group, layer] -= tokens
+                    if self._rows_left[group, layer] == 0:
+                        del self._rows_left[group, layer]
+                case State(group, layer):
+                    self._states_left.remove((group, layer))
+                case Hidden():
+                    self._hidden_left = False
+            self._digests[header.sequence] = header.digest
+            self.is_exact &= Codec(header.codec).is_exact
+            self.received_bytes += header.payload_bytes
+            self._compare()
+
+    def note(self, header: FrameHeader, payload: Buffer) -> None:
+        """Take a frame that carries no cache: DONE, KEEP_ALIVE or ABORT.
+
+        Raises:
+            DamagedError: the digest is wrong.
+            ProtocolError: it has no place here, cannot be read, or is an account that does not agree with ours.
+            PeerError: the sender gave up, with its reason.
+
+        """
+        verify(header, [payload])
+        with self._judging():
+            self._require_ours(header)
+            self._note(header, payload)
+            self._compare()
+
+    @contextmanager
+    def _judging(self) -> Generator[None]:
+        """Hold the lock; what is found wrong meanwhile breaks the receipt for good."""
+        with self._lock:
+            try:
+                yield
+            except PeerError as error:
+                if not self._whole:
+                    self._broken = self._broken or str(error)
+                raise
+
+    def lost(self, connection: int) -> None:
+        """Free what a broken connection had claimed and not delivered; its thread must be through with it."""
+        with self._lock:
+            for sequence, claim in list(self._claims.items()):
+                if claim.connection == connection:
+                    del self._claims[sequence]
+                    self._unclaim(claim.place)
+
+    def require_manifest(self, found: Manifest) -> None:
+        """Check what the sender says will come.
+
+        Raises:
+            ProtocolError: it is not what this instance needs.
+
+        """
+        for field in Manifest.__struct_fields__:
+            theirs, ours = getattr(found, field), getattr(self.expected, field)
+            if theirs != ours:
+                self._broken = (
+                    f"manifest field {field} is {theirs!r}, this instance needs {ours!r}: "
+                    "both pools must serve the same checkpoint with the same version"
+                )
+                raise ProtocolError(self._broken)
+
+    @property
+    def received(self) -> Ranges:
+        """Sequence numbers of the data frames that arrived."""
+        with self._lock:
+            return as_ranges(set(self._digests))
 
     @property
     def whole(self) -> bool:
         """Everything arrived and nothing was wrong."""
-        return not self._broken and not self.missing()
-
-    def missing(self) -> str:
-        """Return in words what has not arrived, empty when nothing is missing."""
-        parts = [
-            "" if self._manifest_arrived else "the manifest",
-            f"rows of {len(self._rows_left)} attention layers" if self._rows_left else "",
-            f"{len(self._states_left)} linear states" if self._states_left else "",
-            "" if self._hidden_arrived else "the hidden state",
-            "" if self.done else "DONE",
-        ]
-        return ", ".join(part for part in parts if part)
+        with self._lock:
+            return self._whole
 
     def require_whole(self) -> Done:
-        """Return P's account of a whole transfer.
+        """Return the sender's account of a whole transfer.
 
         Raises:
             ProtocolError: something is missing or was wrong.
 
         """
-        if self.done is None or not self.whole:
-            missing = self.missing() or "an undamaged stream"
-            raise ProtocolError(f"transfer {self.expected.transfer_id} ended without {missing}: nothing of it is used")
-        if self.done.payload_bytes != self.received_bytes:
-            raise ProtocolError(f"{self.received_bytes} bytes arrived, the sender counted {self.done.payload_bytes}")
-        return self.done
+        with self._lock:
+            if self.done is None or not self._whole:
+                without = self._missing() or "an undamaged stream"
+                raise ProtocolError(f"transfer {self.expected.transfer_id} ended without {without}: it is not used")
+            return self.done
 
-    def _claim(self, header: FrameHeader) -> Destination:
+    def _compare(self) -> None:
+        """Hold what arrived against the sender's account, once everything is there: if it agrees, this is whole."""
+        done = self.done
+        if done is None or self._broken or self._missing():
+            return
+        if (done.frames, done.payload_bytes) != (len(self._digests), self.received_bytes):
+            raise ProtocolError(
+                f"{len(self._digests)} frames of {self.received_bytes} bytes arrived, the sender counted "
+                f"{done.frames} of {done.payload_bytes}"
+            )
+        if whole_digest(self._digests.get(number, 0) for number in range(done.frames)) != done.digest:
+            raise ProtocolError("the digest over all frames is not the sender's: nothing of them is used")
+        self._whole = True
+
+    def _missing(self) -> str:
+        """Return in words what has not arrived, empty when nothing is missing."""
+        parts = [
+            f"rows of {len(self._rows_left)} attention layers" if self._rows_left else "",
+            f"{len(self._states_left)} linear states" if self._states_left else "",
+            "the hidden state" if self._hidden_left else "",
+            "" if self.done else "DONE",
+        ]
+        return ", ".join(part for part in parts if part)
+
+    def _require_ours(self, header: FrameHeader) -> None:
         if self._broken:
-            raise ProtocolError(f"{header.describe()} after an error: the transfer is over")
+            raise ProtocolError(f"{header.describe()} after an error: {self._broken}")
         if header.address != self.expected.address:
             raise ProtocolError(
                 f"{header.describe()} is for {header.address}, want {self.expected.address}: stale or foreign"
             )
+        if header.kind in DATA_KINDS and header.flags & ~ELSEWHERE != self._flags:
+            raise ProtocolError(f"{header.describe()} travels in the wrong direction")
+
+    def _claim(self, header: FrameHeader) -> Destination:
         match header.kind:
             case Kind.BLOCK:
                 return self._claim_rows(header)
@@ -151,10 +270,8 @@ class Receipt:
                 return self._claim_state(header)
             case Kind.HIDDEN:
                 return self._claim_hidden(header)
-            case Kind.MANIFEST | Kind.DONE | Kind.KEEP_ALIVE | Kind.ERROR:
-                return Note()
-            case Kind.HELLO | Kind.ACK:
-                raise ProtocolError(f"{header.describe()} comes from a receiver, never to one")
+            case _:
+                raise ProtocolError(f"{header.describe()} carries no cache")
 
     def _claim_rows(self, header: FrameHeader) -> Rows:
         place = self._place(header, "attention")
@@ -181,11 +298,23 @@ class Receipt:
         return State(*place)
 
     def _claim_hidden(self, header: FrameHeader) -> Hidden:
+        if not self.expected.hidden_size:
+            raise ProtocolError(f"{header.describe()}: a prefix has none")
         self._require_size(header, self.expected.hidden_size * 4)
         if self._hidden_claimed:
             raise ProtocolError(f"{header.describe()} was sent before")
         self._hidden_claimed = True
         return Hidden()
+
+    def _unclaim(self, place: Destination) -> None:
+        match place:
+            case Rows(group, layer, start_token, _):
+                at = self._starts[group, layer].index(start_token)
+                del self._starts[group, layer][at], self._ends[group, layer][at]
+            case State(group, layer):
+                self._states_claimed.remove((group, layer))
+            case Hidden():
+                self._hidden_claimed = False
 
     def _place(self, header: FrameHeader, kind: str) -> Place:
         groups = self.expected.groups
@@ -195,48 +324,26 @@ class Receipt:
             raise ProtocolError(f"{header.describe()}: the group has layers {groups[header.group].layers}")
         return header.group, header.layer
 
-    def _require_size(self, header: FrameHeader, want_bytes: int) -> None:
-        if header.payload_bytes != want_bytes:
-            raise ProtocolError(f"{header.describe()} has {header.payload_bytes} bytes, the manifest says {want_bytes}")
+    def _require_size(self, header: FrameHeader, raw_bytes: int) -> None:
+        if header.codec not in self._codecs:
+            raise ProtocolError(f"{header.describe()} has codec {header.codec}, agreed are {sorted(self._codecs)}")
+        if raw_bytes > MAX_DATA_BYTES:  # a codec makes a little of much, and decoding takes memory for all of it
+            raise ProtocolError(f"{header.describe()} stands for {raw_bytes} bytes, {MAX_DATA_BYTES} are allowed")
+        if header.codec and 0 < header.payload_bytes < raw_bytes:
+            return  # what does not get smaller travels as it is
+        if header.codec or header.payload_bytes != raw_bytes:
+            raise ProtocolError(f"{header.describe()} has {header.payload_bytes} bytes, the manifest says {raw_bytes}")
 
-    def _accept(self, header: FrameHeader, payload: Sequence[Buffer]) -> None:
-        place = header.group, header.layer
+    def _note(self, header: FrameHeader, payload: Buffer) -> None:
         match header.kind:
-            case Kind.BLOCK:
-                self._rows_left[place] -= header.tokens
-                if self._rows_left[place] == 0:
-                    del self._rows_left[place]
-            case Kind.STATE:
-                self._states_left.remove(place)
-            case Kind.HIDDEN:
-                self._hidden_arrived = True
-            case Kind.MANIFEST:
-                self._accept_manifest(header, payload)
             case Kind.DONE:
-                self._accept_done(header, payload)
-            case Kind.ERROR:
-                failure = decode_message(header, b"".join(payload), Failure)
-                raise PeerError(f"the prefill instance gave up: {failure.message}")
-            case _:
+                done = decode_message(header, payload, Done)
+                if self.done is not None and self.done != done:  # the same again may come after a break
+                    raise ProtocolError(f"{header.describe()} was sent before, and said something else")
+                self.done = done
+            case Kind.ABORT if self._missing():
+                raise PeerError(f"the other side gave up: {decode_message(header, payload, Abort).message}")
+            case Kind.KEEP_ALIVE | Kind.ACK | Kind.ABORT:  # of the other direction, or late: everything is there
                 pass
-        if header.kind in (Kind.BLOCK, Kind.STATE, Kind.HIDDEN):
-            self.received_bytes += header.payload_bytes
-
-    def _accept_manifest(self, header: FrameHeader, payload: Sequence[Buffer]) -> None:
-        found = decode_message(header, b"".join(payload), Manifest)
-        if self._manifest_arrived:
-            raise ProtocolError(f"{header.describe()} was sent before")
-        for field in Manifest.__struct_fields__:
-            theirs, ours = getattr(found, field), getattr(self.expected, field)
-            if theirs != ours:
-                raise ProtocolError(
-                    f"manifest field {field} is {theirs!r}, this instance needs {ours!r}: "
-                    "both pools must serve the same checkpoint with the same version"
-                )
-        self._manifest_arrived = True
-
-    def _accept_done(self, header: FrameHeader, payload: Sequence[Buffer]) -> None:
-        done = decode_message(header, b"".join(payload), Done)
-        if self.done is not None:
-            raise ProtocolError(f"{header.describe()} was sent before")
-        self.done = done
+            case _:
+                raise ProtocolError(f"{header.describe()} has no place here")

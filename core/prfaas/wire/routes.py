@@ -13,13 +13,18 @@ import msgspec
 from prfaas.errors import ProtocolError
 
 Role = Literal["prefill", "decode"]
+EngineName = Literal["prfaas", "vllm-nixl", "vllm-mooncake", "sglang"]
 InstanceState = Literal["Ready", "Draining"]
-ThresholdMode = Literal["Auto", "Fixed", "Disabled"]
+ThresholdMode = Literal["Auto", "Priced", "Fixed", "Disabled"]
 OnOffloadFailure = Literal["PrefillLocally", "Reject"]
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker pod. `url` is its API address; the data port is told by the worker itself for each transfer."""
+    """One worker pod. `url` is its API address; the data port is told by the worker itself for each transfer.
+
+    A `convertible` one changes its role while it runs, and has to be told; all others know theirs from their start.
+    `engine` says by which protocol it is asked; only instances of the same engine serve a request together.
+    """
 
     name: str
     pool: str
@@ -27,6 +32,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     url: str
     state: InstanceState = "Ready"
+    convertible: bool = False
+    engine: EngineName = "prfaas"
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +49,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):
-    """Threshold of incremental length: `tokens` is the fixed value, or where Auto starts and falls back to."""
+    """Threshold of incremental length: `tokens` is the fixed value, or where Auto starts and falls back to.
+
+    Priced is Auto, in which prices decide each request while they are known.
+    """
 
     mode: ThresholdMode
     tokens: int

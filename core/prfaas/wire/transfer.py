@@ -1,165 +1,47 @@
-"""The data port's frames: how a hybrid cache crosses from a prefill instance P to a decode instance D.
+"""What giver and taker say to each other at the data port: how a hybrid cache crosses between two instances.
 
-    D -> P   HELLO      who asks: transfer, epoch and the token that POST /v1/prefills gave
-    P -> D   MANIFEST   what will come: model fingerprint, token range, layer groups with names, axes, types and shapes
-             BLOCK      rows of one attention layer for one token range, sent while P still computes
-             STATE      all tensors of one linear layer after the last token
-             HIDDEN     the last normed hidden state, float32, from which D samples the first token
-             DONE       how much was sent, and P's own timings
-             KEEP_ALIVE nothing to send at the moment: P queues or computes
-             ERROR      P gives up, and why
-    D -> P   ACK        everything arrived: P may free its copy
+The *giver* has a cache and a data port; the *taker* asked for it over HTTP (prefill.py), got a grant, and connects.
 
-A frame is a fixed header and a payload. The header's digest is xxh3_64 over the header before it and the payload, so a
-frame says itself whether it arrived as it was sent; it names transfer and epoch, so it says also for whom. Frames carry
-their own place and may arrive in any order and over any number of connections. `receipt.py` holds the receiving half.
+    taker -> giver  HELLO      versions, codecs, token, number of this connection, what arrived already (after a break)
+    giver -> taker  WELCOME    what was chosen, and the manifest: fingerprint, tokens, groups with names, axes, types
+    giver -> taker  BLOCK      rows of one attention layer for one token range, sent while the giver still computes
+                    STATE      all tensors of one linear layer after the last token
+                    HIDDEN     the last normed hidden state, float32, from which the taker samples the first token
+                    DONE       how many frames, how many bytes, the digest over all, and the giver's timings
+    both            KEEP_ALIVE nothing to send at the moment (giver); the taker still wants it (taker)
+                    ABORT      this transfer is over, and why
+    taker -> giver  ACK        everything arrived whole: the giver may free its copy
+                    TAKEN      a payload that stood in the giver's memory was read (with a carrier alone)
+    giver -> taker  FREED      it did; the connection waits for the next HELLO
+
+When the grant says that the giver borrows, BLOCK, STATE and DONE first travel from taker to giver with the flag
+TO_GIVER, and the giver's ACK ends that half. `receipt.py` and `shipment.py` hold the two halves as state machines.
 
 The payload of BLOCK and STATE is the group's tensors one after the other in manifest order, each contiguous, in the
-byte order of both machines (little endian: the manifest's dtype names it).
+byte order of both machines (little endian: the manifest's dtype names it), then encoded with the frame's codec.
 """
 
 import math
-import struct
-from collections.abc import Iterable
-from enum import IntEnum
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
-import xxhash
+from msgspec import Meta
 
 from prfaas.errors import ProtocolError
+from prfaas.wire.frames import Address, Buffer, FrameHeader, Kind, seal
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
-
-MAGIC: Final = b"PFX1"
-MAX_DATA_BYTES: Final = 64 << 20
-"""Upper bound of a BLOCK, STATE or HIDDEN payload; larger token ranges travel in several frames."""
-MAX_MESSAGE_BYTES: Final = 1 << 20
+VERSION: Final = 2
 KEEP_ALIVE_SECONDS: Final = 0.2
-"""Longest silence of a prefill instance on an open data connection."""
+"""Longest silence of a giver on an open data connection."""
+HEARTBEAT_SECONDS: Final = 1.0
+"""A taker shows at least this often that it still wants what comes."""
 NO_PROGRESS_SECONDS: Final = 1.0
-"""A receiver that saw no byte for this long gives the transfer up."""
+"""A taker that saw no byte of a giver for this long counts the connection as broken."""
 
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-# magic, kind, group, layer, epoch, transfer id, first token, tokens, payload bytes | digest
-_FIELDS: Final = struct.Struct("!4sBBHQ16sIII")
-_DIGEST: Final = struct.Struct("!Q")
-HEADER_BYTES: Final = _FIELDS.size + _DIGEST.size
-
-
-class Kind(IntEnum):
-    """What a frame carries."""
-
-    HELLO = 1
-    MANIFEST = 2
-    BLOCK = 3
-    STATE = 4
-    HIDDEN = 5
-    DONE = 6
-    KEEP_ALIVE = 7
-    ERROR = 8
-    ACK = 9
-
-
-_MAX_PAYLOAD: Final = {
-    Kind.HELLO: MAX_MESSAGE_BYTES,
-    Kind.MANIFEST: MAX_MESSAGE_BYTES,
-    Kind.BLOCK: MAX_DATA_BYTES,
-    Kind.STATE: MAX_DATA_BYTES,
-    Kind.HIDDEN: MAX_DATA_BYTES,
-    Kind.DONE: MAX_MESSAGE_BYTES,
-    Kind.KEEP_ALIVE: 0,
-    Kind.ERROR: MAX_MESSAGE_BYTES,
-    Kind.ACK: 0,
-}
-
-
-class Address(NamedTuple):
-    """Whom a frame is for: a transfer (32 hexadecimal digits) in one epoch."""
-
-    transfer_id: str
-    epoch: int
-
-
-class FrameHeader(NamedTuple):
-    """One frame's fixed header. `group` and `layer` place BLOCK and STATE; the token range places BLOCK."""
-
-    kind: Kind
-    address: Address
-    payload_bytes: int
-    group: int = 0
-    layer: int = 0
-    start_token: int = 0
-    tokens: int = 0
-    digest: int = 0
-
-    def describe(self) -> str:
-        """Return the frame's place in words, for messages."""
-        place = f" of group {self.group} layer {self.layer}" if self.kind in (Kind.BLOCK, Kind.STATE) else ""
-        span = f" tokens {self.start_token}..{self.start_token + self.tokens}" if self.kind == Kind.BLOCK else ""
-        return f"{self.kind.name} frame{place}{span}"
-
-
-def seal(header: FrameHeader, payload: Iterable[Buffer] = ()) -> bytes:
-    """Return the header's bytes with the digest of header and payload; `header.digest` is ignored."""
-    fields = _pack_fields(header)
-    return fields + _DIGEST.pack(_digest(fields, payload))
-
-
-def parse_header(data: Buffer) -> FrameHeader:
-    """Read a header and check its bounds; the digest can only be checked with the payload.
-
-    Raises:
-        ProtocolError: not a frame of this protocol, an unknown kind, or a payload beyond the kind's limit.
-
-    """
-    if len(data) != HEADER_BYTES:
-        raise ProtocolError(f"frame header of {len(data)} bytes, want {HEADER_BYTES}: the stream was cut")
-    magic, kind, group, layer, epoch, raw_id, start, tokens, size = _FIELDS.unpack_from(data)
-    if magic != MAGIC:
-        raise ProtocolError(f"frame starts with {bytes(magic)!r}, want {MAGIC!r}: not a data port of this version")
-    if kind not in _MAX_PAYLOAD:
-        raise ProtocolError(f"frame of unknown kind {kind}: not a data port of this version")
-    if size > _MAX_PAYLOAD[Kind(kind)]:
-        raise ProtocolError(f"{Kind(kind).name} frame of {size} bytes, at most {_MAX_PAYLOAD[Kind(kind)]} are allowed")
-    (digest,) = _DIGEST.unpack_from(data, _FIELDS.size)
-    return FrameHeader(Kind(kind), Address(raw_id.hex(), epoch), size, group, layer, start, tokens, digest)
-
-
-def verify(header: FrameHeader, payload: Iterable[Buffer] = ()) -> None:
-    """Check that a frame arrived as it was sent.
-
-    Raises:
-        ProtocolError: the digest is not that of this header and payload.
-
-    """
-    found = _digest(_pack_fields(header), payload)
-    if found != header.digest:
-        raise ProtocolError(
-            f"{header.describe()} has digest {found:016x}, its header says {header.digest:016x}: damaged"
-        )
-
-
-def _pack_fields(header: FrameHeader) -> bytes:
-    return _FIELDS.pack(
-        MAGIC,
-        header.kind,
-        header.group,
-        header.layer,
-        header.address.epoch,
-        bytes.fromhex(header.address.transfer_id),
-        header.start_token,
-        header.tokens,
-        header.payload_bytes,
-    )
-
-
-def _digest(fields: bytes, payload: Iterable[Buffer]) -> int:
-    state = xxhash.xxh3_64(fields)
-    for part in payload:
-        state.update(part)
-    return state.intdigest()
+Ranges = tuple[tuple[int, int], ...]
+"""Numbers as sorted ranges [first, end)."""
 
 
 class TensorLayout(msgspec.Struct, frozen=True):
@@ -190,9 +72,11 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a transfer consists of: rows of tokens `start_token` up to (excluding) `end_token`, and all states there."""
+    """What one direction of a transfer consists of: rows of tokens `start_token` up to (excluding) `end_token`, and all
+    states there; and the hidden state of the last token, unless `hidden_size` is 0: then it is a prefix, not a prompt.
+    """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     fingerprint: str
     transfer_id: str
     epoch: int
@@ -211,28 +95,67 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens whose attention rows travel."""
         return self.end_token - self.start_token
 
+    @property
+    def nbytes(self) -> int:
+        """Cache bytes, before any codec."""
+        rows = sum(len(group.layers) * group.nbytes for group in self.groups if group.kind == "attention")
+        states = sum(len(group.layers) * group.nbytes for group in self.groups if group.kind == "linear")
+        return rows * self.tokens + states + 4 * self.hidden_size
 
-class Hello(msgspec.Struct, frozen=True):
-    """The first frame of a connection, from D. The token is a secret: it never enters a log."""
 
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """The first frame on a connection, or the next after FREED. The token is a secret: it never enters a log.
+
+    `fabric` asks for payloads by a carrier. `connection` numbers the connections of this transfer. What was sent on one
+    of the `broken` and is not among `received` was lost; the taker does not read from those any more.
+    """
+
+    versions: tuple[int, ...] = (VERSION,)
+    codecs: tuple[int, ...] = (0,)
     token: str
+    fabric: str = ""
+    connection: int = 0
+    broken: tuple[int, ...] = ()
+    received: Ranges = ()
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The giver's answer: what this connection speaks, and what will come; `segment` is where a carrier finds it.
+
+    `lend` asks the taker for what it offered: rows and states which the giver prefills on top of. As HELLO does for
+    the other direction, `lend_codecs` says what the giver reads, and `lend_broken` and `lend_received` what of it
+    arrived already.
+    """
+
+    version: int
+    manifest: Manifest
+    segment: str = ""
+    lend: Manifest | None = None
+    lend_codecs: tuple[int, ...] = (0,)
+    lend_broken: tuple[int, ...] = ()
+    lend_received: Ranges = ()
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """P's account: payload bytes of all data frames, compute time, and compute start to first cache byte sent."""
+    """The sender's account of one direction: data frames and their payload bytes as sent, the digest over all of them,
+    compute time, compute start to first cache byte sent, and whether it stands on nothing that a codec has changed.
+    """
 
+    frames: int
     payload_bytes: int
-    prefill_seconds: float
-    first_byte_seconds: float
+    digest: str
+    prefill_seconds: float = 0.0
+    first_byte_seconds: float = 0.0
+    is_exact: bool = True
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Why P gives a transfer up."""
+class Abort(msgspec.Struct, frozen=True):
+    """Why one side gives a transfer up."""
 
-    message: str
+    message: Annotated[str, Meta(max_length=4096)]
 
 
-Message = TypeVar("Message", Hello, Manifest, Done, Failure)
+Message = TypeVar("Message", Hello, Welcome, Done, Abort)
 
 
 def decode_message(header: FrameHeader, payload: Buffer, kind: type[Message]) -> Message:
@@ -248,7 +171,23 @@ def decode_message(header: FrameHeader, payload: Buffer, kind: type[Message]) ->
         raise ProtocolError(f"{header.describe()} cannot be read: {error}") from error
 
 
-def message_frame(kind: Kind, address: Address, message: msgspec.Struct | None = None) -> bytes:
+def message_frame(kind: Kind, address: Address, message: msgspec.Struct | None = None, flags: int = 0) -> bytes:
     """Return a whole frame (header and payload) that carries a message, or none."""
     payload = msgspec.json.encode(message) if message is not None else b""
-    return seal(FrameHeader(kind, address, len(payload)), [payload]) + payload
+    return seal(FrameHeader(kind, address, len(payload), flags=flags), [payload]).header + payload
+
+
+def as_ranges(numbers: set[int]) -> Ranges:
+    """Return a set of numbers as ranges."""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number:
+            ranges[-1] = ranges[-1][0], number + 1
+        else:
+            ranges.append((number, number + 1))
+    return tuple(ranges)
+
+
+def in_ranges(number: int, ranges: Ranges) -> bool:
+    """Whether a number is in one of the ranges."""
+    return any(first <= number < end for first, end in ranges)

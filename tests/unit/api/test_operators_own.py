@@ -1,8 +1,9 @@
 """Proves that what a pool's owner may not set is exactly what the operator sets itself."""
 
 from prfaas.api import PrefillPool
-from prfaas.api.pool import OWN_FLAGS, EnvVar, PodTemplate
-from prfaas_operator.render import common, pool
+from prfaas.api.pool import OWN_FLAGS
+from prfaas.api.template import EnvVar, PodTemplate
+from prfaas_operator.render import certificates, common, pool
 
 OFFLOAD = PrefillPool.from_dict(
     {
@@ -13,7 +14,8 @@ OFFLOAD = PrefillPool.from_dict(
 
 
 def test_flags_refused_in_args_are_those_of_the_rendered_worker():
-    (worker,) = pool.deployment(OFFLOAD, None)["spec"]["template"]["spec"]["containers"]
+    deployment = certificates.worker_in_tls(pool.deployment(OFFLOAD, None))
+    (worker,) = deployment["spec"]["template"]["spec"]["containers"]
     flags = {argument.removeprefix("--") for argument in worker["args"] if argument.startswith("--")}
     assert set(OWN_FLAGS.split("|")) == flags
 

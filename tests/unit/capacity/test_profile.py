@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from prfaas.capacity import profile as capacity_profile
 from prfaas.capacity.profile import Curve, Sample, cache_bytes, kv_bits_per_second, prefill_seconds
@@ -59,11 +60,76 @@ def test_a_few_wild_samples_hardly_move_a_fit(seed):
     assert max(errors(Curve.fitted(samples)).values()) < 0.25
 
 
-def test_bounding_the_errors_keeps_a_wild_sample_from_moving_it(monkeypatch):
-    samples = [Sample(n, truth(n)) for n in LENGTHS] + [Sample(3000, 10 * truth(3000))]
-    bounded = max(errors(Curve.fitted(samples)).values())
+def test_bounding_the_errors_keeps_a_wild_prefill_from_moving_it(monkeypatch):
+    def moved() -> float:
+        curve = Curve.fitted([Sample(n, truth(n)) for n in LENGTHS])
+        curve.add(Sample(3000, 10 * truth(3000)))
+        return max(errors(curve).values())
+
+    bounded = moved()
     monkeypatch.setattr(capacity_profile, "_TOLERANCE", float("inf"))
-    assert 5 * bounded < max(errors(Curve.fitted(samples)).values())
+    assert 5 * bounded < moved()
+
+
+START = [64 << doubling for doubling in range(7)]
+shares = st.tuples(st.floats(0, 1), st.floats(0.05, 1), st.floats(0, 1))
+
+
+def shaped(parts: tuple[float, float, float], seconds: float) -> Profile:
+    """A curve whose fixed, linear and squared parts have these shares of its time at the longest length measured."""
+    fixed, token, squared = (seconds * part / sum(parts) for part in parts)
+    return replace(TRUE, fixed_seconds=fixed, token_seconds=token / START[-1], squared_seconds=squared / START[-1] ** 2)
+
+
+@given(
+    shares,
+    st.floats(1e-3, 100),
+    st.lists(st.floats(1, 1.03), min_size=7, max_size=7),
+    st.integers(0, 6),
+    st.floats(1, 1000),
+)
+def test_noise_that_only_adds_time_moves_predictions_within_bounds(parts, seconds, slower, disturbed, factor):
+    """All lengths but one within 3%, that one disturbed by any factor: 0.6 to 2 times the truth where it was measured,
+    a third to three times at twice the longest length."""
+    profile = shaped(parts, seconds)
+    slower[disturbed] = factor
+    fit = Curve.fitted(Sample(n, more * prefill_seconds(profile, n)) for n, more in zip(START, slower, strict=True))
+    found = fit.profile(0, 0)
+    ratios = [prefill_seconds(found, n) / prefill_seconds(profile, n) for n in (*START, 8192)]
+    assert all(0.6 < ratio < 2 for ratio in ratios[:-1])
+    assert 1 / 3 < ratios[-1] < 3
+
+
+def test_a_slow_longest_prefill_is_no_square():
+    """Without the frontier it was taken for one: 9 times as slow at 16K."""
+    curve = Curve.fitted([Sample(n, truth(n) * (2 if n == 512 else 1)) for n in (64, 128, 256, 512)])
+    assert errors(curve)[16384] < 0.01
+    assert curve.profile(0, 0).max_tokens == 256
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_start_that_was_disturbed_throughout_is_forgotten_for_lengths_that_never_come_too(seed):
+    rng = random.Random(seed)
+    curve = Curve.fitted([Sample(n, 3 * truth(n)) for n in START])
+    for _ in range(40):
+        curve.add(noisy(rng, rng.randint(64, 500)))
+    assert max(errors(curve).values()) < 0.3
+
+
+def test_a_few_slow_prefills_in_a_row_do_not_make_other_lengths_slow():
+    curve = Curve.fitted([Sample(n, truth(n)) for n in LENGTHS])
+    for _ in range(8):
+        curve.add(Sample(100, 5 * truth(100)))
+    assert errors(curve)[16384] < 0.1
+
+
+def test_the_error_tells_a_quiet_machine_from_a_busy_one():
+    rng = random.Random(3)
+    quiet = Curve.fitted([Sample(n, truth(n)) for n in LENGTHS])
+    assert quiet.profile(0, 0).relative_error < 1e-6
+    for _ in range(100):
+        quiet.add(noisy(rng, rng.choice(LENGTHS)))
+    assert 0.05 < quiet.profile(0, 0).relative_error < 0.6
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -76,12 +142,11 @@ def test_real_prefills_behind_cached_prefixes_refine_it(seed):
 
 
 def test_a_prefill_quicker_than_believed_is_believed_at_once():
-    slow_end = [Sample(64, truth(64)), Sample(128, truth(128)), Sample(256, truth(256)), Sample(512, 2 * truth(512))]
-    curve = Curve.fitted(slow_end)
-    assert errors(curve)[4096] > 2
+    curve = Curve.fitted([Sample(n, truth(n) * (2 if n >= 512 else 1)) for n in (64, 128, 256, 512, 1024, 2048)])
+    assert errors(curve)[4096] > 0.5
     for n in (1000, 4000):
         curve.add(Sample(n, truth(n)))
-    assert errors(curve)[4096] < 0.1
+    assert errors(curve)[4096] < 0.2
 
 
 @pytest.mark.parametrize("slower", [0.4, 3.0])

@@ -4,7 +4,7 @@ import json
 from itertools import takewhile
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prfaas.kvindex.canonical import Canonical, canonical_chat, canonical_completion, tokens_before
@@ -104,6 +104,8 @@ conversations = st.lists(
 )
 
 
+# White space to a template, and none to ASCII: what is left of it is nothing, not a text to look for.
+@example([{"role": "system", "content": "\x1d"}], "", ("", "\x80\x1d0"), ([], []), True)
 @given(conversations, texts, st.tuples(texts, texts), st.tuples(conversations, conversations), st.booleans())
 def test_what_is_claimed_for_shared_bytes_is_shared_by_the_prompts(prefix, stem, ends, rests, strip):
     """The claim itself: where two requests have equal canonical prefixes, the tokens claimed there are equal."""

@@ -335,3 +335,39 @@ def test_failures_end_after_each_instance_failed_at_most_once(world, data, polic
         left_the_hub.append(isinstance(decision, Route) and decision.kind == "offload")
     assert isinstance(decision, Refusal)
     assert sorted(left_the_hub, reverse=True) == left_the_hub  # once local, always local
+
+
+def in_tls(one: Instance) -> Instance:
+    return msgspec.structs.replace(one, url=one.url.replace("http:", "https:"))
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prefills", "kind", "chosen"),
+    [
+        ([in_tls(instance("d"))], [instance("p", "prefill", "eu")], "local", ("d", None)),
+        ([instance("d")], [in_tls(instance("p", "prefill", "eu"))], "local", ("d", None)),
+        ([instance("d"), in_tls(instance("e"))], [in_tls(instance("p", "prefill", "eu"))], "offload", ("e", "p")),
+        (
+            [in_tls(instance("d"))],
+            [instance("o", "prefill", "eu"), in_tls(instance("p", "prefill", "eu"))],
+            "offload",
+            ("d", "p"),
+        ),
+        ([in_tls(instance("d"))], [instance("h", "prefill"), in_tls(instance("i", "prefill"))], "local", ("d", "i")),
+    ],
+)
+def test_instances_inside_tls_and_plain_ones_are_never_paired(decodes, prefills, kind, chosen):
+    world = table(*decodes, *prefills)
+    for request in range(8):
+        found = route(decide(msgspec.structs.replace(facts(world=world), request_id=str(request))))
+        assert found.kind == kind
+        assert (found.decode.name, found.prefill.name if found.prefill else None) == chosen
+
+
+def test_instances_of_two_engines_never_serve_together():
+    ours, theirs = instance("d0"), msgspec.structs.replace(instance("d1"), engine="sglang")
+    away = msgspec.structs.replace(instance("x0", "prefill", "eu"), engine="sglang")
+    chosen = route(decide(facts(5000, table(ours, theirs, away))))
+    assert (chosen.prefill, chosen.decode) == (away, theirs)
+    alone = route(decide(facts(5000, table(ours, away))))
+    assert (alone.kind, alone.prefill, alone.decode) == ("local", None, ours)

@@ -1,182 +1,142 @@
 """The receiving state machine: in any order it ends whole with exactly the sent bytes, or it says that it did not.
 
 Faults are put into a complete stream of frames: whatever is repeated, left out, cut, damaged, stale or foreign, nothing
-is ever taken for whole.
+is ever taken for whole. Damage and breaks are mended by sending the frames again; whatever else is wrong is final.
 """
 
-import itertools
-import random
-from collections.abc import Iterable
-from typing import NamedTuple
+from contextlib import nullcontext
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.errors import PeerError, ProtocolError
-from prfaas.wire.receipt import Hidden, Note, Receipt, Rows, State
-from prfaas.wire.transfer import (
-    HEADER_BYTES,
-    Done,
-    Failure,
-    FrameHeader,
-    Kind,
-    LayerGroup,
-    Manifest,
-    TensorLayout,
-    message_frame,
-    parse_header,
-    seal,
+from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_DATA_BYTES, TO_GIVER, FrameHeader, Kind, parse_header
+from prfaas.wire.receipt import Hidden, Receipt, Rows, State
+from prfaas.wire.transfer import Abort, message_frame
+
+from .wire_bench import (
+    HIDDEN_BYTES,
+    MANIFEST,
+    ROW_BYTES,
+    STATE_BYTES,
+    Receiver,
+    Sent,
+    block,
+    data_frame,
+    done_of,
+    header_of,
+    hidden,
+    sent,
+    state,
 )
-
-MANIFEST = Manifest(
-    fingerprint="a" * 64,
-    transfer_id="0123456789abcdef" * 2,
-    epoch=41,
-    start_token=2,
-    end_token=11,
-    groups=(
-        LayerGroup(
-            "linear",
-            (0, 1),
-            (
-                TensorLayout("recurrent", ("head", "key"), (2, 2), "float32"),
-                TensorLayout("conv", ("tap",), (3,), "bfloat16"),
-            ),
-        ),
-        LayerGroup("attention", (2, 3), (TensorLayout("latent", ("token", "row"), (3,), "bfloat16"),)),
-    ),
-    hidden_size=4,
-)
-
-
-class Sent(NamedTuple):
-    """A stream as list of whole frames, and the memory that a receiver must end with."""
-
-    frames: list[bytes]
-    memory: dict[object, bytes]
-
-
-def data_frame(header: FrameHeader, payload: bytes) -> bytes:
-    header = header._replace(payload_bytes=len(payload))
-    return seal(header, [payload]) + payload
-
-
-def block(layer: int, start: int, payload: bytes) -> bytes:
-    header = FrameHeader(Kind.BLOCK, MANIFEST.address, 0, 1, layer, start, len(payload) // 6)
-    return data_frame(header, payload)
-
-
-def sent(seed: int, cuts: list[int]) -> Sent:
-    """A complete transfer with random content, the token range cut at `cuts`."""
-    rng = random.Random(seed)
-    frames = [message_frame(Kind.MANIFEST, MANIFEST.address, MANIFEST)]
-    memory: dict[object, bytes] = {}
-    edges = [2, *sorted(cuts), 11]
-    for start, end in itertools.pairwise(edges):
-        for layer in (2, 3):
-            frames.append(block(layer, start, rows := rng.randbytes(6 * (end - start))))
-            memory |= {(layer, start + token): rows[6 * token : 6 * token + 6] for token in range(end - start)}
-    for layer in (0, 1):
-        memory[layer] = rng.randbytes(22)
-        frames.append(data_frame(FrameHeader(Kind.STATE, MANIFEST.address, 0, 0, layer), memory[layer]))
-    memory["hidden"] = rng.randbytes(16)
-    frames.append(data_frame(FrameHeader(Kind.HIDDEN, MANIFEST.address, 0), memory["hidden"]))
-    total = sum(map(len, memory.values()))
-    done = Done(payload_bytes=total, prefill_seconds=2.0, first_byte_seconds=0.5)
-    frames += [message_frame(Kind.KEEP_ALIVE, MANIFEST.address), message_frame(Kind.DONE, MANIFEST.address, done)]
-    return Sent(frames, memory)
-
-
-class Receiver:
-    """What a shell does, on bytes instead of a socket."""
-
-    def __init__(self, expected: Manifest = MANIFEST):
-        self.receipt = Receipt(expected)
-        self.memory: dict[object, bytes] = {}
-
-    def take(self, frame: bytes) -> None:
-        header, payload = parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]
-        place = self.receipt.claim(header)
-        if len(payload) != header.payload_bytes:
-            raise ProtocolError("cut")
-        match place:
-            case Rows(_, layer, start, tokens):
-                self.memory |= {(layer, start + at): payload[6 * at : 6 * at + 6] for at in range(tokens)}
-            case State(_, layer):
-                self.memory[layer] = payload
-            case Hidden():
-                self.memory["hidden"] = payload
-            case Note():
-                pass
-        self.receipt.accept(header, [payload])
-
-    def take_all(self, frames: Iterable[bytes]) -> None:
-        for frame in frames:
-            self.take(frame)
-
 
 cut_points = st.lists(st.integers(3, 10), unique=True, max_size=4)
 transfers = st.builds(sent, st.integers(0, 2**32), cut_points)
 COMPLETE = sent(1, [4, 9])
 
 
+def is_needed(frame: bytes) -> bool:
+    return header_of(frame).kind != Kind.KEEP_ALIVE
+
+
+def is_data(frame: bytes) -> bool:
+    return header_of(frame).kind in DATA_KINDS
+
+
 @given(transfers, st.randoms())
-def test_frames_in_any_order_end_whole_with_exactly_the_sent_bytes(transfer: Sent, rng: random.Random):
+def test_frames_in_any_order_end_whole_with_exactly_the_sent_bytes(transfer: Sent, rng):
     rng.shuffle(transfer.frames)
     receiver = Receiver()
-    needed_left = len(transfer.frames) - 1  # all but the keep-alive
+    needed_left = sum(map(is_needed, transfer.frames))
     for frame in transfer.frames:
         assert receiver.receipt.whole == (needed_left == 0)
         receiver.take(frame)
-        needed_left -= parse_header(frame[:HEADER_BYTES]).kind != Kind.KEEP_ALIVE
+        needed_left -= is_needed(frame)
     assert receiver.receipt.require_whole().prefill_seconds == 2.0
     assert receiver.memory == transfer.memory
+    assert receiver.receipt.received == ((0, sum(map(is_data, transfer.frames))),)
 
 
 @given(transfers, st.data())
-def test_a_frame_that_comes_twice_is_refused(transfer: Sent, data: st.DataObject):
-    repeatable = [f for f in transfer.frames if parse_header(f[:HEADER_BYTES]).kind != Kind.KEEP_ALIVE]
-    twice = data.draw(st.sampled_from(repeatable))
+def test_a_data_frame_that_comes_twice_is_refused(transfer: Sent, data: st.DataObject):
+    twice = data.draw(st.sampled_from([frame for frame in transfer.frames if is_data(frame)]))
     receiver = Receiver()
     receiver.take(twice)
-    with pytest.raises(ProtocolError, match=r"before|overlaps"):
-        receiver.take(twice)
+    with pytest.raises(ProtocolError, match="repeats sequence number"):
+        receiver.take(twice, connection=1)
+    assert not receiver.receipt.whole
+
+
+@given(transfers, st.data())
+def test_a_place_that_is_sent_twice_under_another_number_is_refused(transfer: Sent, data: st.DataObject):
+    twice = data.draw(st.sampled_from([frame for frame in transfer.frames if is_data(frame)]))
+    receiver = Receiver()
+    receiver.take(twice)
+    with pytest.raises(ProtocolError, match="before"):
+        receiver.take(data_frame(header_of(twice)._replace(sequence=1000), twice[HEADER_BYTES:]))
     assert not receiver.receipt.whole
 
 
 @given(transfers, st.data())
 def test_a_frame_left_out_is_named_as_missing(transfer: Sent, data: st.DataObject):
-    needed = [f for f in transfer.frames if parse_header(f[:HEADER_BYTES]).kind != Kind.KEEP_ALIVE]
-    lost = data.draw(st.sampled_from(needed))
+    lost = data.draw(st.sampled_from([frame for frame in transfer.frames if is_needed(frame)]))
     receiver = Receiver()
-    for frame in transfer.frames:
-        if frame is not lost:
-            receiver.take(frame)
-    assert receiver.receipt.missing()
-    with pytest.raises(ProtocolError, match="nothing of it is used"):
+    receiver.take_all(frame for frame in transfer.frames if frame is not lost)
+    assert not receiver.receipt.whole
+    with pytest.raises(ProtocolError, match=r"without (rows|\d linear|the hidden|DONE).*not used"):
         receiver.receipt.require_whole()
 
 
 @given(transfers, st.data())
-def test_a_stream_with_one_flipped_bit_is_never_whole(transfer: Sent, data: st.DataObject):
+def test_a_flipped_bit_is_noticed_and_mended_by_sending_the_frame_again(transfer: Sent, data: st.DataObject):
     at = data.draw(st.integers(0, len(transfer.frames) - 1))
     damaged = bytearray(transfer.frames[at])
     bit = data.draw(st.integers(0, 8 * len(damaged) - 1))
     damaged[bit // 8] ^= 1 << bit % 8
     receiver = Receiver()
-    frames = [*transfer.frames[:at], bytes(damaged), *transfer.frames[at + 1 :]]
-    with pytest.raises(ProtocolError):
-        receiver.take_all(frames)
-    assert not receiver.receipt.whole
+    receiver.take_all(transfer.frames[:at])
+    with pytest.raises(DamagedError):
+        receiver.take(bytes(damaged))
+    receiver.receipt.lost(0)
+    assert not receiver.receipt.whole or not is_needed(transfer.frames[at])
+    for frame in transfer.frames[at:]:
+        receiver.take(frame, connection=1)
+    receiver.receipt.require_whole()
+    assert receiver.memory == transfer.memory
 
 
 @given(transfers, st.data())
 def test_a_stream_that_is_cut_anywhere_is_never_whole(transfer: Sent, data: st.DataObject):
     receiver = Receiver()
-    receiver.take_all(transfer.frames[: data.draw(st.integers(0, len(transfer.frames) - 1))])
+    at = data.draw(st.integers(0, len(transfer.frames) - 1))
+    receiver.take_all(transfer.frames[:at])
+    last = transfer.frames[at]
+    with pytest.raises((UnreachableError, DamagedError)):
+        receiver.take(last[: data.draw(st.integers(0, len(last) - 1))])
     assert not receiver.receipt.whole
+
+
+@pytest.mark.parametrize("frame", COMPLETE.frames[:-2])
+def test_what_a_broken_connection_had_claimed_is_free_for_another_and_for_nobody_before(frame: bytes):
+    receipt = Receipt(MANIFEST)
+    place = receipt.claim(0, header_of(frame))
+    receipt.lost(1)  # another connection's claims are its own
+    receipt.lost(0)
+    assert receipt.claim(2, header_of(frame)) == place
+    with pytest.raises(ProtocolError, match="repeats"):
+        receipt.claim(3, header_of(frame))
+    assert receipt.received == ()
+
+
+def test_what_arrived_over_a_connection_stays_when_it_breaks():
+    receiver = Receiver()
+    receiver.take_all(COMPLETE.frames[:3])
+    receiver.receipt.lost(0)
+    assert receiver.receipt.received == ((0, 3),)
+    with pytest.raises(ProtocolError, match="repeats"):
+        receiver.take(COMPLETE.frames[1], connection=1)
 
 
 def readdressed(frame: bytes, **changes: object) -> bytes:
@@ -191,6 +151,7 @@ def test_a_frame_of_another_epoch_or_transfer_is_refused(at: int, changes: dict[
     receiver = Receiver()
     with pytest.raises(ProtocolError, match="stale or foreign"):
         receiver.take(readdressed(COMPLETE.frames[at], **changes))
+    assert receiver.memory == {}
 
 
 @pytest.mark.parametrize(
@@ -198,24 +159,31 @@ def test_a_frame_of_another_epoch_or_transfer_is_refused(at: int, changes: dict[
     [
         ("fingerprint", "b" * 64),
         ("hidden_size", 5),
+        ("start_token", 0),
         ("end_token", 12),
+        ("epoch", 42),
+        ("transfer_id", "f" * 32),
         ("groups", MANIFEST.groups[:1]),
         ("groups", (MANIFEST.groups[0], msgspec.structs.replace(MANIFEST.groups[1], layers=(3, 2)))),
     ],
 )
 def test_a_manifest_that_differs_in_any_field_is_refused_and_the_field_named(field: str, value: object):
-    theirs = msgspec.structs.replace(MANIFEST, **{field: value})
+    receiver = Receiver()
     with pytest.raises(ProtocolError, match=f"manifest field {field}"):
-        Receiver().take(message_frame(Kind.MANIFEST, MANIFEST.address, theirs))
+        receiver.receipt.require_manifest(msgspec.structs.replace(MANIFEST, **{field: value}))
+    with pytest.raises(ProtocolError, match="after an error"):
+        receiver.take(COMPLETE.frames[0])
 
 
-def test_swapped_axis_names_of_equal_length_are_refused():
+@pytest.mark.parametrize(
+    "changes", [{"axes": ("key", "head")}, {"name": "conv"}, {"dtype": "float16"}, {"shape": (4, 1)}]
+)
+def test_a_tensor_that_is_not_ours_in_name_axes_type_or_shape_is_refused(changes: dict[str, object]):
     tensors = MANIFEST.groups[0].tensors
-    swapped = msgspec.structs.replace(tensors[0], axes=("key", "head"))
+    swapped = msgspec.structs.replace(tensors[0], **changes)
     groups = (msgspec.structs.replace(MANIFEST.groups[0], tensors=(swapped, tensors[1])), MANIFEST.groups[1])
-    theirs = msgspec.structs.replace(MANIFEST, groups=groups)
     with pytest.raises(ProtocolError, match="manifest field groups"):
-        Receiver().take(message_frame(Kind.MANIFEST, MANIFEST.address, theirs))
+        Receipt(MANIFEST).require_manifest(msgspec.structs.replace(MANIFEST, groups=groups))
 
 
 @pytest.mark.parametrize(
@@ -229,24 +197,30 @@ def test_swapped_axis_names_of_equal_length_are_refused():
         (data_frame(FrameHeader(Kind.BLOCK, MANIFEST.address, 0, 9, 2, 5, 1), bytes(6)), "no such attention group"),
         (data_frame(FrameHeader(Kind.STATE, MANIFEST.address, 0, 1, 2), bytes(22)), "no such linear group"),
         (data_frame(FrameHeader(Kind.BLOCK, MANIFEST.address, 0, 1, 2, 5, 1), bytes(7)), "the manifest says 6"),
-        (data_frame(FrameHeader(Kind.STATE, MANIFEST.address, 0, 0, 0), bytes(21)), "the manifest says 22"),
-        (data_frame(FrameHeader(Kind.HIDDEN, MANIFEST.address, 0), bytes(20)), "the manifest says 16"),
-        (message_frame(Kind.HELLO, MANIFEST.address), "never to one"),
-        (message_frame(Kind.ACK, MANIFEST.address), "never to one"),
+        (state(0, bytes(21)), "the manifest says 22"),
+        (hidden(bytes(20)), "the manifest says 16"),
+        (data_frame(FrameHeader(Kind.HIDDEN, MANIFEST.address, 0, codec=1), bytes(9)), "has codec 1"),
+        (data_frame(FrameHeader(Kind.HIDDEN, MANIFEST.address, 0, flags=TO_GIVER), bytes(16)), "wrong direction"),
+        (message_frame(Kind.HELLO, MANIFEST.address), "no place here"),
+        (message_frame(Kind.WELCOME, MANIFEST.address), "no place here"),
+        (message_frame(Kind.FREED, MANIFEST.address), "no place here"),
+        (message_frame(Kind.DONE, MANIFEST.address), "cannot be read"),
     ],
 )
 def test_a_frame_that_the_manifest_has_no_place_for_is_refused(frame: bytes, why: str):
+    receiver = Receiver()
     with pytest.raises(ProtocolError, match=why):
-        Receiver().take(frame)
+        receiver.take(frame)
+    assert receiver.memory == {}
 
 
 @pytest.mark.parametrize(("start", "tokens"), [(4, 1), (3, 2), (5, 2), (2, 9), (4, 3)])
 def test_rows_that_overlap_earlier_rows_are_refused(start: int, tokens: int):
     receiver = Receiver()
-    receiver.take(block(2, 4, bytes(12)))
-    receiver.take(block(3, start, bytes(6 * tokens)))  # another layer's rows are another place
+    receiver.take(block(2, 4, bytes(12), 0))
+    receiver.take(block(3, start, bytes(6 * tokens), 1))  # another layer's rows are another place
     with pytest.raises(ProtocolError, match="overlaps"):
-        receiver.take(block(2, start, bytes(6 * tokens)))
+        receiver.take(block(2, start, bytes(6 * tokens), 2))
 
 
 def test_after_an_error_nothing_is_taken_any_more():
@@ -259,35 +233,113 @@ def test_after_an_error_nothing_is_taken_any_more():
     assert not receiver.receipt.whole
 
 
+@pytest.mark.parametrize(
+    "late",
+    [block(2, 1, bytes(6)), COMPLETE.frames[0], message_frame(Kind.HELLO, MANIFEST.address)],
+    ids=["another frame", "a frame again", "a message out of place"],
+)
+def test_what_is_wrong_after_everything_arrived_is_refused_and_takes_nothing_back(late: bytes):
+    receiver = Receiver()
+    receiver.take_all(COMPLETE.frames)
+    done = receiver.receipt.require_whole()
+    with pytest.raises(ProtocolError):
+        receiver.take(late)
+    assert receiver.receipt.require_whole() == done
+
+
+def test_a_frame_that_was_on_its_way_when_another_was_wrong_makes_nothing_whole():
+    receiver = Receiver()
+    *most, last = [frame for frame in COMPLETE.frames if is_needed(frame)]
+    receipt = receiver.receipt
+    receiver.take_all([*most[1:], last])
+    header, payload = header_of(most[0]), most[0][HEADER_BYTES:]
+    receipt.claim(0, header)
+    with pytest.raises(ProtocolError):
+        receiver.take(block(2, 1, bytes(6)))
+    receipt.accept(header, [payload])
+    assert not receipt.whole
+
+
 def test_a_sender_that_gives_up_is_quoted():
     receiver = Receiver()
     with pytest.raises(PeerError, match="gave up: out of memory"):
-        receiver.take(message_frame(Kind.ERROR, MANIFEST.address, Failure("out of memory")))
+        receiver.take(message_frame(Kind.ABORT, MANIFEST.address, Abort("out of memory")))
     assert not receiver.receipt.whole
 
 
-def test_a_sender_that_counted_other_bytes_is_not_believed():
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"payload_bytes": 1}, "the sender counted 7 of 1$"),
+        ({"frames": 6}, "the sender counted 6 of"),
+        ({"digest": "0" * 32}, "digest over all frames"),
+    ],
+)
+def test_a_sender_that_counted_otherwise_is_not_believed(changes: dict[str, object], why: str):
+    transfer = sent(1, [5])
+    wrong = msgspec.structs.replace(done_of(transfer.frames[:-2]), **changes)
+    done = message_frame(Kind.DONE, MANIFEST.address, wrong)
+    for frames in ([*transfer.frames[:-1], done], [done, *transfer.frames[:-1]]):
+        receiver = Receiver()
+        with pytest.raises(ProtocolError, match=why):
+            receiver.take_all(frames)
+        assert not receiver.receipt.whole
+        with pytest.raises(ProtocolError, match="not used"):
+            receiver.receipt.require_whole()
+
+
+def test_the_account_may_come_again_after_a_break_and_may_not_change():
     receiver = Receiver()
-    for frame in COMPLETE.frames[:-1]:
-        receiver.take(frame)
-    wrong = Done(payload_bytes=1, prefill_seconds=1.0, first_byte_seconds=0.1)
-    receiver.take(message_frame(Kind.DONE, MANIFEST.address, wrong))
-    with pytest.raises(ProtocolError, match="the sender counted 1"):
-        receiver.receipt.require_whole()
+    receiver.take(COMPLETE.frames[-1], connection=0)
+    receiver.take(COMPLETE.frames[-1], connection=1)
+    other = msgspec.structs.replace(done_of(COMPLETE.frames[:-2]), payload_bytes=3)
+    with pytest.raises(ProtocolError, match="said something else"):
+        receiver.take(message_frame(Kind.DONE, MANIFEST.address, other))
 
 
-def test_a_transfer_without_rows_needs_states_and_hidden_only():
-    manifest = msgspec.structs.replace(MANIFEST, start_token=11)
-    receiver = Receiver(manifest)
-    size = 22 + 22 + 16
-    states = [
-        frame for frame in COMPLETE.frames if parse_header(frame[:HEADER_BYTES]).kind in (Kind.STATE, Kind.HIDDEN)
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({"start_token": 11}, {Kind.STATE, Kind.HIDDEN}),  # the receiver has every row
+        ({"hidden_size": 0}, {Kind.BLOCK, Kind.STATE}),  # a prefix, from which nothing is sampled
+    ],
+)
+def test_a_transfer_without_rows_or_without_a_hidden_state_needs_the_rest_only(
+    changes: dict[str, object], kinds: set[Kind]
+):
+    frames = [frame for frame in COMPLETE.frames if header_of(frame).kind in kinds]
+    frames = [
+        data_frame(header_of(frame)._replace(sequence=at), frame[HEADER_BYTES:]) for at, frame in enumerate(frames)
     ]
-    done = Done(payload_bytes=size, prefill_seconds=1.0, first_byte_seconds=0.1)
-    for frame in [
-        message_frame(Kind.MANIFEST, manifest.address, manifest),
-        *states,
-        message_frame(Kind.DONE, manifest.address, done),
-    ]:
-        receiver.take(frame)
-    assert receiver.receipt.whole
+    receiver = Receiver(msgspec.structs.replace(MANIFEST, **changes))
+    receiver.take_all([*frames, message_frame(Kind.DONE, MANIFEST.address, done_of(frames))])
+    assert receiver.receipt.require_whole().frames == len(frames)
+    refused = next(frame for frame in COMPLETE.frames if is_data(frame) and header_of(frame).kind not in kinds)
+    with pytest.raises(ProtocolError):
+        receiver.take(data_frame(header_of(refused)._replace(sequence=99), refused[HEADER_BYTES:]))
+
+
+def test_an_agreed_codec_makes_a_payload_smaller_and_never_empty():
+    receipt = Receipt(MANIFEST, codecs=(0, 1))
+    for number, (header, place) in enumerate(
+        [
+            (FrameHeader(Kind.BLOCK, MANIFEST.address, 1, 1, 2, 5, 1), Rows(1, 2, 5, 1)),
+            (FrameHeader(Kind.STATE, MANIFEST.address, STATE_BYTES - 1, 0, 1), State(0, 1)),
+            (FrameHeader(Kind.HIDDEN, MANIFEST.address, HIDDEN_BYTES - 1), Hidden()),
+        ]
+    ):
+        assert receipt.claim(0, header._replace(codec=1, sequence=number)) == place
+    for size in (0, STATE_BYTES, STATE_BYTES + 1):
+        with pytest.raises(ProtocolError, match="the manifest says"):
+            Receipt(MANIFEST, codecs=(0, 1)).claim(0, FrameHeader(Kind.STATE, MANIFEST.address, size, 0, 1, codec=1))
+
+
+def test_a_frame_that_stands_for_more_than_a_frame_may_hold_is_refused_however_few_bytes_travel():
+    """A reader takes memory for what a codec makes of them."""
+    tokens = MAX_DATA_BYTES // ROW_BYTES
+    expected = msgspec.structs.replace(MANIFEST, end_token=MANIFEST.start_token + tokens + 1)
+    for count, refused in ((tokens, False), (tokens + 1, True)):
+        receipt = Receipt(expected, codecs=(0, 1))
+        header = FrameHeader(Kind.BLOCK, MANIFEST.address, 100, 1, 2, MANIFEST.start_token, count, codec=1)
+        with pytest.raises(ProtocolError, match="stands for") if refused else nullcontext():
+            receipt.claim(0, header)

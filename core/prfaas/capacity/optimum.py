@@ -1,0 +1,193 @@
+"""The best plan of a system: threshold t and the split of the hub into N_p and N_d, equations (7) and (8).
+
+    (7)  Theta_prfaas / p = Theta_pd-p / (1 - p)        neither kind of prefill waits for the other
+    (8)  Theta_prfaas + Theta_pd-p = Theta_pd-d         neither prefill nor decode waits for the other
+
+With t the left side of (7) rises and the right side falls, so for a given split the best t is where they cross, found
+by bisection over the workload's lengths. Instances are whole, so (8) holds only nearly: every split is tried. Several
+hardware kinds in the hub multiply the splits, and beyond a bound the search refuses instead of running for hours.
+
+A *fractional* plan lets instances of the hub give part of their time to prefill, so that (8) holds exactly: an integer
+split leaves up to an instance idle on the side that does not limit.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import msgspec
+
+from prfaas.capacity import equations
+from prfaas.capacity.equations import Split
+from prfaas.capacity.system import HubPool, System
+from prfaas.capacity.workload import Moments, Workload
+from prfaas.errors import ConfigError
+
+MAX_SPLITS: Final = 50_000
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A threshold, a split, and what they carry in requests a second; a stage without instances carries 0."""
+
+    threshold_tokens: int | None
+    """None: no threshold decides, because all prompts go the same way."""
+    n_prfaas: int
+    n_p: float
+    n_d: float
+    theta_prfaas: float
+    theta_pd_p: float
+    theta_pd_d: float
+    lambda_max: float
+    offloaded_fraction: float
+    egress_gbps: float
+    """Of all links together, at lambda_max."""
+    split: dict[str, float]
+    """Instances of each pool of the hub that prefill."""
+
+
+def best(system: System, workload: Workload) -> Plan:
+    """Return the plan of whole instances with the highest lambda_max.
+
+    Raises:
+        ConfigError: no split can serve, or there are too many to try.
+
+    """
+    return _serving(_highest(plan_for(system, workload, split) for split in _splits(system)))
+
+
+def fractional(system: System, workload: Workload) -> Plan:
+    """Return the plan with the highest lambda_max if instances of the hub may divide their time between both roles."""
+
+    def hub_arrivals(threshold_tokens: float) -> float:
+        return _capacity(system, workload, threshold_tokens, _divided(system, workload.below(threshold_tokens)))
+
+    # The hub with its best division falls with t, as each division of it does.
+    thresholds = _around_crossing(system, workload, hub_arrivals)
+    divided = [(t, _divided(system, workload.below(t))) for t in thresholds]
+    return _serving(_highest(plan_at(system, workload, t, split) for t, split in divided))
+
+
+def plan_for(system: System, workload: Workload, split: Split) -> Plan:
+    """Return the best plan of a given split: its threshold by equation (7)."""
+
+    def prefill_arrivals(threshold_tokens: float) -> float:
+        return equations.local_arrivals(system, workload.below(threshold_tokens), split)
+
+    thresholds = _around_crossing(system, workload, prefill_arrivals)
+    return _highest(plan_at(system, workload, t, split) for t in thresholds)
+
+
+def at_threshold(system: System, workload: Workload, threshold_tokens: int) -> Plan:
+    """Return the best plan of whole instances for a threshold that is given."""
+    return _serving(_highest(plan_at(system, workload, threshold_tokens, split) for split in _splits(system)))
+
+
+def plan_at(system: System, workload: Workload, threshold_tokens: int, split: Split) -> Plan:
+    """Return what a given split carries at a given threshold."""
+    above, below = workload.above(threshold_tokens), workload.below(threshold_tokens)
+    arrivals = equations.lambda_max(system, workload, threshold_tokens, split)
+    n_p = sum(split.values())
+    egress = equations.egress_mbps(equations.offload_shares(system, above), above, arrivals)
+    return Plan(
+        threshold_tokens=threshold_tokens if above and below else None,
+        n_prfaas=system.offload_instances,
+        n_p=n_p,
+        n_d=system.hub_instances - n_p,
+        theta_prfaas=equations.theta_prfaas(system, above),
+        theta_pd_p=equations.theta_pd_p(system, below, split),
+        theta_pd_d=equations.theta_pd_d(system, split),
+        lambda_max=arrivals,
+        offloaded_fraction=above.share,
+        egress_gbps=sum(egress.values()) / 1000,
+        split=dict(split),
+    )
+
+
+def homogeneous(system: System) -> System:
+    """Return the baseline without offload: the hub, with each offload instance replaced by one of its first pool."""
+    first, *others = system.hub
+    grown = msgspec.structs.replace(first, instances=first.instances + system.offload_instances)
+    return msgspec.structs.replace(system, links=(), offload=(), hub=(grown, *others))
+
+
+def naive(system: System, workload: Workload) -> Plan:
+    """Return the baseline that offloads every prompt: all of the hub decodes, and no threshold decides."""
+    return _serving(plan_at(system, workload, 0, {pool.name: float(pool.min_prefill) for pool in system.hub}))
+
+
+def _highest(plans: Iterable[Plan]) -> Plan:
+    """Return the plan that carries most; among equals, the one with most room for prefill."""
+    return max(plans, key=lambda plan: (plan.lambda_max, plan.theta_prfaas + plan.theta_pd_p))
+
+
+def _serving(plan: Plan) -> Plan:
+    """Return the plan if it serves."""
+    if not 0 < plan.lambda_max < math.inf:
+        raise ConfigError(
+            f"no split of the hub's {plan.n_p + plan.n_d:g} instances serves: one must decode, and one prefill "
+            "where no offload pool does; raise instances, or lower minPrefill or minDecode"
+        )
+    return plan
+
+
+def _splits(system: System) -> Iterable[Split]:
+    """Yield every division of the hub into whole prefill and decode instances."""
+    choices = [range(pool.min_prefill, pool.instances - pool.min_decode + 1) for pool in system.hub]
+    count = math.prod(len(choice) for choice in choices)
+    if count > MAX_SPLITS:
+        raise ConfigError(
+            f"hub: {len(choices)} pools can be split in {count} ways, and {MAX_SPLITS} are searched; "
+            "raise minPrefill and minDecode, or merge pools"
+        )
+    for counts in itertools.product(*choices):
+        yield {pool.name: float(n) for pool, n in zip(system.hub, counts, strict=True)}
+
+
+def _around_crossing(system: System, workload: Workload, local: Callable[[float], float]) -> list[int]:
+    """Return the thresholds, lengths or 0, on both sides of where offload pools begin to bear more than the hub.
+
+    Args:
+        system: its offload pools bear the prompts above t.
+        workload: lengths.
+        local: requests a second that the hub bears with threshold t; it must not rise with t.
+
+    """
+    if not system.offload:
+        return [workload.max_tokens]
+    lengths = (0, *workload.lengths)
+    low, high = 0, len(lengths) - 1  # at the highest nothing is offloaded, which bears anything
+    while low < high:
+        middle = (low + high) // 2
+        if equations.offload_arrivals(system, workload.above(lengths[middle])) >= local(lengths[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return [lengths[low], lengths[max(0, low - 1)]]
+
+
+def _capacity(system: System, workload: Workload, threshold_tokens: float, split: Split) -> float:
+    local = equations.local_arrivals(system, workload.below(threshold_tokens), split)
+    return min(local, equations.theta_pd_d(system, split))
+
+
+def _divided(system: System, below: Moments) -> Split:
+    """Return the division of the hub, in parts of instances, that bears most requests of which `below` prefill there.
+
+    Time goes to prefill first where it is worth most beside what it would decode, until both roles bear the same.
+    """
+    split = {pool.name: float(pool.min_prefill) for pool in system.hub}
+    if not below:
+        return split
+    seconds = {pool.name: equations.mean_seconds(pool.profile, below) for pool in system.hub}
+
+    def advantage(pool: HubPool) -> float:
+        return 1 / (seconds[pool.name] * pool.decode_rate(system.output_tokens))
+
+    for pool in sorted(system.hub, key=advantage, reverse=True):
+        prefill = equations.local_arrivals(system, below, split)
+        decode = equations.theta_pd_d(system, split)
+        each = 1 / (seconds[pool.name] * below.share) + pool.decode_rate(system.output_tokens)
+        room = pool.instances - pool.min_decode - pool.min_prefill
+        split[pool.name] += min(float(room), max(0.0, (decode - prefill) / each))
+    return split

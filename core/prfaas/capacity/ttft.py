@@ -1,0 +1,276 @@
+"""Time to the first token: as the paper counts it, and with the waits that it leaves out.
+
+As the paper counts it (`unloaded`) a prompt costs its prefill and, if it is offloaded, the crossing of its whole cache
+at the link's rate after that. Nothing waits.
+
+With queueing (`queued`) arrivals are Poisson, and
+
+- each prefill instance has a queue of its own, and a request joins the one with the fewest. A request waits with the
+  probability C of Erlang's formula for c instances. Those that do wait for
+
+      E[W | W > 0] = E[T] (1 + cv^2) / 2 * (1 / (c (1 - rho)) + (c - 1) / (2 c))
+
+  on average, exponentially distributed. The first term is Lee and Longton's M/G/c, exact (Pollaczek-Khinchine) for
+  c = 1; the second is what separate queues cost beside a shared one, fitted to simulations of 2 to 20 instances
+- a link is shared evenly by its transfers (M/G/1 processor sharing), which stretches each by 1 / (1 - rho)
+- a transfer overlaps its prefill: after it only the last chunk and the states remain, unless the link is the slower
+- decode instances admit a request when one of their N_d BS_max places is free; all answers are of equal length, which
+  halves the wait (M/D/c).
+
+The waits are taken as independent of each other and of the lengths. Fractional plans have no such queues to speak of.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from prfaas.capacity.equations import BITS_PER_MBIT, egress_mbps, mean_seconds, offload_shares
+from prfaas.capacity.optimum import Plan
+from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas.capacity.system import OffloadPool, System
+from prfaas.capacity.workload import Workload
+from prfaas.errors import ConfigError
+
+CHUNK_TOKENS: Final = 8192
+"""Tokens of a prefill that are computed, and handed to the link, together."""
+_POINTS: Final = 128
+_PRECISION: Final = 1e-4
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution of the time to the first token, over all requests."""
+
+    mean_seconds: float
+    p50_seconds: float
+    p90_seconds: float
+    p99_seconds: float
+
+
+class _Wait(NamedTuple):
+    """A wait that comes with a probability, and is then exponential with a mean."""
+
+    probability: float
+    mean_seconds: float
+
+
+class _Stream(NamedTuple):
+    """The share of the requests that goes one way, their wait for a prefill, and (seconds, weight) of what follows."""
+
+    share: float
+    wait: _Wait
+    points: list[tuple[float, float]]
+
+
+_NONE: Final = _Wait(0.0, 0.0)
+
+
+def unloaded(system: System, workload: Workload, plan: Plan) -> FirstToken:
+    """Return the times as the paper counts them: prefill, then transfer at the link's rate, and no waiting."""
+
+    def offloaded(pool: OffloadPool, tokens: int) -> float:
+        crossing = 8 * cache_bytes(pool.profile, tokens) / (system.link(pool.link).capacity_mbps * BITS_PER_MBIT)
+        return prefill_seconds(pool.profile, tokens) + crossing
+
+    return _summary(_streams(system, workload, plan, None, offloaded), [(1.0, _NONE)])
+
+
+def queued(system: System, workload: Workload, plan: Plan, arrivals: float) -> FirstToken:
+    """Return the times, with waits, at this rate of all requests a second.
+
+    Raises:
+        ConfigError: the plan does not carry this rate, or divides instances between roles.
+
+    """
+    if not 0 <= arrivals < plan.lambda_max:
+        raise ConfigError(
+            f"{arrivals:g} requests/s arrive where {plan.lambda_max:.4g} can be served: queues would grow for ever; "
+            "lower the rate or add instances"
+        )
+    return _summary(*_waiting(system, workload, plan, arrivals))
+
+
+def arrivals_within(system: System, workload: Workload, plan: Plan, p90_seconds: float) -> float:
+    """Return the highest rate of requests at which the P90 of the time to the first token stays within a limit.
+
+    Raises:
+        ConfigError: even the first request of the day takes longer.
+
+    """
+
+    def p90(arrivals: float) -> float:
+        return _quantile(*_waiting(system, workload, plan, arrivals), 0.9)
+
+    if p90(0.0) > p90_seconds:
+        raise ConfigError(
+            f"slo.ttftMillis is {1000 * p90_seconds:g}, but one request in ten takes over {1000 * p90(0.0):.0f} ms "
+            "to its first token when nothing waits; raise it, or take faster prefill instances"
+        )
+    low, high = 0.0, plan.lambda_max
+    while high - low > _PRECISION * plan.lambda_max:
+        middle = (low + high) / 2
+        low, high = (middle, high) if p90(middle) <= p90_seconds else (low, middle)
+    return low
+
+
+def _waiting(
+    system: System, workload: Workload, plan: Plan, arrivals: float
+) -> tuple[list[_Stream], list[tuple[float, _Wait]]]:
+    """Return the streams at this rate, and the waits for decode."""
+    above = workload.above(_threshold(workload, plan))
+    carried = egress_mbps(offload_shares(system, above), above, arrivals)
+    free = {link.name: link.capacity_mbps - carried.get(link.name, 0.0) for link in system.links}
+
+    def offloaded(pool: OffloadPool, tokens: int) -> float:
+        bits_per_second = free[pool.link] * BITS_PER_MBIT
+        last_bytes = cache_bytes(pool.profile, (tokens - 1) % CHUNK_TOKENS + 1)
+        prefilled = prefill_seconds(pool.profile, tokens) + 8 * last_bytes / bits_per_second
+        return max(prefilled, 8 * cache_bytes(pool.profile, tokens) / bits_per_second)
+
+    return _streams(system, workload, plan, arrivals, offloaded), _decode_waits(system, plan, arrivals)
+
+
+def _threshold(workload: Workload, plan: Plan) -> int:
+    if plan.threshold_tokens is not None:
+        return plan.threshold_tokens
+    return 0 if plan.offloaded_fraction > 0 else workload.max_tokens
+
+
+def _streams(
+    system: System,
+    workload: Workload,
+    plan: Plan,
+    arrivals: float | None,
+    offloaded: Callable[[OffloadPool, int], float],
+) -> list[_Stream]:
+    """Divide the requests among the pools that prefill them; without arrivals nothing waits."""
+    threshold = _threshold(workload, plan)
+    above, below = workload.above(threshold), workload.below(threshold)
+    long = [(n, weight) for n, weight in workload.items() if n > threshold]
+    short = [(n, weight) for n, weight in workload.items() if n <= threshold]
+    streams: list[_Stream] = []
+    for pool, rate in offload_shares(system, above) if above else ():
+        if rate == 0:
+            continue
+        work = [(prefill_seconds(pool.profile, n), offloaded(pool, n), weight) for n, weight in long]
+        streams.append(_stream(above.share * rate / plan.theta_prfaas, pool.instances, work, arrivals))
+    for pool in system.hub if below else ():
+        instances = plan.split[pool.name]
+        if instances == 0:
+            continue
+        work = [(seconds := prefill_seconds(pool.profile, n), seconds, weight) for n, weight in short]
+        share = below.share * instances / mean_seconds(pool.profile, below) / plan.theta_pd_p
+        streams.append(_stream(share, instances, work, arrivals))
+    return streams
+
+
+def _stream(
+    share: float, instances: float, work: Sequence[tuple[float, float, float]], arrivals: float | None
+) -> _Stream:
+    """Return a stream from its prompts: seconds of prefill, seconds from its start to the first token, weight."""
+    wait = _NONE
+    total = sum(weight for _, _, weight in work)
+    if arrivals:
+        mean = sum(seconds * weight for seconds, _, weight in work) / total
+        squared = sum(seconds**2 * weight for seconds, _, weight in work) / total
+        wait = _wait(instances, mean, squared / mean**2, arrivals * share)
+    points = [(first, weight / total) for _, first, weight in work]
+    return _Stream(share, wait, _points(points) if arrivals else points)
+
+
+def _decode_waits(system: System, plan: Plan, arrivals: float) -> list[tuple[float, _Wait]]:
+    """Return the wait for a place to decode, for each pool of the hub with the share of requests that it takes."""
+    waits: list[tuple[float, _Wait]] = []
+    for pool in system.hub:
+        rate = (pool.instances - plan.split[pool.name]) * pool.decode_rate(system.output_tokens)
+        seconds = pool.step_seconds * system.output_tokens
+        if rate > 0 and arrivals > 0:
+            share = rate / plan.theta_pd_d
+            places = (pool.instances - plan.split[pool.name]) * pool.max_batch
+            busy = arrivals * share / rate
+            mean = seconds / 2 / (places * (1 - busy))
+            waits.append((share, _Wait(_erlang(places, busy), mean)))
+    return waits or [(1.0, _NONE)]
+
+
+def _wait(instances: float, mean_seconds: float, relative_square: float, arrivals: float) -> _Wait:
+    """Return the wait at instances with a queue each; `relative_square` is E[T^2] / E[T]^2 = 1 + cv^2."""
+    if not float(instances).is_integer():
+        raise ConfigError(f"{instances:g} instances prefill: waits are known for whole instances only")
+    busy = arrivals * mean_seconds / instances
+    queues = 1 / (instances * (1 - busy)) + (instances - 1) / (2 * instances)
+    return _Wait(_erlang(instances, busy), mean_seconds * relative_square / 2 * queues)
+
+
+def _erlang(servers: float, busy: float) -> float:
+    """Return Erlang's C: the probability that all servers are busy, each for this share of its time."""
+    blocked, load = 1.0, servers * busy
+    for count in range(1, round(servers) + 1):
+        blocked = load * blocked / (count + load * blocked)
+    return blocked / (1 - busy * (1 - blocked))
+
+
+def _points(items: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return a distribution as few points of nearly equal probability, each the mean of those it stands for."""
+    if len(items) <= _POINTS:
+        return items
+    points: list[tuple[float, float]] = []
+    seconds = share = 0.0
+    for value, weight in sorted(items):
+        seconds += value * weight
+        share += weight
+        if share >= 1 / _POINTS:
+            points.append((seconds / share, share))
+            seconds = share = 0.0
+    return [*points, (seconds / share, share)] if share > 0 else points
+
+
+def _summary(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]]) -> FirstToken:
+    mean = sum(share * wait.probability * wait.mean_seconds for share, wait in decodes)
+    for stream in streams:
+        after = sum(seconds * weight for seconds, weight in stream.points)
+        mean += stream.share * (stream.wait.probability * stream.wait.mean_seconds + after)
+    return FirstToken(
+        mean_seconds=mean,
+        p50_seconds=_quantile(streams, decodes, 0.5),
+        p90_seconds=_quantile(streams, decodes, 0.9),
+        p99_seconds=_quantile(streams, decodes, 0.99),
+    )
+
+
+def _quantile(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]], share: float) -> float:
+    """Return the time that this share of the requests does not exceed, by bisection."""
+
+    def longer(limit: float) -> float:
+        return sum(
+            stream.share * part * weight * _longer(stream.wait, decode, limit - seconds)
+            for stream in streams
+            for part, decode in decodes
+            for seconds, weight in stream.points
+        )
+
+    low, high = 0.0, max(seconds for stream in streams for seconds, _ in stream.points)
+    while longer(high) > 1 - share + 1e-12:
+        low, high = high, 2 * high
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if longer(middle) > 1 - share else (low, middle)
+    return high
+
+
+def _longer(first: _Wait, second: _Wait, limit: float) -> float:
+    """P(first + second > limit), for two independent waits."""
+    if limit < 0:
+        return 1.0
+    a = math.exp(-limit / first.mean_seconds) if first.mean_seconds > 0 else 0.0
+    b = math.exp(-limit / second.mean_seconds) if second.mean_seconds > 0 else 0.0
+    both = a + b  # of a wait that cannot happen nothing counts
+    if first.mean_seconds > 0 and second.mean_seconds > 0:
+        apart = first.mean_seconds - second.mean_seconds
+        if abs(apart) < 1e-6 * first.mean_seconds:
+            both = a * (1 + limit / first.mean_seconds)
+        else:
+            both = (first.mean_seconds * a - second.mean_seconds * b) / apart
+    p, q = first.probability, second.probability
+    return p * (1 - q) * a + (1 - p) * q * b + p * q * both

@@ -1,0 +1,146 @@
+"""`prfaas certs`: identities for clusters without an operator or a certificate manager that issues them.
+
+What is written can be read by OpenSSL, mounted as a Kubernetes TLS Secret, and used by `prfaas-worker --tls-dir`. Keys
+are never printed, readable by their owner alone from their first byte on, and nothing is overwritten unasked.
+"""
+
+import datetime
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+from prfaas.errors import ConfigError, IdentityError
+
+AUTHORITY: Final = "ca.crt"
+AUTHORITY_KEY: Final = "ca.key"
+CERTIFICATE: Final = "tls.crt"
+KEY: Final = "tls.key"
+
+app = typer.Typer(
+    help="Make certificates that say which cluster an instance is of. Example: prfaas certs init --out ca",
+    no_args_is_help=True,
+)
+
+Out = Annotated[Path, typer.Option("--out", help="Directory to write to; it is made if need be.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the files that are there.")]
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """What `show` tells of a directory. `problem` is empty when peers accept it now."""
+
+    cluster: str
+    not_before: datetime.datetime
+    not_after: datetime.datetime
+    renew_after: datetime.datetime
+    chain_ok: bool
+    problem: str
+
+
+@app.command()
+def init(
+    out: Out,
+    days: Annotated[int, typer.Option(min=1, max=36500, help="How long the authority is valid.")] = 3650,
+    force: Force = False,
+) -> None:
+    """Make a certificate authority: ca.crt, and ca.key to keep secret. Example: prfaas certs init --out ca."""
+    from prfaas import identity  # cryptography takes longer to load than all other commands
+
+    validity = identity.valid_for(_now(), days)
+    pair = identity.make_authority(f"prfaas {validity.not_before:%F}-{secrets.token_hex(4)}", validity)
+    _write(out, {AUTHORITY_KEY: pair.key, AUTHORITY: pair.certificate}, force)
+
+
+@app.command()
+def issue(
+    ca: Annotated[Path, typer.Option("--ca", help="Directory with ca.crt and ca.key.")],
+    cluster: Annotated[str, typer.Option("--cluster", help="The cluster's name: its MemberCluster's, or hub.")],
+    out: Out,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificate is valid.")] = 90,
+    force: Force = False,
+) -> None:
+    """Issue a cluster's certificate: tls.crt, tls.key and ca.crt, as `prfaas-worker --tls-dir` reads them.
+
+    Example: prfaas certs issue --ca ca --cluster prefill-eu --out prefill-eu.
+    """
+    from prfaas import identity
+
+    authority = identity.KeyPair(_read(ca / AUTHORITY), _read(ca / AUTHORITY_KEY))
+    pair = identity.issue(authority, cluster, identity.valid_for(_now(), days))
+    trusted = identity.bundle(authority.certificate)
+    _write(out, {AUTHORITY: trusted, KEY: pair.key, CERTIFICATE: pair.certificate}, force)
+
+
+@app.command()
+def show(
+    directory: Annotated[Path, typer.Argument(help="Directory with tls.crt, tls.key and ca.crt.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
+) -> None:
+    """Tell whose certificate it is and until when; exit code 1 if peers would refuse it.
+
+    Example: prfaas certs show prefill-eu -o json.
+    """
+    if output not in ("text", "json"):
+        raise ConfigError(f"--output is {output!r}; it can be text or json")
+    shown = _judge(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
+    if output == "json":
+        typer.echo(msgspec.json.encode(shown))
+    else:
+        typer.echo(f"cluster    {shown.cluster or '-'}")
+        typer.echo(f"valid      {shown.not_before:%F %R} to {shown.not_after:%F %R} UTC")
+        typer.echo(f"renew      {shown.renew_after:%F %R} UTC")
+        typer.echo(f"accepted   {shown.problem or 'yes'}")
+    raise typer.Exit(0 if shown.chain_ok else 1)
+
+
+def _judge(certificate: bytes, key: bytes, trusted: bytes) -> Shown:
+    """Return what there is to tell, also of a certificate that is refused."""
+    from prfaas import identity
+
+    begin, end = identity.validity_of_pem(certificate)
+    cluster, problem = "", ""
+    try:
+        cluster = identity.check(certificate, key, trusted, _now()).cluster
+    except (ConfigError, IdentityError) as error:
+        problem = str(error)
+    return Shown(cluster, begin, end, identity.when_to_renew(begin, end), not problem, problem)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _write(directory: Path, files: dict[str, bytes], force: bool) -> None:
+    """Write files, each whole or not at all, keys for their owner alone."""
+    present = [name for name in files if (directory / name).exists()]
+    if present and not force:
+        raise ConfigError(f"{directory} has {', '.join(present)} already; give --force to replace them")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            _replace(directory / name, content, 0o600 if name.endswith(".key") else 0o644)
+            typer.echo(f"wrote {directory / name}")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

@@ -1,0 +1,219 @@
+"""`prfaas plan`: the best threshold and split of a system, beside its baselines and published figures.
+
+The system is a file's, or that of a running installation. Core knows no cluster: a part that does registers what reads
+one under the entry point group `prfaas.plan_sources`.
+"""
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from prfaas.capacity import planfile
+from prfaas.capacity.comparison import Comparison, Figures, compare
+from prfaas.capacity.equalcost import Bought, EqualCost
+from prfaas.cli.plots import check_plot, draw_plan
+from prfaas.errors import ConfigError
+from prfaas.simulate import traces
+
+TITLES = {
+    "prfaas_pd": "PrfaaS-PD",
+    "homogeneous": "homogeneous",
+    "naive_heterogeneous": "naive",
+    "fractional": "fractional",
+}
+# Key, what it is called in the paper, and its digits.
+ROWS = (
+    ("threshold_tokens", "t, tokens", 0),
+    ("n_prfaas", "N_prfaas", 0),
+    ("n_p", "N_p", 2),
+    ("n_d", "N_d", 2),
+    ("theta_prfaas", "Theta_prfaas, 1/s", 2),
+    ("theta_pd_p", "Theta_pd-p, 1/s", 2),
+    ("theta_pd_d", "Theta_pd-d, 1/s", 2),
+    ("lambda_max", "Lambda_max, 1/s", 2),
+    ("offloaded_fraction", "offloaded", 3),
+    ("egress_gbps", "egress, Gbit/s", 1),
+    ("ttft_mean_seconds", "mean TTFT, s", 2),
+    ("ttft_p90_seconds", "P90 TTFT, s", 2),
+)
+WIDTH = 120
+
+
+PLAN_SOURCES = "prfaas.plan_sources"
+
+
+def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="The system; see docs/capacity.md.", show_default=False)
+    ] = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, as PNG or HTML.", show_default=False)] = None,
+    from_cluster: Annotated[
+        bool, typer.Option("--from-cluster", help="Plan what a running installation measures, in place of a file.")
+    ] = False,
+    policy: Annotated[
+        str | None, typer.Option(help="PrfaaSPolicy to plan; the only one if not given.", show_default=False)
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Kubeconfig context of the hub; the current one if not given.")
+    ] = None,
+    kubeconfig: Annotated[
+        Path | None, typer.Option(help="Kubeconfig file of the hub; the usual one if not given.")
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Namespace where prfaas is installed.")
+    ] = "prfaas",
+) -> None:
+    """Find the best threshold and split into prefill and decode. Example: prfaas plan -f examples/paper.yaml."""
+    if output not in ("table", "json"):
+        raise ConfigError(f"--output is {output!r}; it can be table or json")
+    if (file is None) != from_cluster:
+        raise ConfigError("give either --file with a system, or --from-cluster for what is installed")
+    check_plot(plot)
+    described = load(file) if file is not None else _installed(kubeconfig, context, namespace, policy)
+    result = compare(described)
+    if plot is not None:
+        draw_plan(plot, result, TITLES)
+    if output == "json":
+        typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
+        return
+    console = Console(width=WIDTH, highlight=False)
+    console.print(_table_6(result, described.published))
+    console.print(_queueing(result))
+    _say(console, result)
+
+
+def _installed(kubeconfig: Path | None, context: str | None, namespace: str, policy: str | None) -> planfile.PlanFile:
+    """Read a running installation; raises ConfigError or PeerError where that fails."""
+    try:
+        source = next(iter(entry_points(group=PLAN_SOURCES, name="cluster"))).load()
+    except (StopIteration, ImportError) as error:
+        raise ConfigError("--from-cluster needs the operator's part: pip install 'prfaas[operator]'") from error
+    return source(kubeconfig, context, namespace, policy)
+
+
+def load(path: Path) -> planfile.PlanFile:
+    """Read a system's file; paths of traces in it are relative to the file.
+
+    Raises:
+        ConfigError: it cannot be read, or says something absurd.
+
+    """
+
+    def load_trace(name: str) -> list[tuple[int, int]]:
+        where = path.parent / name
+        return [(one.input_tokens, one.output_tokens) for one in traces.read(str(where), _text(where).splitlines())]
+
+    try:
+        document: object = yaml.safe_load(_text(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    try:
+        return planfile.read(document, load_trace)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _table_6(result: Comparison, published: dict[str, dict[str, float]]) -> Table:
+    """Return a row a figure and a column a system, each followed by what was published and how far ours is off."""
+    columns = {**result.systems(), "fractional": result.fractional}
+    table = _table("The plan and its baselines")
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(TITLES[name], justify="right")
+        if name in published:
+            table.add_column("published", justify="right")
+            table.add_column("off by", justify="right")
+    for key, title, digits in ROWS:
+        cells: list[str] = []
+        for name, figures in columns.items():
+            value = _value(figures, key)
+            cells.append(_shown(value, digits))
+            if name in published:
+                cells += _beside(value, published[name].get(key), digits)
+        table.add_row(title, *cells)
+    ratios: list[str] = []
+    for name, figures in columns.items():
+        ratio = figures.lambda_max / result.homogeneous.lambda_max
+        ratios.append(_shown(ratio, 2))
+        if name in published:
+            theirs, base = (published.get(one, {}).get("lambda_max") for one in (name, "homogeneous"))
+            ratios += _beside(ratio, theirs / base if theirs and base else None, 2)
+    table.add_row("over homogeneous", *ratios)
+    return table
+
+
+def _beside(value: float | None, published: float | None, digits: int) -> list[str]:
+    """Return what was published, and how far ours is off."""
+    return [_shown(published, digits), f"{value / published - 1:+.1%}" if value and published else "-"]
+
+
+def _table(title: str) -> Table:
+    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _value(figures: Figures, key: str) -> float | None:
+    """Return a figure; None for stages that the system does not have."""
+    value = getattr(figures, key)
+    return value or None
+
+
+def _shown(value: float | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if float(value).is_integer() and digits == 2 and value < 1000 else f"{value:,.{digits}f}"
+
+
+def _queueing(result: Comparison) -> Table:
+    table = _table("Time to the first token with waits, s (estimate)")
+    for title in ("system", "load", "requests/s", "mean", "P50", "P90", "P99"):
+        table.add_column(title, justify="left" if title == "system" else "right")
+    for name, rows in result.queueing.items():
+        for row in rows:
+            times = (row.ttft_mean_seconds, row.ttft_p50_seconds, row.ttft_p90_seconds, row.ttft_p99_seconds)
+            cells = (f"{row.load:.0%}", f"{row.arrivals_per_second:.2f}", *(f"{seconds:.2f}" for seconds in times))
+            table.add_row(TITLES[name] if row is rows[0] else "", *cells)
+    return table
+
+
+def _equal_cost(found: EqualCost) -> str:
+    """Return one paragraph on what the same money buys."""
+
+    def shown(one: Bought) -> str:
+        bought = " + ".join(f"{count} {name}" for name, count in one.instances.items())
+        return f"{bought}: {one.lambda_max:.2f} requests/s"
+
+    alone, mix = found.homogeneous, found.best_mix
+    return (
+        f"At equal cost ({found.described.cost_per_hour:g} an hour): {shown(found.described)}, {found.gain:+.1%} of "
+        f"{shown(alone)} ({alone.cost_per_hour:g} spent). Best mix: {shown(mix)}, {found.gain_of_best_mix:+.1%}. "
+        f"Even where an offload instance costs {found.even_at_ratio:.2f} of the hub's."
+    )
+
+
+def _say(console: Console, result: Comparison) -> None:
+    console.print(
+        f"Fractional roles carry {result.fractional.lambda_max:.3f} requests/s, x{result.fractional_gain:.3f} of whole "
+        f"instances. No policy carries more than {result.lambda_bound:.3f} (bound of a linear programme)."
+    )
+    for name, rate in (result.arrivals_within_slo or {}).items():
+        kept = f"at up to {rate:.2f} requests/s" if rate is not None else "at no rate"
+        console.print(f"{TITLES[name]} keeps slo.ttftMillis at P90 {kept}.")
+    if result.equal_cost is not None:
+        console.print(_equal_cost(result.equal_cost))
+    for note in result.notes:
+        console.print(f"Note: {note}")

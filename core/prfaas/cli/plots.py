@@ -1,0 +1,100 @@
+"""Pictures of plans and runs: PNG, or one HTML file that needs nothing else. matplotlib is loaded when one is drawn."""
+
+import html
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prfaas.capacity.comparison import Comparison
+from prfaas.errors import ConfigError
+from prfaas.simulate.outcome import Result
+from prfaas.simulate.scenario import PolicyName
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ENDINGS = (".png", ".html")
+TIMELINE = (("threshold_tokens", "threshold, tokens"), ("utilisation_percent", "link, %"), ("in_flight", "in flight"))
+PERCENTILES = ("p50", "p90", "p99")
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a name that says no format, before minutes of work."""
+    if path is not None and path.suffix not in ENDINGS:
+        raise ConfigError(f"--plot is {path}; its name must end in {' or '.join(ENDINGS)}")
+
+
+def draw_runs(path: Path, results: Mapping[PolicyName, Result]) -> None:
+    """Draw TTFT by policy, and threshold, utilisation and requests in flight over time, a line a policy."""
+    figure, axes = _figure(rows=1 + len(TIMELINE), height=11)
+    for place, key in enumerate(PERCENTILES):
+        heights = [getattr(one.ttft_seconds, key) for one in results.values()]
+        axes[0].bar([i + 0.27 * (place - 1) for i in range(len(results))], heights, width=0.25, label=key)
+    axes[0].set_xticks(range(len(results)), list(results))
+    axes[0].set_ylabel("TTFT, s")
+    axes[0].legend(loc="upper left")
+    for axis, (field, label) in zip(axes[1:], TIMELINE, strict=True):
+        for name, result in results.items():
+            points = result.timeline
+            axis.plot([one.at_seconds for one in points], [getattr(one, field) for one in points], label=name, lw=0.8)
+        axis.set_ylabel(label)
+        axis.sharex(axes[1])
+    axes[1].legend(loc="upper right")
+    axes[-1].set_xlabel("seconds")
+    _save(figure, path, "Simulated runs")
+
+
+def draw_plan(path: Path, result: Comparison, titles: Mapping[str, str]) -> None:
+    """Draw what each stage of each system carries, and the mean and P90 of TTFT under load."""
+    systems = {titles[name]: figures for name, figures in result.systems().items()}
+    figure, (rates, times) = _figure(rows=2, height=7)
+    stages = ("theta_prfaas", "theta_pd_p", "theta_pd_d", "lambda_max")
+    for place, stage in enumerate(stages):
+        heights = [getattr(one, stage) for one in systems.values()]
+        rates.bar([i + 0.2 * (place - 1.5) for i in range(len(systems))], heights, width=0.18, label=stage)
+    rates.axhline(result.lambda_bound, color="black", lw=0.8, ls="--", label="bound")
+    rates.set_xticks(range(len(systems)), list(systems))
+    rates.set_ylabel("requests/s")
+    rates.legend(loc="upper left", fontsize="small")
+    for name, rows in result.queueing.items():
+        arrivals = [row.arrivals_per_second for row in rows]
+        (line,) = times.plot(
+            arrivals, [row.ttft_mean_seconds for row in rows], marker="o", label=f"{titles[name]}, mean"
+        )
+        p90 = [row.ttft_p90_seconds for row in rows]
+        times.plot(arrivals, p90, marker="o", ls="--", color=line.get_color(), label="P90")
+    times.set_xlabel("requests/s")
+    times.set_ylabel("TTFT with waits, s")
+    times.legend(loc="upper left", fontsize="small")
+    _save(figure, path, "Plan")
+
+
+def _figure(rows: int, height: float) -> "tuple[Figure, Any]":
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib; run: pip install 'prfaas[dev]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, figsize=(10, height), layout="constrained")
+
+
+def _save(figure: "Figure", path: Path, title: str) -> None:
+    from matplotlib import pyplot
+
+    picture = io.BytesIO()
+    kind = "png" if path.suffix == ".png" else "svg"
+    figure.savefig(picture, format=kind, dpi=120)  # pyright: ignore[reportUnknownMemberType]
+    pyplot.close(figure)
+    content = picture.getvalue()
+    if kind == "svg":
+        drawn = content.decode()
+        drawn = drawn[drawn.index("<svg") :]
+        head = f'<!doctype html>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
+        content = f"{head}<h1>{html.escape(title)}</h1>\n{drawn}".encode()
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error

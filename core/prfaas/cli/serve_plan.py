@@ -1,0 +1,246 @@
+"""What `prfaas serve` decides, without doing any of it: is the command line right, what runs, where do prompts go.
+
+The user's machine is the hub of a tiny installation: one decode instance, the local worker, and a member cluster with
+one prefill instance, which is the service bought from. The gateway decides each request by its own rules; what it needs
+for that comes once a second from here, where a scheduler would be: the profiles of both sides as prices, and whether
+the service may be used. What is not known is never bought: without an answer, without a measured profile on both sides,
+or with other weights there than here, prompts are prefilled at home.
+"""
+
+import ipaddress
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from prfaas.errors import ConfigError, ProtocolError
+from prfaas.names import HUB
+from prfaas.wire.control import Price, ThresholdUpdate
+from prfaas.wire.profile import Profile
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+
+INTERVAL_SECONDS: Final = 1
+EXPIRES_SECONDS: Final = 15
+"""How long the gateway believes what it was told; longer than two profiles that are waited for in vain."""
+NEVER_TOKENS: Final = 1 << 30
+"""A threshold that no prompt exceeds."""
+MAX_LINK_MBPS: Final = 1_000_000
+BUILTIN: Final = "builtin:"
+LOCAL: Final = "local"
+SERVICE: Final = "service"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of `prfaas serve`, checked. `threshold_tokens` None: prices decide."""
+
+    model_source: str
+    model_name: str
+    service_url: str
+    service_cluster: str
+    link_mbps: int
+    threshold_tokens: int | None
+    tls_dir: Path | None
+    host: str
+    worker_flags: tuple[str, ...] = ()
+
+    @property
+    def scheme(self) -> str:
+        """How the worker and the service are asked; only alike ones talk to each other."""
+        return "https" if self.tls_dir else "http"
+
+
+class Ports(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the local processes listen; the worker on 127.0.0.1 alone."""
+
+    gateway: int
+    api: int
+    data: int
+
+
+class Fitted(msgspec.Struct, frozen=True, kw_only=True):
+    """The curve in GET /v1/profile."""
+
+    fixed_seconds: float
+    token_seconds: float
+    squared_seconds: float
+    samples: int
+    max_tokens: int = 0
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What GET /v1/profile of an instance answers, as far as it is needed."""
+
+    model: str
+    fingerprint: str
+    state_bytes: int
+    token_bytes: int
+    prefill: Fitted
+
+    @property
+    def profile(self) -> Profile:
+        """The figures alone."""
+        of = self.prefill
+        return Profile(
+            state_bytes=self.state_bytes,
+            token_bytes=self.token_bytes,
+            fixed_seconds=of.fixed_seconds,
+            token_seconds=of.token_seconds,
+            squared_seconds=of.squared_seconds,
+            samples=of.samples,
+            max_tokens=of.max_tokens,
+        )
+
+
+def check_service_url(given: str, inside_tls: bool) -> str:
+    """Return the service's address as a routing table has it.
+
+    Raises:
+        ConfigError: it is none, or does not fit --tls-dir.
+
+    """
+    try:
+        parts = urlsplit(given)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"--prefill-service {given!r} is no address: {error}; give https://HOST:PORT") from error
+    extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username or parts.password
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or extra:
+        raise ConfigError(
+            f"--prefill-service {given!r} is not of the form https://HOST:PORT; give the service's API port"
+        )
+    if parts.scheme == "https" and not inside_tls:
+        raise ConfigError(
+            f"--prefill-service {given!r} is inside TLS and wants a certificate of ours; "
+            "give --tls-dir a directory with tls.crt, tls.key and ca.crt"
+        )
+    if parts.scheme == "http" and inside_tls:
+        raise ConfigError(
+            f"--prefill-service {given!r} is plain and --tls-dir is given; give https://, or leave --tls-dir out"
+        )
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def check_range(flag: str, given: int, low: int, high: int) -> int:
+    """Return a number as it was given. Raises ConfigError where it is out of bounds."""
+    if not low <= given <= high:
+        raise ConfigError(f"{flag} {given} is not between {low} and {high}; give a number that is")
+    return given
+
+
+def check_host(given: str) -> str:
+    """Return the address that the gateway listens on. Raises ConfigError where it is none."""
+    try:
+        return str(ipaddress.ip_address(given))
+    except ValueError:
+        raise ConfigError(f"--host {given!r} is no IP address; give 127.0.0.1, or 0.0.0.0 for all") from None
+
+
+def check_cluster(given: str) -> str:
+    """Return the service's cluster. Raises ConfigError where it is our own, which would make the service local."""
+    if given in ("", HUB):
+        raise ConfigError(f"--service-cluster {given!r} cannot be the service's; give the name in its certificate")
+    return given
+
+
+def name_of(model_source: str) -> str:
+    """Return what requests call a model when nobody says otherwise. Raises ConfigError where it has no name."""
+    name = model_source.removeprefix(BUILTIN) if model_source.startswith(BUILTIN) else Path(model_source).resolve().name
+    if not name:
+        raise ConfigError(f"--model {model_source!r} has no name by itself; give --model-name")
+    return name
+
+
+def worker_command(settings: Settings, ports: Ports) -> list[str]:
+    """Return the command of the local worker."""
+    command = [sys.executable, "-m", "prfaas_worker", "--model-source", settings.model_source]
+    command += ["--model-name", settings.model_name, "--host", "127.0.0.1", "--api-port", str(ports.api)]
+    command += ["--data-port", str(ports.data), "--instance", LOCAL, "--cluster", HUB, "--role", "mixed"]
+    return [*command, *_tls_flags(settings), *settings.worker_flags]
+
+
+def gateway_command(settings: Settings, ports: Ports, routes_file: Path, control_socket: Path) -> list[str]:
+    """Return the command of the gateway."""
+    command = [sys.executable, "-m", "prfaas_gateway", "--host", settings.host, "--port", str(ports.gateway)]
+    command += ["--routes-file", str(routes_file), "--control-socket", str(control_socket)]
+    return [*command, *_tls_flags(settings)]
+
+
+def worker_url(settings: Settings, ports: Ports) -> str:
+    """Return the local worker's address."""
+    return f"{settings.scheme}://127.0.0.1:{ports.api}"
+
+
+def gateway_url(settings: Settings, ports: Ports) -> str:
+    """Return where clients on this machine reach the gateway."""
+    address = ipaddress.ip_address(settings.host)
+    if address.is_unspecified:
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"http://{f'[{address}]' if address.version == 6 else address}:{ports.gateway}"
+
+
+def routing_table(settings: Settings, ports: Ports) -> RoutingTable:
+    """Return the table by which the gateway finds the worker and the service."""
+    tokens = NEVER_TOKENS if settings.threshold_tokens is None else settings.threshold_tokens
+    mode = "Priced" if settings.threshold_tokens is None else "Fixed"
+    service = Cluster(name=settings.service_cluster, capacity_mbps=settings.link_mbps, utilisation_query="")
+    return RoutingTable(
+        policy="serve",
+        namespace=LOCAL,
+        generation=1,
+        model=settings.model_name,
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode=mode, tokens=tokens, min_tokens=tokens, max_tokens=tokens),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=INTERVAL_SECONDS,
+        clusters=(service,),
+        instances=(
+            Instance(name=LOCAL, pool=LOCAL, cluster=HUB, role="decode", url=worker_url(settings, ports)),
+            Instance(name=SERVICE, pool=SERVICE, cluster=service.name, role="prefill", url=settings.service_url),
+        ),
+    )
+
+
+def read_profile(document: bytes, url: str) -> Told:
+    """Read what GET /v1/profile answered. Raises ProtocolError where that is something else."""
+    try:
+        return msgspec.json.decode(document, type=Told)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{url}/v1/profile answers something else: {error}; is that a prfaas worker?") from error
+
+
+def objection(settings: Settings, home: Told | None, away: Told) -> str:
+    """Return why a service that answers cannot be used; empty where it can."""
+    if away.model != settings.model_name:
+        return f"it serves the model {away.model!r}, not {settings.model_name!r}: give --model-name, or another service"
+    if home is None:
+        return "the local worker does not say which weights it has"
+    if home.fingerprint != away.fingerprint:
+        return f"its {away.model!r} has other weights than ours: its caches would mean nothing here"
+    if settings.threshold_tokens is None and not (home.prefill.samples and away.prefill.samples):
+        whose = "it has" if home.prefill.samples else "the local worker has"
+        return f"{whose} measured no prefill yet, so that no price can be told; --threshold-tokens needs none"
+    return ""
+
+
+def update_of(settings: Settings, home: Told | None, away: Told | None, problem: str) -> ThresholdUpdate:
+    """Return what the gateway is to route by; `problem` says why the service is not used, where it is not."""
+    usable = home is not None and away is not None and not problem
+    prices: tuple[Price, ...] = ()
+    if home is not None and away is not None and usable:
+        there = Price(cluster=settings.service_cluster, profile=away.profile, link_mbps=float(settings.link_mbps))
+        prices = (Price(cluster=HUB, profile=home.profile), there)
+    return ThresholdUpdate(
+        tokens=NEVER_TOKENS if settings.threshold_tokens is None else settings.threshold_tokens,
+        bandwidth="Scarce",
+        offload_clusters=(settings.service_cluster,) if usable else (),
+        expires_seconds=EXPIRES_SECONDS,
+        reason="the service may be used" if usable else f"the service is left out: {problem}",
+        prices=prices,
+    )
+
+
+def _tls_flags(settings: Settings) -> Sequence[str]:
+    return ["--tls-dir", str(settings.tls_dir)] if settings.tls_dir else []

@@ -1,0 +1,193 @@
+"""`prfaas simulate -f FILE`: serve a described load in virtual time, under one policy, and say how it went."""
+
+import sys
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.workload import Workload
+from prfaas.cli.plan import load
+from prfaas.cli.plots import check_plot, draw_runs
+from prfaas.errors import ConfigError
+from prfaas.simulate import setup as setups
+from prfaas.simulate import traces
+from prfaas.simulate.arrivals import at_rate, poisson, sharing
+from prfaas.simulate.outcome import Result, Tally
+from prfaas.simulate.request import Arrival
+from prfaas.simulate.run import simulate as serve
+from prfaas.simulate.scenario import POLICIES, PolicyName
+from prfaas.simulate.setup import Setup
+
+WIDTH = 110
+File = Annotated[Path, typer.Option("--file", "-f", help="The system, with a simulation section.", show_default=False)]
+Trace = Annotated[Path | None, typer.Option(help="Serve this trace instead of random prompts.", show_default=False)]
+Rate = Annotated[float | None, typer.Option(help="Requests a second, for the file's own rate.", show_default=False)]
+Output = Annotated[str, typer.Option("--output", "-o", help="table or json.")]
+Plot = Annotated[Path | None, typer.Option(help="Also draw what happened, as PNG or HTML.", show_default=False)]
+TIMES = (("ttft_seconds", "TTFT"), ("ttft_offloaded_seconds", "offloaded"), ("ttft_local_seconds", "local"))
+# Key, what it is called, and its digits.
+ROWS = (
+    ("requests_per_second", "served, 1/s", 2),
+    ("offloaded_fraction", "offloaded", 3),
+    ("egress_gbps", "egress, Gbit/s", 2),
+    ("hit_rate", "hit rate", 3),
+    ("completed", "completed", 0),
+    ("refused", "refused", 0),
+    ("rerouted", "rerouted", 0),
+)
+
+
+class Load:
+    """A system's file, and what arrives: of its own kind, or a trace at its own times or at a rate.
+
+    Args:
+        file: path of the description.
+        trace: path of a trace, whose lengths then are the workload that is planned for.
+        rate_per_second: in place of the file's own; a trace's without both.
+        requests: in place of the file's own.
+
+    """
+
+    def __init__(self, file: Path, trace: Path | None, rate_per_second: float | None, requests: int | None = None):
+        self.file: PlanFile = load(file)
+        self.trace: list[Arrival] | None = None
+        if trace is not None:
+            try:
+                with trace.open(encoding="utf-8") as lines:
+                    self.trace = traces.read(str(trace), lines)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{trace} cannot be read: {error}") from error
+            self.file = _planned_for(self.file, self.trace)
+        self.setup: Setup = setups.read(self.file)
+        if requests is not None:
+            self.setup = msgspec.structs.replace(self.setup, requests=requests)
+        self.rate_per_second = self._rate(rate_per_second)
+
+    @property
+    def requests(self) -> int:
+        """How many arrive."""
+        return self.setup.requests if self.trace is None else len(self.trace)
+
+    def run(self, policy: PolicyName, rate_per_second: float, progress: Callable[[int], None] | None = None) -> Result:
+        """Serve everything under a policy."""
+        horizon_seconds = 2 * self.requests / rate_per_second + 3600
+        scenario = setups.scenario(self.file, self.setup, policy, horizon_seconds)
+        slo_millis = self.file.slo.ttft_millis
+        limit_seconds = slo_millis / 1000 if slo_millis is not None else float("inf")
+        tally = Tally(slo_ttft_seconds=limit_seconds, warmup=self.setup.warmup_requests)
+        return serve(scenario, self._arrivals(rate_per_second), tally, progress)
+
+    def _rate(self, asked: float | None) -> float:
+        if asked is not None:
+            if not 0 < asked < float("inf"):
+                raise ConfigError(f"--rate is {asked:g} requests a second; it must be above 0")
+            return asked
+        if self.trace is None:
+            return setups.rate(self.file, self.setup)
+        seconds = self.trace[-1].at_seconds - self.trace[0].at_seconds
+        if seconds <= 0:
+            raise ConfigError("the trace has no two requests at different times: give --rate")
+        return (len(self.trace) - 1) / seconds
+
+    def _arrivals(self, rate_per_second: float) -> Iterable[Arrival]:
+        if self.trace is not None:
+            return at_rate(self.trace, rate_per_second)
+        output_tokens = round(self.file.system.output_tokens)
+        rng = Random(self.setup.seed)  # noqa: S311 - the same prompts each time are the purpose
+        drawn = poisson(self.file.workload, output_tokens, rate_per_second, rng, self.setup.bursts)
+        if self.setup.prefix_share > 0:
+            drawn = sharing(drawn, self.setup.prefix_share, Random(f"prefixes of {self.setup.seed}"))  # noqa: S311
+        return islice(drawn, self.setup.requests)
+
+
+def _planned_for(file: PlanFile, trace: list[Arrival]) -> PlanFile:
+    outputs = sum(one.output_tokens for one in trace) / len(trace)
+    return msgspec.structs.replace(
+        file,
+        workload=Workload.observed(one.input_tokens for one in trace),
+        system=msgspec.structs.replace(file.system, output_tokens=outputs),
+    )
+
+
+def policy_named(name: str) -> PolicyName:
+    """Return the policy of this name; raises ConfigError when there is none."""
+    if name not in POLICIES:
+        raise ConfigError(f"--policy is {name!r}; it can be {', '.join(POLICIES)}")
+    return name
+
+
+def check_output(output: str, plot: Path | None) -> None:
+    """Refuse what cannot be written, before minutes of simulation."""
+    if output not in ("table", "json"):
+        raise ConfigError(f"--output is {output!r}; it can be table or json")
+    check_plot(plot)
+
+
+def with_progress(loaded: Load, policy: PolicyName, rate_per_second: float) -> Result:
+    """Serve everything, with a bar where somebody watches."""
+    if not sys.stderr.isatty():
+        return loaded.run(policy, rate_per_second)
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(policy, total=loaded.requests)
+        return loaded.run(policy, rate_per_second, lambda arrived: bars.update(bar, completed=arrived))
+
+
+def simulate(
+    file: File,
+    trace: Trace = None,
+    policy: Annotated[str, typer.Option(help=", ".join(POLICIES))] = "threshold",
+    rate: Rate = None,
+    output: Output = "table",
+    plot: Plot = None,
+) -> None:
+    """Serve a load in virtual time. Example: prfaas simulate -f examples/simulate.yaml --policy static."""
+    check_output(output, plot)
+    chosen = policy_named(policy)
+    loaded = Load(file, trace, rate)
+    result = with_progress(loaded, chosen, loaded.rate_per_second)
+    if plot is not None:
+        draw_runs(plot, {chosen: result})
+    if output == "json":
+        echo_json({"policy": chosen, "arrivals_per_second": loaded.rate_per_second, **msgspec.to_builtins(result)})
+    else:
+        console = Console(width=WIDTH, highlight=False)
+        console.print(table({chosen: result}, loaded))
+
+
+def echo_json(document: object) -> None:
+    """Print a document."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+def table(results: dict[PolicyName, Result], loaded: Load) -> Table:
+    """Return a row a figure and a column a policy."""
+    title = f"{loaded.requests:,} requests at {loaded.rate_per_second:.2f} a second"
+    made = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    made.title_justify = "left"
+    made.add_column("", no_wrap=True)
+    for name in results:
+        made.add_column(name, justify="right")
+    for part, where in (
+        ("ttft_seconds", "TTFT"),
+        ("ttft_offloaded_seconds", "offloaded"),
+        ("ttft_local_seconds", "local"),
+    ):
+        for key in ("mean", "p50", "p90", "p99"):
+            cells = [f"{getattr(getattr(one, part), key):,.2f}" for one in results.values()]
+            made.add_row(f"{where} {key}, s", *cells)
+    for key, label, digits in ROWS:
+        made.add_row(label, *(f"{getattr(one, key):,.{digits}f}" for one in results.values()))
+    if loaded.file.slo.ttft_millis is not None:
+        label = f"first token within {loaded.file.slo.ttft_millis / 1000:g} s"
+        made.add_row(label, *(f"{one.slo_attainment:.1%}" for one in results.values()))
+    return made

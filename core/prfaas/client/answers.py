@@ -1,0 +1,188 @@
+"""Answers of the OpenAI API as types, and the decision that their headers tell. Unknown fields are ignored."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from prfaas.errors import ProtocolError
+from prfaas.wire import headers as names
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request, as the gateway says; empty or None what it did not say."""
+
+    request_id: str = ""
+    kind: str = ""
+    """offload or local."""
+    outcome: str = ""
+    """ok, or fallback: the offload failed and the hub prefilled."""
+    threshold_tokens: int | None = None
+    prefill_cluster: str = ""
+    prefill_instance: str = ""
+    decode_instance: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    kv_bytes: int | None = None
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
+    transfer_seconds: float | None = None
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """Details of a prompt's tokens."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens that a request took."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One continuation of a prompt, or a piece of it."""
+
+    index: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: Any = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What the assistant said, or a piece of it."""
+
+    role: str = "assistant"
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One answer of a chat."""
+
+    index: int = 0
+    message: Message = Message()
+    finish_reason: str | None = None
+    logprobs: Any = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """A piece of one answer of a chat."""
+
+    index: int = 0
+    delta: Message = Message()
+    finish_reason: str | None = None
+    logprobs: Any = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The answer of POST /v1/completions."""
+
+    id: str = ""
+    model: str = ""
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    decision: Decision = Decision()
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text if self.choices else ""
+
+
+class CompletionChunk(Completion, frozen=True):
+    """A piece of it; its choices hold the text that is new."""
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """The answer of POST /v1/chat/completions."""
+
+    id: str = ""
+    model: str = ""
+    choices: list[ChatChoice] = []
+    usage: Usage | None = None
+    decision: Decision = Decision()
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return (self.choices[0].message.content or "") if self.choices else ""
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True):
+    """A piece of it; its choices hold what is new."""
+
+    id: str = ""
+    model: str = ""
+    choices: list[ChatDelta] = []
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        """The first choice's new text."""
+        return (self.choices[0].delta.content or "") if self.choices else ""
+
+
+class _Card(msgspec.Struct, frozen=True):
+    id: str
+
+
+class Models(msgspec.Struct, frozen=True):
+    """The answer of GET /v1/models."""
+
+    data: list[_Card] = []
+
+
+Answer = TypeVar("Answer", Completion, ChatCompletion, CompletionChunk, ChatCompletionChunk, Models)
+Whole = TypeVar("Whole", Completion, ChatCompletion)
+
+
+def read_answer(body: bytes, kind: type[Answer]) -> Answer:
+    """Return an answer's body as a type; raises ProtocolError for what is none."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolError(f"the answer is no {kind.__name__}: {error}; is the address a gateway's?") from error
+
+
+def read_whole(body: bytes, kind: type[Whole], headers: Mapping[str, str]) -> Whole:
+    """Return an answer with the decision that its headers tell."""
+    return msgspec.structs.replace(read_answer(body, kind), decision=read_decision(headers))
+
+
+def read_decision(headers: Mapping[str, str]) -> Decision:
+    """Return what the headers of an answer, by lower-case names, tell of the decision."""
+    return Decision(
+        request_id=headers.get(names.REQUEST_ID, ""),
+        kind=headers.get(names.DECISION, ""),
+        outcome=headers.get(names.OUTCOME, ""),
+        threshold_tokens=_count(headers, names.THRESHOLD_TOKENS),
+        prefill_cluster=headers.get(names.PREFILL_CLUSTER, ""),
+        prefill_instance=headers.get(names.PREFILL_INSTANCE, ""),
+        decode_instance=headers.get(names.DECODE_INSTANCE, ""),
+        prompt_tokens=_count(headers, names.PROMPT_TOKENS),
+        cached_tokens=_count(headers, names.CACHED_TOKENS),
+        kv_bytes=_count(headers, names.KV_BYTES),
+        queue_seconds=_number(headers, names.QUEUE_SECONDS),
+        prefill_seconds=_number(headers, names.PREFILL_SECONDS),
+        transfer_seconds=_number(headers, names.TRANSFER_SECONDS),
+    )
+
+
+def _number(headers: Mapping[str, str], name: str) -> float | None:
+    try:
+        return float(headers[name])
+    except (KeyError, ValueError):
+        return None
+
+
+def _count(headers: Mapping[str, str], name: str) -> int | None:
+    text = headers.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None

@@ -1,0 +1,77 @@
+"""What can go wrong with a request, as errors of the one tree; which of them is chosen by status and code of an answer.
+
+400, 401, 404, 413      RequestError        the caller has to change something
+429, 503                BusyError           later may help; `retry_after_seconds` says when
+504, or no answer       DeadlinePassedError
+other 5xx               PeerError
+no connection           UnreachableError
+a stream cut off        BrokenStreamError
+bytes that are no answer ProtocolError
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from prfaas.errors import CapacityError, PeerError, PrfaasError, RequestError
+
+
+class BusyError(CapacityError):
+    """There is no room for the request now, or its API key has used up what it may.
+
+    Args:
+        message: the server's words.
+        code: `rate_limit_exceeded`, `saturated`, `overloaded`.
+        retry_after_seconds: when to try again.
+
+    """
+
+    def __init__(self, message: str, code: str, retry_after_seconds: float):
+        super().__init__(message)
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
+
+
+class DeadlinePassedError(PeerError):
+    """The answer was not whole in time."""
+
+
+class BrokenStreamError(PeerError):
+    """A stream ended before its answer did. What came of it is good."""
+
+
+def error_of(status: int, headers: Mapping[str, str], body: bytes) -> PrfaasError:
+    """Return the error that an answer with a status of 400 or more is."""
+    told = _told(body)
+    message = str(told.get("message") or f"HTTP {status}")
+    code = str(told.get("code") or "")
+    if status in (429, 503):
+        return BusyError(message, code, _seconds(headers.get("retry-after", "")))
+    if status == 504:
+        return DeadlinePassedError(message)
+    if status >= 500:
+        return PeerError(f"HTTP {status}: {message}")
+    param = told.get("param")
+    return RequestError(message, status=status, code=code or "invalid_request", param=str(param) if param else None)
+
+
+def error_in_stream(told: object) -> PrfaasError:
+    """Return the error that an event of a stream tells."""
+    fields = cast(dict[str, Any], told) if isinstance(told, dict) else {}
+    message = str(fields.get("message") or "the stream ended with an error")
+    is_late = fields.get("code") == "deadline_exceeded"
+    return DeadlinePassedError(message) if is_late else BrokenStreamError(message)
+
+
+def _told(body: bytes) -> dict[str, Any]:
+    try:
+        told = msgspec.json.decode(body)["error"]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
+        return {}
+    return cast(dict[str, Any], told) if isinstance(told, dict) else {}
+
+
+def _seconds(text: str) -> float:
+    """Return what Retry-After says in seconds; its other form, a date, is taken for a second."""
+    return float(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1.0

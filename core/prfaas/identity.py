@@ -1,0 +1,350 @@
+"""Who is who between clusters: a certificate authority, the certificates it issues, and what they say.
+
+An instance proves the cluster it runs in by a certificate with one URI, as SPIFFE writes them:
+
+    spiffe://prfaas.io/cluster/<name>
+
+Addresses of pods change and several clusters may share them, so nothing is proven by host names. Whoever holds a
+certificate of the authority is a cluster of this installation; the name says which one. What is hard is change: clocks
+differ, so validity begins in the past; certificates are renewed long before they end; and while the authority itself is
+replaced, a bundle holds the old and the new one, until every certificate of the old one is gone.
+
+Everything here is computed from its arguments; time is one of them, and always has a time zone. Keys are elliptic curve
+keys (P-256), everything else is PEM unless it says DER.
+"""
+
+import datetime
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from prfaas.errors import ConfigError, IdentityError
+
+URI_PREFIX: Final = "spiffe://prfaas.io/cluster/"
+DNS_SUFFIX: Final = ".prfaas.internal"
+CLOCK_SKEW: Final = datetime.timedelta(minutes=10)
+"""How far validity reaches back, for peers whose clocks are slow."""
+RENEW_AFTER: Final = 2 / 3
+"""Part of its life after which a certificate is renewed."""
+_MAX_DEPTH: Final = 4
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""The same as for a MemberCluster."""
+
+
+class Validity(NamedTuple):
+    """From when until when a certificate holds."""
+
+    not_before: datetime.datetime
+    not_after: datetime.datetime
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A certificate and its private key, both PEM. The key is in no repr."""
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+
+class Facts(NamedTuple):
+    """What a checked certificate says."""
+
+    cluster: str
+    validity: Validity
+    authority: str
+    """Fingerprint of the trusted authority that its chain leads to."""
+
+
+def valid_for(now: datetime.datetime, days: float) -> Validity:
+    """Return a validity of so many days from now, which began a little earlier for the sake of slow clocks."""
+    now = now.replace(microsecond=0)  # certificates know no parts of a second
+    return Validity(now - CLOCK_SKEW, now + datetime.timedelta(days=days))
+
+
+def when_to_renew(not_before: datetime.datetime, not_after: datetime.datetime) -> datetime.datetime:
+    """Return when a certificate should be replaced: a third of its life is left for what can go wrong."""
+    return not_before + (not_after - not_before) * RENEW_AFTER
+
+
+def make_authority(name: str, validity: Validity) -> KeyPair:
+    """Return a new certificate authority, which may sign certificates of clusters and no further authorities."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    builder = _builder(subject, subject, key.public_key(), validity)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    return KeyPair(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
+
+
+def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
+    """Return a new certificate for a cluster's instances, which they use as servers and as clients.
+
+    Raises:
+        ConfigError: the name cannot be a cluster's, or the authority cannot sign for that time.
+
+    """
+    if not _NAME.fullmatch(cluster):
+        raise ConfigError(f"{cluster!r} cannot be a cluster's name; use up to 63 lower case letters, digits and '-'")
+    signer = signing_certificate(authority)
+    own = validity_of(signer)
+    if validity.not_after > own.not_after or validity.not_after <= own.not_before:
+        raise ConfigError(
+            f"the authority is valid from {own.not_before:%F %R} to {own.not_after:%F %R} UTC, which does not cover a "
+            f"certificate until {validity.not_after:%F %R}; ask for fewer days, or replace the authority"
+        )
+    validity = Validity(max(validity.not_before, own.not_before), validity.not_after)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, cluster)])
+    names = [x509.UniformResourceIdentifier(URI_PREFIX + cluster), x509.DNSName(cluster + DNS_SUFFIX)]
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = _builder(subject, signer.subject, key.public_key(), validity, signer)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return KeyPair(_pem(builder.sign(_signing_key(authority.key), hashes.SHA256())), _key_pem(key))
+
+
+def bundle(*authorities: bytes) -> bytes:
+    """Return all authorities' certificates as one bundle, each once, in order.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+
+    """
+    return b"".join(dict.fromkeys(_pem(certificate) for text in authorities for certificate in _load_all(text)))
+
+
+def fingerprints(text: bytes) -> dict[str, bytes]:
+    """Return the certificates of a bundle, each PEM, by their SHA-256 fingerprints; none for an empty text.
+
+    Raises:
+        ConfigError: it cannot be read.
+
+    """
+    return {_fingerprint(one): _pem(one) for one in _load_all(text)} if text.strip() else {}
+
+
+def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime) -> Facts:
+    """Check an instance's own credentials as its peers will: the key fits, the chain is good, a cluster is named.
+
+    Args:
+        certificate: the certificate, which intermediate authorities may follow.
+        key: its private key.
+        trusted: the bundle of authorities.
+        now: when.
+
+    Raises:
+        ConfigError: they cannot be read, or do not fit together.
+        IdentityError: peers would refuse them.
+
+    """
+    leaf, *intermediates = _load_all(certificate)
+    if _load_key(key).public_key() != leaf.public_key():
+        raise ConfigError("the private key is not the certificate's; issue both together")
+    authority = _check_chain(leaf, intermediates, _load_all(trusted), now)
+    return Facts(_cluster_of(leaf), validity_of(leaf), _fingerprint(authority))
+
+
+def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> str:
+    """Return the cluster that a peer's certificate (DER) names; with `trusted` its chain to that bundle is checked too.
+
+    Raises:
+        IdentityError: it does not hold now, comes from no trusted authority, or names no cluster.
+
+    """
+    try:
+        leaf = x509.load_der_x509_certificate(der)
+        _check_time(leaf, now)
+        if trusted is not None:
+            _check_chain(leaf, [], _load_all(trusted), now)
+        return _cluster_of(leaf)
+    except ValueError as error:
+        raise IdentityError(f"the peer's certificate cannot be read: {error}") from error
+
+
+def signing_certificate(authority: KeyPair) -> x509.Certificate:
+    """Return the authority's certificate that belongs to its key: a bundle of two may stand in its place.
+
+    Raises:
+        ConfigError: none does, or it is no authority's.
+
+    """
+    public = _signing_key(authority.key).public_key()
+    for certificate in _load_all(authority.certificate):
+        if certificate.public_key() == public:
+            if not _is_authority(certificate):
+                raise ConfigError("the certificate is no authority's and can sign nothing; give the authority's")
+            return certificate
+    raise ConfigError("the authority's key belongs to none of its certificates; give the two that were made together")
+
+
+def validity_of(certificate: x509.Certificate) -> Validity:
+    """Return from when until when a certificate holds."""
+    return Validity(certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+
+
+def validity_of_pem(certificate: bytes) -> Validity:
+    """Return from when until when the first certificate of a PEM text holds.
+
+    Raises:
+        ConfigError: it cannot be read.
+
+    """
+    return validity_of(_load_all(certificate)[0])
+
+
+def _check_chain(
+    leaf: x509.Certificate,
+    intermediates: Sequence[x509.Certificate],
+    trusted: Sequence[x509.Certificate],
+    now: datetime.datetime,
+) -> x509.Certificate:
+    """Climb from issuer to issuer to a trusted authority. The handshake itself is left to OpenSSL, which does more."""
+    current = leaf
+    for _ in range(_MAX_DEPTH):
+        _check_time(current, now)
+        issuer = _issuer(current, trusted)
+        if issuer is not None:
+            _check_time(issuer, now)
+            return issuer
+        issuer = _issuer(current, intermediates)
+        if issuer is None:
+            break
+        current = issuer
+    known = ", ".join(certificate.subject.rfc4514_string() for certificate in trusted)
+    raise IdentityError(
+        f"{_describe(leaf)} was issued by {leaf.issuer.rfc4514_string()}, which is not trusted; trusted are: {known}. "
+        "Add its authority to ca.crt, or issue the certificate anew"
+    )
+
+
+def _issuer(certificate: x509.Certificate, candidates: Sequence[x509.Certificate]) -> x509.Certificate | None:
+    for candidate in candidates:
+        try:
+            certificate.verify_directly_issued_by(candidate)
+        except (ValueError, TypeError, InvalidSignature):  # other name, other kind of key, other key
+            continue
+        if _is_authority(candidate):
+            return candidate
+    return None
+
+
+def _is_authority(certificate: x509.Certificate) -> bool:
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False
+
+
+def _check_time(certificate: x509.Certificate, now: datetime.datetime) -> None:
+    validity = validity_of(certificate)
+    if now > validity.not_after:
+        raise IdentityError(f"{_describe(certificate)} expired at {validity.not_after:%F %R} UTC; renew it")
+    if now < validity.not_before:
+        raise IdentityError(
+            f"{_describe(certificate)} is not valid before {validity.not_before:%F %R} UTC; check both clocks"
+        )
+
+
+def _cluster_of(certificate: x509.Certificate) -> str:
+    """Return the one cluster that a certificate names; two would let it be whoever its reader expects."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except x509.ExtensionNotFound:
+        uris = []
+    cluster = uris[0].removeprefix(URI_PREFIX) if len(uris) == 1 else ""
+    if not _NAME.fullmatch(cluster) or uris != [URI_PREFIX + cluster]:
+        raise IdentityError(
+            f"{_describe(certificate)} names no cluster: its URIs are {uris}, and one {URI_PREFIX}NAME is needed; "
+            "issue it with `prfaas certs issue`"
+        )
+    return cluster
+
+
+def _describe(certificate: x509.Certificate) -> str:
+    return f"the certificate of {certificate.subject.rfc4514_string() or 'nobody'} ({certificate.serial_number:x})"
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    validity: Validity,
+    signer: x509.Certificate | None = None,
+) -> x509.CertificateBuilder:
+    own = x509.SubjectKeyIdentifier.from_public_key(key)
+    if signer is None:
+        signers = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
+    else:
+        extension = signer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+        signers = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(extension.value)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(validity.not_before)
+        .not_valid_after(validity.not_after)
+        .add_extension(own, critical=False)
+        .add_extension(signers, critical=False)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _load_all(text: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(text)
+    except ValueError as error:
+        raise ConfigError(f"no certificate can be read here: {error}; give PEM files") from error
+
+
+def _load_key(text: bytes) -> PrivateKeyTypes:
+    try:
+        return serialization.load_pem_private_key(text, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # its text may hold parts of the key
+        raise ConfigError("the private key cannot be read; give an unencrypted PEM file") from None
+
+
+def _signing_key(text: bytes) -> ec.EllipticCurvePrivateKey:
+    key = _load_key(text)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError("the authority's key is no elliptic curve key; make the authority with `prfaas certs init`")
+    return key
+
+
+def _fingerprint(certificate: x509.Certificate) -> str:
+    return certificate.fingerprint(hashes.SHA256()).hex()
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

@@ -1,0 +1,134 @@
+"""What is known of byte blocks: which block of tokens an instance says lies behind one, and what was sent to it.
+
+Both forget by generations: two are kept, the older goes when the newer is full. So what goes first is what was told, or
+sent, longest ago, nothing is moved one by one, and memory is bounded. Both are closed under prefixes, so that a chain
+is searched by galloping and bisection: whoever sends a prompt sends all of it, and an instance tells of all blocks of a
+request but those that it told of before, which are renewed whenever a prompt asks for them.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from prfaas.kvindex.bytes import BYTE_BLOCK, ByteChain
+from prfaas.kvindex.keys import Keys, key_of
+
+NO_BLOCK: Final = -1
+"""Instead of a block's key: no whole block of tokens lies behind a byte block. Python's hash is never -1."""
+GENERATION_BLOCKS: Final = 1 << 14
+"""Byte blocks after which a generation of what was sent to one instance is full: 4 MiB of text, a million tokens."""
+GENERATION_SECONDS: Final = 600.0
+"""After that at the latest a generation is closed: what was not sent again for two of them is thought evicted."""
+
+
+def last_where(count: int, is_so: Callable[[int], bool]) -> int:
+    """Return the last of `count` places at which something is so, -1 for none; at all before that one it is so too.
+
+    Galloping first, because of most prompts little is known: the work grows with the logarithm of the answer.
+    """
+    low, step = -1, 1
+    while low + step < count and is_so(low + step):
+        low += step
+        step *= 4
+    high = min(low + step, count)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_so(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class ByteMap:
+    """Byte blocks of one instance, by their hash, and the keys of the blocks of tokens behind them.
+
+    Args:
+        max_pairs: of a generation.
+
+    """
+
+    def __init__(self, max_pairs: int):
+        self._max_pairs = max_pairs
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._new, self._old = _Generation(), _Generation()
+
+    def learn(self, byte_hashes: Sequence[int], blocks: Iterable[int]) -> None:
+        """Take in pairs of a byte hash and a block's key."""
+        if len(self._new) >= self._max_pairs:
+            self._old, self._new = self._new, _Generation()
+        self._new.learn(byte_hashes, blocks)
+
+    def get(self, byte_hash: int) -> int | None:
+        """Return the key of the block behind a byte block, None where nothing is known of that."""
+        key = hash(byte_hash.to_bytes(8, "little"))
+        number = self._new.keys.find(key)
+        if number:
+            return self._new.blocks[number]
+        number = self._old.keys.find(key)
+        return self._old.blocks[number] if number else None
+
+    def renew(self, chain: ByteChain, count: int) -> None:
+        """Keep the first `count` blocks of a chain for another generation, if the last of them is of the old one."""
+        if not len(self._old) or self._new.keys.find(key_of(chain[count - 1])):
+            return
+        told = [(one, block) for one in chain.all()[:count] if (block := self.get(one)) is not None]
+        self.learn([one for one, _ in told], [block for _, block in told])
+
+
+class _Generation:
+    def __init__(self) -> None:
+        self.keys = Keys()
+        self.blocks = array("q", [0, 0])
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def learn(self, byte_hashes: Sequence[int], blocks: Iterable[int]) -> None:
+        for number, block in zip(self.keys.numbers([key_of(one) for one in byte_hashes]), blocks, strict=True):
+            if number == len(self.blocks):
+                self.blocks.append(block)
+            else:
+                self.blocks[number] = block
+
+
+class Sent:
+    """What was sent to one instance that tells nothing of its cache.
+
+    Args:
+        now_seconds: of any clock.
+
+    """
+
+    def __init__(self, now_seconds: float):
+        self._new: set[int] = set()
+        self._old: set[int] = set()
+        self._since_seconds = now_seconds
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def add(self, chain: ByteChain, now_seconds: float) -> None:
+        """Note that a prompt was sent; of one that alone fills a generation the beginning is."""
+        self._turn(now_seconds)
+        self._new.update(chain.all()[:GENERATION_BLOCKS])
+
+    def match(self, chain: ByteChain, now_seconds: float) -> int:
+        """Return how many leading bytes of a prompt were sent before."""
+        self._turn(now_seconds)
+        new, old = self._new, self._old
+        return BYTE_BLOCK * (1 + last_where(len(chain), lambda at: chain[at] in new or chain[at] in old))
+
+    def _turn(self, now_seconds: float) -> None:
+        """Begin a generation, if it is time."""
+        age_seconds = now_seconds - self._since_seconds
+        if age_seconds >= 2 * GENERATION_SECONDS:
+            self._new.clear()
+        if age_seconds >= GENERATION_SECONDS or len(self._new) >= GENERATION_BLOCKS:
+            self._old, self._new, self._since_seconds = self._new, set(), now_seconds

@@ -1,0 +1,157 @@
+"""The global prefix index: what every instance has cached of a prompt, asked by bytes, without a tokenizer.
+
+Each instance has a tree of its blocks (`tree`), from its cache events, and a map from byte blocks to blocks of tokens
+(`byte_maps`), from what it teaches about requests. A prompt's chain of byte blocks is searched for the last whose block
+of tokens the instance has: both chains are closed under prefixes, so bisection is exact. From there the tree tells the
+longest n with attention up to n and a state at n.
+
+Where the bytes leave what is known, up to one byte block more may be shared, and the state of a conversation's last
+turn stands exactly there: half of all states would be missed by what is certain. So a state counts too that lies no
+further on than the tokens of one byte block and the block that rounding lost, where the tree has no branch. At worst
+that promises a few blocks too much, to a router that asks for a hint.
+
+Nothing that one instance tells changes what is believed of another: trees and maps are apart, bounded each by a share,
+and names are salted. There is one exception. An instance that prefills for others sees tokens, never bytes, and teaches
+nothing; of it a map of another instance is believed: of that which knows most of the prompt, unless more of the others
+say something else at the same byte block than say the same. A forger can so feign or hide what such instances hold of
+prompts that no one else tells of, no further than the prompt is long.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from prfaas.kvindex.blocks import BLOCK_TOKENS
+from prfaas.kvindex.byte_maps import NO_BLOCK, ByteMap, last_where
+from prfaas.kvindex.bytes import ByteChain
+from prfaas.kvindex.keys import NONE
+from prfaas.kvindex.tree import ROOT, BlockTree
+
+MAX_BLOCKS: Final = 10_000_000
+MAX_PAIRS: Final = 10_000_000
+MIN_PAIRS: Final = 1 << 16
+"""As many as a worker tells of in a snapshot."""
+WITNESSES: Final = 8
+"""Maps that are asked about instances which teach nothing: those of the best matches."""
+
+
+class InstanceIndex:
+    """What one instance told.
+
+    Args:
+        max_blocks: of its tree.
+        max_pairs: of its map.
+
+    """
+
+    def __init__(self, max_blocks: int, max_pairs: int):
+        self.tree = BlockTree(max_blocks)
+        self.bytes = ByteMap(max(1, max_pairs // 2))
+        self.block_tokens = BLOCK_TOKENS
+
+    def clear(self) -> None:
+        """Forget everything, as of an instance that began anew."""
+        self.tree = BlockTree(self.tree.max_blocks)
+        self.bytes.clear()
+
+    def match(self, chain: ByteChain, byte_map: ByteMap) -> int:
+        """Return the usable match of a prompt in tokens, by this or by another instance's map."""
+        number = ROOT  # of the last block that was found, which the search ends with
+        get, find = byte_map.get, self.tree.find
+
+        def is_here(at: int) -> bool:
+            nonlocal number
+            block = get(chain[at])
+            if block is None or block == NO_BLOCK:
+                return block is not None
+            found = find(block)
+            number = found or number
+            return found != NONE
+
+        last = last_where(len(chain), is_here)
+        if last < 0:
+            return 0
+        byte_map.renew(chain, last + 1)
+        tokens = self.tree.depth(number) * self.block_tokens
+        # Tokens of a byte block, by this prompt's own mean, and what rounding to blocks lost.
+        ahead = tokens // (last + 1) + self.block_tokens
+        return self.tree.usable(number, ahead // self.block_tokens) * self.block_tokens
+
+
+class PrefixIndex:
+    """What all instances told.
+
+    Each may hold an equal share. When instances come, shares shrink, and who holds more than the new one is forgotten:
+    `set_instances` returns their names, so that they are asked anew.
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS, max_pairs: int = MAX_PAIRS):
+        self._max_blocks = max_blocks
+        self._max_pairs = max_pairs
+        self._instances: dict[str, InstanceIndex] = {}
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that are indexed."""
+        return sum(len(one.tree) for one in self._instances.values())
+
+    @property
+    def refused_blocks(self) -> int:
+        """Blocks that were left out, of the instances that are known."""
+        return sum(one.tree.refused_blocks for one in self._instances.values())
+
+    @property
+    def pairs(self) -> int:
+        """Byte blocks that are mapped."""
+        return sum(len(one.bytes) for one in self._instances.values())
+
+    def set_instances(self, names: Iterable[str]) -> list[str]:
+        """Know these instances and no others."""
+        wanted = list(dict.fromkeys(names))
+        share, pairs = (bound // max(1, len(wanted)) for bound in (self._max_blocks, self._max_pairs))
+        forgotten: list[str] = []
+        kept: dict[str, InstanceIndex] = {}
+        for name in wanted:
+            known = self._instances.get(name)
+            if known is not None and (len(known.tree) > share or len(known.bytes) > max(pairs, MIN_PAIRS)):
+                forgotten.append(name)
+                known = None
+            kept[name] = known or InstanceIndex(share, max(pairs, MIN_PAIRS))
+            kept[name].tree.max_blocks = share
+        self._instances = kept
+        return forgotten
+
+    def __getitem__(self, name: str) -> InstanceIndex:
+        return self._instances[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._instances
+
+    def match(self, chain: ByteChain, taught: Sequence[str], told: Sequence[str]) -> dict[str, int]:
+        """Return the usable match by instance, in tokens; those without one are left out.
+
+        Of instances in `taught` their own maps are believed, of those in `told`, which prefill what others ask, theirs
+        or else another's.
+        """
+        if not len(chain):
+            return {}
+        knowing = {name: one for name, one in self._instances.items() if one.bytes.get(chain[0]) is not None}
+        if not knowing:
+            return {}
+        found = {name: knowing[name].match(chain, knowing[name].bytes) for name in (*taught, *told) if name in knowing}
+        others = [name for name in told if name not in knowing and name in self._instances]
+        if others:
+            best = sorted(knowing, key=lambda name: -found.get(name, 0))[:WITNESSES]
+            witness = _witness(chain, [knowing[name].bytes for name in best])
+            found |= {name: self._instances[name].match(chain, witness) for name in others}
+        return {name: tokens for name, tokens in found.items() if tokens}
+
+
+def _witness(chain: ByteChain, maps: Sequence[ByteMap]) -> ByteMap:
+    """Return the map that knows most of a prompt and is not outvoted where it ends, of some that know its beginning."""
+    ends = [last_where(len(chain), lambda at, one=one: one.get(chain[at]) is not None) for one in maps]
+    for end, candidate in sorted(zip(ends, maps, strict=True), key=lambda pair: -pair[0]):
+        said = candidate.get(chain[end])
+        votes = [vote for one in maps if (vote := one.get(chain[end])) is not None]
+        if 2 * sum(vote == said for vote in votes) >= len(votes):
+            return candidate
+    return maps[0]

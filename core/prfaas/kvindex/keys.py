@@ -1,0 +1,111 @@
+"""Small numbers for 64-bit keys, in some 16 bytes a key: what tables of millions of blocks are addressed by.
+
+A dict of integers takes about 100 bytes an entry. Here a key stands in an array at its number, and a table of 32-bit
+numbers, open addressing with linear probing, leads to it: 8 bytes and 6 to 12. The table is cut into 256 parts that
+grow each by itself, so that nobody waits while millions move. Keys are numbered in batches: calls would cost as much as
+the work.
+
+A key is Python's hash of a name's bytes, which is salted in each process: no peer can choose names that crowd one
+place of the table and make every look-up slow. Two names with one key are one to the table. Of ten million honest ones
+two are so with a chance of one to 300,000, and whoever forges names harms the table of his own events alone.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+NONE: Final = 0
+"""The number of a key that has none; in the table, a place that nothing took yet."""
+_GONE: Final = 1
+"""In the table: something was here. As a number, its key is -1, which Python's hash never gives."""
+_PARTS: Final = 256
+_SMALLEST: Final = 8
+
+
+def key_of(name: bytes | int) -> int:
+    """Return the key of a name: bytes, or an integer, of which more than 64 bits are cut off."""
+    return hash((name & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little") if isinstance(name, int) else name)
+
+
+def keys_of(names: Sequence[bytes | int]) -> list[int]:
+    """Return the keys of many names."""
+    if set(map(type, names)) <= {bytes}:
+        return list(map(hash, names))
+    return [key_of(name) for name in names]
+
+
+class Keys:
+    """A set of keys, numbered from 2 on; numbers of removed keys are given again, the latest first."""
+
+    def __init__(self) -> None:
+        self._keys = array("q", [0, -1])
+        self._parts = [array("I", bytes(4 * _SMALLEST)) for _ in range(_PARTS)]
+        self._used = [0] * _PARTS  # places in each part that something took, be it gone since
+        self._spare = array("I")
+
+    def __len__(self) -> int:
+        return len(self._keys) - 2 - len(self._spare)
+
+    def find(self, key: int) -> int:
+        """Return the number of a key, NONE where it has none."""
+        part, keys = self._parts[key & 255], self._keys
+        mask = len(part) - 1
+        at = key >> 8 & mask
+        while number := part[at]:
+            if keys[number] == key:
+                return number
+            at = at + 1 & mask
+        return NONE
+
+    def numbers(self, wanted: Sequence[int]) -> list[int]:
+        """Return the numbers of keys; those that have none are given one."""
+        parts, keys, used, spare = self._parts, self._keys, self._used, self._spare
+        found: list[int] = []
+        for key in wanted:
+            which = key & 255
+            part = parts[which]
+            mask = len(part) - 1
+            at = key >> 8 & mask
+            while number := part[at]:
+                if keys[number] == key:
+                    break
+                at = at + 1 & mask
+            else:
+                if spare:
+                    number = spare.pop()
+                    keys[number] = key
+                else:
+                    number = len(keys)
+                    keys.append(key)
+                part[at] = number
+                used[which] = taken = used[which] + 1
+                if 3 * taken > 2 * mask:
+                    self._make_room(which)
+            found.append(number)
+        return found
+
+    def remove(self, number: int) -> None:
+        """Forget the key of a number."""
+        key = self._keys[number]
+        part = self._parts[key & 255]
+        mask = len(part) - 1
+        at = key >> 8 & mask
+        while part[at] != number:
+            at = at + 1 & mask
+        part[at] = _GONE
+        self._keys[number] = -1
+        self._spare.append(number)
+
+    def _make_room(self, which: int) -> None:
+        """Move one part to a table of twice the size, or of the same where half of what filled it is gone."""
+        live = [number for number in self._parts[which] if number > _GONE]
+        size = len(self._parts[which])
+        if 3 * len(live) > size:
+            size *= 2
+        part, keys, mask = array("I", bytes(4 * size)), self._keys, size - 1
+        for number in live:
+            at = keys[number] >> 8 & mask
+            while part[at]:
+                at = at + 1 & mask
+            part[at] = number
+        self._parts[which], self._used[which] = part, len(live)

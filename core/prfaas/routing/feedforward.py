@@ -1,0 +1,108 @@
+"""The threshold at which offload pools and local pools would be equally busy, on the lengths that really come.
+
+Equations (3), (4) and (7) of the paper, for any number of pools, clusters and links. With E[x; L>t] for the part of a
+mean that prompts above t bring, per prompt of any length,
+
+    compute_k(t)  = sum over pools of cluster k of N / E[T; L>t]     requests/s that its pools could keep up with
+    link_k(t)     = B_k / E[S; L>t]                                  requests/s that its link could
+    offload(t)    = 1 / sum over k of min(compute_k, link_k)         busy share of it all, per request a second
+    local(t)      = 1 / sum over local pools of N / E[T; L<=t]
+
+offload falls and local rises with t, so the t where they meet is found by halving. Three things go beyond the paper:
+B_k is what the controller lets a link carry, below its capacity and less what already waits; without local pools the
+*arrival rate* decides, for then no more may be offloaded than the rest can carry; and pools of different hardware are
+weighed by what each can do, as the least loaded instance is taken. With local pools the arrival rate is no part of it:
+more than both sides can do is shared by both, where a bound to what links carry would leave all of the excess at home.
+"""
+
+from collections.abc import Mapping, Sequence
+from operator import sub
+from typing import Final
+
+import msgspec
+
+from prfaas.names import HUB
+from prfaas.routing.lengths import Above, Demand
+from prfaas.wire.profile import Profile
+
+MIN_PROMPTS: Final = 200
+"""Fewer prompts say too little of a distribution: its quantiles would wander by more than the search is worth."""
+ACCURACY: Final = 0.001
+"""Share of the threshold, or one token, to which it is found; the lengths that it follows from are not known better."""
+IDLE: Final = 1e-12
+
+
+class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One prefill pool: where it is, how many instances are Ready, and what a prefill costs on one of them."""
+
+    cluster: str
+    ready_instances: int
+    profile: Profile
+
+
+def optimum(
+    demand: Demand,
+    pools: Sequence[PoolFacts],
+    link_mbps: Mapping[str, float],
+    arrivals_per_second: float | None,
+    bounds: tuple[float, float],
+) -> float | None:
+    """Return the threshold in tokens, within `bounds`.
+
+    Args:
+        demand: incremental lengths after prefix matching.
+        pools: of all clusters; those whose link is not in `link_mbps` take nothing.
+        link_mbps: what each live link may carry for us.
+        arrivals_per_second: all requests, short and long; None: not known.
+        bounds: least and greatest threshold.
+
+    Returns:
+        None when too little is known: few prompts, all of one length, no measured pool, or one side only of the
+        balance and no arrival rate.
+
+    """
+    known = [pool for pool in pools if pool.ready_instances > 0 and pool.profile.samples > 0]
+    local = [pool for pool in known if pool.cluster == HUB]
+    remote = {name: [pool for pool in known if pool.cluster == name] for name in link_mbps if name != HUB}
+    remote = {name: found for name, found in remote.items() if found}
+    if demand.prompts < MIN_PROMPTS or not demand.has_spread or not remote:
+        return None
+    if not local and arrivals_per_second is None:
+        return None
+    everything = demand.above(0.0)
+    offload = [(link_mbps[name] * 1e6, found) for name, found in remote.items()]
+
+    def bearable(threshold_tokens: float) -> bool:
+        """Tell whether what lies above this threshold can be offloaded. Once true, true for every higher one."""
+        above = demand.above(threshold_tokens)
+        rate = 0.0
+        for bits_per_second, found in offload:
+            rate += min(_rate(found, above), bits_per_second / max(IDLE, _bits(above, found)))
+        if not local:
+            return arrivals_per_second is None or rate >= arrivals_per_second
+        return rate >= _rate(local, Above(*map(sub, everything, above)))
+
+    low, high = bounds
+    if bearable(low):
+        return low
+    while high - low > max(1.0, ACCURACY * low):
+        middle = (low + high) / 2
+        low, high = (low, middle) if bearable(middle) else (middle, high)
+    return high
+
+
+def _rate(pools: Sequence[PoolFacts], part: Above) -> float:
+    """Return the requests a second, of any length, whose `part` these pools can prefill."""
+    rate = 0.0
+    for pool in pools:  # a loop, as is the next: these two are most of what an interval costs
+        rate += pool.ready_instances / max(IDLE, part.seconds(pool.profile))
+    return rate
+
+
+def _bits(part: Above, pools: Sequence[PoolFacts]) -> float:
+    """Return what `part` brings over the link, in bits a request of any length; the mean over instances."""
+    instances, bits = 0, 0.0
+    for pool in pools:
+        instances += pool.ready_instances
+        bits += pool.ready_instances * part.bits(pool.profile)
+    return bits / instances

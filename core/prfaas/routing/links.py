@@ -1,0 +1,239 @@
+"""What is believed of one link: is it alive, what can it carry now, and how hard do its traffic and queues press?
+
+All that pushes back is put on one scale, percent:
+
+    utilisation  traffic / effective capacity, or the share of time in which data waited, whichever is more
+    drain        unsent bytes / effective capacity;      2 s of it count as 100 %
+    queue        prefills waiting per Ready instance;    4 of them count as 100 %
+
+Three things make this hard:
+
+- A link that got narrower looks *idle* beside its declared capacity: it carries 5 of 100 Mbit/s because it can carry
+  no more. So capacity is what the link was seen to deliver while data waited for it. When nothing waits there is
+  nothing to see: the last estimate is held and probed upward by a tenth an interval, as far as the declared capacity.
+- Rates are means over a window, in which a collapse shows only little by little. What the latest two scrapes say
+  alone is noisy, so it is believed only of a collapse: data waited for most of that time, and the link delivered less
+  than half of what the window says.
+- Metrics lie, and contradict each other. A figure that is no number, negative or infinite counts as not measured. A
+  traffic below what our own counters prove is raised to that. A link that alone went silent is dead (one lost scrape
+  is not silence), and so is one whose cluster is unreachable or has no Ready instance.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+PROBE_FACTOR = 1.1
+COLLAPSE_SHARE = 0.5
+MIN_COLLAPSED_FRACTION = 0.5
+SATURATED_DRAIN_SECONDS = 2.0
+SATURATED_QUEUE_PER_INSTANCE = 4.0
+MIN_BACKLOGGED_FRACTION = 0.02  # below this too little data waited to say what the link can deliver
+MAX_PERCENT = 1000.0
+SILENT_AFTER_SECONDS = 1.5  # a busy worker may miss one scrape of a second; then the link would flap
+
+LinkState = Literal["Alive", "Unreachable", "NoReadyInstance", "Silent"]
+
+
+class LinkSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of one link. Anything may be absurd; `usable` says what of it is believed."""
+
+    sampled_at_seconds: float
+    """When the newest sample was taken, by the measuring system's clock; only told apart from the one before."""
+    age_seconds: float
+    traffic_mbps: float | None = None
+    delivery_mbps: float | None = None
+    """Rate of delivery over the time in which data waited; None: none did."""
+    backlogged_fraction: float = 0.0
+    """Share of wall time in which data waited, 0 to 1."""
+    latest_delivery_mbps: float | None = None
+    latest_backlogged_fraction: float = 0.0
+    """Both of these over the latest two scrapes alone."""
+    unsent_bytes: float = 0.0
+    waiting_prefills: float = 0.0
+
+
+class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One link: what the routing table says of it, and its sample. None: no instance there was measured."""
+
+    cluster: str
+    capacity_mbps: float
+    reachable: bool
+    ready_instances: int
+    sample: LinkSample | None
+
+
+class LinkMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered of one link from step to step."""
+
+    cluster: str
+    declared_mbps: float
+    effective_mbps: float
+    utilisation_percent: float | None
+    sampled_at_seconds: float | None
+    measured_at_seconds: float
+    """When, by our clock, a new sample came last, or the link was first known."""
+    heard_at_seconds: float
+    """When, by our clock, there was a sample at all; -inf: never."""
+    unsent_bytes: float = 0.0
+
+
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step thinks of one link."""
+
+    cluster: str
+    state: LinkState
+    effective_mbps: float
+    utilisation_percent: float | None
+    """0 to 1000, of the effective capacity; None: never measured."""
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One link within a step. Pressures are None when it brought nothing new."""
+
+    report: LinkReport
+    memory: LinkMemory
+    link_percent: float | None
+    queue_percent: float | None
+
+    @property
+    def pressure_percent(self) -> float:
+        """The larger of the two pressures."""
+        return max(self.link_percent or 0.0, self.queue_percent or 0.0)
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """What all links of one step have in common."""
+
+    now_seconds: float
+    stale_after_seconds: int
+    hub_measured: bool
+
+
+def judge(moment: Moment, link: LinkFacts, memory: LinkMemory | None) -> Link:
+    """Return everything one step thinks of one link, whose `memory` is of the step before."""
+    declared_mbps = max(1.0, _number(link.capacity_mbps) or 1.0)
+    before = memory if memory and memory.declared_mbps == declared_mbps else _unknown(link, declared_mbps, moment)
+    if link.sample is not None and link.sample.age_seconds <= moment.stale_after_seconds:
+        before = msgspec.structs.replace(before, heard_at_seconds=moment.now_seconds)
+    state = _link_state(moment, link, before)
+    if state != "Alive":  # its clock starts again when it comes back: it was not expected to be measured meanwhile
+        before = msgspec.structs.replace(before, measured_at_seconds=moment.now_seconds, unsent_bytes=0.0)
+    sample = usable(link.sample)
+    if (
+        state != "Alive"
+        or sample is None
+        or sample.traffic_mbps is None
+        or sample.age_seconds > moment.stale_after_seconds
+        or sample.sampled_at_seconds == before.sampled_at_seconds
+    ):
+        return Link(report=_report(before, state), memory=before, link_percent=None, queue_percent=None)
+    effective_mbps = effective_capacity_mbps(sample, declared_mbps, before.effective_mbps)
+    utilisation = min(MAX_PERCENT, 100.0 * max(sample.traffic_mbps / effective_mbps, sample.backlogged_fraction))
+    drain_seconds = sample.unsent_bytes * 8 / 1e6 / effective_mbps
+    memory = LinkMemory(
+        cluster=link.cluster,
+        declared_mbps=declared_mbps,
+        effective_mbps=effective_mbps,
+        utilisation_percent=utilisation,
+        sampled_at_seconds=sample.sampled_at_seconds,
+        measured_at_seconds=moment.now_seconds,
+        heard_at_seconds=moment.now_seconds,
+        unsent_bytes=sample.unsent_bytes,
+    )
+    return Link(
+        report=_report(memory, state),
+        memory=memory,
+        link_percent=max(utilisation, 100.0 * drain_seconds / SATURATED_DRAIN_SECONDS),
+        queue_percent=100.0 * sample.waiting_prefills / link.ready_instances / SATURATED_QUEUE_PER_INSTANCE,
+    )
+
+
+def _unknown(link: LinkFacts, declared_mbps: float, moment: Moment) -> LinkMemory:
+    """Return the memory of a link that was never measured, or whose declared capacity was changed."""
+    return LinkMemory(
+        cluster=link.cluster,
+        declared_mbps=declared_mbps,
+        effective_mbps=declared_mbps,
+        utilisation_percent=None,
+        sampled_at_seconds=None,
+        measured_at_seconds=moment.now_seconds,
+        heard_at_seconds=-math.inf,
+    )
+
+
+def _link_state(moment: Moment, link: LinkFacts, memory: LinkMemory) -> LinkState:
+    """Say whether prompts may cross the link at all."""
+    if not link.reachable:
+        return "Unreachable"
+    if link.ready_instances < 1:
+        return "NoReadyInstance"
+    silent = moment.now_seconds - memory.heard_at_seconds > SILENT_AFTER_SECONDS
+    return "Silent" if silent and moment.hub_measured else "Alive"
+
+
+def effective_capacity_mbps(sample: LinkSample, declared_mbps: float, held_mbps: float) -> float:
+    """Return what the link can carry now, at most what was declared; `sample` is usable and has a traffic.
+
+    While data waits it is the rate of delivery plus what others carry over the same link (traffic beyond our own data
+    that waited), else the held estimate, probed upward. A link that delivers nothing keeps a thousandth.
+    """
+    traffic_mbps = sample.traffic_mbps or 0.0
+    if sample.delivery_mbps is not None and sample.backlogged_fraction >= MIN_BACKLOGGED_FRACTION:
+        others_mbps = max(0.0, traffic_mbps - sample.delivery_mbps * sample.backlogged_fraction)
+        collapsed_mbps = _collapsed(sample)
+        seen_mbps = others_mbps + (sample.delivery_mbps if collapsed_mbps is None else collapsed_mbps)
+    elif sample.unsent_bytes > 0:
+        seen_mbps = held_mbps  # data waits, but the window has not seen it move yet
+    else:
+        seen_mbps = max(held_mbps * PROBE_FACTOR, traffic_mbps)
+    return min(declared_mbps, max(seen_mbps, declared_mbps / 1000))
+
+
+def _collapsed(sample: LinkSample) -> float | None:
+    """Return what the latest scrapes say when the link has collapsed since the window began; else None."""
+    latest_mbps = sample.latest_delivery_mbps
+    if latest_mbps is None or sample.latest_backlogged_fraction < MIN_COLLAPSED_FRACTION:
+        return None
+    return latest_mbps if latest_mbps < COLLAPSE_SHARE * (sample.delivery_mbps or 0.0) else None
+
+
+def usable(sample: LinkSample | None) -> LinkSample | None:
+    """Return the sample with every figure either sensible or absent; None when it says nothing of its own time."""
+    if sample is None or not math.isfinite(sample.sampled_at_seconds) or not math.isfinite(sample.age_seconds):
+        return None
+    delivery_mbps = _number(sample.delivery_mbps)
+    backlogged_fraction = _share(sample.backlogged_fraction)
+    traffic_mbps = _number(sample.traffic_mbps)
+    if traffic_mbps is not None and delivery_mbps is not None:  # what our own counters saw leave was there
+        traffic_mbps = max(traffic_mbps, delivery_mbps * backlogged_fraction)
+    return LinkSample(
+        sampled_at_seconds=sample.sampled_at_seconds,
+        age_seconds=sample.age_seconds,
+        traffic_mbps=traffic_mbps,
+        delivery_mbps=delivery_mbps,
+        backlogged_fraction=backlogged_fraction,
+        latest_delivery_mbps=_number(sample.latest_delivery_mbps),
+        latest_backlogged_fraction=_share(sample.latest_backlogged_fraction),
+        unsent_bytes=_number(sample.unsent_bytes) or 0.0,
+        waiting_prefills=_number(sample.waiting_prefills) or 0.0,
+    )
+
+
+def _number(value: float | None) -> float | None:
+    """Return a finite figure of at least 0, or None."""
+    return value if value is not None and math.isfinite(value) and value >= 0 else None
+
+
+def _share(value: float) -> float:
+    return min(1.0, _number(value) or 0.0)
+
+
+def _report(memory: LinkMemory, state: LinkState) -> LinkReport:
+    return LinkReport(
+        cluster=memory.cluster,
+        state=state,
+        effective_mbps=memory.effective_mbps,
+        utilisation_percent=memory.utilisation_percent,
+    )

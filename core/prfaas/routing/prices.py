@@ -1,0 +1,93 @@
+"""Prices: what a prompt costs in each cluster, so that every request can take the cheapest by itself.
+
+A threshold divides prompts by length alone. But a long prompt is cheap at home when the home pool is idle, and a short
+one worth sending when it is not. So a request is charged for when its cache would be in the hub, and for those whom it
+keeps waiting:
+
+    done = max(W + T(n) + state / B, (bits before it + its bits) / B)     at home W + T(n)
+    cost = done + T(n) * Q
+
+W is the work that waits for the instance, Q how many requests that is, n the tokens that the cluster's caches lack, B
+what the link carries. T * Q is the shadow price of the instance's time: a second of it delays everybody who comes
+before the queue is empty, and in a stationary queue as many come during a stay as there were when it began. It is what
+keeps long prompts out of a queue of short ones, and what makes the choice good for all instead of for the next alone. A
+price on the link besides changed nothing in simulation: (bits before it) / B says the same.
+
+W, Q and the bits are the gateway's own, of this very moment (prfaas.routing.backlog). Profiles and links come from the
+scheduler once an interval. Prices that were moved by measured pressure instead, once a second, did worse than a good
+threshold: they send everything to one place until the next second.
+"""
+
+import math
+from collections.abc import Sequence
+
+from prfaas.names import HUB
+from prfaas.routing.backlog import Backlog, Work
+from prfaas.routing.feedforward import PoolFacts
+from prfaas.routing.links import Link
+from prfaas.wire.control import Price
+from prfaas.wire.profile import Profile
+
+NOTHING_WAITS = Backlog()
+"""Of a gateway that has placed nothing; not to be added to."""
+
+
+def prices_of(pools: Sequence[PoolFacts], links: Sequence[Link]) -> tuple[Price, ...]:
+    """Return the price of the hub and of every cluster with a live link; empty when one side is not known."""
+    home = _mean_profile(HUB, pools)
+    away = tuple(
+        Price(cluster=link.report.cluster, profile=profile, link_mbps=link.report.effective_mbps)
+        for link in links
+        if link.report.state == "Alive" and (profile := _mean_profile(link.report.cluster, pools)) is not None
+    )
+    return (Price(cluster=HUB, profile=home), *away) if home is not None and away else ()
+
+
+def work_of(price: Price, lacking_tokens: int, crossing_tokens: int) -> Work:
+    """Return what a request asks of an instance where `lacking_tokens` are cached nowhere, and of the link to the hub.
+
+    Figures that make no sense, which come from other processes, ask for infinitely much.
+    """
+    of = price.profile
+    seconds = _sane(of.fixed_seconds + lacking_tokens * (of.token_seconds + of.squared_seconds * lacking_tokens))
+    if price.cluster == HUB:
+        return Work(seconds=seconds)
+    bits = _sane(8.0 * (of.state_bytes + of.token_bytes * crossing_tokens))
+    return Work(seconds=seconds, link=price.cluster, bits=bits, mbps=price.link_mbps)
+
+
+def cost_seconds(price: Price, work: Work, instance: str, backlog: Backlog, now_seconds: float) -> float:
+    """Return what a request costs at an instance. Infinite where the work is, or the link carries nothing."""
+    if work.seconds == math.inf or (work.link and not 0 < work.mbps < math.inf):
+        return math.inf
+    done = backlog.waiting_seconds(instance, now_seconds) + work.seconds
+    if work.link:
+        bits_per_second = work.mbps * 1e6
+        before = backlog.waiting_bits(work.link, now_seconds, work.mbps)
+        last = done + 8.0 * price.profile.state_bytes / bits_per_second
+        done = max(last, (before + work.bits) / bits_per_second)
+    return done + work.seconds * backlog.waiting_requests(instance)
+
+
+def _mean_profile(cluster: str, pools: Sequence[PoolFacts]) -> Profile | None:
+    """Return the mean profile of a cluster's instances; None without a measured one."""
+    mine = [pool for pool in pools if pool.cluster == cluster and pool.ready_instances > 0 and pool.profile.samples > 0]
+    instances = sum(pool.ready_instances for pool in mine)
+    if instances < 1:
+        return None
+
+    def mean(field: str) -> float:
+        return sum(pool.ready_instances * getattr(pool.profile, field) for pool in mine) / instances
+
+    return Profile(
+        state_bytes=round(mean("state_bytes")),
+        token_bytes=round(mean("token_bytes")),
+        fixed_seconds=mean("fixed_seconds"),
+        token_seconds=mean("token_seconds"),
+        squared_seconds=mean("squared_seconds"),
+        samples=min(pool.profile.samples for pool in mine),
+    )
+
+
+def _sane(amount: float) -> float:
+    return amount if math.isfinite(amount) and amount >= 0 else math.inf

@@ -1,0 +1,79 @@
+"""The prefix cache of one cluster: least recently used attention blocks, and linear states at exact lengths.
+
+A match is the longest n with attention blocks up to n and a state at n. A state costs as much as thousands of tokens of
+attention, so they are kept where they are likely to be met again: at the end of each prompt, and at a branch that is
+seen the second time, where attention blocks match but no state is.
+
+Entries are told apart by the trace's names of blocks, which stand for everything before them too. So the smallest unit
+is the trace's block, and a state lies at the last full one of a prompt. Of one prompt the deepest entries are evicted
+first, for which attention stays closed under prefixes and its match can be bisected.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+Key = tuple[str, int]
+
+
+class PrefixCache:
+    """One cluster's cache.
+
+    Args:
+        capacity_bytes: of all its instances together.
+        block_tokens: tokens of a full block of the trace.
+        token_bytes: attention cache of a token.
+        state_bytes: one linear state.
+
+    """
+
+    def __init__(self, capacity_bytes: float, block_tokens: int, token_bytes: int, state_bytes: int):
+        self._capacity_bytes = capacity_bytes
+        self._block_tokens = block_tokens
+        self._bytes = {"attention": block_tokens * token_bytes, "state": state_bytes}
+        self._used: OrderedDict[Key, None] = OrderedDict()
+        self.used_bytes = 0
+
+    def match(self, blocks: Sequence[int], tokens: int) -> int:
+        """Return how many tokens of a prompt can be taken from here; always fewer than it has. Changes nothing."""
+        for count in range(self._attention_blocks(blocks, tokens), 0, -1):
+            if ("state", blocks[count - 1]) in self._used:
+                return count * self._block_tokens
+        return 0
+
+    def insert(self, blocks: Sequence[int], tokens: int) -> None:
+        """Take in a prompt that was computed or fetched, and mark what it holds as used now."""
+        full = min(len(blocks), tokens // self._block_tokens)
+        if full == 0:
+            return
+        branch = self._attention_blocks(blocks, tokens)
+        states = {full, branch} - {0}
+        for count in range(full, 0, -1):
+            if count in states or ("state", blocks[count - 1]) in self._used:
+                self._touch(("state", blocks[count - 1]))
+            self._touch(("attention", blocks[count - 1]))
+        while self.used_bytes > self._capacity_bytes:
+            (kind, _), _ = self._used.popitem(last=False)
+            self.used_bytes -= self._bytes[kind]
+
+    def clear(self) -> None:
+        """Forget everything: the cluster's memory is gone."""
+        self._used.clear()
+        self.used_bytes = 0
+
+    def _attention_blocks(self, blocks: Sequence[int], tokens: int) -> int:
+        """Return how many leading full blocks are here, of at most one token less than the prompt has."""
+        low, high = 0, min(len(blocks), (tokens - 1) // self._block_tokens)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if ("attention", blocks[middle - 1]) in self._used:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _touch(self, key: Key) -> None:
+        if key in self._used:
+            self._used.move_to_end(key)
+        else:
+            self._used[key] = None
+            self.used_bytes += self._bytes[key[0]]

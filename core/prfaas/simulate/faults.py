@@ -1,0 +1,76 @@
+"""What befalls links and instances while a run goes on: schedules of capacity, and failures."""
+
+from prfaas.simulate.journey import Journeys
+from prfaas.simulate.scenario import Failure
+
+
+class Faults:
+    """Puts a scenario's schedules and failures onto the clock.
+
+    Args:
+        journeys: those that they befall.
+
+    """
+
+    def __init__(self, journeys: Journeys):
+        self._journeys = journeys
+        scenario, events = journeys.scenario, journeys.events
+        self._deaths: dict[str, int] = {}
+        for name, conditions in scenario.conditions.items():
+            for at_seconds, mbps in conditions.schedule:
+                events.at(at_seconds, self._carry, (name, mbps))
+        for failure in scenario.failures:
+            events.at(failure.at_seconds, self._fail, failure)
+            events.at(failure.at_seconds + failure.for_seconds, self._mend, failure)
+
+    def _carry(self, change: tuple[str, float]) -> None:
+        name, mbps = change
+        self._journeys.links[name].set_mbps(mbps)
+        self._notice(name)
+
+    def _fail(self, failure: Failure) -> None:
+        link = self._journeys.links.get(failure.name)
+        if link is not None:
+            self._count(failure.name, 1)
+            link.set_cut(True)
+            cache = self._journeys.caches.get(failure.name)
+            if cache is not None:
+                cache.clear()
+        for name in self._instances(failure):
+            self._count(name, 1)
+            self._kill(name)
+
+    def _mend(self, failure: Failure) -> None:
+        """Overlapping failures of one thing end with the last of them."""
+        link = self._journeys.links.get(failure.name)
+        if link is not None and self._count(failure.name, -1) == 0:
+            link.set_cut(False)
+        for name in self._instances(failure):
+            if self._count(name, -1) == 0:
+                self._journeys.dead.discard(name)
+
+    def _kill(self, name: str) -> None:
+        journeys = self._journeys
+        journeys.dead.add(name)
+        leg = "decode" if name in journeys.decodes else "prefill"
+        for request in list(journeys.gateway.on[name]):
+            journeys.withdraw(request)
+            journeys.doom(request, leg)
+
+    def _notice(self, link: str) -> None:
+        """Let the offloads in flight find out that the link stands still."""
+        journeys = self._journeys
+        if not journeys.links[link].down:
+            return
+        for one in journeys.table.instances:
+            if one.cluster == link:
+                for request in list(journeys.gateway.on[one.name]):
+                    journeys.doom_if_stalled(request)
+
+    def _instances(self, failure: Failure) -> list[str]:
+        table = self._journeys.table
+        return [one.name for one in table.instances if failure.name in (one.name, one.cluster)]
+
+    def _count(self, name: str, change: int) -> int:
+        self._deaths[name] = self._deaths.get(name, 0) + change
+        return self._deaths[name]

@@ -1,0 +1,126 @@
+"""The gateway's part of a run: the routing table, what is in flight where, and decisions by the live code."""
+
+from collections.abc import Iterable
+
+from prfaas.names import HUB
+from prfaas.routing.backlog import Backlog
+from prfaas.routing.decide import decide, decide_again
+from prfaas.routing.facts import Decision, Facts, Leg, Route, Rule, rule_in_force
+from prfaas.simulate.cache import PrefixCache
+from prfaas.simulate.events import Events
+from prfaas.simulate.request import Request
+from prfaas.simulate.scenario import Scenario
+from prfaas.wire.control import ThresholdUpdate
+from prfaas.wire.routes import Cluster, Instance, Role, RoutingTable
+
+EJECT_SECONDS = 5.0
+"""How long an instance that failed is left alone, as long as a gateway does after some failures in a row."""
+
+
+def routing_table(scenario: Scenario) -> RoutingTable:
+    """Return the table that an operator would render for this scenario."""
+    policy = scenario.policy
+    return RoutingTable(
+        policy="simulated",
+        namespace="simulated",
+        generation=1,
+        model="simulated",
+        on_offload_failure=policy.on_offload_failure,
+        threshold=policy.threshold,
+        watermarks=policy.watermarks,
+        short_interval_seconds=policy.short_interval_seconds,
+        stale_after_seconds=policy.stale_after_seconds,
+        clusters=tuple(
+            Cluster(name=link.name, capacity_mbps=max(1, round(link.capacity_mbps)), utilisation_query="")
+            for link in scenario.system.links
+        ),
+        instances=tuple(_instances(scenario)),
+    )
+
+
+def _instances(scenario: Scenario) -> Iterable[Instance]:
+    def made(pool: str, cluster: str, role: Role, name: str) -> Instance:
+        return Instance(name=name, pool=pool, cluster=cluster, role=role, url="")
+
+    for pool in scenario.system.hub:
+        prefilling = scenario.prefilling(pool)
+        for i in range(prefilling):
+            yield made(pool.name, HUB, "prefill", f"{pool.name}-prefill-{i}")
+        for i in range(pool.instances - prefilling):
+            yield made(pool.name, HUB, "decode", f"{pool.name}-decode-{i}")
+    for pool in scenario.system.offload:
+        for i in range(pool.instances):
+            yield made(pool.name, pool.link, "prefill", f"{pool.name}-{i}")
+
+
+class Gateway:
+    """Gathers the facts of each decision.
+
+    Args:
+        events: the run's clock.
+        table: the routing table, which stays as it is.
+        caches: prefix caches by cluster.
+
+    """
+
+    def __init__(self, events: Events, table: RoutingTable, caches: dict[str, PrefixCache]):
+        self._events = events
+        self._caches = caches
+        self.table = table
+        self.rule: Rule = rule_in_force(table, None)
+        self.on: dict[str, dict[Request, None]] = {one.name: {} for one in table.instances}
+        """Requests in flight by instance, in the order in which they came."""
+        self._in_flight = dict.fromkeys(self.on, 0)
+        self._backlog = Backlog()
+        self._ejected_until_seconds: dict[str, float] = {}
+
+    def update(self, update: ThresholdUpdate) -> None:
+        """Route by this from now on."""
+        self.rule = rule_in_force(self.table, update)
+
+    def decide(self, request: Request) -> Decision:
+        """Decide where a request goes first."""
+        return decide(self._facts(request))
+
+    def decide_again(self, request: Request, failed: Route, leg: Leg) -> Decision:
+        """Note that a leg failed, and decide where the request goes next."""
+        at_fault = failed.prefill if leg == "prefill" and failed.prefill else failed.decode
+        request.tried.add(at_fault.name)
+        self._ejected_until_seconds[at_fault.name] = self._events.now + EJECT_SECONDS
+        return decide_again(self._facts(request), failed, leg, self.table.on_offload_failure)
+
+    def enter(self, route: Route, request: Request) -> None:
+        """Count a request as in flight on the instances of its route."""
+        for one in filter(None, (route.decode, route.prefill)):
+            self.on[one.name][request] = None
+            self._in_flight[one.name] += 1
+        if route.work is not None:
+            self._backlog.add(request, (route.prefill or route.decode).name, route.work, self._events.now)
+
+    def leave(self, name: str, request: Request) -> None:
+        """Count it no more on an instance; once is enough."""
+        if request in self.on[name]:
+            del self.on[name][request]
+            self._in_flight[name] -= 1
+
+    def prefilled(self, route: Route, request: Request) -> None:
+        """Note that the hub has a request's cache, or that its route is over."""
+        self._backlog.remove(request)
+        if route.prefill is not None:
+            self.leave(route.prefill.name, request)
+
+    def _facts(self, request: Request) -> Facts:
+        blocks, tokens = request.arrival.blocks, request.total_tokens
+        cached = {name: cache.match(blocks, tokens) for name, cache in self._caches.items()} if blocks else {}
+        return Facts(
+            now_seconds=self._events.now,
+            request_id=str(request.index),
+            total_tokens=tokens,
+            rule=self.rule,
+            table=self.table,
+            cached_tokens=cached,
+            in_flight=self._in_flight,
+            backlog=self._backlog,
+            ejected_until_seconds=self._ejected_until_seconds,
+            tried=request.tried,
+        )

@@ -1,0 +1,128 @@
+"""What is simulated: a system, how its hub is split into roles, the policy, and what befalls links and instances.
+
+Everything is a frozen value in seconds, bytes, tokens and Mbit/s. A link stands for its member cluster, under the same
+name. A scenario says nothing of the requests: they come from a trace or a generator (`prfaas.simulate.arrivals`).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
+
+import msgspec
+
+from prfaas.capacity.system import HubPool, System, check
+from prfaas.errors import ConfigError
+from prfaas.names import HUB
+from prfaas.wire.routes import LinkWatermarks, OnOffloadFailure, Threshold
+
+PolicyName = Literal["threshold", "price", "static", "naive", "homogeneous"]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+"""threshold: the short loop moves t. price: it sets prices, by which each request is routed. static: t stays.
+naive: everything is offloaded. homogeneous: nothing is."""
+
+
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a link really does, whatever capacity was declared for it."""
+
+    round_trip_seconds: float = 0.0
+    schedule: tuple[tuple[float, float], ...] = ()
+    """From which second on it carries how many Mbit/s, in order of time; 0: it is down."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance, or a member cluster with its instances and its link, is gone for some time."""
+
+    at_seconds: float
+    for_seconds: float
+    name: str
+    """An instance's (see `instance_names`) or a link's."""
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The part that a PrfaaSPolicy says."""
+
+    threshold: Threshold
+    watermarks: LinkWatermarks = LinkWatermarks(high_percent=80, low_percent=50)
+    short_interval_seconds: int = 1
+    stale_after_seconds: int = 10
+    on_offload_failure: OnOffloadFailure = "PrefillLocally"
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """One system under one policy. Mappings without an entry mean the defaults: none, or as declared."""
+
+    system: System
+    prefill_instances: Mapping[str, int]
+    """How many of each hub pool's instances prefill; the rest decode."""
+    policy: Policy
+    conditions: Mapping[str, Conditions] = {}
+    """By link."""
+    cache_bytes: Mapping[str, float] = {}
+    """Memory for prefix blocks and states by cluster: a link's name, or `hub`."""
+    failures: tuple[Failure, ...] = ()
+    chunk_tokens: int = 8192
+    """Tokens of a prefill that are computed, and handed to the link, together."""
+    block_tokens: int = 512
+    """Tokens of a block, as the arrivals name them."""
+    detection_seconds: float = 1.0
+    """How long a dead instance, or a link that stands still, is waited for."""
+    attempts: int = 4
+    """Routes that one request may be given."""
+
+    def validated(self) -> "Scenario":
+        """Return this scenario.
+
+        Raises:
+            ConfigError: it names the first field that makes no sense, its value, and what it should be.
+
+        """
+        check(self.system)
+        for field, value, fits, want in self._claims():
+            if not fits:
+                raise ConfigError(f"{field} is {value!r}; it must be {want}")
+        return self
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything may ever be offloaded."""
+        return bool(self.system.offload) and self.policy.threshold.mode != "Disabled"
+
+    def prefilling(self, pool: HubPool) -> int:
+        """Return how many instances of a hub pool prefill."""
+        return self.prefill_instances.get(pool.name, 0)
+
+    def _claims(self) -> Iterable[tuple[str, object, bool, str]]:
+        pools = {pool.name: pool.instances for pool in self.system.hub}
+        links = {link.name for link in self.system.links}
+        for name, count in self.prefill_instances.items():
+            yield "plan.prefill", name, name in pools, f"a hub pool: {', '.join(pools)}"
+            yield f"plan.prefill.{name}", count, 0 <= count <= pools[name], f"between 0 and {pools[name]}"
+        decoding = self.system.hub_instances - sum(self.prefill_instances.values())
+        yield "plan.prefill", dict(self.prefill_instances), decoding > 0, "fewer than all: some instance has to decode"
+        yield "links", sorted(links), HUB not in links, f"of other names than {HUB!r}"
+        for name, one in self.conditions.items():
+            yield "conditions", name, name in links, f"a link: {', '.join(sorted(links))}"
+            times = [at for at, _ in one.schedule]
+            yield f"conditions.{name}.schedule", times, times == sorted(times), "in order of time"
+            for at, mbps in one.schedule:
+                yield f"conditions.{name}.schedule at {at:g} s", mbps, 0 <= mbps < math.inf, "Mbit/s, 0 or more"
+        for name, size in self.cache_bytes.items():
+            yield "cacheGib", name, name in links | {HUB}, f"of {HUB} or a link: {', '.join(sorted(links))}"
+            yield f"cacheGib.{name}", size, 0 <= size < math.inf, "0 or more"
+        failing = {*links, *instance_names(self)}
+        for failure in self.failures:
+            yield "failures.name", failure.name, failure.name in failing, f"one of {', '.join(sorted(failing))}"
+            yield "failures.forSeconds", failure.for_seconds, 0 < failure.for_seconds < math.inf, "above 0"
+            yield "failures.atSeconds", failure.at_seconds, 0 <= failure.at_seconds < math.inf, "0 or more"
+        yield "chunkTokens", self.chunk_tokens, self.chunk_tokens >= 64, "at least 64"
+        yield "blockTokens", self.block_tokens, self.block_tokens >= 1, "at least 1"
+
+
+def instance_names(scenario: Scenario) -> list[str]:
+    """Return the names of all instances, as failures and reports use them."""
+    names: list[str] = []
+    for pool in scenario.system.hub:
+        prefilling = scenario.prefilling(pool)
+        names += [f"{pool.name}-prefill-{i}" for i in range(prefilling)]
+        names += [f"{pool.name}-decode-{i}" for i in range(pool.instances - prefilling)]
+    return names + [f"{pool.name}-{i}" for pool in scenario.system.offload for i in range(pool.instances)]

@@ -1,0 +1,285 @@
+"""From a described system and its `simulation` section to a scenario for each policy.
+
+    requests, seed      how many, and of which random numbers
+    load                share of the planned lambda_max that arrives; or ratePerSecond
+    bursts              everySeconds, forSeconds, factor: so many times as dense, at the same mean rate
+    prefixShare         share of the prompts that go on from an earlier one; none without it
+    warmupRequests      the first ones are served but not timed
+    thresholdTokens     where t starts, and stays for `static`; the plan's without it
+    shortIntervalSeconds, chunkTokens, cacheGib by cluster (`hub` or a link)
+    links               name, roundTripMillis and one of
+                          schedule [{atSeconds, capacityMbps}]
+                          diurnal {everySeconds, lowMbps}: a cosine from the declared capacity to the low one and back
+                          flapping {everySeconds, forSeconds, lowMbps}: low at the end of every period
+    failures            name of an instance or link, atSeconds, forSeconds
+
+All policies meet the same requests. Each has the hardware of the plan's column of its name: `threshold`, `price` and
+`static` the planned split, `naive` a hub that only decodes, `homogeneous` a hub grown by as many instances as offload.
+"""
+
+import math
+from typing import Final
+
+import msgspec
+
+from prfaas.capacity import optimum
+from prfaas.capacity.optimum import Plan
+from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.section import Section
+from prfaas.capacity.system import System
+from prfaas.errors import ConfigError
+from prfaas.names import HUB
+from prfaas.simulate.arrivals import Bursts
+from prfaas.simulate.scenario import Conditions, Failure, Policy, PolicyName, Scenario, instance_names
+from prfaas.wire.routes import Threshold, ThresholdMode
+
+GIB: Final = 1 << 30
+STEPS_A_PERIOD: Final = 48
+MAX_STEPS: Final = 100_000
+MIN_THRESHOLD_TOKENS: Final = 256
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """The `simulation` section, as far as no plan is needed to read it."""
+
+    requests: int
+    seed: int
+    load: float | None
+    rate_per_second: float | None
+    """Exactly one of the two is there."""
+    bursts: Bursts | None
+    prefix_share: float
+    warmup_requests: int
+    threshold_tokens: int | None
+    short_interval_seconds: int
+    chunk_tokens: int
+    cache_bytes: dict[str, float]
+    links: dict[str, "Weather"]
+    failures: tuple[Failure, ...]
+
+
+class Weather(msgspec.Struct, frozen=True, kw_only=True):
+    """What a link goes through; a period of 0 never repeats."""
+
+    round_trip_seconds: float = 0.0
+    schedule: tuple[tuple[float, float], ...] = ()
+    every_seconds: float = 0.0
+    low_seconds: float | None = None
+    """How long it is low at the end of each period; None: it swings between high and low."""
+    low_mbps: float = 0.0
+
+    def conditions(self, high_mbps: float, horizon_seconds: float) -> Conditions:
+        """Return the steps of capacity until the horizon."""
+        steps = list(self.schedule)
+        if self.low_mbps > high_mbps:
+            raise ConfigError(
+                f"simulation.links: lowMbps is {self.low_mbps:g} where capacityMbps is {high_mbps:g}; it must be lower"
+            )
+        if self.every_seconds > 0:
+            steps = self._repeated(high_mbps, horizon_seconds)
+        return Conditions(round_trip_seconds=self.round_trip_seconds, schedule=tuple(steps))
+
+    def _repeated(self, high_mbps: float, horizon_seconds: float) -> list[tuple[float, float]]:
+        period = self.every_seconds
+        if self.low_seconds is not None:
+            steps = [(0.0, high_mbps), (period - self.low_seconds, self.low_mbps)]
+        else:
+            middle, swing = (high_mbps + self.low_mbps) / 2, (high_mbps - self.low_mbps) / 2
+            shares = [step / STEPS_A_PERIOD for step in range(STEPS_A_PERIOD)]
+            steps = [(share * period, middle + swing * math.cos(2 * math.pi * share)) for share in shares]
+        periods = math.ceil(horizon_seconds / period)
+        if periods * len(steps) > MAX_STEPS:
+            raise ConfigError(
+                f"simulation.links: a period of {period:g} s repeats {periods} times in {horizon_seconds:.0f} s; "
+                f"raise everySeconds to at least {horizon_seconds * len(steps) / MAX_STEPS:.1f}"
+            )
+        return [(n * period + at, mbps) for n in range(periods) for at, mbps in steps]
+
+
+def read(file: PlanFile) -> Setup:
+    """Read the `simulation` section.
+
+    Raises:
+        ConfigError: a field is unknown, missing or absurd.
+
+    """
+    section = Section("simulation", file.simulation)
+    rate = section.one_of("load", "ratePerSecond")
+    amount = section.number(rate)
+    if amount <= 0:
+        raise ConfigError(f"simulation.{rate} is {amount:g}; it must be above 0")
+    bursts = section.section("bursts", {})
+    caches = section.section("cacheGib", {})
+    setup = Setup(
+        requests=section.whole("requests"),
+        seed=section.whole("seed", 1),
+        load=amount if rate == "load" else None,
+        rate_per_second=amount if rate == "ratePerSecond" else None,
+        bursts=_bursts(bursts) if bursts.keys else None,
+        prefix_share=section.number("prefixShare", 0.0),
+        warmup_requests=section.whole("warmupRequests", 0),
+        threshold_tokens=section.whole("thresholdTokens") if "thresholdTokens" in section.keys else None,
+        short_interval_seconds=section.whole("shortIntervalSeconds", 1),
+        chunk_tokens=section.whole("chunkTokens", 8192),
+        cache_bytes={name: caches.number(name) * GIB for name in caches.keys},
+        links={one.text("name"): _weather(one) for one in section.sections("links")},
+        failures=tuple(_failure(one) for one in section.sections("failures")),
+    )
+    section.end()
+    for field, value in (("requests", setup.requests), ("shortIntervalSeconds", setup.short_interval_seconds)):
+        if value < 1:
+            raise ConfigError(f"simulation.{field} is {value}; it must be at least 1")
+    if setup.warmup_requests >= setup.requests:
+        raise ConfigError(
+            f"simulation.warmupRequests is {setup.warmup_requests} of {setup.requests} requests, which leaves none "
+            "to be timed; lower it, or raise requests"
+        )
+    return setup
+
+
+def _bursts(section: Section) -> Bursts:
+    bursts = Bursts(
+        every_seconds=section.number("everySeconds"),
+        for_seconds=section.number("forSeconds"),
+        factor=section.number("factor"),
+    )
+    section.end()
+    return bursts
+
+
+def _failure(section: Section) -> Failure:
+    failure = Failure(
+        name=section.text("name"), at_seconds=section.number("atSeconds"), for_seconds=section.number("forSeconds")
+    )
+    section.end()
+    return failure
+
+
+def _weather(section: Section) -> Weather:
+    round_trip_seconds = _at_least_0(section, "roundTripMillis", 0.0) / 1000
+    made = Weather(round_trip_seconds=round_trip_seconds)
+    kinds = {"schedule", "diurnal", "flapping"} & set(section.keys)
+    if kinds:
+        kind = section.one_of("schedule", "diurnal", "flapping")
+        if kind == "schedule":
+            made = msgspec.structs.replace(made, schedule=tuple(_step(one) for one in section.sections("schedule")))
+        else:
+            made = msgspec.structs.replace(made, **_period(section.section(kind), kind))
+    section.end()
+    return made
+
+
+def _step(section: Section) -> tuple[float, float]:
+    step = _at_least_0(section, "atSeconds"), _at_least_0(section, "capacityMbps")
+    section.end()
+    return step
+
+
+def _period(section: Section, kind: str) -> dict[str, float]:
+    found = {"every_seconds": section.number("everySeconds"), "low_mbps": _at_least_0(section, "lowMbps")}
+    if kind == "flapping":
+        found["low_seconds"] = section.number("forSeconds")
+        if not 0 < found["low_seconds"] < found["every_seconds"]:
+            raise ConfigError(f"{section.where}.forSeconds must lie between 0 and everySeconds")
+    if found["every_seconds"] <= 0:
+        raise ConfigError(f"{section.where}.everySeconds is {found['every_seconds']:g}; it must be above 0")
+    section.end()
+    return found
+
+
+def _at_least_0(section: Section, key: str, default: float | None = None) -> float:
+    value = section.number(key) if default is None else section.number(key, default)
+    if value < 0:
+        raise ConfigError(f"{section.where}.{key} is {value:g}; it must be 0 or more")
+    return value
+
+
+def planned(file: PlanFile, policy: PolicyName) -> tuple[System, Plan]:
+    """Return the hardware and the plan that a policy is given."""
+    if policy == "homogeneous":
+        alone = optimum.homogeneous(file.system)
+        return alone, optimum.best(alone, file.workload)
+    if not file.system.offload:
+        raise ConfigError(f"offloadPools is empty, so nothing can be offloaded: {policy} needs one; try homogeneous")
+    if policy == "naive":
+        return file.system, optimum.naive(file.system, file.workload)
+    return file.system, optimum.best(file.system, file.workload)
+
+
+def rate(file: PlanFile, setup: Setup) -> float:
+    """Return the requests a second that arrive, the same for every policy: `load` is of the file's best plan."""
+    if setup.rate_per_second is not None:
+        return setup.rate_per_second
+    plan = optimum.best(file.system, file.workload)
+    return (setup.load or 0.0) * plan.lambda_max
+
+
+def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: float) -> Scenario:
+    """Return what serves under a policy.
+
+    Raises:
+        ConfigError: nothing can, or the section names what is not there.
+
+    """
+    system, plan = planned(file, policy)
+    links = {link.name: link.capacity_mbps for link in system.links}
+    _check_links(file, setup)
+    there = Scenario(
+        system=system,
+        prefill_instances={name: round(count) for name, count in plan.split.items()},
+        policy=Policy(
+            threshold=_threshold(file, setup, policy, plan), short_interval_seconds=setup.short_interval_seconds
+        ),
+        conditions={
+            name: weather.conditions(links[name], horizon_seconds)
+            for name, weather in setup.links.items()
+            if name in links
+        },
+        cache_bytes={name: size for name, size in setup.cache_bytes.items() if name in {HUB, *links}},
+        chunk_tokens=setup.chunk_tokens,
+    )
+    return msgspec.structs.replace(there, failures=_failures(file, setup, there)).validated()
+
+
+def _failures(file: PlanFile, setup: Setup, there: Scenario) -> tuple[Failure, ...]:
+    """Return the failures of what a policy has. Another split has other instances, whose failures it is spared."""
+    existing = {*instance_names(there), *(link.name for link in there.system.links)}
+    links = {link.name for link in file.system.links}
+    far = {f"{pool.name}-{i}" for pool in file.system.offload for i in range(pool.instances)}
+    for failure in setup.failures:
+        if failure.name not in links | far and not _is_of_hub(file, failure.name):
+            raise ConfigError(f"simulation.failures.{failure.name}: there are {', '.join(sorted(existing))}")
+    return tuple(failure for failure in setup.failures if failure.name in existing)
+
+
+def _is_of_hub(file: PlanFile, name: str) -> bool:
+    """Whether an instance of the hub has this name in some split; baselines have a larger hub."""
+    stem, _, number = name.rpartition("-")
+    roles = {f"{pool.name}-{role}" for pool in file.system.hub for role in ("prefill", "decode")}
+    return (
+        stem in roles and number.isdigit() and int(number) < file.system.hub_instances + file.system.offload_instances
+    )
+
+
+def _check_links(file: PlanFile, setup: Setup) -> None:
+    declared = [link.name for link in file.system.links]
+    for field, names in (("links", setup.links), ("cacheGib", setup.cache_bytes)):
+        for name in names:
+            if name not in declared and not (field == "cacheGib" and name == HUB):
+                raise ConfigError(f"simulation.{field}.{name}: links are {', '.join(declared) or 'none'}")
+
+
+def _threshold(file: PlanFile, setup: Setup, policy: PolicyName, plan: Plan) -> Threshold:
+    longest = max(file.workload.max_tokens, MIN_THRESHOLD_TOKENS)
+    tokens = plan.threshold_tokens if setup.threshold_tokens is None else setup.threshold_tokens
+    if tokens is None:  # all prompts go the same way
+        tokens = MIN_THRESHOLD_TOKENS if plan.offloaded_fraction > 0 else longest
+    if policy == "naive":
+        tokens = 0
+    modes: dict[PolicyName, ThresholdMode] = {"threshold": "Auto", "price": "Priced", "homogeneous": "Disabled"}
+    return Threshold(
+        mode=modes.get(policy, "Fixed"),
+        tokens=min(max(tokens, MIN_THRESHOLD_TOKENS), longest) if policy in ("threshold", "price") else tokens,
+        min_tokens=MIN_THRESHOLD_TOKENS,
+        max_tokens=longest,
+    )

@@ -1,0 +1,1 @@
+"""How a request is followed through gateway and workers: one form of log lines, and traces where they are wanted."""

@@ -1,0 +1,161 @@
+"""The sending half of a transfer as a state machine without sockets: which frame leaves next, and what must again.
+
+The engine adds items in order; any connection takes the next, so that a slow one holds up only what it carries. An item
+stays on its connection's list until the transfer ends, for nothing says that it arrived. When a connection breaks, what
+it carried is uncertain until the receiver's next HELLO says what arrived (`connect`); the rest leaves again under its
+old sequence number. DONE leaves when everything else did. With a guard, a lock, any thread may call.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+from prfaas.errors import InternalError, ProtocolError, UnreachableError
+from prfaas.wire.frames import whole_digest
+from prfaas.wire.receipt import NO_GUARD
+from prfaas.wire.transfer import Done, Ranges, in_ranges
+
+Item = TypeVar("Item")
+
+MAX_CONNECTIONS = 64
+"""Most connections that one transfer may use in its life, replacements included."""
+
+
+class Next(Enum):
+    """What a connection has to do when there is no item for it."""
+
+    WAIT = "wait"
+    DONE = "done"
+
+
+class Parcel(NamedTuple, Generic[Item]):
+    """An item with its sequence number."""
+
+    sequence: int
+    item: Item
+
+
+class Shipment(Generic[Item]):
+    """The frames of one direction of one transfer; `guard` is a lock, where several threads call."""
+
+    def __init__(self, guard: AbstractContextManager[object] = NO_GUARD):
+        self._lock = guard
+        self._items: list[tuple[Item, int]] = []
+        self._pending: deque[int] = deque()
+        self._pending_bytes = 0
+        self._carried: dict[int, list[int]] = {}
+        self._lost: set[int] = set()
+        self._sealed: dict[int, tuple[int, int]] = {}
+        self._finished = False
+        self._done_by: int | None = None
+
+    def add(self, item: Item, nbytes: int) -> None:
+        """Append an item of `nbytes` bytes; never blocks."""
+        with self._lock:
+            if self._finished:
+                raise InternalError("an item was added to a shipment that is finished")
+            self._pending.append(len(self._items))
+            self._pending_bytes += nbytes
+            self._items.append((item, nbytes))
+
+    def finish(self) -> None:
+        """Nothing more will be added."""
+        with self._lock:
+            self._finished = True
+
+    def connect(self, connection: int, broken: Collection[int], received: Ranges) -> None:
+        """Take note of a new connection, and of what arrived over those that the receiver counts as broken.
+
+        Only the receiver can say so: what we sent may still stand in its buffers when the connection breaks for us.
+
+        Raises:
+            ProtocolError: a number was used before or never, there were too many, or frames arrived that never left.
+
+        """
+        with self._lock:
+            if connection in self._carried or not 0 <= connection < MAX_CONNECTIONS:
+                raise ProtocolError(f"connection {connection} was used before, or is beyond {MAX_CONNECTIONS}")
+            if any(end - 1 not in self._sealed for _, end in received):
+                raise ProtocolError(f"frames {received} are said to have arrived, but were never sent")
+            again: list[int] = []
+            for other in broken:
+                self._lose(other)
+                again += [number for number in self._carried.get(other, ()) if not in_ranges(number, received)]
+                self._carried[other] = []
+            self._carried[connection] = []
+            self._pending.extendleft(sorted(again, reverse=True))
+            self._pending_bytes += sum(self._items[number][1] for number in again)
+
+    def lost(self, connection: int) -> None:
+        """Take note that a connection broke: it takes nothing any more."""
+        with self._lock:
+            self._lose(connection)
+
+    def take(self, connection: int) -> Parcel[Item] | Next:
+        """Return what this connection sends next: an item, DONE, or nothing yet.
+
+        Raises:
+            UnreachableError: the receiver counts this connection as broken.
+
+        """
+        with self._lock:
+            if connection in self._lost:
+                raise UnreachableError("the receiver does not read from this connection any more")
+            if self._pending:
+                number = self._pending.popleft()
+                item, nbytes = self._items[number]
+                self._pending_bytes -= nbytes
+                self._carried[connection].append(number)
+                return Parcel(number, item)
+            uncertain = any(self._carried.get(other) for other in self._lost)
+            if self._finished and len(self._sealed) == len(self._items) and not uncertain and self._done_by is None:
+                self._done_by = connection
+                return Next.DONE
+            return Next.WAIT
+
+    def sealed(self, sequence: int, digest: int, payload_bytes: int) -> None:
+        """Note a frame's digest and size, before it leaves.
+
+        Raises:
+            InternalError: it left before and was another then: the memory that it views has changed.
+
+        """
+        with self._lock:
+            if self._sealed.setdefault(sequence, (digest, payload_bytes)) != (digest, payload_bytes):
+                raise InternalError(f"frame {sequence} changed between two sendings")
+
+    def done(self, prefill_seconds: float, first_byte_seconds: float) -> Done:
+        """Return the account of everything that left."""
+        with self._lock:
+            frames = [self._sealed[number] for number in range(len(self._items))]
+        return Done(
+            frames=len(frames),
+            payload_bytes=sum(size for _, size in frames),
+            digest=whole_digest(digest for digest, _ in frames),
+            prefill_seconds=prefill_seconds,
+            first_byte_seconds=first_byte_seconds,
+        )
+
+    @property
+    def all_left(self) -> bool:
+        """Everything was added, and left at least once."""
+        with self._lock:
+            return self._finished and len(self._sealed) == len(self._items)
+
+    @property
+    def left_bytes(self) -> int:
+        """Payload bytes of the items that left at least once, as they travelled."""
+        with self._lock:
+            return sum(size for _, size in self._sealed.values())
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the items that no connection has taken yet."""
+        return self._pending_bytes
+
+    def _lose(self, connection: int) -> None:
+        self._lost.add(connection)
+        if self._done_by == connection:
+            self._done_by = None

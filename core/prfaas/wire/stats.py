@@ -1,0 +1,53 @@
+"""Figures of an engine that its front shows as metrics: what the cache holds, and how the links to peers do."""
+
+import msgspec
+
+
+class CacheStats(msgspec.Struct, frozen=True, array_like=True):
+    """The prefix cache: pages now, and counts since the engine's start.
+
+    `used_pages` are held by requests, `cached_pages` only by the prefix cache, which gives them up when others need
+    them. Of `query_tokens` looked up, `hit_tokens` were found with a state, `stateless_tokens` more had attention rows
+    but no state there. `disk_failures` are entries that the disk could not write or read; while it is `disk_paused` it
+    takes none.
+    """
+
+    page_bytes: int = 0
+    total_pages: int = 0
+    used_pages: int = 0
+    cached_pages: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    stateless_tokens: int = 0
+    evicted_pages: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    corrupt_entries: int = 0
+    disk_failures: int = 0
+    disk_paused: bool = False
+
+
+class LinkStats(msgspec.Struct, frozen=True, array_like=True):
+    """All data connections to one peer cluster, "" where its name is not known: gauges now, counts since the start.
+
+    Round trips are means over the connections (the least is of all of them), rates sums; None while there were no
+    connections lately. `sent_bytes` were acknowledged. Seconds are summed over connections but for
+    `backlogged_seconds`, in which at least one had data waiting and `backlogged_bytes` were sent.
+    """
+
+    peer: str
+    connections: int = 0
+    rtt_seconds: float | None = None
+    min_rtt_seconds: float | None = None
+    delivery_rate_bytes_per_second: int | None = None
+    unsent_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    retransmits: int = 0
+    busy_seconds: float = 0.0
+    rwnd_limited_seconds: float = 0.0
+    sndbuf_limited_seconds: float = 0.0
+    backlogged_bytes: int = 0
+    backlogged_seconds: float = 0.0

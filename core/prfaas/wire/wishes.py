@@ -1,0 +1,121 @@
+"""What a client may ask of one request beside its body: datacenters, offload, a deadline; carried as three headers.
+
+    x-prfaas-datacenters: prefer eu-west, eu-north; forbid us
+    x-prfaas-offload: auto | never | always
+    x-prfaas-deadline-seconds: 2.5
+
+Wishes narrow what the policy allows and never widen it; prfaas.routing.wishes says how. A header that breaks its form
+is refused: a misspelt `forbid` that were ignored would send a prompt to where it must not go.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal, get_args
+
+import msgspec
+
+from prfaas.errors import RequestError
+from prfaas.wire.headers import DATACENTERS, DEADLINE_SECONDS, OFFLOAD
+
+Offload = Literal["auto", "never", "always"]
+
+MAX_NAMES: Final = 32
+"""Names in one clause, as many as a policy may list."""
+MAX_DEADLINE_SECONDS: Final = 86_400
+_MAX_CHARACTERS: Final = 4096
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+_SECONDS = re.compile(r"[0-9]{1,5}(?:\.[0-9]{1,6})?")
+_FORM: Final = "want `prefer NAME, NAME; forbid NAME`, either part alone, names as clusters have them in `datacenter`"
+
+
+class Wishes(msgspec.Struct, frozen=True):
+    """Where and how one request is to be prefilled.
+
+    A name covers the datacenter of that name and those within it: `us` covers us and us-east-1, and not usa.
+    """
+
+    prefer: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+    offload: Offload = "auto"
+
+
+NO_WISHES: Final = Wishes()
+
+
+def covers(name: str, datacenter: str) -> bool:
+    """Return whether a name in a wish means this datacenter."""
+    return datacenter == name or datacenter.startswith(f"{name}-")
+
+
+def read_wishes(headers: Mapping[str, str]) -> Wishes:
+    """Return the wishes of a request; `headers` answers to lower-case names.
+
+    Raises:
+        RequestError: 400, a header breaks its form.
+
+    """
+    places, offload = headers.get(DATACENTERS), headers.get(OFFLOAD)
+    if places is None and offload is None:
+        return NO_WISHES
+    prefer, forbid = ((), ()) if places is None else read_datacenters(places)
+    return Wishes(prefer, forbid, "auto" if offload is None else read_offload(offload))
+
+
+def read_datacenters(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names to prefer, best first, and those to forbid.
+
+    Raises:
+        RequestError: 400, the text is not of the form.
+
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise _refused(DATACENTERS, f"has {len(text)} characters; at most {_MAX_CHARACTERS} are read")
+    clauses: dict[str, tuple[str, ...]] = {}
+    for clause in text.split(";"):
+        verb, _, names = clause.strip().partition(" ")
+        if verb not in ("prefer", "forbid") or verb in clauses:
+            raise _refused(DATACENTERS, f"is {text!r}; {_FORM}")
+        clauses[verb] = tuple(name.strip() for name in names.split(","))
+    prefer, forbid = clauses.get("prefer", ()), clauses.get("forbid", ())
+    check_datacenters(prefer, forbid)
+    return prefer, forbid
+
+
+def check_datacenters(prefer: Iterable[str], forbid: Iterable[str]) -> None:
+    """Raise RequestError unless these are names, few enough, and none is both preferred and forbidden."""
+    for names in (list(prefer), list(forbid)):
+        wrong = next((name for name in names if not _NAME.fullmatch(name)), None)
+        if wrong is not None:
+            raise _refused(DATACENTERS, f"names {wrong!r}; {_FORM}")
+        if len(names) > MAX_NAMES:
+            raise _refused(DATACENTERS, f"has {len(names)} names in one part; at most {MAX_NAMES} are read")
+    for name in prefer:
+        if any(covers(other, name) for other in forbid):
+            raise _refused(DATACENTERS, f"prefers {name!r}, which it forbids as well; remove it from one")
+
+
+def write_datacenters(prefer: Iterable[str], forbid: Iterable[str]) -> str:
+    """Return the header's value; empty for no names."""
+    parts = {"prefer": ", ".join(prefer), "forbid": ", ".join(forbid)}
+    return "; ".join(f"{verb} {names}" for verb, names in parts.items() if names)
+
+
+def read_offload(text: str) -> Offload:
+    """Return the wish about offloading; raises RequestError."""
+    for known in get_args(Offload):
+        if text == known:
+            return known
+    raise _refused(OFFLOAD, f"is {text[:64]!r}; want auto, never or always")
+
+
+def read_deadline_seconds(text: str) -> float:
+    """Return how long a request may take; raises RequestError."""
+    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
+    if not 0 < seconds <= MAX_DEADLINE_SECONDS:
+        form = f"want seconds above 0 and up to {MAX_DEADLINE_SECONDS}, such as 2.5"
+        raise _refused(DEADLINE_SECONDS, f"is {text[:64]!r}; {form}")
+    return seconds
+
+
+def _refused(header: str, message: str) -> RequestError:
+    return RequestError(f"the header {header} {message}", code="invalid_header", param=header)

@@ -1,0 +1,188 @@
+"""Proves that every mistake in a plan file is answered with field, value and fix, and that none yields a NaN."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.unit.capacity.systems import no_traces, paper, paper_document
+
+from prfaas.capacity import planfile
+from prfaas.capacity.comparison import Comparison, compare
+from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas.errors import ConfigError
+
+DOCUMENT = paper_document()
+MISSING = object()
+FEW_LENGTHS = {"histogram": {"edgesTokens": [0, 1_000, 20_000, 100_000], "counts": [5, 3, 2]}, "outputTokens": 100}
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    """Return the paper's file with one field set, or without it; numbers in the path are places in lists."""
+    document = copy.deepcopy(DOCUMENT)
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    inner: Any = document
+    for part in parents:
+        inner = inner[part]
+    if value is MISSING:
+        inner.pop(last, None)
+    else:
+        inner[last] = value
+    return document
+
+
+def read(document: object) -> PlanFile:
+    return planfile.read(document, no_traces)
+
+
+def test_the_papers_file_says_what_was_published():
+    file = paper()
+    offload = file.system.offload[0]
+    for tokens, seconds, mib in ((1024, 0.44, 190.8), (8192, 0.72, 308.9), (32768, 1.84, 701.3), (131072, 7.4, 2316.3)):
+        assert prefill_seconds(offload.profile, tokens) == pytest.approx(seconds, rel=0.02)
+        assert cache_bytes(offload.profile, tokens) / planfile.MIB == pytest.approx(mib, rel=0.04)
+    assert file.system.hub[0].decode_rate(file.system.output_tokens) == pytest.approx(0.782, rel=0.002)
+    assert file.published["prfaas_pd"]["threshold_tokens"] == 19_400
+
+
+def test_a_trace_tells_its_answers_too_and_a_histogram_its_middles():
+    document = changed("workload", {"trace": "some.jsonl"})
+    file = planfile.read(document, lambda path: [(100, 10), (300, 30)] if path == "some.jsonl" else [])
+    assert (file.workload.lengths, file.system.output_tokens) == ([100, 300], 20)
+    binned = {"histogram": {"edgesTokens": [0, 100, 300], "counts": [3, 1]}, "outputTokens": 7}
+    file = read(changed("workload", binned))
+    assert (list(file.workload.items()), file.system.output_tokens) == ([(50, 0.75), (200, 0.25)], 7)
+
+
+def test_what_only_a_simulator_reads_is_handed_on():
+    assert read({**DOCUMENT, "simulation": {"seed": 1}}).simulation == {"seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (
+            "links.0.capacityMbps",
+            "12.5 GB/s",
+            r"capacityMbps is '12.5 GB/s'; write the number alone, in Mbit/s: 100000",
+        ),
+        ("links.0.capacityMbps", "100 Gbit/s", "in Mbit/s: 100000"),
+        ("links.0.capacityMbps", "fast", "write a number alone, in Mbit/s"),
+        ("links.0.capacityMbps", 0, "capacityMbps is 0; it must be above 0"),
+        ("links.0.capacityMbps", math.nan, "finite number"),
+        ("links.0.capacityMBps", 12_500, "capacityMBps is no field here; it is capacityMbps, in Mbit/s: multiply by 8"),
+        ("links.0.capacityGbps", 100, "multiply by 1000"),
+        ("profiles.h200.points.0.cacheMB", 200, "it is cacheMib, in MiB: multiply by 0.95367"),
+        ("profiles.h200.points.3.seconds", 1.2, "seconds falls from 1.84 at 32768 tokens to 1.2 at 131072"),
+        ("profiles.h200.points.3.cacheMib", 1, "cacheMib falls from 701.3"),
+        ("profiles.h200.points.1.tokens", 1024, "1024 tokens twice"),
+        ("profiles.h200.points.1.seconds", 0, "above 0"),
+        ("profiles.h200.points", [{"tokens": 1, "seconds": 1, "cacheMib": 1}], "holds 1; measure at least two"),
+        ("profiles.h20.tokenSeconds", -1e-4, "never fall with its length"),
+        ("profiles.h20.tokenSeconds", 145, "look like milliseconds"),
+        ("profiles.h20.tokenBytes", 10**9, "no cache is that large"),
+        ("profiles.h20.stateBytes", 1.5, "whole number"),
+        ("profiles.h20.tokenSeconds", MISSING, "h20 has none of points, tokenSeconds"),
+        ("offloadPools.0.instances", 0, "offloadPools.prfaas.instances is 0; it must be above 0"),
+        ("offloadPools.0.instances", "four", "instances is 'four'; it must be a number"),
+        ("offloadPools.0.instances", True, "instances is True"),
+        ("offloadPools.0.profile", "h100", "is 'h100'; there are: h200, h20"),
+        ("offloadPools.0.link", "other", "is 'other'; links are: between-datacentres"),
+        ("offloadPools.0.replicas", 4, "replicas is no field here"),
+        ("hub", [], "hub is empty"),
+        ("hub.0.instances", 0, "hub.pd.instances is 0"),
+        ("hub.0.stepMillis", 25_000, "more than 10 s"),
+        ("hub.0.stepMillis", MISSING, "stepMillis is missing; add it"),
+        ("hub.0.stepSeconds", 0.025, r"it is stepMillis"),
+        ("hub.0.minPrefill", 9, "do not fit into 8 instances"),
+        ("hub.0.minPrefill", 8, "none can decode"),
+        ("hub", "pd", "hub is 'pd'; it must be a list"),
+        ("slo.tpotMillis", 20, "slo.tpotMillis is 20, but a step of hub.pd takes stepMillis 25"),
+        ("slo.ttftMillis", 0, "above 0, or absent"),
+        ("workload.outputTokens", 0, "outputTokens is 0"),
+        ("workload.trace", "some.jsonl", "lognormal and trace"),
+        ("workload.lognormal.mu", 27_000, r"mean of ln\(tokens\)"),
+        ("workload.lognormal.sigma", "one", "sigma is 'one'"),
+        ("published.baseline", {}, "systems are prfaas_pd"),
+        ("offload", [], "did you mean offloadPools"),
+    ],
+)
+def test_a_mistake_is_answered_with_field_value_and_fix(path, value, says):
+    with pytest.raises(ConfigError, match=says):
+        read(changed(path, value))
+
+
+@pytest.mark.parametrize("document", [None, [], "text", 3])
+def test_a_document_that_is_no_mapping_is_refused(document):
+    with pytest.raises(ConfigError, match="the file is"):
+        read(document)
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers():
+    assert read(changed("profiles.h20.tokenSeconds", "1e-4")).system.hub[0].profile.token_seconds == 1e-4
+
+
+def test_an_slo_that_no_rate_keeps_is_refused_and_one_that_some_keep_says_how_many():
+    with pytest.raises(ConfigError, match=r"slo.ttftMillis is 500"):
+        compare(read(changed("slo.ttftMillis", 500)))
+    rates = compare(read(changed("slo.ttftMillis", 5000))).arrivals_within_slo
+    assert rates is not None
+    assert rates["homogeneous"] is None
+    assert 2 < (rates["prfaas_pd"] or 0) < 3
+
+
+def test_a_link_that_limits_is_pointed_out_with_the_usual_mistake():
+    notes = compare(read({**changed("links.0.capacityMbps", 1_000), "workload": FEW_LENGTHS})).notes
+    assert any("capacityMbps, 1000, limits offload" in note and "multiply it by 8" in note for note in notes)
+    assert not compare(read({**DOCUMENT, "workload": FEW_LENGTHS})).notes
+
+
+PATHS = [
+    "workload.outputTokens",
+    "profiles.h200.points.0.seconds", "profiles.h200.points.3.cacheMib", "profiles.h20.fixedSeconds",
+    "profiles.h20.tokenSeconds", "profiles.h20.stateBytes", "links.0.capacityMbps", "offloadPools.0.instances",
+    "hub.0.instances", "hub.0.maxBatch", "hub.0.stepMillis", "hub.0.minDecode", "hub.0.costPerHour", "slo",
+]  # fmt: skip
+values = st.one_of(
+    st.floats(), st.integers(-2, 300), st.sampled_from([None, "x", "1 GB/s", [], {}, 1e308, 1e-308, MISSING])
+)
+
+
+def figures_of(value: Any) -> list[float]:
+    if isinstance(value, float):
+        return [value]
+    if isinstance(value, dict):
+        return [figure for inner in value.values() for figure in figures_of(inner)]
+    if isinstance(value, list | tuple):
+        return [figure for inner in value for figure in figures_of(inner)]
+    return [figure for name in getattr(value, "__struct_fields__", ()) for figure in figures_of(getattr(value, name))]
+
+
+def outcome(document: object) -> str | Comparison:
+    try:
+        return compare(read(document))
+    except ConfigError as error:
+        return str(error)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(PATHS), values)
+def test_whatever_a_field_says_there_is_a_whole_table_or_a_message(path, value):
+    document = changed(path, value)
+    if "workload" not in path:
+        document["workload"] = FEW_LENGTHS
+    found = outcome(document)
+    assert len(found) > 20 if isinstance(found, str) else all(map(math.isfinite, figures_of(found)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["mu", "sigma", "minTokens", "maxTokens"]), values)
+def test_whatever_a_lognormal_says_it_has_a_mean_or_a_message(field, value):
+    try:
+        mean = read(changed(f"workload.lognormal.{field}", value)).workload.mean_tokens
+    except ConfigError:
+        return
+    assert 1 <= mean <= 1 << 30

@@ -1,0 +1,105 @@
+"""Proves the times to the first token: the paper's sense by hand, waits against exact results and a simulated queue."""
+
+import math
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from tests.unit.capacity.systems import paper, systems, workloads
+
+from prfaas.capacity import optimum, ttft
+from prfaas.capacity.profile import prefill_seconds
+from prfaas.capacity.system import HubPool, Link, OffloadPool, System
+from prfaas.capacity.workload import Workload
+from prfaas.errors import ConfigError
+from prfaas.wire.profile import Profile
+
+PROFILE = Profile(state_bytes=1_000_000, token_bytes=1_000, fixed_seconds=0.1, token_seconds=1e-4)
+EXAMPLE = Workload([1_000, 9_000], [3, 1])
+
+
+def hub_of(prefill: int, workload: Workload) -> tuple[System, optimum.Plan]:
+    """Return a system whose decode never limits, with so many instances that prefill."""
+    hub = HubPool(name="hub", profile=PROFILE, instances=prefill + 1, max_batch=10**4, step_seconds=1e-6, min_decode=1)
+    system = System(links=(), offload=(), hub=(hub,), output_tokens=1)
+    return system, optimum.plan_for(system, workload, {"hub": float(prefill)})
+
+
+def test_in_the_papers_sense_a_first_token_is_prefill_and_transfer():
+    pool = OffloadPool(name="pool", profile=PROFILE, instances=1, link="link")
+    hub = HubPool(name="hub", profile=PROFILE, instances=2, max_batch=10, step_seconds=0.02)
+    system = System(links=(Link(name="link", capacity_mbps=800),), offload=(pool,), hub=(hub,), output_tokens=100)
+    plan = optimum.at_threshold(system, EXAMPLE, 1_000)
+    found = ttft.unloaded(system, EXAMPLE, plan)
+    assert found.mean_seconds == pytest.approx(0.75 * 0.2 + 0.25 * (1.0 + 0.1))
+    assert found.p50_seconds == pytest.approx(0.2, rel=1e-3)
+    assert found.p90_seconds == pytest.approx(1.1, rel=1e-3)
+
+
+def test_one_instance_waits_as_pollaczek_and_khinchine_say():
+    system, plan = hub_of(1, EXAMPLE)
+    mean, square = 0.75 * 0.2 + 0.25 * 1.0, 0.75 * 0.2**2 + 0.25 * 1.0**2
+    arrivals = 0.6 / mean
+    expected = mean + arrivals * square / 2 / (1 - 0.6)
+    assert ttft.queued(system, EXAMPLE, plan, arrivals).mean_seconds == pytest.approx(expected)
+
+
+def simulated(instances: int, arrivals: float, workload: Workload) -> list[float]:
+    """Return the times to the first token where each request joins the shortest of the instances' queues."""
+    rng = random.Random(11)
+    ends: list[list[float]] = [[] for _ in range(instances)]
+    now, found = 0.0, []
+    for tokens in workload.sample(rng, 30_000):
+        now += -math.log(1 - rng.random()) / arrivals
+        for queue in ends:
+            queue[:] = [end for end in queue if end > now]
+        fewest = min(map(len, ends))
+        queue = rng.choice([queue for queue in ends if len(queue) == fewest])
+        queue.append(max([now, *queue]) + prefill_seconds(PROFILE, tokens))
+        found.append(queue[-1] - now)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("instances", "load"), [(2, 0.5), (2, 0.9), (4, 0.7), (4, 0.9), (9, 0.7)])
+def test_estimates_are_within_15_percent_of_a_simulated_queue(instances, load):
+    workload = Workload.lognormal(8.5, 0.8, 128, 60_000)
+    system, plan = hub_of(instances, workload)
+    arrivals = load * plan.lambda_max
+    estimate = ttft.queued(system, workload, plan, arrivals)
+    seen = simulated(instances, arrivals, workload)
+    assert estimate.mean_seconds == pytest.approx(sum(seen) / len(seen), rel=0.15)
+    assert estimate.p90_seconds == pytest.approx(seen[int(0.9 * len(seen))], rel=0.15)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(systems(), workloads)
+def test_more_requests_never_wait_less_and_no_time_is_nan(system, workload):
+    plan = optimum.best(system, workload)
+    before = [0.0, 0.0, 0.0, 0.0]
+    for load in (0.0, 0.3, 0.6, 0.9, 0.99):
+        found = ttft.queued(system, workload, plan, load * plan.lambda_max)
+        times = [found.mean_seconds, found.p50_seconds, found.p90_seconds, found.p99_seconds]
+        assert all(math.isfinite(time) and time > 0 for time in times)
+        assert times[1:] == sorted(times[1:])
+        assert all(time >= 0.999 * earlier for time, earlier in zip(times, before, strict=True))
+        before = times
+
+
+def test_a_rate_that_keeps_the_slo_is_the_highest_that_does():
+    file = paper()
+    plan = optimum.best(file.system, file.workload)
+    rate = ttft.arrivals_within(file.system, file.workload, plan, 5.0)
+    assert 0 < rate < plan.lambda_max
+    assert ttft.queued(file.system, file.workload, plan, rate).p90_seconds <= 5.0
+    assert ttft.queued(file.system, file.workload, plan, 1.01 * rate).p90_seconds > 5.0
+
+
+def test_what_cannot_be_served_is_refused():
+    file = paper()
+    plan = optimum.best(file.system, file.workload)
+    with pytest.raises(ConfigError, match=r"where 3\.263 can be served"):
+        ttft.queued(file.system, file.workload, plan, 4.0)
+    with pytest.raises(ConfigError, match=r"slo\.ttftMillis is 500, but .* takes over 3"):
+        ttft.arrivals_within(file.system, file.workload, plan, 0.5)
+    with pytest.raises(ConfigError, match="whole instances only"):
+        ttft.queued(file.system, file.workload, optimum.fractional(file.system, file.workload), 1.0)

@@ -1,0 +1,87 @@
+"""Proves that `prfaas certs` writes what workers use, keeps keys to their owner and overwrites nothing unasked."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from prfaas.cli import certs as command
+from prfaas.errors import ConfigError
+from prfaas_worker.credentials import Credentials
+
+
+def certs(*arguments: object) -> Result:
+    return CliRunner().invoke(command.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an authority in ca/ and credentials of a cluster in eu/."""
+    root = tmp_path_factory.mktemp("certs")
+    said = [
+        certs("init", "--out", root / "ca"),
+        certs("issue", "--ca", root / "ca", "--cluster", "eu", "--out", root / "eu", "--days", 30),
+    ]
+    assert [ended.exit_code for ended in said] == [0, 0], said
+    assert not any("PRIVATE" in ended.output for ended in said)
+    return root
+
+
+def test_a_worker_uses_what_was_written(made: Path):
+    credentials = Credentials(made / "eu")
+    assert credentials.cluster == "eu"
+    assert {path.name for path in (made / "eu").iterdir()} == {"tls.crt", "tls.key", "ca.crt"}
+
+
+def test_keys_are_their_owners_alone(made: Path):
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in made.rglob("*.*")}
+    assert {mode for path, mode in modes.items() if path.suffix == ".key"} == {0o600}
+    assert all("PRIVATE" in path.read_text() for path in modes if path.suffix == ".key")
+
+
+def test_show_tells_whose_it_is_until_when_and_that_the_chain_is_good(made: Path):
+    shown = certs("show", made / "eu", "-o", "json")
+    told = json.loads(shown.stdout)
+    assert (shown.exit_code, told["cluster"], told["chain_ok"], told["problem"]) == (0, "eu", True, "")
+    assert told["not_before"] < told["renew_after"] < told["not_after"]
+    assert "PRIVATE" not in shown.stdout
+    assert "cluster    eu" in certs("show", made / "eu").stdout
+
+
+def test_show_tells_what_peers_would_refuse(made: Path, tmp_path: Path):
+    assert certs("init", "--out", tmp_path / "ca").exit_code == 0
+    for name in ("tls.crt", "tls.key"):
+        (tmp_path / name).write_bytes((made / "eu" / name).read_bytes())
+    (tmp_path / "ca.crt").write_bytes((tmp_path / "ca" / "ca.crt").read_bytes())
+    shown = certs("show", tmp_path, "-o", "json")
+    told = json.loads(shown.stdout)
+    assert (shown.exit_code, told["chain_ok"]) == (1, False)
+    assert "not trusted" in told["problem"]
+
+
+def test_nothing_is_overwritten_unasked_and_all_is_when_asked(made: Path, tmp_path: Path):
+    again = ("issue", "--ca", made / "ca", "--cluster", "eu", "--out", tmp_path / "eu")
+    assert certs(*again).exit_code == 0
+    before = (tmp_path / "eu" / "tls.key").read_bytes()
+    refused = certs(*again)
+    assert "has ca.crt, tls.key, tls.crt already; give --force" in str(refused.exception)
+    assert (tmp_path / "eu" / "tls.key").read_bytes() == before
+    assert certs(*again, "--force").exit_code == 0
+    assert (tmp_path / "eu" / "tls.key").read_bytes() != before
+    assert {path.name for path in (tmp_path / "eu").iterdir()} == {"tls.crt", "tls.key", "ca.crt"}, "no leftovers"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["issue", "--ca", "nowhere", "--cluster", "eu", "--out", "x"], "nowhere/ca.crt cannot be read"),
+        (["show", "nowhere"], "nowhere/tls.crt cannot be read"),
+        (["show", "nowhere", "-o", "yaml"], "it can be text or json"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(arguments: list[str], said: str):
+    error = certs(*arguments).exception
+    assert isinstance(error, ConfigError)
+    assert said in str(error)

@@ -1,0 +1,216 @@
+"""Proves what certificates say of clusters: whom OpenSSL and we accept, at what time, and what refusals tell.
+
+OpenSSL is asked too, by a handshake in memory, since peers are judged by it.
+"""
+
+import datetime
+import ssl
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from prfaas import identity
+from prfaas.errors import ConfigError, IdentityError
+from prfaas.identity import KeyPair, Validity
+
+NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+DAY = datetime.timedelta(days=1)
+YEAR = identity.valid_for(NOW, 365)
+
+
+@pytest.fixture(scope="module")
+def authority() -> KeyPair:
+    return identity.make_authority("first", YEAR)
+
+
+@pytest.fixture(scope="module")
+def other() -> KeyPair:
+    return identity.make_authority("second", YEAR)
+
+
+def der(pair: KeyPair) -> bytes:
+    return x509.load_pem_x509_certificate(pair.certificate).public_bytes(serialization.Encoding.DER)
+
+
+def context(folder: Path, side: int, own: KeyPair, trusted: bytes) -> ssl.SSLContext:
+    (folder / "c").write_bytes(own.certificate)
+    (folder / "k").write_bytes(own.key)
+    made = ssl.SSLContext(side)
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_REQUIRED
+    # What Python 3.13 asks for by default.
+    made.verify_flags |= ssl.VERIFY_X509_STRICT
+    made.load_cert_chain(folder / "c", folder / "k")
+    made.load_verify_locations(cadata=trusted.decode())
+    return made
+
+
+def handshake(folder: Path, server: KeyPair, client: KeyPair, trusted: bytes) -> tuple[bytes | None, bytes | None]:
+    """Return the certificates that server and client saw, DER; raises ssl.SSLError where one refuses."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        context(folder, ssl.PROTOCOL_TLS_SERVER, server, trusted).wrap_bio(up, down, server_side=True),
+        context(folder, ssl.PROTOCOL_TLS_CLIENT, client, trusted).wrap_bio(down, up),
+    ]
+    for _ in range(4):
+        for side in reversed(sides):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    return sides[0].getpeercert(True), sides[1].getpeercert(True)
+
+
+def test_a_certificate_says_its_cluster_and_openssl_accepts_it_on_both_sides(tmp_path, authority):
+    hub, eu = (identity.issue(authority, name, YEAR) for name in ("hub", "prefill-eu"))
+    facts = identity.check(hub.certificate, hub.key, authority.certificate, NOW)
+    assert facts == ("hub", YEAR, *identity.fingerprints(authority.certificate))
+    seen_by_server, seen_by_client = handshake(tmp_path, hub, eu, authority.certificate)
+    assert (seen_by_server, seen_by_client) == (der(eu), der(hub))
+    assert identity.check_peer(der(eu), authority.certificate, NOW) == "prefill-eu"
+
+
+def test_openssl_and_we_refuse_another_authority(tmp_path, authority, other):
+    ours, theirs = identity.issue(authority, "hub", YEAR), identity.issue(other, "hub", YEAR)
+    with pytest.raises(ssl.SSLError):
+        handshake(tmp_path, ours, theirs, authority.certificate)
+    with pytest.raises(IdentityError, match=r"issued by CN=second, which is not trusted; trusted are: CN=first\."):
+        identity.check_peer(der(theirs), authority.certificate, NOW)
+
+
+def test_a_bundle_of_two_authorities_accepts_both_while_one_replaces_the_other(tmp_path, authority, other):
+    both = identity.bundle(authority.certificate, other.certificate, authority.certificate)
+    assert both == authority.certificate + other.certificate
+    old, new = identity.issue(authority, "a", YEAR), identity.issue(other, "b", YEAR)
+    handshake(tmp_path, old, new, both)
+    assert [identity.check_peer(der(pair), both, NOW) for pair in (old, new)] == ["a", "b"]
+
+
+def test_the_signer_is_found_in_a_bundle_by_its_key(authority, other):
+    both = KeyPair(authority.certificate + other.certificate, other.key)
+    made = identity.issue(both, "hub", YEAR)
+    assert identity.check_peer(der(made), other.certificate, NOW) == "hub"
+    with pytest.raises(ConfigError, match="belongs to none of its certificates"):
+        identity.issue(KeyPair(authority.certificate, other.key), "hub", YEAR)
+
+
+def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
+    leaf = identity.issue(authority, "hub", YEAR)
+    with pytest.raises(ConfigError, match="no authority's and can sign nothing"):
+        identity.issue(leaf, "evil", YEAR)
+    # As one would who does not ask this module.
+    key = serialization.load_pem_private_key(leaf.key, None)
+    signer = x509.load_pem_x509_certificate(leaf.certificate)
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity.URI_PREFIX + "evil")])
+    forged = (
+        x509.CertificateBuilder(signer.subject, signer.subject, key.public_key(), 1, YEAR.not_before, YEAR.not_after)
+        .add_extension(names, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    with pytest.raises(IdentityError, match="not trusted"):
+        identity.check_peer(forged.public_bytes(serialization.Encoding.DER), authority.certificate, NOW)
+    chain = forged.public_bytes(serialization.Encoding.PEM) + leaf.certificate
+    with pytest.raises(IdentityError, match="not trusted"):
+        identity.check(chain, leaf.key, authority.certificate, NOW)
+
+
+def test_validity_begins_before_now_for_slow_clocks_and_ends_when_asked(authority):
+    pair = identity.issue(authority, "hub", identity.valid_for(NOW, 1))
+    for moment in (NOW - identity.CLOCK_SKEW, NOW, NOW + DAY):
+        assert identity.check_peer(der(pair), authority.certificate, moment) == "hub"
+    with pytest.raises(IdentityError, match=r"is not valid before .* UTC; check both clocks"):
+        identity.check_peer(der(pair), authority.certificate, NOW - identity.CLOCK_SKEW - datetime.timedelta(seconds=1))
+    with pytest.raises(IdentityError, match=r"expired at .* UTC; renew it"):
+        identity.check_peer(der(pair), None, NOW + DAY + datetime.timedelta(seconds=1))
+
+
+def test_an_expired_authority_takes_its_certificates_along():
+    short = identity.make_authority("short", identity.valid_for(NOW, 1))
+    pair = identity.issue(short, "hub", identity.valid_for(NOW, 1))
+    with pytest.raises(IdentityError, match="expired"):
+        identity.check(pair.certificate, pair.key, short.certificate, NOW + 2 * DAY)
+
+
+def test_no_certificate_outlives_its_authority(authority):
+    with pytest.raises(ConfigError, match="ask for fewer days"):
+        identity.issue(authority, "hub", identity.valid_for(NOW, 366))
+    early = identity.issue(authority, "hub", Validity(YEAR.not_before - DAY, NOW + DAY))
+    assert identity.check(early.certificate, early.key, authority.certificate, NOW).validity == (
+        YEAR.not_before,
+        NOW + DAY,
+    )
+
+
+@pytest.mark.parametrize("name", ["", "Hub", "a.b", "-a", "a-", "a/b", "a" * 64, "a b", "hüb", "hub\n"])
+def test_names_that_no_member_cluster_can_have_are_refused(authority, name: str):
+    with pytest.raises(ConfigError, match="cannot be a cluster's name"):
+        identity.issue(authority, name, YEAR)
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [
+        [],
+        ["spiffe://prfaas.io/cluster/"],
+        ["spiffe://prfaas.io/cluster/a/b"],
+        ["spiffe://prfaas.io/cluster/HUB"],
+        ["spiffe://example.com/cluster/hub"],
+        ["https://prfaas.io/cluster/hub"],
+        ["spiffe://prfaas.io/cluster/hub", "spiffe://prfaas.io/cluster/eu"],
+        ["spiffe://prfaas.io/cluster/hub", "https://example.com"],
+    ],
+)
+def test_a_certificate_that_names_no_cluster_or_two_proves_none(authority, uris: list[str]):
+    key = serialization.load_pem_private_key(authority.key, None)
+    signer = x509.load_pem_x509_certificate(authority.certificate)
+    builder = x509.CertificateBuilder(
+        signer.subject, x509.Name([]), key.public_key(), 1, YEAR.not_before, YEAR.not_after
+    )
+    if uris:
+        names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
+        builder = builder.add_extension(names, critical=False)
+    raw = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+    with pytest.raises(IdentityError, match="names no cluster"):
+        identity.check_peer(raw, authority.certificate, NOW)
+
+
+def test_a_key_of_another_certificate_and_unreadable_files_are_told_apart(authority):
+    one, two = identity.issue(authority, "hub", YEAR), identity.issue(authority, "hub", YEAR)
+    with pytest.raises(ConfigError, match="not the certificate's"):
+        identity.check(one.certificate, two.key, authority.certificate, NOW)
+    with pytest.raises(ConfigError, match="no certificate can be read"):
+        identity.check(one.certificate[:200], one.key, authority.certificate, NOW)
+    with pytest.raises(ConfigError, match="key cannot be read"):
+        identity.check(one.certificate, one.key[:100], authority.certificate, NOW)
+    with pytest.raises(IdentityError, match="cannot be read"):
+        identity.check_peer(b"nothing", authority.certificate, NOW)
+
+
+def test_certificates_of_other_issuers_may_have_other_kinds_of_keys(authority):
+    key = rsa.generate_private_key(65537, 2048)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    signer = x509.load_pem_x509_certificate(authority.certificate)
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity.URI_PREFIX + "hub")])
+    made = (
+        x509.CertificateBuilder(signer.subject, x509.Name([]), key.public_key(), 1, YEAR.not_before, YEAR.not_after)
+        .add_extension(names, critical=True)
+        .sign(serialization.load_pem_private_key(authority.key, None), hashes.SHA256())
+    )
+    facts = identity.check(made.public_bytes(serialization.Encoding.PEM), pem, authority.certificate, NOW)
+    assert facts.cluster == "hub"
+    with pytest.raises(ConfigError, match="no elliptic curve key"):
+        identity.issue(KeyPair(made.public_bytes(serialization.Encoding.PEM), pem), "hub", YEAR)
+
+
+def test_renewal_is_due_when_a_third_of_the_life_is_left():
+    assert identity.when_to_renew(NOW, NOW + 90 * DAY) == NOW + 60 * DAY
+
+
+def test_a_key_is_in_no_repr(authority):
+    assert "PRIVATE" in authority.key.decode()
+    assert "PRIVATE" not in repr(authority)

@@ -1,0 +1,198 @@
+"""Proves what the index says of a prompt's bytes: of every instance what a naive reading of its events and map says,
+nothing of one instance for another's words, and never more memory than the shares.
+"""
+
+import hashlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.kvindex.byte_maps import GENERATION_BLOCKS, GENERATION_SECONDS, NO_BLOCK, ByteMap, Sent
+from prfaas.kvindex.bytes import BYTE_BLOCK, ByteChain, byte_hashes
+from prfaas.kvindex.index import MIN_PAIRS, InstanceIndex, PrefixIndex
+from prfaas.kvindex.keys import key_of
+
+BLOCK_BYTES = 100
+"""Bytes that make a block of tokens, in these tests."""
+BLOCK_TOKENS = 64
+CERTAIN_BLOCKS = 38
+"""Of the first text: its last whole byte block ends in block 39."""
+TEXTS = [b"a" * 4000, b"a" * 1000 + b"b" * 3000, b"a" * 1000 + b"b" * 700 + b"c" * 2300, b"d" * 600]
+
+
+def chain_of(text: bytes) -> ByteChain:
+    return ByteChain(b"root", text)
+
+
+def keys_of(text: bytes) -> list[int]:
+    """Keys of a text's blocks of tokens."""
+    ends = range(BLOCK_BYTES, len(text) + 1, BLOCK_BYTES)
+    return [key_of(hashlib.sha256(text[:end]).digest()) for end in ends]
+
+
+def teach(index: InstanceIndex, text: bytes) -> None:
+    """Say which block of tokens lies in each byte block, less one token."""
+    keys = keys_of(text)
+    hashes = byte_hashes(b"root", text)
+    blocks = [(BYTE_BLOCK * at - 1) // BLOCK_BYTES for at in range(1, len(hashes) + 1)]
+    index.bytes.learn(hashes, [keys[block - 1] if block else NO_BLOCK for block in blocks])
+
+
+def serve(index: InstanceIndex, text: bytes, *states: int) -> None:
+    """Do what a prompt does: store its blocks, with states after some of them, and teach its bytes."""
+    keys = keys_of(text)
+    index.tree.store(keys, None, False, 0)
+    for at in states:
+        index.tree.store([keys[at - 1]], keys[at - 2] if at > 1 else None, True, 0)
+    teach(index, text)
+
+
+def made(**tokens_of: tuple[int, ...] | None) -> PrefixIndex:
+    """An index of instances; each has served the first text with states at these blocks, or nothing."""
+    index = PrefixIndex()
+    index.set_instances(tokens_of)
+    for name, states in tokens_of.items():
+        if states is not None:
+            serve(index[name], TEXTS[0], *states)
+    return index
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    served=st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(0, 4000)), max_size=6),
+    evicted=st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(0, 39)), max_size=8),
+    asked=st.tuples(st.sampled_from(TEXTS), st.integers(0, 4000)),
+)
+def test_attention_matches_are_those_of_a_naive_reading(served, evicted, asked):
+    index, taught, stored = InstanceIndex(10_000, 10_000), set(), set()
+    for text, length in served:
+        serve(index, text[:length])
+        stored |= set(keys_of(text[:length]))
+        taught |= set(byte_hashes(b"root", text[:length]))
+    gone = {keys_of(text)[at] for text, at in evicted if at < len(keys_of(text))}
+    index.tree.remove(gone, False, 0)
+    text = asked[0][: asked[1]]
+    known_bytes = BYTE_BLOCK * next(
+        (at for at, one in enumerate(byte_hashes(b"root", text)) if one not in taught), len(text) // BYTE_BLOCK
+    )
+    keys = keys_of(text)[: max(0, known_bytes - 1) // BLOCK_BYTES]
+    naive = next((at for at, key in enumerate(keys) if key not in stored - gone), len(keys))
+    assert index.match(chain_of(text), index.bytes) == naive * BLOCK_TOKENS
+
+
+def test_a_match_needs_a_state_at_its_end():
+    for states, blocks in ((), CERTAIN_BLOCKS), ((7,), 7), ((7, 30), 30), ((40,), 40):
+        index = made(d=states)
+        found = index.match(chain_of(TEXTS[0]), ["d"], [])
+        assert found == {"d": blocks * BLOCK_TOKENS}, states
+
+
+def test_the_state_of_the_last_turn_counts_although_the_next_turn_shares_no_whole_byte_block_more():
+    index = PrefixIndex()
+    index.set_instances(["d"])
+    serve(index["d"], TEXTS[0][:2500], 24)
+    assert index.match(chain_of(TEXTS[0][:2500] + b"x" * 1000), ["d"], []) == {"d": 24 * BLOCK_TOKENS}
+    # 2304 bytes surely hold 23 blocks; a state four blocks further on is beyond what they could share.
+    index = PrefixIndex()
+    index.set_instances(["d"])
+    serve(index["d"], TEXTS[0], 28)
+    assert index.match(chain_of(TEXTS[0][:2304] + b"x" * 1000), ["d"], []) == {}
+
+
+def test_what_begins_otherwise_matches_nothing_and_hashes_one_block():
+    index = made(d=(7,))
+    chain = chain_of(b"z" * 100_000)
+    assert index.match(chain, ["d"], []) == {}
+    assert len(chain._hashes) == 1
+    assert index.match(chain_of(b"short"), ["d"], []) == {}
+
+
+def test_an_instance_that_sees_tokens_alone_is_judged_by_what_others_teach():
+    index = made(d=None, p=None)
+    index["p"].tree.store(keys_of(TEXTS[0]), None, False, 0)
+    assert index.match(chain_of(TEXTS[0]), ["d"], ["p"]) == {}
+    teach(index["d"], TEXTS[0])
+    assert index.match(chain_of(TEXTS[0]), ["d"], ["p"]) == {"p": CERTAIN_BLOCKS * BLOCK_TOKENS}
+    assert index.match(chain_of(TEXTS[0]), ["d", "p"], []) == {}, "who is taught itself is judged by its own map"
+
+
+def forge(index: InstanceIndex, text: bytes, instead: bytes) -> None:
+    """Say that blocks of another text lie behind the bytes of this one, and hold them."""
+    keys = keys_of(instead)
+    index.bytes.learn(byte_hashes(b"root", text), [keys[-1]] * (len(text) // BYTE_BLOCK))
+    index.tree.store(keys, None, False, 0)
+
+
+def test_a_forged_map_changes_nothing_of_an_instance_that_teaches_itself():
+    index = made(d0=(30,), d1=(7,), evil=None)
+    before = index.match(chain_of(TEXTS[0]), ["d0", "d1"], [])
+    forge(index["evil"], TEXTS[0], TEXTS[1])
+    index["evil"].tree.remove(keys_of(TEXTS[0]), False, 0)
+    index["evil"].tree.store(keys_of(TEXTS[0]), keys_of(TEXTS[1])[-1], True, 0)
+    found = index.match(chain_of(TEXTS[0]), ["d0", "d1", "evil"], [])
+    assert {name: found[name] for name in before} == before
+
+
+def test_a_forger_is_outvoted_about_instances_that_teach_nothing():
+    index = made(d0=None, d1=None, evil=None, p=None)
+    index["p"].tree.store(keys_of(TEXTS[0])[:10], None, False, 0)
+    index["p"].tree.store(keys_of(TEXTS[1])[10:], keys_of(TEXTS[1])[9], False, 0)
+    for name in ("d0", "d1"):
+        teach(index[name], TEXTS[0])
+    forge(index["evil"], TEXTS[0], TEXTS[1])
+    assert index.match(chain_of(TEXTS[0]), ["d0", "d1", "evil"], ["p"])["p"] == 10 * BLOCK_TOKENS
+
+
+def test_shares_shrink_as_instances_come_and_who_has_more_is_forgotten():
+    index = PrefixIndex(max_blocks=100, max_pairs=10)
+    assert index.set_instances(["a"]) == []
+    index["a"].tree.store(list(range(70)), None, False, 0)
+    assert index.set_instances(["a", "b"]) == ["a"]
+    assert (index.blocks, index["a"].tree.max_blocks) == (0, 50)
+    index["a"].tree.store(list(range(70)), None, False, 0)
+    assert (index.blocks, index.refused_blocks) == (50, 20)
+    assert index.set_instances(["b"]) == []
+    assert (index.blocks, "a" in index, index["b"].tree.max_blocks) == (0, False, 100)
+
+
+def test_a_map_forgets_the_oldest_generation_but_not_what_is_asked_for():
+    index = InstanceIndex(1000, 2 * MIN_PAIRS)
+    serve(index, TEXTS[0])
+    asked, other = chain_of(TEXTS[0]), chain_of(TEXTS[3])
+    teach(index, TEXTS[3])
+
+    def fill(generation: int) -> None:
+        for start in range(0, MIN_PAIRS + 1, 1000):
+            index.bytes.learn([generation << 32 | start + n for n in range(1000)], [NO_BLOCK] * 1000)
+        assert len(index.bytes) <= 2 * MIN_PAIRS + 2000
+
+    for generation in range(1, 6):
+        fill(generation)
+        assert index.match(asked, index.bytes) == CERTAIN_BLOCKS * BLOCK_TOKENS
+    assert index.bytes.get(other[0]) is None
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), unique=True, max_size=50))
+def test_a_map_keeps_the_latest_word(hashes):
+    byte_map = ByteMap(1000)
+    byte_map.learn(hashes, range(len(hashes)))
+    byte_map.learn(hashes, range(1, len(hashes) + 1))
+    assert [byte_map.get(one) for one in hashes] == list(range(1, len(hashes) + 1))
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(GENERATION_SECONDS, True), (2 * GENERATION_SECONDS, False)])
+def test_what_was_sent_is_forgotten_after_a_while(seconds, kept):
+    sent = Sent(0.0)
+    sent.add(chain_of(TEXTS[1]), 1.0)
+    assert sent.match(chain_of(TEXTS[2]), 2.0) == 1700 // BYTE_BLOCK * BYTE_BLOCK
+    assert sent.match(chain_of(TEXTS[1]), seconds + 2) == (4000 // BYTE_BLOCK * BYTE_BLOCK if kept else 0)
+
+
+def test_what_was_sent_is_bounded():
+    sent = Sent(0.0)
+    for number in range(40):
+        sent.add(ByteChain(str(number).encode(), bytes(BYTE_BLOCK * 1000)), 0.0)
+        assert len(sent) <= 2 * (GENERATION_BLOCKS + 1000)
+    sent.add(ByteChain(b"huge", bytes(BYTE_BLOCK * 3 * GENERATION_BLOCKS)), 0.0)
+    assert len(sent) <= 4 * GENERATION_BLOCKS

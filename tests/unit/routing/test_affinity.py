@@ -1,0 +1,146 @@
+"""Proves how load and cache choose an instance together: a prefix draws requests until more waits there than it saves,
+decoding counts, and a prefix is fetched from another instance only where bringing it is quicker than computing it.
+"""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.names import HUB
+from prfaas.routing.affinity import ANSWER_TOKENS, cost_tokens
+from prfaas.routing.decide import decide
+from prfaas.routing.facts import Facts, Route, Rule
+from prfaas.wire.profile import Profile
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+
+QUICK_TO_SEND = Profile(state_bytes=10_000, token_bytes=100, token_seconds=1e-3, samples=9)
+SLOW_TO_SEND = Profile(state_bytes=10_000_000_000, token_bytes=100, token_seconds=1e-3, samples=9)
+
+
+def instance(name: str) -> Instance:
+    role, cluster = {"d": ("decode", HUB), "p": ("prefill", HUB), "x": ("prefill", "eu")}[name[0]]
+    return Instance(name=name, pool=role, cluster=cluster, role=role, url=f"http://{name}:8000")
+
+
+def facts(names: str, *, total: int = 10_000, bandwidth: str = "Scarce", threshold: int = 100_000, **more) -> Facts:
+    world = RoutingTable(
+        policy="p",
+        namespace="n",
+        generation=1,
+        model="m",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode="Auto", tokens=threshold, min_tokens=1, max_tokens=threshold),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        clusters=(Cluster(name="eu", capacity_mbps=1000, utilisation_query="", round_trip_millis=10),),
+        instances=tuple(map(instance, names.split())),
+    )
+    rule = Rule(threshold_tokens=threshold, bandwidth=bandwidth, offload_clusters=frozenset({"eu"}))
+    more.setdefault("profiles", {})
+    return Facts(now_seconds=0, request_id="r", total_tokens=total, rule=rule, table=world, **more)
+
+
+def route(given: Facts) -> Route:
+    decision = decide(given)
+    assert isinstance(decision, Route)
+    return decision
+
+
+def test_of_idle_instances_the_one_with_the_prefix_serves():
+    for name in ("d0", "d1", "d2"):
+        assert route(facts("d0 d1 d2", cached_on={name: 64})).decode.name == name
+    assert route(facts("d0 p0 p1", cached_on={"p1": 640})).prefill.name == "p1"
+    assert route(facts("d0 x0 x1", threshold=1, cached_on={"x1": 640})).prefill.name == "x1"
+
+
+@pytest.mark.parametrize("more_queued", [-1, 1])
+def test_a_prefix_draws_requests_until_more_waits_there_than_it_saves(more_queued):
+    chosen = route(facts("d0 d1", cached_on={"d0": 4096}, queued_tokens={"d0": 4096 + more_queued}))
+    assert chosen.decode.name == ("d1" if more_queued > 0 else "d0")
+
+
+def test_requests_that_decode_weigh_as_much_as_they_have_left_to_say():
+    few, many = (5 * ANSWER_TOKENS + more for more in (1, -1))
+    for saved, chosen in ((few, "d0"), (many, "d1")):
+        assert route(facts("d0 d1", cached_on={"d0": saved}, in_flight={"d0": 5})).decode.name == chosen
+    queue = facts("d0 p0 p1", in_flight={"p0": 3}, queued_tokens={"p1": 10})
+    assert route(queue).prefill.name == "p0", "a prefill instance decodes nothing"
+
+
+def test_a_hot_prefix_spreads_as_soon_as_its_instance_has_more_to_do_than_the_prefix_is_long():
+    cached, queued, in_flight = {"d0": 3000}, {}, {}
+    for number in range(40):
+        given = facts("d0 d1 d2 d3", total=4000, cached_on=cached, queued_tokens=queued, in_flight=in_flight)
+        chosen = route(msgspec.structs.replace(given, request_id=str(number)))
+        name = chosen.decode.name
+        queued[name] = queued.get(name, 0) + chosen.prefill_tokens
+        in_flight[name] = in_flight.get(name, 0) + 1
+        cached[name] = 3000
+    assert len(cached) == 4
+    assert max(in_flight.values()) - min(in_flight.values()) <= 1 + -(-3000 // (1000 + ANSWER_TOKENS))
+
+
+@given(
+    cached=st.dictionaries(st.sampled_from(["d0", "d1", "d2"]), st.integers(0, 20_000)),
+    queued=st.dictionaries(st.sampled_from(["d0", "d1", "d2"]), st.integers(0, 20_000)),
+    in_flight=st.dictionaries(st.sampled_from(["d0", "d1", "d2"]), st.integers(0, 20)),
+)
+def test_no_instance_costs_less_than_the_chosen_one(cached, queued, in_flight):
+    given = facts("d0 d1 d2", cached_on=cached, queued_tokens=queued, in_flight=in_flight)
+    chosen = route(given)
+    assert cost_tokens(given, chosen.decode) == min(cost_tokens(given, one) for one in given.table.instances)
+    assert chosen.prefill_tokens == 10_000 - min(cached.get(chosen.decode.name, 0), 10_000)
+
+
+def busy(names: str, busy_ones: str, **more) -> Facts:
+    """Facts by which some instances are too busy to be chosen for what they have cached."""
+    return facts(names, queued_tokens=dict.fromkeys(busy_ones.split(), 50_000), **more)
+
+
+def test_a_prefix_is_fetched_inside_the_cluster_where_that_is_quicker_than_computing_it():
+    given = busy("d0 d1", "d0", cached_on={"d0": 8000, "d1": 64}, profiles={"d1": QUICK_TO_SEND})
+    chosen = route(given)
+    assert (chosen.decode.name, chosen.prefix) == ("d1", instance("d0"))
+    slow = msgspec.structs.replace(given, profiles={"d1": SLOW_TO_SEND})
+    assert route(slow).prefix is None
+    assert route(msgspec.structs.replace(given, profiles={})).prefix is None, "what is not measured is computed"
+    assert route(msgspec.structs.replace(given, cached_on={"d0": 64, "d1": 64})).prefix is None
+    ejected = msgspec.structs.replace(given, ejected_until_seconds={"d0": 5.0})
+    assert route(ejected).prefix is None
+
+
+def test_the_decode_instance_of_a_route_lends_and_is_not_fetched_from():
+    given = facts("d0 p0", cached_on={"d0": 8000}, profiles={"p0": QUICK_TO_SEND})
+    assert route(given).prefix is None
+
+
+def test_a_prefix_crosses_to_the_hub_only_where_bandwidth_is_abundant_and_never_from_it():
+    def asked(bandwidth: str) -> Facts:
+        return facts(
+            "d0 x0",
+            bandwidth=bandwidth,
+            cached_on={"x0": 8000},
+            cached_tokens={"eu": 8000},
+            profiles={"d0": QUICK_TO_SEND},
+        )
+
+    assert route(asked("Abundant")).prefix == instance("x0")
+    assert route(asked("Scarce")).prefix is None
+    no_link = msgspec.structs.replace(asked("Abundant").rule, offload_clusters=frozenset())
+    assert route(msgspec.structs.replace(asked("Abundant"), rule=no_link)).prefix is None
+    away = facts(
+        "d0 d1 x0",
+        bandwidth="Abundant",
+        threshold=1,
+        cached_on={"d0": 8000},
+        in_flight={"d0": 100},
+        profiles={"x0": QUICK_TO_SEND},
+    )
+    assert (route(away).prefill.name, route(away).prefix) == ("x0", None)
+
+
+def test_where_only_clusters_are_known_load_alone_chooses():
+    for name, other in (("d0", "d1"), ("d1", "d0")):
+        chosen = route(facts("d0 d1", cached_tokens={HUB: 5000}, in_flight={other: 1}))
+        assert (chosen.decode.name, chosen.prefill_tokens) == (name, 5000)

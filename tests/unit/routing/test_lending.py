@@ -1,0 +1,94 @@
+"""Borrowing is chosen exactly where it saves a good share of the time, and never where anything is not known."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.routing.lending import (
+    MARGIN,
+    LendingFacts,
+    borrowing_seconds,
+    computing_seconds,
+    decide_lending,
+)
+from prfaas.wire.profile import Profile
+
+PROFILE = Profile(
+    state_bytes=10_000_000, token_bytes=8_000, fixed_seconds=0.01, token_seconds=0.001, squared_seconds=1e-8, samples=9
+)
+FACTS = LendingFacts(
+    prompt_tokens=10_000,
+    cached_tokens=2_000,
+    lend_tokens=8_000,
+    profile=PROFILE,
+    link_mbps=200.0,
+    round_trip_seconds=0.03,
+)
+
+
+def facts(**fields: object) -> LendingFacts:
+    return msgspec.structs.replace(FACTS, **fields)
+
+
+def test_the_formulas_of_the_module():
+    # 6,000 tokens of 8,000 bytes, and the states, at 25 MB/s; three round trips.
+    assert borrowing_seconds(FACTS, 200.0) == pytest.approx(3 * 0.03 + (48_000_000 + 10_000_000) / 25e6)
+    # The fixed part is paid either way; of the squares, those between 2,000 and 8,000 tokens.
+    assert computing_seconds(FACTS) == pytest.approx(6.0 + 1e-8 * (8_000**2 - 2_000**2))
+
+
+def test_a_quick_link_is_borrowed_over_and_a_slow_one_is_not():
+    assert decide_lending(FACTS).borrow
+    assert not decide_lending(facts(link_mbps=100.0)).borrow
+    assert decide_lending(facts(link_mbps=100.0, profile=msgspec.structs.replace(PROFILE, token_seconds=0.01))).borrow
+
+
+def test_a_prompt_that_is_lent_almost_wholly_still_pays_the_fixed_part_for_its_rest():
+    dear = msgspec.structs.replace(PROFILE, fixed_seconds=100.0)
+    assert computing_seconds(facts(profile=dear)) == pytest.approx(computing_seconds(FACTS))
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"link_mbps": None},
+        {"link_mbps": 0.0},
+        {"link_mbps": math.inf},
+        {"link_mbps": math.nan},
+        {"profile": Profile(state_bytes=1, token_bytes=1)},
+        {"lend_tokens": 2_000},
+        {"lend_tokens": 0},
+    ],
+)
+def test_what_is_not_known_or_brings_nothing_is_not_borrowed(unknown: dict[str, object]):
+    decision = decide_lending(facts(**unknown))
+    assert not decision.borrow
+    assert decision.reason
+
+
+@given(
+    prompt=st.integers(2, 200_000),
+    ends=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    mbps=st.floats(0.1, 1e6),
+    round_trip=st.floats(0, 1),
+    token_seconds=st.floats(0, 0.1),
+)
+def test_it_saves_the_margin_whenever_it_is_chosen(
+    prompt: int, ends: tuple[float, float], mbps: float, round_trip: float, token_seconds: float
+):
+    cached, lend = (int(end * (prompt - 1)) for end in ends)
+    case = facts(
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        lend_tokens=lend,
+        link_mbps=mbps,
+        round_trip_seconds=round_trip,
+        profile=msgspec.structs.replace(PROFILE, token_seconds=token_seconds),
+    )
+    if decide_lending(case).borrow:
+        assert lend > cached
+        assert borrowing_seconds(case, mbps) < (1 - MARGIN) * computing_seconds(case)
+        assert decide_lending(msgspec.structs.replace(case, link_mbps=2 * mbps)).borrow, "a quicker link borrows too"

@@ -1,0 +1,141 @@
+"""Proves that a request's wishes narrow where it may be prefilled, and that none of them lets it go anywhere new."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.routing.decide import decide
+from prfaas.routing.facts import Facts, Refusal, Route, rule_in_force
+from prfaas.routing.wishes import narrowed
+from prfaas.wire.control import Price, ThresholdUpdate
+from prfaas.wire.profile import Profile
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas.wire.wishes import Wishes, covers
+
+PLACES = {"a": "eu-west", "b": "eu-north", "c": "us-east", "d": ""}
+LONG, SHORT, TINY = 5000, 500, 50
+
+
+def instance(name: str, role: str, cluster: str) -> Instance:
+    return Instance(name=name, pool=role, cluster=cluster, role=role, url=f"http://{name}:1")
+
+
+def table(mode: str = "Fixed", **more) -> RoutingTable:
+    return RoutingTable(
+        policy="p",
+        namespace="n",
+        generation=1,
+        model="m",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode=mode, tokens=1000, min_tokens=100, max_tokens=2000),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        clusters=tuple(
+            Cluster(name=name, datacenter=place, capacity_mbps=1, utilisation_query="")
+            for name, place in PLACES.items()
+        ),
+        instances=(
+            instance("d0", "decode", "hub"),
+            instance("p0", "prefill", "hub"),
+            *(instance(f"x{name}", "prefill", name) for name in PLACES),
+        ),
+        **more,
+    )
+
+
+def facts(tokens: int, world: RoutingTable | None = None, update: ThresholdUpdate | None = None) -> Facts:
+    world = world or table()
+    return Facts(now_seconds=0, request_id="r", total_tokens=tokens, table=world, rule=rule_in_force(world, update))
+
+
+def decided(tokens: int, *, world: RoutingTable | None = None, **wishes) -> Route:
+    decision = decide(narrowed(facts(tokens, world), Wishes(**wishes)))
+    assert isinstance(decision, Route)
+    return decision
+
+
+def test_without_wishes_the_facts_are_the_very_same():
+    given_facts = facts(LONG)
+    assert narrowed(given_facts, Wishes()) is given_facts
+
+
+def test_a_preferred_datacenter_comes_first_and_in_the_order_given():
+    assert decided(LONG, prefer=("us-east", "eu-west")).prefill.cluster == "c"
+    assert decided(LONG, prefer=("mars", "eu-north", "us-east")).prefill.cluster == "b"
+
+
+def test_a_request_prefers_before_its_policy_does_and_within_what_that_permits():
+    assert decided(LONG, world=table(prefer_datacenters=("eu-west",)), prefer=("us",)).prefill.cluster == "c"
+    strict = table(prefer_datacenters=("eu-west",), forbid_datacenters=("us-east",))
+    assert decided(LONG, world=strict, prefer=("us",)).prefill.cluster == "a"
+
+
+def test_a_forbidden_datacenter_is_not_used_even_where_the_policy_prefers_it():
+    world = table(prefer_datacenters=("us-east",))
+    assert decided(LONG, world=world).prefill.cluster == "c"
+    assert decided(LONG, world=world, forbid=("us",)).prefill.cluster != "c"
+
+
+def test_where_every_datacenter_is_forbidden_the_prompt_stays_at_home():
+    world = table(forbid_datacenters=("",))
+    assert decided(LONG, world=world, forbid=("us", "eu")).kind == "local"
+
+
+def test_never_keeps_the_longest_prompt_at_home():
+    assert (decided(LONG).kind, decided(LONG, offload="never").kind) == ("offload", "local")
+
+
+def test_always_offloads_below_the_threshold_and_not_below_the_least_that_the_policy_allows():
+    assert (decided(SHORT).kind, decided(SHORT, offload="always").kind) == ("local", "offload")
+    assert decided(TINY, offload="always").kind == "local"
+
+
+def test_always_opens_neither_a_disabled_policy_nor_a_dead_link():
+    assert decided(LONG, world=table("Disabled"), offload="always").kind == "local"
+    dead = ThresholdUpdate(tokens=500, bandwidth="Scarce", offload_clusters=(), expires_seconds=9, reason="")
+    assert decide(narrowed(facts(LONG, None, dead), Wishes(offload="always"))).kind == "local"
+
+
+def price(cluster: str, token_seconds: float) -> Price:
+    profile = Profile(state_bytes=0, token_bytes=0, samples=5, token_seconds=token_seconds)
+    return Price(cluster=cluster, profile=profile, link_mbps=800.0)
+
+
+@pytest.mark.parametrize(
+    ("offload", "home_seconds", "kind"),
+    [("auto", 1e-4, "local"), ("always", 1e-4, "offload"), ("auto", 1.0, "offload"), ("never", 1.0, "local")],
+)
+def test_wishes_hold_where_prices_decide(offload, home_seconds, kind):
+    world = table("Priced")
+    prices = (price("hub", home_seconds), price("a", 1e-2))
+    update = ThresholdUpdate(
+        tokens=1000, bandwidth="Scarce", offload_clusters=("a",), expires_seconds=9, reason="", prices=prices
+    )
+    assert decide(narrowed(facts(SHORT, world, update), Wishes(offload=offload))).kind == kind
+
+
+NAMES = st.sampled_from(["eu", "eu-west", "eu-north", "us", "us-east", "mars"])
+
+
+@given(
+    tokens=st.integers(0, 20_000),
+    mode=st.sampled_from(["Auto", "Fixed", "Disabled"]),
+    forbidden=st.lists(st.sampled_from(list(PLACES.values())), unique=True),
+    wishes=st.builds(
+        Wishes,
+        st.lists(NAMES, unique=True).map(tuple),
+        st.lists(NAMES, unique=True).map(tuple),
+        st.sampled_from(["auto", "never", "always"]),
+    ),
+)
+def test_no_wish_reaches_a_cluster_that_policy_or_request_forbid(tokens, mode, forbidden, wishes):
+    world = table(mode, forbid_datacenters=tuple(forbidden))
+    decision = decide(narrowed(facts(tokens, world), wishes))
+    assert not isinstance(decision, Refusal)
+    place = PLACES.get(decision.prefill.cluster) if decision.prefill else None
+    if decision.kind == "offload":
+        assert mode != "Disabled"
+        assert place not in forbidden
+        assert not any(covers(name, place) for name in wishes.forbid)
+        assert wishes.offload != "never"
+        assert tokens > world.threshold.min_tokens

@@ -1,0 +1,79 @@
+"""Proves the short loop closed over simulated requests: from the lengths that come and the profiles of who serves them
+it finds the planner's threshold wherever it began, and follows when either changes.
+"""
+
+from itertools import pairwise
+from statistics import median
+
+import msgspec
+import pytest
+
+from prfaas.capacity import optimum
+from prfaas.capacity.workload import Workload
+from prfaas.simulate.request import Arrival
+from prfaas.simulate.scenario import Scenario
+
+from .worlds import FAST, PAPER, SLOW, requests, run, threshold, world
+
+RATE = 2.0
+SHORTER = Workload([max(1, tokens // 4) for tokens in PAPER.lengths[512::16]], PAPER.weights[512::16])
+QUICKER = msgspec.structs.replace(SLOW, fixed_seconds=SLOW.fixed_seconds / 2, token_seconds=SLOW.token_seconds / 2)
+
+
+def planned(scenario: Scenario, workload: Workload) -> int:
+    """The planner's threshold for this very split."""
+    split = {name: float(count) for name, count in scenario.prefill_instances.items()}
+    found = optimum.plan_for(scenario.system, workload, split).threshold_tokens
+    assert found is not None
+    return found
+
+
+def settled(scenario: Scenario, arrivals: list[Arrival], from_seconds: float, to_seconds: float) -> float:
+    """The threshold of the middle one of these intervals."""
+    timeline = run(scenario, arrivals).timeline
+    return median(one.threshold_tokens for one in timeline if from_seconds <= one.at_seconds < to_seconds)
+
+
+@pytest.mark.parametrize("start_tokens", [500, 19_400, 120_000])
+def test_wherever_it_begins_it_finds_the_planners_threshold(start_tokens):
+    scenario = world(threshold(start_tokens, "Auto"))
+    arrivals = list(requests(1200, RATE))
+    drawn = Workload.observed(one.input_tokens for one in arrivals)
+    end = arrivals[-1].at_seconds
+    assert settled(scenario, arrivals, end / 2, end) == pytest.approx(planned(scenario, drawn), rel=0.12)
+
+
+def test_it_follows_when_the_lengths_change():
+    scenario = world(threshold(19_400, "Auto"))
+    first = list(requests(1000, RATE))
+    turn = first[-1].at_seconds
+    later = [one._replace(at_seconds=turn + one.at_seconds) for one in requests(1600, RATE, 2, SHORTER)]
+    arrivals = [*first, *later]
+    assert all(a.at_seconds <= b.at_seconds for a, b in pairwise(arrivals))
+    before = settled(scenario, arrivals, turn / 2, turn)
+    end = later[-1].at_seconds
+    after = settled(scenario, arrivals, end - 200, end)  # the window of lengths, 300 s, has left the first behind
+    assert before == pytest.approx(planned(scenario, PAPER), rel=0.15)
+    assert after == pytest.approx(planned(scenario, SHORTER), rel=0.2)
+    assert after < 0.5 * before
+
+
+def test_with_other_lengths_and_other_profiles_at_once_it_is_still_the_planners():
+    """Half the time a prefill in the hub, and lengths of a quarter: each moves the optimum, the other way round."""
+    scenario = world(threshold(19_400, "Auto"), profiles=(FAST, QUICKER))
+    arrivals = list(requests(1600, RATE, 3, SHORTER))
+    end = arrivals[-1].at_seconds
+    found = settled(scenario, arrivals, end / 2, end)
+    assert found == pytest.approx(planned(scenario, SHORTER), rel=0.2)
+    slower = world(threshold(19_400, "Auto"))
+    assert planned(slower, SHORTER) < 0.9 * planned(scenario, SHORTER), "negative control: the profile matters"
+
+
+def test_a_threshold_that_moves_serves_as_well_as_the_planned_one_and_better_than_one_far_off():
+    arrivals = list(requests(1500, RATE, 4))
+    moving, best, far_off = (
+        run(world(threshold(tokens, mode)), arrivals).ttft_seconds.p90
+        for tokens, mode in ((60_000, "Auto"), (19_400, "Fixed"), (60_000, "Fixed"))
+    )
+    assert moving < 1.4 * best
+    assert moving < 0.5 * far_off

@@ -1,0 +1,275 @@
+"""Proves the API port inside TLS, on the event loop that workers run: who needs a certificate for what, that the
+engine hears whose it was, that a change of certificates and authorities holds from the next connection on and fails no
+request, and that strangers who never finish a handshake are cut off.
+"""
+
+import asyncio
+import datetime
+import http.client
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import uvloop
+from aiohttp import web
+
+import prfaas_worker.assets
+from prfaas import identity
+from prfaas.wire.engine import LENGTH, Granted, StartPrefill, decode_for_engine, encode_batch
+from prfaas.wire.prefill import PrefillGrant
+from prfaas_worker.credentials import Credentials
+from prfaas_worker.front import ports
+from prfaas_worker.front.app import build_app
+from prfaas_worker.front.checks import Served
+from prfaas_worker.front.engine_client import EngineClient
+from prfaas_worker.front.peers import OPEN
+from prfaas_worker.front.ports import open_api_port
+from prfaas_worker.front.serving import Serving
+from prfaas_worker.options import parse
+from prfaas_worker.tokenizer import load_tokenizer
+from prfaas_worker.transfer.handshake import https_connection
+
+SECONDS = 10.0
+CREATED = datetime.datetime.now(datetime.UTC)
+SERVED = Served(model_name="tiny", vocab_size=264, max_context=1000, max_choices=8)
+PREFILL = ("POST", "/v1/prefills", {"request_id": "r", "model": "tiny", "token_ids": [1, 2, 3]})
+GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=8001, end_token=3, expires_seconds=10)
+
+
+class Port(NamedTuple):
+    """A running API port, and what its engine has heard."""
+
+    address: tuple[str, int]
+    asked: list[StartPrefill]
+    app: web.Application
+
+
+async def play_engine(sock: socket.socket, asked: list[StartPrefill]) -> None:
+    """Grant every prefill, until the front goes away."""
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    try:
+        while True:
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            for message in decode_for_engine(await reader.readexactly(length)):
+                if isinstance(message, StartPrefill):
+                    asked.append(message)
+                    writer.write(encode_batch([Granted(message.handle, GRANT)]))
+    except asyncio.IncompleteReadError:
+        writer.close()
+
+
+async def serve(directory: Path, started: Callable[[Port], None], stop: threading.Event) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--model-source", "x", "--model-name", "tiny", "--api-port", str(port), "--tls-dir", str(directory)]
+    ours, theirs = socket.socketpair()
+    asked: list[StartPrefill] = []
+    engine = asyncio.create_task(play_engine(theirs, asked))
+    client = await EngineClient.connect(ours)
+    reading = asyncio.create_task(client.run())
+    serving = Serving(parse(flags), client)
+    serving.loaded(SERVED, load_tokenizer(Path(prfaas_worker.assets.__file__).parent / "kimi-linear-tiny"))
+    credentials = Credentials(directory)
+    app = build_app(serving, credentials)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await open_api_port(runner, serving.options, credentials)
+    started(Port(("127.0.0.1", port), asked, app))
+    await asyncio.to_thread(stop.wait)
+    await runner.cleanup()
+    client.close()
+    await asyncio.gather(engine, reading)
+
+
+def run_port(directory: Path, loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop) -> Iterator[Port]:
+    found: list[Port] = []
+    running, stop = threading.Event(), threading.Event()
+
+    def started(port: Port) -> None:
+        found.append(port)
+        running.set()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(serve(directory, started, stop))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert running.wait(SECONDS)
+    yield found[0]
+    stop.set()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def eu_mount(mount):
+    return mount("hub")
+
+
+@pytest.fixture
+def port(eu_mount) -> Iterator[Port]:
+    yield from run_port(eu_mount.path)
+
+
+class Calls:
+    """HTTP calls to a port, each on a connection of its own unless one is kept."""
+
+    def __init__(self, port: Port):
+        self.port = port
+        self.open: list[http.client.HTTPConnection] = []
+
+    def connect(self, credentials: Credentials | None) -> http.client.HTTPConnection:
+        """Connect with a certificate, or as a client that has none."""
+        sock = socket.create_connection(self.port.address, SECONDS)
+        if credentials is not None:
+            connection = https_connection(self.port.address, sock, credentials, SECONDS, "")
+        else:
+            bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
+            connection = http.client.HTTPConnection(*self.port.address)
+            connection.sock = bare.wrap_socket(sock)
+        self.open.append(connection)
+        return connection
+
+    def ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None
+    ) -> tuple[int, bytes]:
+        """Make one call and return status and body."""
+        connection.request(method, path, msgspec.json.encode(body) if body is not None else None)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+    def once(self, credentials: Credentials | None, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        """Make one call on a new connection."""
+        connection = self.connect(credentials)
+        try:
+            return self.ask(connection, method, path, body)
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def calls(port: Port) -> Iterator[Calls]:
+    calls = Calls(port)
+    yield calls
+    for connection in calls.open:
+        connection.close()
+
+
+def test_the_engine_hears_which_cluster_asks_for_a_prefill(calls: Calls, eu: Credentials):
+    status, body = calls.once(eu, *PREFILL)
+    assert (status, msgspec.json.decode(body, type=PrefillGrant)) == (201, GRANT)
+    assert [message.peer for message in calls.port.asked] == ["eu"]
+
+
+def test_clients_and_probes_need_no_certificate(calls: Calls):
+    assert calls.once(None, "GET", "/healthz") == (200, b"ok\n")
+    assert calls.once(None, "GET", "/readyz") == (200, b"ok\n")
+    assert calls.once(None, "GET", "/v1/models")[0] == 200
+    assert calls.once(None, "POST", "/v1/completions", {"model": "other", "prompt": "x"})[0] == 404, "it is heard"
+
+
+def test_all_that_is_not_open_wants_a_certificate(calls: Calls):
+    closed = {
+        (route.method, route.resource.canonical.replace("{id}", "0" * 32))
+        for route in calls.port.app.router.routes()
+        if route.resource.canonical not in OPEN
+    }
+    wanted = {("POST", "/v1/prefills"), ("PUT", "/v1/role"), ("POST", "/v1/cache/reset"), ("GET", "/v1/kv-events")}
+    assert wanted < closed
+    for method, path in sorted(closed):
+        status, body = calls.once(None, method, path, {})
+        code = msgspec.json.decode(body)["error"]["code"] if method != "HEAD" else "client_certificate_required"
+        assert (status, code) == (401, "client_certificate_required"), path
+    assert not calls.port.asked
+
+
+def test_a_stranger_is_refused_even_where_no_certificate_is_needed(calls: Calls, mount, authority, other):
+    stranger = Credentials(mount("eu", signer=other, trusts=(other, authority)).path)
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        calls.once(stranger, "GET", "/healthz")
+
+
+def test_a_call_of_another_scheme_is_no_answer(calls: Calls):
+    connection = http.client.HTTPConnection(*calls.port.address, timeout=SECONDS)
+    calls.open.append(connection)
+    with pytest.raises((http.client.HTTPException, ConnectionError)):
+        calls.ask(connection, "GET", "/healthz")
+
+
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, authority, other, loop):
+    """The steps of docs/tls.md: trust both, issue anew, trust the new one alone."""
+    year = identity.valid_for(CREATED, 300)
+    server_mount, client_mount = mount("hub"), mount("eu")
+    client = Credentials(client_mount.path)
+    old = Credentials(mount("old", trusts=(authority, other)).path)
+    port = next(running := run_port(server_mount.path, loop))
+    calls = Calls(port)
+    served: list[int] = []
+    stop = threading.Event()
+
+    def ask_on() -> None:
+        while not stop.is_set():
+            served.append(calls.once(client, *PREFILL)[0])
+
+    threads = [threading.Thread(target=ask_on) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        steps = [
+            (server_mount, identity.issue(authority, "hub", year), (authority, other)),
+            (client_mount, identity.issue(authority, "eu", year), (authority, other)),
+            (server_mount, identity.issue(other, "hub", year), (authority, other)),
+            (client_mount, identity.issue(other, "eu", year), (authority, other)),
+            (server_mount, identity.issue(other, "hub", year), (other,)),
+            (client_mount, identity.issue(other, "eu", year), (other,)),
+        ]
+        for changed, pair, trusted in steps:
+            changed.put(pair, *trusted)
+            after = len(served)
+            while len(served) < after + 10:
+                assert all(thread.is_alive() for thread in threads)
+                time.sleep(0.001)
+        with pytest.raises(ssl.SSLError, match="unknown ca"):
+            calls.once(old, *PREFILL)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(SECONDS)
+        next(running, None)
+    assert set(served) == {201}
+    assert {message.peer for message in port.asked} == {"eu"}
+
+
+def test_a_kept_connection_is_judged_by_the_authorities_of_the_moment(calls: Calls, eu_mount, eu, authority, other):
+    kept = calls.connect(eu)
+    assert calls.ask(kept, *PREFILL)[0] == 201
+    eu_mount.put(identity.issue(other, "hub", identity.valid_for(CREATED, 30)), authority, other)
+    assert calls.ask(kept, *PREFILL)[0] == 201, "its authority is one of two now"
+    eu_mount.put(identity.issue(other, "hub", identity.valid_for(CREATED, 30)), other)
+    kept.request("POST", "/v1/prefills", msgspec.json.encode(PREFILL[2]))
+    answer = kept.getresponse()
+    assert (answer.status, answer.getheader("connection")) == (401, "close")
+    assert b"not trusted" in answer.read()
+
+
+def test_a_caller_that_never_finishes_its_handshake_is_cut_off(eu_mount, monkeypatch):
+    monkeypatch.setattr(ports, "HANDSHAKE_SECONDS", 0.2)
+    port = next(running := run_port(eu_mount.path))
+    try:
+        with (
+            socket.create_connection(port.address, SECONDS) as silent,
+            socket.create_connection(port.address, SECONDS) as slow,
+        ):
+            slow.send(b"\x16\x03\x01\x02")
+            assert (silent.recv(1), slow.recv(1)) == (b"", b"")
+    finally:
+        next(running, None)

@@ -1,0 +1,147 @@
+"""Proves that files replaced while we serve are used from the next connection on, and that whatever cannot be used
+changes nothing, is told once, and is forgotten when it is repaired.
+"""
+
+import datetime
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from prfaas import credentials as module
+from prfaas import identity
+from prfaas.errors import ConfigError, IdentityError
+from prfaas.identity import KeyPair, Validity
+from prfaas_worker.credentials import Credentials
+from prfaas_worker.front.peers import credentials_of
+from prfaas_worker.options import parse
+from prfaas_worker.transfer.handshake import accept_tls, connect_tls
+
+NOW = datetime.datetime.now(datetime.UTC)
+YEAR = identity.valid_for(NOW, 300)
+DAY = datetime.timedelta(days=1)
+FLAGS = ["--model-source", "x", "--model-name", "tiny"]
+
+
+@pytest.mark.parametrize("name", ["tls.crt", "tls.key", "ca.crt"])
+@pytest.mark.parametrize("content", [None, b"", b"half"])
+def test_a_start_without_usable_files_names_the_directory(mount, name: str, content: bytes | None):
+    path = mount("hub").path
+    (path / name).unlink()
+    if content is not None:
+        (path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--tls-dir {path}: .*(read|give)"):
+        Credentials(path)
+
+
+def test_a_worker_does_not_start_with_another_clusters_credentials(mount):
+    path = str(mount("eu").path)
+    with pytest.raises(ConfigError, match="is of cluster 'eu' and --cluster is 'hub'"):
+        credentials_of(parse([*FLAGS, "--tls-dir", path]))
+    found = credentials_of(parse([*FLAGS, "--tls-dir", path, "--cluster", "eu"]))
+    assert found is not None
+
+
+def test_a_worker_without_credentials_warns(caplog: pytest.LogCaptureFixture):
+    assert credentials_of(parse(FLAGS)) is None
+    assert "give --tls-dir" in caplog.text
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_replaced_files_are_used_at_once(mount, authority, in_place: bool):
+    place = mount("hub")
+    credentials = Credentials(place.path)
+    first = credentials.now()
+    assert credentials.now() is first, "nothing is read again while nothing changes"
+    pair = identity.issue(authority, "hub", Validity(YEAR.not_before, YEAR.not_after - DAY))
+    if in_place:
+        (place.path / "tls.key").write_bytes(pair.key)
+        assert credentials.now() is first, "a key without its certificate is not used"
+        (place.path / "tls.crt").write_bytes(pair.certificate)
+    else:
+        place.put(pair, authority)
+    assert credentials.now().files.validity.not_after == YEAR.not_after - DAY
+    assert credentials.expires_unix_seconds == (YEAR.not_after - DAY).timestamp()
+    assert credentials.problem == ""
+
+
+def test_what_cannot_be_used_changes_nothing_and_is_told_once(mount, authority, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    place = mount("hub")
+    credentials = Credentials(place.path)
+    first = credentials.now()
+    moment = 1000.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: moment)
+    expired = identity.issue(authority, "hub", Validity(NOW - DAY, NOW - datetime.timedelta(minutes=1)))
+    good = {"tls.crt": expired.certificate, "tls.key": expired.key, "ca.crt": authority.certificate}
+    half = {**good, "tls.crt": b"-----BEGIN"}
+    for files, said in ((good, "expired"), (half, "no certificate"), ({}, "tls.crt cannot be read")):
+        caplog.clear()
+        place.put_files(files)
+        for name in {"tls.crt", "tls.key", "ca.crt"} - files.keys():
+            (place.path / name).unlink()
+        for _ in range(5):
+            moment += 2 * module.RETRY_SECONDS
+            assert credentials.now() is first
+        assert said in credentials.problem
+        assert len(caplog.records) == 1
+        assert said in caplog.text
+        assert "PRIVATE" not in caplog.text
+    caplog.clear()
+    place.put(identity.issue(authority, "hub", YEAR), authority)
+    assert credentials.now().files.generation == first.files.generation + 1
+    assert credentials.problem == ""
+    assert "credentials of cluster hub are in use" in caplog.text
+
+
+def test_streams_go_on_while_an_authority_is_replaced_and_the_old_one_is_refused_afterwards(
+    mount, sockets, authority: KeyPair, other: KeyPair
+):
+    """Open streams live on; each new one is made with what is current; none fails at any step."""
+    places = mount("hub"), mount("eu")
+    hub, eu = (Credentials(place.path) for place in places)
+    stop, rounds, failed = threading.Event(), [0], []
+
+    def transfer(pool: ThreadPoolExecutor) -> None:
+        client, server = sockets()
+        accepted = pool.submit(accept_tls, server, eu, 10)
+        ours, theirs = connect_tls(client, hub, 10, "eu"), accepted.result()
+        sending = pool.submit(ours.send, [bytes(300_000)], lambda _sent: None)
+        theirs.receive_into(bytearray(300_000))
+        sending.result()
+        assert (ours.peer.cluster, theirs.peer.cluster) == ("eu", "hub")
+        ours.close()
+        theirs.close()
+        rounds[0] += 1
+
+    def run() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            while not stop.is_set():
+                try:
+                    transfer(pool)
+                except Exception as error:  # whatever it is, it must not be
+                    failed.append(error)
+                    return
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    both = (authority, other)
+    for trusted, signer in ((both, authority), (both, other), ((other,), other)):
+        for place, name in zip(places, ("hub", "eu"), strict=True):
+            place.put(identity.issue(signer, name, YEAR), *trusted)
+            after = rounds[0]
+            while rounds[0] < after + 3 and not failed:
+                stop.wait(0.005)
+    stop.set()
+    thread.join(20)
+    assert not failed
+    old = Credentials(mount("old", trusts=both).path)
+    client, server = sockets()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept_tls, server, eu, 10)
+        stream = connect_tls(client, old, 10, "eu")
+        with pytest.raises(IdentityError, match="refuses our certificate"):
+            stream.receive_into(bytearray(1))
+        assert "does not hold" in str(accepted.exception())
+    stream.close()
