@@ -2,6 +2,7 @@
 
 import sys
 
+from prfaas.errors import ConfigError
 from prfaas_worker.front.server import run
 from prfaas_worker.logs import configure_logs
 from prfaas_worker.options import parse
@@ -10,9 +11,12 @@ from prfaas_worker.options import parse
 def main() -> None:
     """Run one worker until it is told to stop."""
     options = parse()
-    configure_logs(options, "front")
     try:
+        configure_logs(options, "front")
         code = run(options)
+    except ConfigError as error:
+        sys.stderr.write(f"prfaas-worker: {error}\n")
+        code = 2
     except KeyboardInterrupt:  # a second Ctrl-C: somebody does not want to wait for the requests that still run
         code = 130
     sys.exit(code)

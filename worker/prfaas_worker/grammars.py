@@ -4,28 +4,41 @@ Without torch and without a tokenizer: whether a schema, a regular expression or
 on the model. What is refused here costs no queue slot and no prefill.
 """
 
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Grammar
 
 MAX_GRAMMAR_BYTES: Final = 512 << 10
 """Compiling takes up to a second per 100 KB of schema."""
+# JSON allows any number of spaces anywhere, and a small model that may write them does so until its tokens are spent:
+# what writers of JSON use is none, one, or a new line with its indentation.
+_SPACES: Final[dict[str, Any]] = {"x-guidance": {"whitespace_pattern": r"( |\n {0,16})?"}}
 _PARAMS: Final = {"json_schema": "response_format", "regex": "guided_regex", "lark": "guided_grammar"}
 
 
 def llguidance_text(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's own language; does not say whether it is sound."""
+    """Return the grammar in llguidance's own language; does not say whether it is sound.
+
+    Between the values of JSON stand bounded spaces, unless the schema says itself what it wants of the library.
+    """
     # Imported here: a front that never sees a grammar does not pay for the library.
     from llguidance import LLMatcher
 
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text)
+            return LLMatcher.grammar_from_json_schema(_bounded(grammar.text))
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def lark_of_schema(schema: str) -> str:
+    """Return a JSON schema as a term of a Lark grammar, with the same bounds on spaces."""
+    return f"%json {_bounded(schema)}"
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -50,3 +63,12 @@ def refusal(grammar: Grammar, reason: str) -> RequestError:
     """Return the error that names the field a grammar came in."""
     kind = grammar.kind.replace("_", " ")
     return RequestError(f"the {kind} cannot be used: {reason.strip()}", param=_PARAMS[grammar.kind])
+
+
+def _bounded(schema: str) -> str:
+    """What is no object is returned as it is: the check of the grammar says what is wrong with it."""
+    try:
+        parts = msgspec.json.decode(schema, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return schema
+    return msgspec.json.encode(_SPACES | parts).decode()

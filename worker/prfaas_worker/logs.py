@@ -1,12 +1,15 @@
-"""One form of log lines for both processes of a worker: time, level, instance and process, then the message."""
+"""Where a worker's log lines come from: its instance, its role, and which of its two processes."""
 
-import logging
-
+from prfaas.telemetry import logs
 from prfaas_worker.options import Options
 
 
 def configure_logs(options: Options, process: str) -> None:
-    """Log to standard error from INFO up."""
+    """Log to standard error.
+
+    Raises:
+        ConfigError: as `prfaas.telemetry.logs`.
+
+    """
     place = "/".join(part for part in (options.cluster, options.pool, options.instance) if part)
-    form = f"%(asctime)s %(levelname)s {place} {options.role} {process}: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form)
+    logs.configure_logs(f"{place} {options.role} {process}")

@@ -9,9 +9,11 @@ from typing import Literal, get_args
 import msgspec
 
 from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
+from prfaas.routing.compression import WireCodec
 from prfaas.wire.engine import Role
 
 Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16"]
 
 WAITING_PER_RUNNING = 8
 """Requests that may wait for each one that may run; beyond that the worker says it is overloaded."""
@@ -42,10 +44,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     disk_cache: str = ""
     disk_cache_mib: int = 4096
     device: Device = "auto"
+    dtype: Dtype = "auto"
     compile: tuple[tuple[int, int], ...] = ()
     """Decode steps to compile: sequences, and tokens of each."""
+    tls_dir: str = ""
     kv_events_port: int = 0
     profile_seconds: float = 1.0
+    egress_mbps: int = 0
+    """Most that data connections send together; 0 is no cap."""
+    egress_file: str = ""
+    """A file that says the same, and may change."""
+    transfer_memory_mib: int = 256
+    wire_codec: WireCodec = "auto"
+    mooncake_fabric: str = ""
+    """Name of a trusted fabric whose members carry payloads by Mooncake Transfer Engine; empty: TCP alone."""
 
     @property
     def max_waiting(self) -> int:
@@ -88,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--role", choices=get_args(Role), default="mixed", help="what its steps are divided for (%(default)s)")
     add("--drain-seconds", type=_count, default=30, metavar="N", help="time to finish after SIGTERM (%(default)s)")
     add("--device", choices=get_args(Device), default="auto", help="where the model runs (a GPU where there is one)")
+    add(
+        "--dtype",
+        choices=get_args(Dtype),
+        default="auto",
+        help="matrix products on a CPU (bfloat16 where it is quicker by measurement, and close; else float32)",
+    )
     add("--threads", type=_positive, default=0, metavar="N", help="torch threads (all cores)")
     add("--max-context", type=_positive, default=0, metavar="N", dest="max_context_tokens", help="tokens (the model's)")
     add("--max-running", type=_positive, default=32, metavar="N", help="sequences computed at once (%(default)s)")
@@ -116,6 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--disk-cache", default="", metavar="DIR", help="keep prefixes pushed out here, over restarts too (nowhere)")
     add("--disk-cache-mib", type=_positive, default=4096, metavar="N", help="bytes to keep in DIR (%(default)s)")
     add(
+        "--tls-dir",
+        default="",
+        metavar="DIR",
+        help="serve both ports inside TLS with DIR's tls.crt, tls.key and ca.crt, which may change (plain)",
+    )
+    add(
         "--kv-events-port",
         type=_port_or_none,
         default=0,
@@ -128,6 +152,35 @@ def _parser() -> argparse.ArgumentParser:
         default=1.0,
         metavar="N",
         help="time to measure prefills before serving (%(default)s; 0: learn from requests alone)",
+    )
+    add(
+        "--egress-mbps",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="most Mbit/s to send to other instances; PUT /v1/egress changes it (%(default)s: no cap)",
+    )
+    add("--egress-file", default="", metavar="FILE", help="read --egress-mbps here while the file exists (nowhere)")
+    add(
+        "--transfer-memory-mib",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="memory that cache transfers may use beside the cache (%(default)s)",
+    )
+    add(
+        "--wire-codec",
+        choices=get_args(WireCodec),
+        default="auto",
+        help="how a cache is compressed on its way: auto takes what pays on the link and changes no bit, int8 changes "
+        "answers a little (%(default)s)",
+    )
+    add(
+        "--mooncake-fabric",
+        default="",
+        metavar="NAME",
+        help="carry caches by Mooncake Transfer Engine among instances that name the same trusted fabric; it has no "
+        "authentication: never across clusters (TCP)",
     )
     return parser
 

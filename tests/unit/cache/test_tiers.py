@@ -8,6 +8,7 @@ import pytest
 from prfaas.errors import ConfigError
 from prfaas.wire.kvevents import BlockStored
 from prfaas_worker.cache.disk import DiskTier
+from prfaas_worker.cache.tiers import Tiers
 
 A = list(range(100, 121))
 B = list(range(200, 221))
@@ -172,3 +173,60 @@ def test_a_disk_that_cannot_be_written_is_said_once_and_gone_without(new_rig, op
     assert len([record for record in caplog.records if "No space" in record.getMessage()]) == 1
     assert rig.cache.stats().disk_bytes == 0
     assert rig.serve(A) == 0
+
+
+class Copies:
+    """Counts the copies between device and host, and what they held."""
+
+    def __init__(self, rig, monkeypatch: pytest.MonkeyPatch):
+        self.down: list[int] = []
+        self.up: list[int] = []
+        for name, into in (("read_pages", self.down), ("write_pages", self.up)):
+            monkeypatch.setattr(rig.memory, name, self._counting(getattr(rig.memory, name), into))
+
+    def _counting(self, real, into: list[int]):
+        def counted(pages, *content):
+            into.append(len(pages))
+            return real(pages, *content)
+
+        return counted
+
+
+def test_what_gives_way_together_is_copied_together_and_so_is_what_comes_back(new_rig, open_tiers, monkeypatch):
+    rig = new_rig(tiers=open_tiers(host_bytes=1 << 20))
+    for prompt in (A, B):
+        rig.serve(prompt)
+    copies = Copies(rig, monkeypatch)
+    rig.fill()
+    assert copies.down == [2 * (5 + 3)]  # twelve entries
+    load(rig, A)
+    assert rig.serve(A) == 20
+    assert copies.up == [5 + 3]
+
+
+def test_no_copy_is_larger_than_its_bound(new_rig, open_tiers, monkeypatch):
+    monkeypatch.setattr("prfaas_worker.cache.below.MAX_COPY_BYTES", 4 * PAGE)
+    rig = new_rig(tiers=open_tiers(host_bytes=1 << 20))
+    rig.serve(A)
+    copies = Copies(rig, monkeypatch)
+    rig.fill()
+    assert copies.down == [4, 4]
+    load(rig, A)
+    assert rig.serve(A) == 20
+    assert copies.up == [4, 4]
+
+
+def test_what_comes_back_into_too_little_room_goes_down_again_with_its_own_bytes(new_rig):
+    rig = new_rig(pages=17, tiers=Tiers("ab" * 32, host_bytes=5 * PAGE + STATE))
+    rig.serve(A)
+    rig.fill()
+    expected = {name: bytes(rig.tiers.on_host(name).payload) for name in rig.tiers.newest_on_host()}
+    rig.serve(B)
+    lease = rig.cache.open([], 4, 0).lease
+    rig.cache.pending(rig.chain(A).hashes, 20)
+    assert rig.cache.grow(lease, 4 * 14)  # B takes A's place in host memory, and three pages are left
+    rig.cache.pending([], 0)
+    again = {name: rig.tiers.on_host(name) for name in expected if rig.tiers.on_host(name)}
+    assert again
+    assert all(bytes(entry.payload) == expected[name] for name, entry in again.items())
+    rig.cache.check_integrity()

@@ -4,43 +4,21 @@ kernels compute is shown elsewhere; the interpreter that shows it checks no type
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.accelerator.sizes import KIMI_LINEAR_48B
 
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.models.base import Batch, Chunk, Decodes
-from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
 
 triton = pytest.importorskip("triton")
 
 META = torch.device("meta")
 # Two layers have every kernel: KDA before a dense MLP, MLA before experts.
-CONFIG = KimiLinearConfig(
-    vocab_size=163840,
-    hidden_size=2304,
-    intermediate_size=9216,
-    rms_norm_eps=1e-5,
-    max_context=1 << 20,
-    eos_token_ids=frozenset({163586}),
-    layer_kinds=("linear", "attention"),
-    dense_layers=(True, False),
-    num_heads=32,
-    latent_size=512,
-    nope_size=128,
-    shared_key_size=64,
-    value_size=128,
-    kda_heads=32,
-    kda_head_size=128,
-    conv_kernel=4,
-    num_experts=256,
-    experts_per_token=8,
-    shared_experts=1,
-    expert_size=1024,
-    renormalise=True,
-    routed_scale=2.446,
-)
+CONFIG = replace(KIMI_LINEAR_48B, layer_kinds=("linear", "attention"), dense_layers=(True, False))
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 OF_THE_START = ("grid", "warmup")

@@ -1,7 +1,6 @@
 """Proves that asking for a GPU where there is none, or for kernels that are not installed, is answered with what to
 do."""
 
-import subprocess
 import sys
 
 import pytest
@@ -25,8 +24,3 @@ def test_missing_kernels_are_named_with_the_extra_that_brings_them(monkeypatch):
     with pytest.raises(ConfigError, match=r"fla-core.*prfaas\[worker,cuda\]"):
         chunk_rule(torch.device("cuda"))
     assert callable(chunk_rule(torch.device("cpu")))
-
-
-def test_asking_for_the_package_loads_no_triton():
-    code = "import sys, prfaas_worker.models.kimi_linear.cuda; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -177,6 +177,36 @@ def test_other_weights_have_another_fingerprint(edited, saved):
     assert load(edited(tensors={"model.layers.1.mamba.D": torch.zeros(8)})).fingerprint != first
 
 
+def test_the_fingerprint_reads_no_weights_again(edited, saved, monkeypatch):
+    from prfaas_worker.models.generic import model
+
+    directory = edited()
+
+    def load_once(directory: Path) -> Any:
+        loaded = load_causal_model(directory)
+        (directory / "model.safetensors").unlink()
+        return loaded
+
+    load_causal_model = model.load_causal_model
+    monkeypatch.setattr(model, "load_causal_model", load_once)
+    again = load(directory).fingerprint
+    monkeypatch.undo()
+    assert again == load(saved).fingerprint
+
+
+def test_the_same_weights_in_other_files_have_the_same_fingerprint(edited, saved):
+    directory = edited()
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, kept in parts.items():
+        save_file({name: weights[name] for name in kept}, directory / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, kept in parts.items() for name in kept}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert load(directory).fingerprint == load(saved).fingerprint
+
+
 def test_a_layer_with_state_and_rows_keeps_both(saved):
     (layer,) = set(load(saved).layers)
     assert isinstance(layer, LayerSpec)

@@ -304,7 +304,8 @@ def test_a_damaged_cache_moves_the_logits_far_past_the_bound(
     sequence = through_bytes(solo, prefill(solo, tokens[:350])[0])
     damage(solo, sequence)
     logits = solo.decode(tokens[350].view(1), [sequence])
-    assert distance(logits[0], expected[350]) > DAMAGE
+    # A page's unused rows are whatever memory held, so what reads them may be no number at all.
+    assert not distance(logits[0], expected[350]) <= DAMAGE
 
 
 def test_layers_report_in_order_with_their_rows_and_states_in_place(solo, tokens):

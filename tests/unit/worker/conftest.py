@@ -34,7 +34,7 @@ class Worker:
 
     def __init__(self, log: Path, *flags: str):
         self.host = next(_ADDRESSES)
-        self.url = f"http://{self.host}:8000"
+        self.url = f"{'https' if '--tls-dir' in flags else 'http'}://{self.host}:8000"
         self.log = log
         command = [sys.executable, "-m", "prfaas_worker", "--model-source", "builtin:kimi-linear-tiny"]
         command += ["--model-name", "tiny", "--host", self.host, "--instance", log.stem, "--threads", "1", *flags]
@@ -69,7 +69,7 @@ class Worker:
             while time.monotonic() < deadline:
                 assert self.process.poll() is None, self.log.read_text()
                 try:
-                    async with session.get(f"{self.url}/readyz") as answer:
+                    async with session.get(f"{self.url}/readyz", ssl=False) as answer:
                         if answer.status == 200:
                             return self
                 except aiohttp.ClientConnectionError:
@@ -164,7 +164,7 @@ class Client:
             lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
-    async def eventually(self, worker: Worker, seconds: float = 3, **wanted: float) -> None:
+    async def eventually(self, worker: Worker, seconds: float = 20, **wanted: float) -> None:
         """Wait until these metrics have these values."""
         deadline = time.monotonic() + seconds
         while True:

@@ -11,24 +11,31 @@ from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
-from prfaas_worker.engine.loop import Engine, Parts
+from prfaas_worker.engine.loop import Engine
+from prfaas_worker.engine.parts import Parts
 from prfaas_worker.engine.profile import Profiler
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.sequences import Sequence
 from prfaas_worker.models.base import Batch, Chunk, Model
 from prfaas_worker.models.solo import Solo
 from prfaas_worker.transfer.fetch import Fetched
+from prfaas_worker.transfer.layout import layer_groups
+from prfaas_worker.transfer.offers import Offers
+from prfaas_worker.transfer.traffic import unlimited
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
 # Bytes, and tokens that end an answer, as the built-in model has them.
 GRAMMARS = Grammars(lambda: Vocabulary([bytes([i]) for i in range(256)], frozenset(range(256, 264)), (257, 262), 264))
+TRAFFIC = unlimited()
 
 
 class FetchByHand:
     """A fetch whose end the test decides."""
 
-    def __init__(self, sequence: Sequence):
-        self.sequence = sequence
+    transfer_id = ""
+
+    def __init__(self, sequence: Sequence, is_prefix: bool, lend_tokens: int):
+        self.sequence, self.is_prefix, self.lend_tokens = sequence, is_prefix, lend_tokens
         self.cancelled = False
 
     def start(self, on_end: Any) -> None:
@@ -48,26 +55,32 @@ class Bench:
         max_waiting: int = 3,
         num_pages: int = 256,
         tiers: Tiers | None = None,
+        grammars: Any = GRAMMARS,
     ):
         self.said: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
         self.memory = CacheMemory(
             CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
         )
+        layout = "f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16)
+        self.offers = Offers(layout, 1, capacity=max_running)
         parts = Parts(
             runner=Runner(model, self.memory),
             cache=HybridCache(self.memory, tiers),
             events=[],
-            grammars=GRAMMARS,
+            grammars=grammars,
             profiler=Profiler(1, 1, lambda _profile: None),
+            offers=self.offers,
+            traffic=TRAFFIC,
             new_fetch=self.new_fetch,
             answer=self.said.extend,
         )
         self.engine = Engine(parts, role="mixed", max_waiting=max_waiting)
+        self.offers.on_end = self.engine.offer_ended
         self._handles = itertools.count(1)
 
-    def new_fetch(self, sequence: Sequence) -> Any:
-        self.fetches.append(FetchByHand(sequence))
+    def new_fetch(self, sequence: Sequence, is_prefix: bool, lend_tokens: int) -> Any:
+        self.fetches.append(FetchByHand(sequence, is_prefix, lend_tokens))
         return self.fetches[-1]
 
     def ask(self, prompt: bytes | list[int], **fields: Any) -> int:
@@ -121,5 +134,14 @@ def fetched(model: Model, sequence: Sequence) -> Fetched:
     start = sequence.computed_tokens
     with torch.inference_mode():
         (hidden,) = model.forward(Batch(tokens[start:], (Chunk(sequence.held.slot, start, len(tokens) - start),)))
-    done = Done(payload_bytes=7, prefill_seconds=0.5, first_byte_seconds=0.125)
-    return Fetched(hidden, done, 7, 0.25)
+    done = Done(frames=1, payload_bytes=7, digest="", prefill_seconds=0.5, first_byte_seconds=0.125)
+    return Fetched(len(tokens), hidden, done, 7, 0.25)
+
+
+def prefix_fetched(model: Model, sequence: Sequence, tokens: int, *, is_exact: bool = True) -> Fetched:
+    """What the fetch of a cached prefix would bring: the first tokens prefilled into the sequence's memory."""
+    start = sequence.computed_tokens
+    chunk = torch.tensor(sequence.token_ids[start:tokens])
+    with torch.inference_mode():
+        model.forward(Batch(chunk, (Chunk(sequence.held.slot, start, len(chunk)),)))
+    return Fetched(tokens, torch.empty(0), Done(frames=1, payload_bytes=7, digest=""), 7, 0.25, is_exact)

@@ -5,10 +5,10 @@ import asyncio
 import msgspec
 import pytest
 
-from prfaas.wire.engine import AskStats, CacheReset, ResetCache, RoleSet, SetRole, Stats
+from prfaas.wire.engine import AskStats, CacheReset, EgressSet, ResetCache, RoleSet, SetEgress, SetRole, Stats
 from prfaas_worker.front.openai import Served
 
-STATS = Stats(0, 0, 0, 0, 0, [], 0, 0, 0, 0, 0.0, 0, 0, role="prefill")
+STATS = Stats(0, 0, 0, 0, 0, [], 0, 0, 0, 0, role="prefill", egress_mbps=800)
 
 
 @pytest.fixture
@@ -59,6 +59,34 @@ async def test_the_role_in_force_is_the_engines(client, loaded):
     assert (answer.status, await answer.json()) == (200, {"role": "prefill"})
 
 
+@pytest.mark.parametrize("mbps", [1, 800, None])
+async def test_an_egress_cap_is_set_once_the_engine_says_so(client, loaded, mbps):
+    asking = asyncio.create_task(client.session.put(f"{loaded.url}/v1/egress", json={"mbps": mbps}).__aenter__())
+    message = await loaded.hear()
+    assert isinstance(message, SetEgress)
+    assert message.mbps == mbps
+    assert not asking.done()
+    await loaded.say(EgressSet(message.handle, mbps))
+    answer = await asking
+    assert (answer.status, await answer.json()) == (200, {"mbps": mbps})
+
+
+async def test_the_egress_cap_in_force_is_the_engines(client, loaded):
+    asking = asyncio.create_task(client.session.get(f"{loaded.url}/v1/egress").__aenter__())
+    message = await loaded.hear()
+    await loaded.say(msgspec.structs.replace(STATS, handle=message.handle))
+    answer = await asking
+    assert (answer.status, await answer.json()) == (200, {"mbps": 800})
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"mbps":0}', b'{"mbps":-1}', b'{"mbps":"9"}', b'{"mbps":1.5}', b"\xff"])
+async def test_what_is_no_egress_cap_is_refused_with_an_example(client, loaded, body):
+    async with client.session.put(f"{loaded.url}/v1/egress", data=body) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["param"]) == (400, "mbps")
+        assert '{"mbps": 800}' in error["message"]
+
+
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"role":"boss"}', b'{"role":1}', b"[]", b"\xff"])
 async def test_what_is_no_role_is_refused_with_those_there_are(client, loaded, body):
     async with client.session.put(f"{loaded.url}/v1/role", data=body) as answer:
@@ -69,7 +97,13 @@ async def test_what_is_no_role_is_refused_with_those_there_are(client, loaded, b
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/v1/cache/reset"), ("POST", "/reset_prefix_cache"), ("GET", "/v1/role"), ("PUT", "/v1/role")],
+    [
+        ("POST", "/v1/cache/reset"),
+        ("POST", "/reset_prefix_cache"),
+        ("GET", "/v1/role"),
+        ("PUT", "/v1/role"),
+        ("PUT", "/v1/egress"),
+    ],
 )
 async def test_before_the_model_is_loaded_there_is_nothing_to_change(client, front, method, path):
     async with client.session.request(method, f"{front.url}{path}", json={"role": "mixed"}) as answer:

@@ -5,15 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from prfaas.errors import PeerError
 from prfaas.wire.engine import Cancel, Failed, Sampling
-from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.engine import schedule
-from prfaas_worker.engine.loop import Gauges
+from prfaas_worker.engine.gauges import Gauges
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
 
-from .engine_bench import Bench, alone, fetched
+from .engine_bench import Bench, alone
 
 
 @pytest.fixture(scope="module")
@@ -118,56 +116,4 @@ def test_a_step_without_memory_ends_all_choices_of_a_prompt_in_it(model: Model, 
     monkeypatch.setattr(model, "forward", forward)
     bench.step()
     assert [type(message) for message in bench.said if message.handle == handle].count(Failed) == 1
-    bench.assert_nothing_is_held()
-
-
-class Parrot:
-    """A model that computes nothing: it says token after token by chance."""
-
-    def __init__(self, model: Model):
-        self.layers, self.fingerprint, self.device = model.layers, model.fingerprint, model.device
-        self.eos_token_ids, self.vocab_size = frozenset({1}), 264
-        self.chance = torch.Generator().manual_seed(2)
-
-    def bind(self, memory: CacheMemory) -> None:
-        pass
-
-    def forward(self, batch: Batch, _on_layer: Any = None) -> torch.Tensor:
-        return torch.rand(batch.outputs, 264, generator=self.chance)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-
-def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(model: Model):
-    """Requests of every kind are cancelled, whole or by choice, at any time while others go on."""
-    parrot: Any = Parrot(model)
-    bench = Bench(parrot, max_waiting=10_000, num_pages=48)
-    chance = torch.Generator().manual_seed(1)
-
-    def number(below: int) -> int:
-        return int(torch.randint(below, (1,), generator=chance))
-
-    cancelled, alive = 0, []
-    while cancelled < 10_000:
-        for _ in range(number(60)):
-            remote = "http://127.0.0.1:1" if number(4) == 0 else ""
-            fields = {"choices": 1 + number(3), "max_tokens": 1 + number(8), "prefill_url": remote}
-            alive.append(bench.ask(b"q" * (1 + number(150)), **fields))
-        for _ in range(number(3)):
-            bench.engine.step(wait=False)
-        for fetch in bench.fetches:
-            fetch.on_end(PeerError("gone") if number(2) else fetched(parrot, fetch.sequence))
-        bench.fetches.clear()
-        for _ in range(len(alive) - 20):
-            handle = alive.pop(number(len(alive)))
-            bench.engine.inbox.put(Cancel(handle, number(3)) if number(5) == 0 else Cancel(handle))
-            cancelled += 1
-    for handle in alive:
-        bench.engine.inbox.put(Cancel(handle))
-    while list(bench.engine.requests):
-        bench.step()
-        for fetch in bench.fetches:
-            fetch.on_end(PeerError("gone"))
-        bench.fetches.clear()
     bench.assert_nothing_is_held()

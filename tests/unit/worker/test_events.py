@@ -99,26 +99,6 @@ async def test_events_arrive_as_they_happen_and_silence_is_told(front, monkeypat
     reader.close()
 
 
-async def test_lost_events_are_a_gap_with_its_bounds(front):
-    front.serving.events.kv = Log("kv@pod-1@tiny", kept_batches=3)
-    for n in range(8):
-        await front.change_cache(BlockRemoved([n]))
-    _, gap, *kept = await read(front, "?from=2", 5)
-    assert gap[0] == "prfaas.gap"
-    assert gap[2] == {"topic": "kv@pod-1@tiny", "from_seq": 2, "to_seq": 5}
-    assert [seq for _, seq, _ in kept] == [5, 6, 7]
-
-
-@pytest.mark.parametrize("query", ["?from=7", "?from=1&epoch=another"])
-async def test_numbers_of_another_life_begin_anew_with_a_gap(front, query):
-    await front.change_cache(BlockRemoved([0]))
-    await front.change_cache(BlockRemoved([1]))
-    _, gap, first, second = await read(front, query, 4)
-    assert gap[0] == "prfaas.gap"
-    assert gap[2]["to_seq"] == 0 < gap[2]["from_seq"]
-    assert [first[1], second[1]] == [0, 1]
-
-
 async def test_a_reader_too_slow_for_the_log_is_cut_off_with_a_reason_and_slows_nobody(front):
     big = b"x" * 100_000
     reader = await asyncio.to_thread(Reader, front.host)

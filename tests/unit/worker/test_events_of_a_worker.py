@@ -23,6 +23,8 @@ class Router:
     def __init__(self) -> None:
         self.groups: dict[int, set[bytes]] = {0: set(), 1: set()}
         self.behind: dict[int, tuple[bytes, int]] = {}
+        self.places: set[tuple[int, str, bytes]] = set()
+        self.removed = 0
 
     def take(self, topic: str, payload: Any) -> None:
         if topic.startswith("bytes@"):
@@ -33,10 +35,14 @@ class Router:
                 match kind:
                     case "BlockStored":
                         self.groups[fields[8]].update(fields[0])
+                        self.places.update((fields[8], fields[5], name) for name in fields[0])
                     case "BlockRemoved":
                         self.groups[fields[2]].difference_update(fields[0])
+                        self.places.difference_update((fields[2], fields[1], name) for name in fields[0])
+                        self.removed += 1
                     case "AllBlocksCleared":
                         self.groups = {0: set(), 1: set()}
+                        self.places.clear()
 
     def cached_tokens(self, names: list[bytes]) -> int:
         """The longest n with attention blocks to n and a state at n."""
@@ -49,23 +55,25 @@ class Router:
         return best
 
 
-async def read_all(worker) -> Router:
-    """Read everything that a worker has told so far."""
+async def read_all(worker, query: str = "") -> Router:
+    """Read everything that a worker has told so far, or the snapshot of it."""
 
     def run() -> Router:
         router = Router()
         connection = http.client.HTTPConnection(worker.host, 8000, timeout=20)
-        connection.request("GET", "/v1/kv-events")
+        connection.request("GET", f"/v1/kv-events{query}")
         with connection.getresponse() as answer:
             left: dict[str, int] = {}
             while True:
-                topic, seq, payload = msgspec.msgpack.decode(answer.read(*struct.unpack("!I", answer.read(4))))
+                topic, _, payload = msgspec.msgpack.decode(answer.read(*struct.unpack("!I", answer.read(4))))
                 body = msgspec.msgpack.decode(payload)
                 if topic == "prfaas.hello":
                     left = {name: place["next_seq"] for name, place in body["topics"].items()}
+                elif topic == "prfaas.snapshot":
+                    left[body["topic"]] = body["batches"]
                 else:
                     router.take(topic, body)
-                    left[topic] = left.get(topic, 0) if seq + 1 < left.get(topic, 0) else 0
+                    left[topic] = max(left.get(topic, 0) - 1, 0)
                 if not any(left.values()):
                     break
         connection.close()
@@ -122,6 +130,19 @@ async def test_bytes_lead_to_blocks_that_the_worker_has(client, worker):
     known = [router.behind[name] for name in byte_hashes(canonical.root, canonical.data) if name in router.behind]
     assert [tokens for _, tokens in known] == [192, 448, 704]
     assert all(block in router.groups[0] for block, _ in known)
+
+
+async def test_a_router_that_comes_late_knows_the_same(client, launch):
+    # Too little memory for both prompts: blocks go to the host, some come back, some are gone.
+    flags = ("--cache-mib", "1", "--host-cache-mib", "1", "--max-context", "2048", "--profile-seconds", "0")
+    worker = await launch("late", *flags).ready()
+    for seed in (6, 7, 6, 8, 9, 10, 9):
+        await client.complete(worker, prompt=text_of(1500, seed=seed), max_tokens=70)
+    early, late = await read_all(worker), await read_all(worker, "?from=999999&bytes_from=999999")
+    assert late.places == early.places
+    assert {(group, medium) for group, medium, _ in late.places} == {(0, "GPU"), (1, "GPU"), (0, "CPU"), (1, "CPU")}
+    assert late.behind == early.behind
+    assert early.removed > 0 == late.removed
 
 
 def test_a_router_that_ignored_states_would_promise_too_much():

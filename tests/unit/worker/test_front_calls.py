@@ -125,6 +125,6 @@ async def test_an_engine_that_ends_fails_every_call(ends):
 )
 async def test_what_takes_long_to_read_is_read_beside_the_event_loop(body: bytes, beside: bool):
     with ThreadPoolExecutor(1) as readers:
-        serving = cast(Serving, SimpleNamespace(served=None, tokenizer=None, readers=readers))
+        serving = cast(Serving, SimpleNamespace(served=None, tokenizer=None, reader=lambda _: readers))
         thread = await in_thread(serving, lambda *_: threading.get_ident(), body)
     assert (thread != threading.get_ident()) == beside

@@ -1,10 +1,10 @@
 """Metrics: the names that dashboards and routers read are there with the right figures, and taking them is cheap."""
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prfaas.wire.engine import (
-    CacheStats,
     Cancel,
     Failed,
     Generate,
@@ -18,6 +18,7 @@ from prfaas.wire.engine import (
 )
 from prfaas.wire.prefill import PrefillGrant
 from prfaas.wire.profile import Profile
+from prfaas.wire.stats import CacheStats, LinkStats
 from prfaas_worker.front.latencies import Histogram, Latencies
 from prfaas_worker.front.metrics import Metrics
 
@@ -45,16 +46,35 @@ STATS = Stats(
     transfers=[("send", "done", 5)],
     sent_bytes=1,
     received_bytes=2,
-    unsent_bytes=3,
-    backlogged_bytes=4,
-    backlogged_seconds=0.5,
     prompt_tokens=360,
     generation_tokens=99,
     preemptions=2,
     role="prefill",
     cache=CACHE,
+    links=(
+        LinkStats(peer="", unsent_bytes=2),
+        LinkStats(
+            peer="hub",
+            connections=4,
+            rtt_seconds=0.06,
+            min_rtt_seconds=0.03,
+            delivery_rate_bytes_per_second=25_000_000,
+            unsent_bytes=3,
+            sent_bytes=1000,
+            retransmits=7,
+            rwnd_limited_seconds=0.25,
+            backlogged_bytes=800,
+            backlogged_seconds=0.5,
+        ),
+    ),
+    egress_mbps=800,
+    memory_bytes=1 << 20,
+    memory_limit_bytes=256 << 20,
+    prefixes=(("absent", 2), ("fetched", 3)),
+    prefix_tokens=1920,
+    borrowed_tokens=640,
 )
-GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=1, expires_seconds=1)
+GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=1, end_token=1, expires_seconds=1)
 VLLM = {"model_name": "tiny", "engine": "0"}
 
 
@@ -121,6 +141,33 @@ def test_the_caches_figures_are_told_tier_by_tier():
     assert found("prfaas_cache_cached_pages") == 30
     assert found("prfaas_role", role="prefill") == 1
     assert found("prfaas_transfers_total", direction="send", outcome="done") == 5
+    assert found("prfaas_prefix_fetches_total", outcome="fetched") == 3
+    assert found("prfaas_prefix_fetched_tokens_total") == 1920
+    assert found("prfaas_borrowed_tokens_total") == 640
+
+
+def test_links_are_told_by_peer_cluster_and_unknown_delays_not_at_all():
+    found = Scraped(Metrics("tiny"), STATS)
+    assert found("prfaas_link_rtt_seconds", peer="hub") == 0.06
+    assert found("prfaas_link_min_rtt_seconds", peer="hub") == 0.03
+    assert found("prfaas_link_delivery_rate_bytes_per_second", peer="hub") == 25e6
+    assert found("prfaas_link_connections", peer="hub") == 4
+    assert found("prfaas_link_retransmits_total", peer="hub") == 7
+    assert found("prfaas_link_rwnd_limited_seconds_total", peer="hub") == 0.25
+    assert found("prfaas_link_backlogged_bytes_total", peer="hub") == 800
+    assert found("prfaas_link_backlogged_seconds_total", peer="hub") == 0.5
+    assert found("prfaas_link_sent_bytes_total", peer="") == 0
+    assert found("prfaas_transfer_unsent_bytes") == 5
+    with pytest.raises(KeyError):
+        found("prfaas_link_rtt_seconds", peer="")
+
+
+def test_the_cap_and_the_memory_of_transfers_are_told():
+    found = Scraped(Metrics("tiny"), STATS)
+    assert found("prfaas_egress_cap_mbps") == 800
+    assert (found("prfaas_transfer_memory_bytes"), found("prfaas_transfer_memory_limit_bytes")) == (1 << 20, 256 << 20)
+    uncapped = Scraped(Metrics("tiny"), msgspec.structs.replace(STATS, egress_mbps=None))
+    assert uncapped("prfaas_egress_cap_mbps") == 0
 
 
 def test_the_profile_is_shown_at_fixed_lengths():

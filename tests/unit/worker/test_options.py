@@ -29,7 +29,7 @@ def test_the_flags_of_the_operator_are_read():
     ]
     flags += ["--pool", "offload", "--role", "prefill", "--drain-seconds", "7", "--threads", "2", "--cache-mib", "64"]
     flags += ["--compile", "1x512", "--compile", "16x1024"]
-    flags += ["--max-context", "4096", "--max-running", "5"]
+    flags += ["--max-context", "4096", "--max-running", "5", "--dtype", "float32"]
     assert parse([*NEEDED, *flags]) == Options(
         model_source="builtin:kimi-linear-tiny",
         model_name="tiny",
@@ -44,6 +44,7 @@ def test_the_flags_of_the_operator_are_read():
         threads=2,
         max_context_tokens=4096,
         max_running=5,
+        dtype="float32",
         cache_mib=64,
         compile=((1, 512), (16, 1024)),
     )
@@ -61,6 +62,7 @@ def test_the_default_listens_on_loopback_alone():
         (["--data-port", "65536"], "argument --data-port: '65536' is not a whole number"),
         (["--api-port", "9000", "--data-port", "9000"], "give two different ports"),
         (["--host", "localhost"], "argument --host: 'localhost' is not an IP address"),
+        (["--dtype", "float16"], "argument --dtype: invalid choice: 'float16'"),
         (["--role", "router"], "argument --role: invalid choice: 'router'"),
         (["--max-running", "0"], "argument --max-running: '0' is not a whole number of 1"),
         (["--threads", "-1"], "argument --threads: '-1' is not a whole number"),

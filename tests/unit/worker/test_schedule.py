@@ -106,6 +106,13 @@ def test_one_that_gives_way_may_do_for_several():
     assert found == Batch(preempt=(3,), decodes=(1,))
 
 
+def test_a_prompt_that_others_read_from_never_gives_way():
+    pinned = prompt(3, 9)._replace(pinned=True)
+    found = schedule(facts(decoding(1, short=True), decoding(2), pinned, pages=0), BUDGETS)
+    assert found == Batch(preempt=(2,), chunks=(Chunk(3, 9),), decodes=(1,))
+    assert schedule(facts(decoding(1, short=True), pinned, pages=0), BUDGETS) == Batch(chunks=(Chunk(3, 9),))
+
+
 def test_what_only_transfers_hold_is_waited_for():
     assert schedule(facts(decoding(1, short=True), pages=0), BUDGETS).empty
 

@@ -2,153 +2,53 @@
 nothing, and every way a transfer can end frees the sender's side, once.
 """
 
-import queue
+import itertools
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import NamedTuple
 
+import msgspec
 import pytest
 import torch
 
-from prfaas.errors import CapacityError, PeerError, UnreachableError
-from prfaas.wire.prefill import PrefillGrant
-from prfaas.wire.receipt import Receipt
-from prfaas.wire.transfer import (
-    HEADER_BYTES,
-    Address,
-    Failure,
-    Hello,
-    Kind,
-    decode_message,
-    message_frame,
-    parse_header,
-)
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas.errors import CapacityError, PeerError
+from prfaas.wire.frames import HEADER_BYTES, Address, Kind
+from prfaas.wire.transfer import Abort, Welcome, message_frame
 from prfaas_worker.transfer import offers as offers_module
-from prfaas_worker.transfer.counters import TransferCounters
-from prfaas_worker.transfer.fetch import Fetched, Reception
-from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
-from prfaas_worker.transfer.offers import Offer, Offers, Prompt
-from prfaas_worker.transfer.sender import Sender, listen
-from prfaas_worker.transfer.staging import Staging
+from prfaas_worker.transfer.connections import Connections
+from prfaas_worker.transfer.door import Door
 
-TOKENS = 1000
-LINEAR = LayerSpec(
-    state=(
-        TensorSpec("recurrent", ("head", "key", "value"), (2, 4, 4), "float32"),
-        TensorSpec("conv", ("channel", "tap"), (8, 3), "float32"),
-    ),
+from .transfer_bench import (
+    HIDDEN,
+    LARGE,
+    SMALL,
+    Port,
+    address_of,
+    assert_same_bits,
+    compute,
+    connect,
+    descriptors,
+    eventually,
+    frames,
+    hello,
+    kinds,
+    put_chunk,
+    through_staging,
+    transfer_threads,
 )
-ATTENTION = LayerSpec(rows=(TensorSpec("latent", ("token", "row"), (24,), "float32"),))
-LAYERS = (LINEAR, LINEAR, ATTENTION, LINEAR, ATTENTION)
-
-
-class Port(NamedTuple):
-    """A sender with its offers, and the handles of those that ended."""
-
-    address: tuple[str, int]
-    offers: Offers
-    sender: Sender
-    ended: queue.SimpleQueue[int]
-
-    def outcomes(self) -> dict[str, int]:
-        return {outcome: count for _, outcome, count in self.offers.counters.snapshot()[0]}
 
 
 @pytest.fixture(scope="module")
-def sender_port() -> Port:
-    """One sender for all tests here: its threads live as long as the process."""
-    listener = listen("127.0.0.1", 0)
-    address = listener.getsockname()
-    offers = Offers(("f" * 64, layer_groups(LAYERS), 16), address[1], capacity=4)
-    return Port(address, offers, Sender(listener, offers), queue.SimpleQueue())
+def only_port() -> Port:
+    """One port for all tests here: its threads live as long as the process."""
+    return Port()
 
 
 @pytest.fixture
-def port(sender_port: Port) -> Port:
-    """The sender with fresh counters and no history."""
-    sender_port.offers.counters = TransferCounters()
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    sender_port.offers.on_end = ended.put
-    return sender_port._replace(ended=ended)
-
-
-PAGES = -(-TOKENS // 64)
-
-
-def reserved_cache(*pages: int) -> Place:
-    """Memory of its own with room for one sequence in these pages, in order unless they are given."""
-    memory = CacheMemory(CacheGeometry(LAYERS), num_pages=PAGES + 3, num_slots=2, max_context=TOKENS)
-    return Place(memory, 1, pages or range(PAGES))
-
-
-def filled_cache() -> Place:
-    """A cache with random content everywhere, its pages in no order."""
-    place = reserved_cache(*(n * 7 % (PAGES + 3) for n in range(PAGES)))
-    place.memory.pages.random_(0, 256, generator=torch.Generator().manual_seed(3))
-    place.memory.slots.random_(0, 256, generator=torch.Generator().manual_seed(4))
-    return place
-
-
-def through_staging(place: Place) -> Place:
-    """The same cache, reached as an accelerator's is."""
-    return place._replace(staging=Staging(place.memory))
-
-
-def rows_of(place: Place, layer: int) -> torch.Tensor:
-    """Rows of an attention layer, as bits: random floats may be no numbers."""
-    rows = place.memory.rows(layer)["latent"][list(place.pages)].flatten(0, 1)[:TOKENS]
-    return rows.contiguous().view(torch.int32)
-
-
-def states_of(place: Place, layer: int) -> dict[str, torch.Tensor]:
-    """States of a linear layer, as bits."""
-    return {name: tensor[place.slot].view(torch.int32) for name, tensor in place.memory.states(layer).items()}
-
-
-def put_chunk(offer: Offer, cache: Place, start: int, end: int) -> None:
-    """Put what an engine puts for one chunk of the prompt."""
-    mark = cache.staging.mark() if cache.staging else None
-    for index in range(len(LAYERS)):
-        for frame in block_frames(offer.manifest, cache, index, (start, end), mark):
-            offer.mailbox.put(frame)
-        if end == offer.manifest.end_token:
-            for frame in state_frames(offer.manifest, cache, index, mark):
-                offer.mailbox.put(frame)
-
-
-def connect(port: Port, address: Address, token: str) -> socket.socket:
-    sock = socket.create_connection(port.address, timeout=3)
-    sock.sendall(message_frame(Kind.HELLO, address, Hello(token)))
-    return sock
-
-
-def address_of(grant: PrefillGrant) -> Address:
-    return Address(grant.transfer_id, grant.epoch)
-
-
-def frames(sock: socket.socket) -> Iterator[tuple[Kind, bytes]]:
-    """Read frames until the sender closes."""
-    while raw := sock.recv(HEADER_BYTES, socket.MSG_WAITALL):
-        header = parse_header(raw)
-        payload = sock.recv(header.payload_bytes, socket.MSG_WAITALL) if header.payload_bytes else b""
-        yield header.kind, payload
-
-
-def receive(
-    port: Port, offer: Offer, grant: PrefillGrant, between: Callable[[], None], *, staged: bool = False
-) -> tuple[Fetched, Place]:
-    """Receive an offer; `between` runs once the connection stands."""
-    cache = through_staging(reserved_cache()) if staged else reserved_cache()
-    with closing(connect(port, address_of(grant), grant.token)) as sock:
-        between()
-        fetched = Reception(sock, Receipt(offer.manifest), cache, TransferCounters()).run()
-        sock.sendall(message_frame(Kind.ACK, address_of(grant)))
-        assert port.ended.get(timeout=3) == offer.prompt.handle
-    return fetched, cache
+def port(only_port: Port) -> Iterator[Port]:
+    only_port.renew()
+    yield only_port
+    only_port.settle()
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -156,98 +56,137 @@ def receive(
 def test_a_cache_arrives_bit_for_bit_whether_the_receiver_comes_early_or_late(
     port: Port, connect_first: bool, staged: bool
 ):
-    offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, 0))
-    cache, hidden = through_staging(filled_cache()) if staged else filled_cache(), torch.arange(16, dtype=torch.float32)
-
-    def compute() -> None:
-        offer.computing()
-        for start in range(0, TOKENS, 300):
-            put_chunk(offer, cache, start, min(TOKENS, start + 300))
-        offer.mailbox.put(hidden_frame(offer.manifest, hidden))
-        offer.computed(0.25)
-
+    offer, grant = port.grant()
+    cache = through_staging(SMALL.filled()) if staged else SMALL.filled()
     if not connect_first:
-        compute()
-    fetched, found = receive(port, offer, grant, compute if connect_first else lambda: None, staged=staged)
-    assert torch.equal(fetched.hidden, hidden)
-    for index, spec in enumerate(LAYERS):
-        if spec.rows:
-            assert torch.equal(rows_of(found, index), rows_of(cache, index))
-        for name, tensor in states_of(cache, index).items():
-            assert torch.equal(states_of(found, index)[name], tensor)
-    assert fetched.done.prefill_seconds == 0.25
-    assert fetched.received_bytes == fetched.done.payload_bytes == (2 * TOKENS * 24 + 3 * (32 + 24) + 16) * 4
-    assert port.outcomes() == {"delivered": 1}
+        compute(SMALL, offer, cache)
+    taking = port.take(offer, grant, staged=staged)
+    if connect_first:
+        eventually(lambda: offer.connected)
+        compute(SMALL, offer, cache)
+    done = taking.whole()
+    assert_same_bits(SMALL, taking.place, cache)
+    assert torch.equal(taking.intake.hidden, HIDDEN)
+    assert done.prefill_seconds == 0.25
+    assert taking.receipt.received_bytes == done.payload_bytes == SMALL.nbytes
+    assert port.ends()
     assert port.offers.status(grant.transfer_id) is None
+    assert taking.close() == 1
+    port.assert_ended_once(delivered=1)
+
+
+def test_a_large_cache_is_striped_over_four_connections_and_freed_once():
+    port = Port(LARGE)
+    offer, grant = port.grant()
+    cache = LARGE.filled()
+    taking = port.take(offer, grant)
+    eventually(lambda: len(offer.streams) == 4)
+    compute(LARGE, offer, cache, step=64)
+    assert taking.whole().frames == 10 * 2 + 1 + 1
+    assert_same_bits(LARGE, taking.place, cache)
+    assert port.ends()
+    assert taking.close() == 4, "all four wait for the next transfer"
+    port.assert_ended_once(delivered=1)
 
 
 def test_rows_that_the_receiver_has_are_not_sent(port: Port):
-    offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, 800))
-    cache = filled_cache()
-    offer.computing()
-    for start in range(0, TOKENS, 300):
-        put_chunk(offer, cache, start, min(TOKENS, start + 300))
-    offer.mailbox.put(hidden_frame(offer.manifest, torch.zeros(16)))
-    offer.computed(0.0)
-    fetched, found = receive(port, offer, grant, lambda: None)
-    assert fetched.received_bytes == (2 * 200 * 24 + 3 * (32 + 24) + 16) * 4
-    assert torch.equal(rows_of(found, 4)[800:], rows_of(cache, 4)[800:])
+    offer, grant = port.grant(start_token=800)
+    cache = SMALL.filled()
+    compute(SMALL, offer, cache)
+    taking = port.take(offer, grant)
+    assert taking.whole().payload_bytes == SMALL.nbytes - 2 * 800 * 24 * 4
+    assert_same_bits(SMALL, taking.place, cache, start_token=800)
+    untouched = taking.place.memory.rows(2)["latent"][list(taking.place.pages)].flatten(0, 1)[:800]
+    assert not untouched.any()
+    assert port.ends()
 
 
 def test_frames_leave_while_later_ones_do_not_exist_yet(port: Port):
-    offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, 0))
-    cache = filled_cache()
-    with closing(connect(port, address_of(grant), grant.token)) as sock:
-        found = frames(sock)
-        assert next(found)[0] == Kind.MANIFEST
+    offer, grant = port.grant()
+    with closing(connect(port, hello(grant))) as sock:
+        assert kinds(sock, 1) == [Kind.WELCOME]
         offer.computing()
-        put_chunk(offer, cache, 0, 300)
-        kinds = [kind for kind, _ in (next(found), next(found))]
-        assert kinds == [Kind.BLOCK, Kind.BLOCK]
-    assert port.ended.get(timeout=3) == 1
+        put_chunk(SMALL, offer, SMALL.filled(), 0, 300)
+        assert kinds(sock, 2) == [Kind.BLOCK, Kind.BLOCK]
+    port.offers.cancel(grant.transfer_id)
+    assert port.ends()
 
 
 def test_silence_is_filled_with_keep_alives(port: Port):
-    _, grant = port.offers.grant(Prompt(1, "r", TOKENS, 0))
-    with closing(connect(port, address_of(grant), grant.token)) as sock:
+    _, grant = port.grant()
+    with closing(connect(port, hello(grant))) as sock:
         sock.settimeout(0.9)  # a receiver gives up after 1.0 s
-        found = frames(sock)
-        began = time.monotonic()
-        assert [next(found)[0] for _ in range(4)] == [Kind.MANIFEST, *[Kind.KEEP_ALIVE] * 3]
-        assert time.monotonic() - began >= 0.5
-    assert port.ended.get(timeout=3) == 1
+        found = [header.kind for header, _ in itertools.islice(frames(sock), 4)]
+        assert found == [Kind.WELCOME, *[Kind.KEEP_ALIVE] * 3]
+    port.offers.cancel(grant.transfer_id)
+    assert port.ends()
+
+
+def test_a_connection_serves_one_transfer_after_another(port: Port):
+    connections, names = Connections(Door()), set()
+    for handle in range(3):
+        offer, grant = port.grant(handle)
+        compute(SMALL, offer, SMALL.filled())
+        taking = port.take(offer, grant, connections=connections)
+        taking.whole()
+        assert port.ends(handle)
+        eventually(lambda: "fetch-data" not in transfer_threads())
+        kept = connections.take(taking.giver)
+        assert kept is not None
+        assert connections.take(taking.giver) is None
+        names.add(kept.socket.getsockname())
+        connections.keep(taking.giver, kept)
+    assert len(names) == 1, "the very same connection"
+    assert taking.close() == 1
+    port.assert_ended_once(delivered=3)
 
 
 @pytest.mark.parametrize("wrong", ["token", "epoch", "transfer"])
 def test_a_stranger_gets_one_answer_whatever_is_wrong_and_harms_nothing(port: Port, wrong: str):
-    offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, 0))
-    address = Address("0" * 32 if wrong == "transfer" else grant.transfer_id, grant.epoch + (wrong == "epoch"))
-    with closing(connect(port, address, grant.token[:-1] if wrong == "token" else grant.token)) as sock:
-        ((kind, payload),) = frames(sock)
-    assert kind == Kind.ERROR
+    _, grant = port.grant()
+    changes: dict[str, object] = {
+        "token": {"token": grant.token[:-1]},
+        "epoch": {"epoch": grant.epoch + 1},
+        "transfer": {"transfer_id": "0" * 32},
+    }[wrong]
+    with closing(connect(port, hello(msgspec.structs.replace(grant, **changes)))) as sock:
+        ((header, payload),) = frames(sock)
+    assert header.kind == Kind.ABORT
     message = payload.decode()
     assert "with this token and epoch: ended, expired or foreign" in message
     assert grant.token not in message
     status = port.offers.status(grant.transfer_id)
     assert status is not None
     assert not status.connected
-    port.offers.end(offer, "cancelled")
+    port.offers.cancel(grant.transfer_id)
+    assert port.ends()
 
 
-def test_a_second_connection_is_turned_away_and_the_first_goes_on(port: Port):
-    offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, 0))
-    with closing(connect(port, address_of(grant), grant.token)) as first:
-        found = frames(first)
-        assert next(found)[0] == Kind.MANIFEST
-        with closing(connect(port, address_of(grant), grant.token)) as second:
-            assert [kind for kind, _ in frames(second)] == [Kind.ERROR]
-        offer.computing()
-        put_chunk(offer, filled_cache(), 0, 10)
-        assert next(kind for kind, _ in found if kind != Kind.KEEP_ALIVE) == Kind.BLOCK
-    assert port.ended.get(timeout=3) == 1
+def test_a_hello_that_says_more_arrived_than_was_sent_is_refused_and_the_transfer_goes_on(port: Port):
+    offer, grant = port.grant()
+    with closing(connect(port, hello(grant, received=((0, 9),)))) as sock:
+        assert kinds(sock) == [Kind.ABORT]
+    cache = SMALL.filled()
+    compute(SMALL, offer, cache)
+    taking = port.take(offer, grant)
+    taking.whole()
+    assert_same_bits(SMALL, taking.place, cache)
+    assert port.ends()
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n" + bytes(200), bytes(HEADER_BYTES), b"\xff" * 500, b""])
+def test_a_receiver_of_another_version_is_told_so(port: Port):
+    _, grant = port.grant()
+    with closing(connect(port, hello(grant, versions=(1, 77)))) as sock:
+        ((_, payload),) = frames(sock)
+    assert "speaks versions" in msgspec.json.decode(payload, type=Abort).message
+    port.offers.cancel(grant.transfer_id)
+    assert port.ends()
+
+
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n" + bytes(200), bytes(HEADER_BYTES), b"\xff" * 500, b""]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_on_the_data_port_closes_that_connection_alone(port: Port, garbage: bytes):
     with socket.create_connection(port.address, timeout=4) as sock:
         sock.sendall(garbage)
@@ -257,81 +196,131 @@ def test_garbage_on_the_data_port_closes_that_connection_alone(port: Port, garba
     assert port.outcomes() == {}
 
 
-def test_a_receiver_that_leaves_while_p_still_computes_ends_the_offer_at_once(port: Port):
-    offer, grant = port.offers.grant(Prompt(5, "r", TOKENS, 0))
-    sock = connect(port, address_of(grant), grant.token)
-    assert next(frames(sock))[0] == Kind.MANIFEST
-    began = time.monotonic()
-    sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
-    assert port.ended.get(timeout=3) == 5
-    assert time.monotonic() - began < 0.5
-    assert port.outcomes() == {"failed": 1}
-    put_chunk(offer, filled_cache(), 0, TOKENS)  # the engine has not heard yet: nothing is kept
-    assert offer.mailbox.queued_bytes == 0
-
-
 def test_a_cancelled_prefill_tells_its_receiver_why(port: Port):
-    offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, 0))
-    with closing(connect(port, address_of(grant), grant.token)) as sock:
-        reception = Reception(sock, Receipt(offer.manifest), reserved_cache(), TransferCounters())
-        assert sock.recv(1, socket.MSG_PEEK)  # MANIFEST is there: the sender knows us
-        port.offers.cancel(grant.transfer_id)
-        with pytest.raises(PeerError, match="gave up: the prefill was cancelled"):
-            reception.run()
-    assert port.ended.get(timeout=3) == 1
-    assert port.outcomes() == {"cancelled": 1}
+    offer, grant = port.grant()
+    taking = port.take(offer, grant)
+    eventually(lambda: offer.connected)
+    port.offers.cancel(grant.transfer_id)
+    assert "the prefill was cancelled" in str(taking.failure())
+    assert port.ends()
+    port.assert_ended_once(cancelled=1)
 
 
 def test_an_error_of_the_engine_reaches_the_receiver(port: Port):
-    offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, 0))
+    offer, grant = port.grant()
     offer.fail("out of room")
-    with closing(connect(port, address_of(grant), grant.token)) as sock:
-        errors = [payload for kind, payload in frames(sock) if kind == Kind.ERROR]
-    header = parse_header(message_frame(Kind.ERROR, address_of(grant), Failure(""))[:HEADER_BYTES])
-    assert [decode_message(header, payload, Failure).message for payload in errors] == ["out of room"]
-    assert port.outcomes() == {"failed": 1}
+    error = port.take(offer, grant).failure()
+    assert isinstance(error, PeerError)
+    assert "out of room" in str(error)
+    assert port.ends()
+    port.assert_ended_once(failed=1)
+
+
+def test_a_receiver_that_gives_up_ends_the_offer_at_once(port: Port):
+    offer, grant = port.grant(5)
+    with closing(connect(port, hello(grant))) as sock:
+        assert kinds(sock, 1) == [Kind.WELCOME]
+        sock.sendall(message_frame(Kind.ABORT, address_of(grant), Abort("no room here")))
+        assert port.ends(5, seconds=4)
+    put_chunk(SMALL, offer, SMALL.filled(), 0, SMALL.tokens)  # the engine has not heard yet: nothing is kept
+    assert offer.outgoing.shipment.queued_bytes == 0
+    port.assert_ended_once(failed=1)
+
+
+def test_a_fetch_that_is_cancelled_ends_at_once_and_touches_nothing_afterwards(port: Port):
+    offer, grant = port.grant()
+    taking = port.take(offer, grant)
+    eventually(lambda: offer.connected)
+    put_chunk(SMALL, offer, SMALL.filled(), 0, 300)
+    eventually(lambda: len(taking.receipt.received) > 0)
+    taking.pull.cancel()
+    assert "cancelled" in str(taking.failure(seconds=4))
+    taking.place.memory.pages.zero_()
+    port.offers.cancel(grant.transfer_id)
+    assert port.ends()
+    assert not taking.place.memory.pages.any()
 
 
 def test_an_acknowledgement_of_another_epoch_is_none(port: Port):
-    offer, grant = port.offers.grant(Prompt(1, "r", TOKENS, TOKENS - 1))
+    offer, grant = port.grant(start_token=SMALL.tokens - 1)
     offer.computing()
     offer.computed(0.0)
-    with closing(connect(port, address_of(grant), grant.token)) as sock:
-        assert next(kind for kind, _ in frames(sock) if kind == Kind.DONE)
+    with closing(connect(port, hello(grant))) as sock:
+        assert kinds(sock, 2) == [Kind.WELCOME, Kind.DONE]
         sock.sendall(message_frame(Kind.ACK, Address(grant.transfer_id, grant.epoch + 1)))
-        assert port.ended.get(timeout=3) == 1
-    assert port.outcomes() == {"failed": 1}
+        assert port.ends()
+    port.assert_ended_once(failed=1)
+
+
+def test_an_acknowledgement_frees_the_sender_even_if_the_receiver_is_gone_the_next_moment(port: Port):
+    offer, grant = port.grant(start_token=SMALL.tokens - 1)
+    offer.computing()
+    offer.computed(0.0)
+    with closing(connect(port, hello(grant))) as sock:
+        assert kinds(sock, 2) == [Kind.WELCOME, Kind.DONE]
+        sock.sendall(message_frame(Kind.ACK, address_of(grant)))
+    assert port.ends(seconds=4)
+    port.assert_ended_once(delivered=1)
+
+
+def test_nothing_is_acknowledged_before_it_was_sent(port: Port):
+    offer, grant = port.grant()
+    with closing(connect(port, hello(grant))) as sock:
+        assert kinds(sock, 1) == [Kind.WELCOME]
+        sock.sendall(message_frame(Kind.ACK, address_of(grant)))
+        assert Kind.FREED not in kinds(sock)
+    assert port.ends()
+    assert offer.ended
+    port.assert_ended_once(failed=1)
 
 
 def test_an_offer_that_nobody_takes_expires(port: Port, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(offers_module, "LEASE_SECONDS", 0)
-    _, grant = port.offers.grant(Prompt(9, "r", TOKENS, 0))
-    assert port.ended.get(timeout=3) == 9
-    assert port.outcomes() == {"expired": 1}
-    with closing(connect(port, address_of(grant), grant.token)) as sock:
-        assert [kind for kind, _ in frames(sock)] == [Kind.ERROR]
+    _, grant = port.grant(9)
+    assert port.ends(9)
+    with closing(connect(port, hello(grant))) as sock:
+        assert kinds(sock) == [Kind.ABORT]
+    port.assert_ended_once(expired=1)
 
 
 def test_no_more_offers_are_open_than_there_is_room_for(port: Port):
-    granted = [port.offers.grant(Prompt(n, "r", TOKENS, 0)) for n in range(4)]
+    granted = [port.grant(n) for n in range(4)]
     with pytest.raises(CapacityError, match="4 prefills"):
-        port.offers.grant(Prompt(4, "r", TOKENS, 0))
+        port.grant(4)
     assert len({grant.token for _, grant in granted}) == len({grant.epoch for _, grant in granted}) == 4
     for offer, grant in granted:
         port.offers.cancel(grant.transfer_id)
         port.offers.cancel(grant.transfer_id)  # the second one counts for nothing
-        assert offer.mailbox.queued_bytes == 0
+        assert offer.outgoing.shipment.queued_bytes == 0
     assert port.outcomes() == {"cancelled": 4}
-    port.offers.end(port.offers.grant(Prompt(5, "r", TOKENS, 0))[0], "cancelled")
+    port.offers.cancel(port.grant(5)[1].transfer_id)
 
 
-def test_a_sender_that_closes_early_is_an_error_for_the_receiver():
-    offer, _ = Offers(("f" * 64, layer_groups(LAYERS), 16), 1, 1).grant(Prompt(1, "r", TOKENS, 0))
-    ours, theirs = socket.socketpair()
-    with closing(ours), closing(theirs):
-        theirs.sendall(message_frame(Kind.MANIFEST, offer.manifest.address, offer.manifest)[:-1])
-        theirs.shutdown(socket.SHUT_WR)
-        with pytest.raises(UnreachableError, match="before everything was sent"):
-            Reception(ours, Receipt(offer.manifest), reserved_cache(), TransferCounters()).run()
-    offer.mailbox.close()
+@pytest.fixture
+def all_closed() -> Iterator[None]:
+    """No descriptor stays open that a test opened, once threads have ended."""
+    before = descriptors()
+    yield
+    eventually(lambda: descriptors() <= before)
+
+
+def test_an_ended_transfer_leaves_no_thread_and_no_descriptor(port: Port, all_closed: None):
+    threads = len(transfer_threads())
+    offer, grant = port.grant()
+    compute(SMALL, offer, SMALL.filled())
+    taking = port.take(offer, grant)
+    taking.whole()
+    assert port.ends()
+    assert taking.close() == 1
+    eventually(lambda: len(transfer_threads()) <= threads)
+
+
+def test_the_welcome_carries_the_manifest_of_the_offer(port: Port):
+    offer, grant = port.grant()
+    with closing(connect(port, hello(grant))) as sock:
+        header, payload = next(frames(sock))
+    assert header.kind == Kind.WELCOME
+    assert header.address == address_of(grant)
+    assert msgspec.json.decode(payload, type=Welcome).manifest == offer.manifest
+    port.offers.cancel(grant.transfer_id)
+    assert port.ends()

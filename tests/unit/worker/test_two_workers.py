@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +17,8 @@ import pytest
 IDLE = dict.fromkeys(
     ["prfaas_requests_running", "prfaas_requests_waiting", "prfaas_prefills_running", "prfaas_prefills_waiting"], 0.0
 )
+
+LINK_SENT = "prfaas_link_sent_bytes_total{"
 
 
 def text_of(length: int, seed: int = 0) -> str:
@@ -31,12 +32,6 @@ async def choices(answer: aiohttp.ClientResponse) -> list[dict[str, Any]]:
 
 async def texts(answers: Iterable[aiohttp.ClientResponse]) -> list[str]:
     return [(await choices(answer))[0]["text"] for answer in answers]
-
-
-def ended(pid: int) -> bool:
-    """The process is gone, or only waits for its new parent to take note."""
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.parametrize("length", [1, 511, 512, 513, 1500])
@@ -91,12 +86,26 @@ async def test_both_sides_hold_nothing_and_count_the_transfer_afterwards(client,
     sent, received = "prfaas_transfer_sent_bytes_total", "prfaas_transfer_received_bytes_total"
     assert kv_bytes <= after[0][sent] - before[0][sent] < 1.05 * kv_bytes + 5000
     assert kv_bytes <= after[1][received] - before[1][received] < 1.05 * kv_bytes + 5000
+    links = [
+        sum(value for name, value in found.items() if name.startswith(LINK_SENT)) for found in (before[0], after[0])
+    ]
+    assert kv_bytes <= links[1] - links[0] < 1.05 * kv_bytes + 5000, "the kernel of P counts the same, by peer"
     for at, direction in enumerate(["send", "receive"]):
         name = f'prfaas_transfers_total{{direction="{direction}",outcome="delivered"}}'
         assert after[at][name] - before[at].get(name, 0) == 1
     assert after[0]["prfaas_prompt_tokens_total"] - before[0]["prfaas_prompt_tokens_total"] == 1001
     assert after[1]["prfaas_prompt_tokens_total"] == before[1]["prfaas_prompt_tokens_total"]
     assert after[1]["prfaas_generation_tokens_total"] - before[1]["prfaas_generation_tokens_total"] == 2
+
+
+async def test_an_egress_cap_is_in_force_as_long_as_it_is_wanted(client, pair):
+    url = f"{pair[0].url}/v1/egress"
+    for mbps in (50, None):
+        async with client.session.put(url, json={"mbps": mbps}) as answer:
+            assert await answer.json() == {"mbps": mbps}
+        async with client.session.get(url) as answer:
+            assert await answer.json() == {"mbps": mbps}
+        assert (await client.metrics(pair[0]))["prfaas_egress_cap_mbps"] == (mbps or 0)
 
 
 async def test_a_prefill_instance_that_does_not_listen_is_an_error_at_once(client, pair):
@@ -130,10 +139,8 @@ async def test_a_client_that_leaves_frees_everything_on_both_sides(client, pair,
     request = asyncio.ensure_future(client.complete(decode, via, prompt=text_of(30_000), max_tokens=1))
     await client.eventually(busy, seconds=10, **{running: 1})
     request.cancel()
-    left = time.monotonic()
     await client.eventually(decode, **IDLE)
     await client.eventually(prefill, **IDLE)
-    assert time.monotonic() - left < 2
 
 
 async def test_a_client_that_leaves_a_stream_frees_everything(client, pair):
@@ -145,24 +152,29 @@ async def test_a_client_that_leaves_a_stream_frees_everything(client, pair):
 
 
 @asynccontextmanager
-async def proxied(worker: Any, change: dict[int, int], stall_after: int | None = None) -> AsyncIterator[str]:
+async def proxied(
+    worker: Any, change: dict[int, int], stall_after: int | None = None, everywhere: int = 0
+) -> AsyncIterator[str]:
     """A middleman for both ports on an address of its own.
 
-    Toward the client it xors the data port's bytes at the offsets of `change`, or falls silent after `stall_after`.
+    Toward the client it xors the data port's bytes at the offsets of `change`, counted over all connections, and the
+    first byte of every piece with `everywhere`; or it falls silent on all of them after `stall_after`.
     """
     host = worker.host.rsplit(".", 1)[0] + ".250"
-    quiet = asyncio.Event()
+    quiet, seen = asyncio.Event(), 0
 
     async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, damage: bool) -> None:
-        seen = 0
+        nonlocal seen
         try:
             while piece := bytearray(await reader.read(1 << 16)):
-                for offset, mask in change.items() if damage else ():
-                    if seen <= offset < seen + len(piece):
-                        piece[offset - seen] ^= mask
-                seen += len(piece)
-                if damage and stall_after is not None and seen > stall_after:
-                    await quiet.wait()
+                if damage:
+                    piece[0] ^= everywhere
+                    for offset, mask in change.items():
+                        if seen <= offset < seen + len(piece):
+                            piece[offset - seen] ^= mask
+                    seen += len(piece)
+                    if stall_after is not None and seen > stall_after:
+                        await quiet.wait()
                 writer.write(piece)
                 await writer.drain()
         except ConnectionError:
@@ -184,35 +196,46 @@ async def proxied(worker: Any, change: dict[int, int], stall_after: int | None =
             server.close()
 
 
-async def test_a_byte_changed_on_the_way_is_never_used(client, pair):
+async def test_bytes_changed_on_the_way_are_sent_again_and_never_used(client, pair):
     prefill, decode = pair
     ask = {"prompt": text_of(700), "max_tokens": 4, "logprobs": 1}
     async with proxied(prefill, {}) as url:  # the middleman alone does no harm
         honest = await client.complete(decode, url, **ask, cache_salt="honest")
-        assert honest.status == 200, await honest.text()
+    logprobs = (await choices(honest))[0]["logprobs"]
     size = int(honest.headers["x-prfaas-kv-bytes"])
-    for offset in [*range(0, 52, 7), 300, size // 3, size // 2, size - 50]:
+    for offset in [*range(0, 64, 7), 300, size // 3, size // 2, size - 50]:
         async with proxied(prefill, {offset: 0x10}) as url:
             # Salted, since the decode instance would not ask for rows that it has.
             answer = await client.complete(decode, url, **ask, cache_salt=f"{offset}")
-        body = await answer.json()
-        assert (answer.status, body["error"]["code"]) == (502, "prefill_failed"), f"offset {offset}: {body}"
+        (choice,) = await choices(answer)
+        assert choice["logprobs"]["tokens"] == logprobs["tokens"], f"offset {offset}"
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs["token_logprobs"], abs=1e-4)
         await client.eventually(decode, **IDLE)
         await client.eventually(prefill, **IDLE)
 
 
-async def test_a_silent_link_is_noticed_within_two_seconds(client, pair):
+async def test_a_link_that_damages_everything_is_an_error_and_nothing_is_held(client, pair):
+    prefill, decode = pair
+    async with proxied(prefill, {}, everywhere=0x10) as url:
+        answer = await client.complete(decode, url, prompt=text_of(700), cache_salt="damaged")
+    body = await answer.json()
+    assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
+    await client.eventually(decode, **IDLE)
+    await client.eventually(prefill, **IDLE)
+
+
+async def test_a_silent_link_is_noticed_within_seconds(client, pair):
     prefill, decode = pair
     async with proxied(prefill, {}, stall_after=10_000) as url:
         started = time.monotonic()
         answer = await client.complete(decode, url, prompt=text_of(3000))
         seconds = time.monotonic() - started
+        await client.eventually(prefill, **IDLE)  # it was told over HTTP
     body = await answer.json()
     assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
-    assert "no byte for 1.0 s" in body["error"]["message"]
-    assert 1.0 <= seconds < 2.5
+    assert "answered nothing for 1.0 s" in body["error"]["message"]
+    assert 1.0 <= seconds < 3.5, "a second of silence, and another until a new connection proves it"
     await client.eventually(decode, **IDLE)
-    await client.eventually(prefill, **IDLE)
 
 
 async def test_twenty_requests_at_once_get_the_answers_they_get_alone(client, pair):
@@ -294,37 +317,12 @@ async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(client
     assert await worker.exit_code() == 0
 
 
-async def test_an_engine_never_outlives_its_front(launch):
-    worker = await launch("orphaned").ready()
-    engine = worker.engine_pid
-    worker.process.kill()
-    deadline = time.monotonic() + 5
-    while not ended(engine):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
-async def test_a_source_without_a_model_is_explained_and_ends_with_1(launch, tmp_path):
-    worker = launch("empty", "--model-source", str(tmp_path))
-    assert await worker.exit_code(60) == 1
-    assert f"no config.json in {tmp_path}" in worker.log.read_text()
-    assert "Traceback" not in worker.log.read_text()
-
-
-async def test_a_taken_port_is_explained_and_ends_with_1(launch, pair):
-    worker = launch("second", "--host", pair[0].host)
-    assert await worker.exit_code(60) == 1
-    assert "8000 cannot be opened: " in worker.log.read_text()
-    assert "Traceback" not in worker.log.read_text()
-
-
-@pytest.mark.parametrize("seconds", [0, 1])
-async def test_ctrl_c_while_the_engine_loads_ends_both_without_a_traceback(launch, seconds: float):
-    worker = launch("interrupted")
-    await worker.begun()
-    await asyncio.sleep(seconds)
-    engine = worker.engine_pid
-    worker.interrupt()
-    assert await worker.exit_code() == 0
-    assert ended(engine)
-    assert "Traceback" not in worker.log.read_text()
+async def test_a_restart_after_sigterm_finds_the_cache_on_its_disk(client, launch, tmp_path):
+    prompt, cached = text_of(1000), []
+    for name in ("first", "second"):
+        worker = await launch(name, "--disk-cache", str(tmp_path / "disk")).ready()
+        async with client.open(worker, prompt=prompt, max_tokens=1) as answer:
+            cached.append((await answer.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.exit_code() == 0
+    assert cached == [0, 960]

@@ -1,21 +1,28 @@
 """Between the device and the tiers below it: what the pool gives up goes down, what a prompt needs comes up again.
 
-Down, an entry is copied as it is evicted, unless a tier has it. Up, a prompt's missing blocks and state are asked for
-when the prompt arrives, and put into the pool once all are there, as far as they reach without a gap: an entry that
+Down, entries are copied as they are evicted, unless a tier has them. Up, a prompt's missing blocks and state are asked
+for when the prompt arrives, and put into the pool once all are there, as far as they reach without a gap: an entry that
 turned out to be damaged ends the prefix, and the rest is computed.
+
+A copy between an accelerator and the host holds the step loop up, however small it is, so what is decided together is
+copied together: one copy for all that gives way at once, one for all that a prompt brings.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import Final
 
 from prfaas.kvindex.blocks import BlockHash
+from prfaas.wire.transfer import Buffer
 from prfaas_worker.cache.announce import Announcer
 from prfaas_worker.cache.blocks import Blocks, Evicted, Match
 from prfaas_worker.cache.entries import Entry, Name
+from prfaas_worker.cache.keeping import Kept, by_worth, keep
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.tiers import Fetch, Tiers
+
+MAX_COPY_BYTES: Final = 64 << 20
+"""Copied at once: each copy needs as much again on the device, where memory is short when the pool is full."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,15 +55,18 @@ class Below:
         self._memory, self._blocks, self._announcer = memory, blocks, announcer
         self._geometry = memory.geometry
         self._loadings: list[Loading] = []
+        self._brought: dict[Name, tuple[tuple[int, ...], Buffer]] = {}  # has pages, and is not in them yet
         tiers.listen(announcer.tier_changed)
 
     def put(self, gone: Sequence[Evicted]) -> None:
         """Copy what the pool gives up to the tiers, while its bytes still stand there."""
+        self._write_brought()  # some of it may be among what gives way
         self.tiers.poll()
-        for one in gone:
-            name = Name(one.key, one.is_state)
-            if not one.spent and self.tiers.wants(name, len(one.pages) * self._geometry.page_bytes):
-                self.tiers.put(Entry(name, self._announcer.about(one.key), self._read(one.pages)))
+        wanted = (Name(one.key, one.is_state) for one in gone if not one.spent)
+        places = {Name(one.key, one.is_state): one.pages for one in gone}
+        for names in self._copies(name for name in wanted if self.tiers.wants(name, self._size(name))):
+            for entry in self._read({name: places[name] for name in names}):
+                self.tiers.put(entry)
 
     def pending(self, chain: Sequence[BlockHash]) -> Loading | None:
         """Start bringing what makes a longer match of this chain; None when there is nothing, or no room for it."""
@@ -83,6 +93,34 @@ class Below:
         """Forget what the tiers have and what is on its way."""
         self._loadings.clear()
         self.tiers.clear()
+
+    def keep(self, seconds_left: Callable[[], float]) -> Kept | None:
+        """Write to the disk what would be of use after a restart; None where there is no disk."""
+        if self.tiers.disk is None:
+            return None
+        self.tiers.poll()
+        states, blocks = self._blocks.newest()
+        on_host = self.tiers.newest_on_host()
+        states += [name.key for name in on_host if name.is_state]
+        blocks += [name.key for name in on_host if not name.is_state]
+        copies = (copy for names in by_worth(states, blocks, self._parent) for copy in self._copies(names))
+        return keep(copies, self._read_anywhere, self.tiers.disk, seconds_left)
+
+    def _parent(self, key: BlockHash) -> BlockHash | None:
+        """Return the block before this one, None where it is the first or memory has neither."""
+        if self._blocks.page(key) is not None:
+            return self._announcer.about(key).parent
+        entry = self.tiers.on_host(Name(key))
+        return entry.about.parent if entry is not None else None
+
+    def _read_anywhere(self, names: Sequence[Name]) -> Iterator[Entry]:
+        """Copy entries from the device and from host memory, in this order; those that neither has are left out."""
+        pages = {name: self._blocks.pages_of(name.key, is_state=name.is_state) for name in names}
+        on_device = self._read({name: found for name, found in pages.items() if found})
+        for name, found in pages.items():
+            entry = next(on_device) if found else self.tiers.on_host(name)
+            if entry is not None:
+                yield entry
 
     def _wanted(self, chain: Sequence[BlockHash], match: Match) -> list[Name]:
         """Return what the device lacks of the longest match that it and the tiers have together."""
@@ -113,6 +151,7 @@ class Below:
         blocks.release(here)
         for key in reached:
             self._fill(entries.get(Name(key, True)))
+        self._write_brought()
         gained = blocks.match(chain, len(chain)).state_blocks - loading.cached_blocks
         if loading.fetch.reading is None:
             self.host_hit_tokens += max(0, gained) * self._geometry.page_tokens
@@ -126,19 +165,44 @@ class Below:
             yield key
 
     def _fill(self, entry: Entry | None) -> None:
-        """Give an entry pages, if it is wanted and there are any, and copy it there."""
-        if entry is None:
-            return
-        count = self._geometry.pages_per_state if entry.name.is_state else 1
-        if len(entry.payload) != count * self._geometry.page_bytes:  # pages had another size when it was written
+        """Give an entry pages, if it is wanted and there are any; `_write_brought` copies it there."""
+        # Pages may have had another size when it was written.
+        if entry is None or len(entry.payload) != self._size(entry.name):
             return
         key = entry.name.key
         pages = self._blocks.adopt_state(key) if entry.name.is_state else self._blocks.adopt_block(key)
         if pages is None:
             return
-        source = torch.frombuffer(entry.payload, dtype=torch.uint8).view(len(pages), -1)
-        self._memory.pages[torch.tensor(pages)] = source.to(self._memory.device)
         self._announcer.adopted(entry.name, entry.about)
+        self._brought[entry.name] = pages, entry.payload
 
-    def _read(self, pages: Sequence[int]) -> bytearray:
-        return bytearray(self._memory.pages[torch.tensor(pages)].cpu().numpy().data.cast("B"))
+    def _write_brought(self) -> None:
+        for names in self._copies(self._brought):
+            brought = [self._brought[name] for name in names]
+            self._memory.write_pages([page for pages, _ in brought for page in pages], [piece for _, piece in brought])
+        self._brought.clear()
+
+    def _read(self, places: dict[Name, tuple[int, ...]]) -> Iterator[Entry]:
+        """Copy entries from the device, together."""
+        content = self._memory.read_pages([page for pages in places.values() for page in pages])
+        at = 0
+        for name in places:
+            end = at + self._size(name)
+            yield Entry(name, self._announcer.about(name.key), bytearray(content[at:end]))
+            at = end
+
+    def _copies(self, names: Iterable[Name]) -> Iterator[list[Name]]:
+        """Divide entries into what is copied at once."""
+        batch: list[Name] = []
+        size = 0
+        for name in names:
+            if batch and size + self._size(name) > MAX_COPY_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(name)
+            size += self._size(name)
+        if batch:
+            yield batch
+
+    def _size(self, name: Name) -> int:
+        return self._geometry.page_bytes * (self._geometry.pages_per_state if name.is_state else 1)

@@ -83,6 +83,20 @@ class Blocks:
         """Tell whether a state stands at the end of this block."""
         return key in self._states
 
+    def pages_of(self, key: Key, *, is_state: bool) -> tuple[int, ...] | None:
+        """Return the pages of a block, or of the state at its end; None when it is not here."""
+        if is_state:
+            return self._states[key].pages if key in self._states else None
+        return (self._page_of[key],) if key in self._page_of else None
+
+    def newest(self) -> tuple[list[Key], list[Key]]:
+        """Return the states and the blocks that could give way, from the last to the first that would.
+
+        States that have had their day are not among them.
+        """
+        states = [self._state_at[page].key for page in reversed(self._order) if page in self._state_at]
+        return states, [self._key_of[page] for page in reversed(self._order) if page not in self._state_at]
+
     def match(self, chain: Sequence[Key], most_blocks: int) -> Match:
         """Return what is cached of a prompt with this chain, at most so many blocks. Changes nothing."""
         page_of, states = self._page_of, self._states

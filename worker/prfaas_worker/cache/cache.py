@@ -8,14 +8,16 @@ Used from the engine's thread alone. Questions that end in None or False change 
 `pending` starts bringing what lies below the device, and the request is opened once that is done.
 """
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain, BlockHash
-from prfaas.wire.engine import CacheStats
 from prfaas.wire.kvevents import AttentionSpecKind, KvEvent
+from prfaas.wire.stats import CacheStats
 from prfaas_worker.cache.announce import Announcer
 from prfaas_worker.cache.below import Below, Loading
 from prfaas_worker.cache.blocks import Blocks, Evicted, Match
@@ -24,17 +26,23 @@ from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.policy import checkpoint_blocks
 from prfaas_worker.cache.tiers import Tiers
 
+log = logging.getLogger(__name__)
+
+MIB: Final = 1 << 20
+
 
 class Opened(NamedTuple):
     """Memory for a sequence, `cached_tokens` of which stand in it already.
 
-    `attention_tokens` is what attention alone would have given. `checkpoints` are the lengths, ascending and above
-    `cached_tokens`, at which the sequence's state should be kept: cut its chunks there and call `checkpoint`.
+    `attention_tokens` is what attention alone would have given, and the slot has the state after `state_tokens`.
+    `checkpoints` are the lengths, ascending and above `cached_tokens`, at which the sequence's state should be kept:
+    cut its chunks there and call `checkpoint`.
     """
 
     lease: Lease
     cached_tokens: int
     attention_tokens: int
+    state_tokens: int
     checkpoints: tuple[int, ...]
 
 
@@ -86,37 +94,44 @@ class HybridCache:
             return None
         return self._below.pending(chain[: most_tokens // self._geometry.page_tokens])
 
+    def cached_tokens(self, chain: Sequence[BlockHash], most_tokens: int) -> int:
+        """Return how many of a prompt's first `most_tokens` tokens are cached on the device with a state at their end.
+
+        Changes nothing.
+        """
+        size = self._geometry.page_tokens
+        return self._blocks.match(chain, most_tokens // size).state_blocks * size
+
     def open(
         self, chain: Sequence[BlockHash], tokens: int, most_tokens: int, *, use_state: bool = True
     ) -> Opened | None:
         """Take a slot, and pages for `tokens` tokens; None when either is short now.
 
         At most `most_tokens` of them come from the cache. Without `use_state` the state will come from elsewhere, so
-        rows alone count as cached.
+        rows alone count as cached, though the slot has what is known of the state until then.
         """
         if self._below is not None:
             self._below.adopt_loaded()
         size = self._geometry.page_tokens
         match = self._blocks.match(chain, most_tokens // size)
         shared = match.pages[: match.state_blocks] if use_state else match.pages
-        count = self._geometry.pages_for(tokens)
-        if not self._free_slots or not self._blocks.can_open(shared, count):
-            return None
-        slot = self._free_slots.pop()
-        start = chain[len(shared) - 1] if shared and use_state and self._geometry.pages_per_state else None
-        if start is None:
-            self._memory.clear_slot(slot)
-        else:
-            self._memory.load_state(self._blocks.state_pages(start), slot)
-        lease = self._blocks.open(shared, count, start)
+        lease = self._lend(chain, match, shared, self._geometry.pages_for(tokens))
         if lease is None:
-            raise InternalError(f"{count} pages were promised and are not there")
-        self._enter(lease, slot)
+            return None
         self._query_tokens += most_tokens
         self._hit_tokens += len(shared) * size
         self._stateless_tokens += (len(match.pages) - len(shared)) * size
         places = self._places(lease, match, most_tokens) if use_state else ()
-        return Opened(lease, len(shared) * size, len(match.pages) * size, places)
+        return Opened(lease, len(shared) * size, len(match.pages) * size, match.state_blocks * size, places)
+
+    def open_prefix(self, chain: Sequence[BlockHash], tokens: int) -> Lease | None:
+        """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, state included.
+
+        None when there is no slot now, or they are not cached. It does not count as a lookup.
+        """
+        blocks = tokens // self._geometry.page_tokens
+        match = self._blocks.match(chain, blocks)
+        return self._lend(chain, match, match.pages, blocks) if match.state_blocks == blocks else None
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Take more pages, so that `tokens` tokens fit; False when there are none now."""
@@ -175,6 +190,20 @@ class HybridCache:
             self._announcer.cleared()
         return freed
 
+    def keep(self, seconds_left: Callable[[], float]) -> None:
+        """Write what a restart could use to the disk, until no time is left; before the process ends."""
+        began = time.monotonic()
+        kept = self._below.keep(seconds_left) if self._below is not None else None
+        if kept is not None:
+            log.info(
+                "the disk keeps %d entries of the prefix cache for the next start: %.1f MiB were written in %.1f s, "
+                "%d entries are left out",
+                kept.entries,
+                kept.written_bytes / MIB,
+                time.monotonic() - began,
+                kept.left_out,
+            )
+
     def stats(self) -> CacheStats:
         """Tell how the cache is used; reads counters only, so any thread may ask."""
         total, below = self._memory.num_pages, self._below
@@ -192,6 +221,8 @@ class HybridCache:
             host_hit_tokens=below.host_hit_tokens if below else 0,
             disk_hit_tokens=below.disk_hit_tokens if below else 0,
             corrupt_entries=below.tiers.corrupt_entries if below else 0,
+            disk_failures=below.tiers.failures if below else 0,
+            disk_paused=below.tiers.is_paused if below else False,
         )
 
     def check_integrity(self) -> None:
@@ -206,6 +237,22 @@ class HybridCache:
         wrong = [page for page, count in enumerate(self._blocks.holders) if count != holders[page]]
         if wrong:
             raise InternalError(f"pages {wrong[:8]} are not held by those who should hold them")
+
+    def _lend(self, chain: Sequence[BlockHash], match: Match, shared: Sequence[int], count: int) -> Lease | None:
+        """Take a slot with the state of a match just made, and `count` pages, of which the first are `shared`."""
+        if not self._free_slots or not self._blocks.can_open(shared, count):
+            return None
+        slot = self._free_slots.pop()
+        start = chain[match.state_blocks - 1] if match.state_blocks and self._geometry.pages_per_state else None
+        if start is None:
+            self._memory.clear_slot(slot)
+        else:
+            self._memory.load_state(self._blocks.state_pages(start), slot)
+        lease = self._blocks.open(shared, count, start)
+        if lease is None:
+            raise InternalError(f"{count} pages were promised and are not there")
+        self._enter(lease, slot)
+        return lease
 
     def _enter(self, lease: Lease, slot: int) -> None:
         lease.slot = slot

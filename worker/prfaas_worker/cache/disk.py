@@ -1,24 +1,27 @@
 """The lowest tier: cache entries as files, which outlive the process.
 
 A file is written under a temporary name, synced and renamed, so a name stands for a whole file or for none; what is
-read is checked against its digests, and what fails is removed, counted and computed anew. A disk that is full or cannot
-be written is said once; from then on the tier is read alone.
+read is checked against its digests, and what fails is removed, counted and computed anew. An entry that cannot be
+written or read costs itself alone; while the whole disk is full or cannot be written the tier is read alone.
 
 Files are written by one thread and read by another, each in the order in which it was asked; the index belongs to the
 engine's thread alone, which learns of results in `poll` and never waits. The directory belongs to one process.
 """
 
+import errno
 import fcntl
 import itertools
 import logging
 import os
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from prfaas.errors import ConfigError, ProtocolError
+from prfaas_worker.cache.condition import Condition
 from prfaas_worker.cache.entries import (
     MAX_HEADER_BYTES,
     About,
@@ -28,6 +31,7 @@ from prfaas_worker.cache.entries import (
     check_payload,
     decode_header,
     encode_header,
+    header_bytes,
 )
 
 log = logging.getLogger(__name__)
@@ -35,23 +39,35 @@ log = logging.getLogger(__name__)
 MAX_UNWRITTEN_BYTES: Final = 256 << 20
 """Entries that wait for the disk; what comes on top is dropped, since a slow disk must not eat the memory."""
 _TEMPORARY: Final = ".tmp"
+_NO_FAULT_OF_THE_FILE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 OnChange = Callable[[Name, About | None], None]
 """Told of an entry that became available, with what it holds, or that is gone."""
 
 
 class Loaded(NamedTuple):
-    """What came of reading entries: those that were whole, those that are gone, and of these the damaged ones."""
+    """What came of reading entries: those that were whole, those that are gone, and of these the damaged ones.
+
+    `failures` counts those that the disk could not read, whatever is in them.
+    """
 
     entries: list[Entry]
     gone: list[Name]
     damaged: list[Name]
+    failures: int = 0
 
 
 class DiskTier:
     """Files of one model below a directory, at most so many bytes of them."""
 
-    def __init__(self, directory: Path, max_bytes: int, fingerprint: str, on_change: OnChange = lambda _, __: None):
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int,
+        fingerprint: str,
+        on_change: OnChange = lambda _, __: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._fingerprint = bytes.fromhex(fingerprint)
         self._root = directory / fingerprint[:16]
         self._max_bytes, self._on_change = max_bytes, on_change
@@ -59,9 +75,9 @@ class DiskTier:
         self._writes: deque[tuple[Entry, int, Future[OSError | None]]] = deque()
         self._unwritten: dict[Name, int] = {}
         self._serial = itertools.count()
-        self.bytes = self.corrupt_entries = 0
+        self.bytes = self.unwritten_bytes = self.corrupt_entries = self.failures = 0
         self._lock = _own(self._root)
-        self._writable = True
+        self._condition = Condition(self._root, clock)
         # Daemonic threads are not to be had here: `close` ends both.
         self._writer = ThreadPoolExecutor(1, "cache-write")
         self._reader = ThreadPoolExecutor(1, "cache-read")
@@ -71,13 +87,19 @@ class DiskTier:
         return name in self._sizes
 
     @property
-    def unwritten_bytes(self) -> int:
-        """Bytes that wait for the disk."""
-        return sum(self._unwritten.values())
+    def max_bytes(self) -> int:
+        """Bytes of files that are kept at most."""
+        return self._max_bytes
+
+    @property
+    def is_paused(self) -> bool:
+        """The disk could not be written, and nothing has been written since."""
+        return self._condition.is_paused
 
     def takes(self, size_bytes: int) -> bool:
         """Tell whether an entry of this size would be written."""
-        return self._writable and size_bytes <= self._max_bytes and self.unwritten_bytes < MAX_UNWRITTEN_BYTES
+        fits = size_bytes <= self._max_bytes and self.unwritten_bytes < MAX_UNWRITTEN_BYTES
+        return fits and self._condition.takes()
 
     def knows(self, name: Name) -> bool:
         """Tell whether an entry is here or about to be; if so, it was just of use."""
@@ -85,14 +107,35 @@ class DiskTier:
             self._sizes.move_to_end(name)
         return name in self._sizes or name in self._unwritten
 
+    def holds(self, name: Name) -> int:
+        """Return the bytes of an entry that is here or about to be, 0 for any other; if so, it was just of use."""
+        return (self._sizes.get(name) or self._unwritten.get(name, 0)) if self.knows(name) else 0
+
     def put(self, entry: Entry) -> None:
         """Write an entry in the background, unless it is here already or `takes` says no."""
         size = MAX_HEADER_BYTES + len(entry.payload)  # an upper bound, until it is written
         if self.knows(entry.name) or not self.takes(size):
             return
         self._unwritten[entry.name] = size
-        path, temporary = self._path(entry.name), self._root / f"{next(self._serial)}{_TEMPORARY}"
-        self._writes.append((entry, size, self._writer.submit(_write, path, temporary, self._fingerprint, entry)))
+        self.unwritten_bytes += size
+        self._writes.append((entry, size, self._writer.submit(self._write, entry)))
+
+    def keep(self, entry: Entry, used_at: float) -> bool:
+        """Write an entry now, as the process ends: as if it had last been of use then, and not waiting for the disk.
+
+        What the machine loses with its power before it is there is told by the digests. Tells whether it stands here.
+        """
+        if self.knows(entry.name):
+            return True
+        if not self._condition.takes():
+            return False
+        self._wrote(entry, self._write(entry, used_at))
+        return entry.name in self._sizes
+
+    def finish(self, seconds: float) -> None:
+        """Wait for what is being written, for so long at most."""
+        wait([future for _, _, future in self._writes], timeout=max(0.0, seconds))
+        self.poll()
 
     def load(self, names: list[Name]) -> "Future[Loaded]":
         """Read entries in the background; `loaded` is to be told of the outcome."""
@@ -101,6 +144,7 @@ class DiskTier:
     def loaded(self, result: Loaded) -> None:
         """Take note of what a load found."""
         self.corrupt_entries += len(result.damaged)
+        self.failures += result.failures
         for name in result.gone:
             if name in self._sizes:
                 self._forget(name)
@@ -111,22 +155,17 @@ class DiskTier:
     def poll(self) -> None:
         """Take note of what was written since."""
         while self._writes and self._writes[0][2].done():
-            entry, _, future = self._writes.popleft()
+            entry, size, future = self._writes.popleft()
             if self._unwritten.pop(entry.name, None) is None:  # forgotten meanwhile
                 continue
-            error = future.result()
-            if error is None:
-                self._note(entry.name, entry.about, len(entry.payload) + len(encode_header(self._fingerprint, entry)))
-            elif self._writable:
-                self._writable = False
-                log.warning(
-                    "The cache tier in %s cannot be written, and is only read from now on: %s", self._root, error
-                )
+            self.unwritten_bytes -= size
+            self._wrote(entry, future.result())
 
     def clear(self) -> None:
         """Forget all entries; their files go in the background."""
         paths = [self._path(name) for name in [*self._sizes, *self._unwritten]]
         self._unwritten.clear()
+        self.unwritten_bytes = 0
         self._sizes.clear()
         self.bytes = 0
         self._writer.submit(_remove, paths)
@@ -137,6 +176,14 @@ class DiskTier:
         self._writer.shutdown()
         self.poll()
         os.close(self._lock)
+
+    def _wrote(self, entry: Entry, error: OSError | None) -> None:
+        if error is not None:
+            self.failures += 1
+            self._condition.failed(self._path(entry.name), error)
+            return
+        self._condition.wrote()
+        self._note(entry.name, entry.about, header_bytes(entry.about) + len(entry.payload))
 
     def _note(self, name: Name, about: About, size: int) -> None:
         """Enter an entry's file into the index, and remove the least recently used while there is too much."""
@@ -179,21 +226,49 @@ class DiskTier:
             raise ProtocolError("it has another entry's name")
         return header
 
+    def _write(self, entry: Entry, modified: float | None = None) -> OSError | None:
+        """Write a file, in any thread: synced, or with a time of its own."""
+        path, temporary = self._path(entry.name), self._root / f"{next(self._serial)}{_TEMPORARY}"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(encode_header(self._fingerprint, entry))
+                file.write(entry.payload)
+                file.flush()
+                if modified is None:
+                    os.fsync(file.fileno())
+            if modified is not None:
+                os.utime(temporary, (modified, modified))
+            temporary.replace(path)
+        except OSError as error:
+            _remove([temporary])
+            return error
+        return None
+
     def _read_all(self, names: list[Name]) -> Loaded:
-        result = Loaded([], [], [])
+        entries: list[Entry] = []
+        gone: list[Name] = []
+        damaged: list[Name] = []
+        failures = 0
         for name in names:
             path = self._path(name)
             try:
-                result.entries.append(_read(path, name, self._fingerprint))
+                entries.append(_read(path, name, self._fingerprint))
             except ProtocolError as error:
                 log.warning("Cache entry %s is not used: %s", path, error)
                 _remove([path])
-                result.damaged.append(name)
-                result.gone.append(name)
+                damaged.append(name)
+                gone.append(name)
+            except FileNotFoundError:
+                log.warning("Cache entry %s is gone: somebody else removed it", path)
+                gone.append(name)
             except OSError as error:
                 log.warning("Cache entry %s cannot be read: %s", path, error)
-                result.gone.append(name)
-        return result
+                failures += 1
+                if error.errno not in _NO_FAULT_OF_THE_FILE:
+                    _remove([path])
+                    gone.append(name)
+        return Loaded(entries, gone, damaged, failures)
 
 
 def _own(root: Path) -> int:
@@ -219,23 +294,11 @@ def _own(root: Path) -> int:
 
 def _files(root: Path) -> Iterator[Path]:
     for folder in root.iterdir():
-        if folder.is_dir():
-            yield from (path for path in folder.iterdir() if path.suffix in (".block", ".state"))
-
-
-def _write(path: Path, temporary: Path, fingerprint: bytes, entry: Entry) -> OSError | None:
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(encode_header(fingerprint, entry))
-            file.write(entry.payload)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        _remove([temporary])
-        return error
-    return None
+        try:
+            if folder.is_dir():
+                yield from (path for path in sorted(folder.iterdir()) if path.suffix in (".block", ".state"))
+        except OSError as error:
+            log.warning("Cache folder %s cannot be read: %s", folder, error)
 
 
 def _read(path: Path, name: Name, fingerprint: bytes) -> Entry:

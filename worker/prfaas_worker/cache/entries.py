@@ -18,7 +18,7 @@ import xxhash
 
 from prfaas.errors import ProtocolError
 from prfaas.kvindex.blocks import BlockHash
-from prfaas.wire.transfer import Buffer
+from prfaas.wire.frames import Buffer
 
 _MAGIC: Final = b"PFXCACHE"
 _VERSION: Final = 1
@@ -59,6 +59,11 @@ class Header(NamedTuple):
     header_bytes: int
     payload_bytes: int
     payload_digest: int
+
+
+def header_bytes(about: About) -> int:
+    """Return how long the header of an entry with these tokens is."""
+    return _FIXED.size + 4 * len(about.token_ids) + _DIGEST.size
 
 
 def encode_header(fingerprint: bytes, entry: Entry) -> bytes:

@@ -5,16 +5,17 @@ hold state checkpoints. A *slot* is the working state of one running sequence: k
 dense, and copying it to or from pages is one operation. `table[slot]` lists the pages of the sequence in that slot, in
 order of its tokens.
 
-Nothing is touched before it is used, so memory that was reserved but not written costs nothing on a CPU. Who holds what
-is not known here.
+Nothing is touched here before it is used, so memory that was reserved but not written costs nothing on a CPU; see
+populate.py. Who holds what is not known here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from prfaas.kvindex.blocks import BLOCK_TOKENS
+from prfaas.wire.transfer import Buffer
 from prfaas_worker.models.base import LayerSpec, TensorSpec
 
 # Every tensor in a page or slot starts at a multiple of this, which suits every dtype and vector width.
@@ -119,6 +120,15 @@ class CacheMemory:
     def load_state(self, pages: Sequence[int], slot: int) -> None:
         """Copy a state out of the pages that `save_state` filled."""
         self.slots[slot].view(len(pages), -1).copy_(self.pages[torch.tensor(pages)])
+
+    def read_pages(self, pages: Sequence[int]) -> memoryview:
+        """Copy pages to host memory, all at once: their bytes one after the other."""
+        return self.pages[torch.tensor(pages)].cpu().numpy().data.cast("B")
+
+    def write_pages(self, pages: Sequence[int], content: Iterable[Buffer]) -> None:
+        """Copy the bytes of pages, in as many pieces as they came, to where they belong, all at once."""
+        source = torch.frombuffer(bytearray().join(content), dtype=torch.uint8).view(len(pages), -1)
+        self.pages[torch.tensor(pages)] = source.to(self.device)
 
     def row_bytes(self, layer: int, name: str, pages: Sequence[int], span: tuple[int, int]) -> list[memoryview]:
         """Writable bytes of a row tensor's tokens span[0] up to span[1], one piece a page; the pages are a sequence's.

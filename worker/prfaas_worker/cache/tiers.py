@@ -58,6 +58,14 @@ class HostTier:
             self._entries.move_to_end(name)
         return self._entries.get(name)
 
+    def peek(self, name: Name) -> Entry | None:
+        """Return an entry, which is not of use by that."""
+        return self._entries.get(name)
+
+    def newest(self) -> list[Name]:
+        """Return all names, from the last to the first that would have to go."""
+        return list(reversed(self._entries))
+
     def put(self, entry: Entry) -> list[Entry]:
         """Keep an entry that `takes` said yes to; returns those that had to go for it."""
         self._entries[entry.name] = entry
@@ -109,6 +117,21 @@ class Tiers:
     def corrupt_entries(self) -> int:
         """Files that were not what they should be, and were removed."""
         return self._disk.corrupt_entries if self._disk else 0
+
+    @property
+    def failures(self) -> int:
+        """Entries that the disk could not write or read."""
+        return self._disk.failures if self._disk else 0
+
+    @property
+    def is_paused(self) -> bool:
+        """The disk takes no new entries, since it could not be written."""
+        return self._disk is not None and self._disk.is_paused
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The tier that outlives the process."""
+        return self._disk
 
     def listen(self, on_change: OnChange) -> None:
         """Tell of every change from now on, and first of what the disk kept from before."""
@@ -162,6 +185,14 @@ class Tiers:
         """Take note of what was written to the disk since."""
         if self._disk is not None:
             self._disk.poll()
+
+    def on_host(self, name: Name) -> Entry | None:
+        """Return an entry that stands in host memory."""
+        return self._host.peek(name)
+
+    def newest_on_host(self) -> list[Name]:
+        """Return what stands in host memory, from the last to the first that would go."""
+        return self._host.newest()
 
     def clear(self) -> None:
         """Forget all entries; what is on its way to the device is not to be taken any more."""

@@ -10,10 +10,12 @@ from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.populate import populate_in_background
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.link import Outbox
-from prfaas_worker.engine.loop import Engine, Parts
+from prfaas_worker.engine.loop import Engine
+from prfaas_worker.engine.parts import Parts
 from prfaas_worker.engine.profile import Profiler
 from prfaas_worker.engine.runner import Runner, prefill_seconds
 from prfaas_worker.engine.schedule import BUDGETS
@@ -21,10 +23,13 @@ from prfaas_worker.engine.sequences import Sequence
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer
+from prfaas_worker.transfer.connections import Connections
 from prfaas_worker.transfer.fetch import Fetch, Wanted
-from prfaas_worker.transfer.layout import Place, layer_groups
+from prfaas_worker.transfer.layout import layer_groups
 from prfaas_worker.transfer.offers import Offers
+from prfaas_worker.transfer.pull import Shared
 from prfaas_worker.transfer.staging import Staging
+from prfaas_worker.transfer.traffic import Traffic
 
 MIB = 1 << 20
 CPU_CACHE_MIB = 1024
@@ -32,7 +37,9 @@ LARGE_VOCABULARY = 10_000
 """Above this many tokens the first grammar would hold every stream up for most of a second: it is prepared at start."""
 
 
-def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) -> tuple[Engine, Offers]:
+def assemble(
+    model: Model, directory: Path, options: Options, outbox: Outbox, traffic: Traffic
+) -> tuple[Engine, Offers]:
     """Return the step loop of a model and the prefills that it offers to others.
 
     Raises:
@@ -45,29 +52,41 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
     capacity = options.max_running + options.max_waiting
     offers = Offers((model.fingerprint, groups, model.hidden_size), options.data_port, capacity)
 
-    def new_fetch(sequence: Sequence) -> Fetch:
-        generate, lease = sequence.request.generation, sequence.held
+    shared = Shared(Connections(traffic.door), offers.counters, traffic)
+
+    def new_fetch(sequence: Sequence, is_prefix: bool, lend_tokens: int) -> Fetch:
+        request, message = sequence.request, sequence.request.message
         wanted = Wanted(
-            request_id=generate.request_id,
+            request_id=message.request_id,
             model_name=options.model_name,
-            prefill_url=generate.prefill_url,
-            token_ids=generate.token_ids,
+            url=request.prefix_url if is_prefix else request.generation.prefill_url,
+            token_ids=sequence.token_ids[:],
             start_token=sequence.computed_tokens,
-            cache_salt=generate.cache_salt,
+            cache_salt=message.cache_salt,
             fingerprint=model.fingerprint,
             groups=groups,
             hidden_size=model.hidden_size,
+            is_prefix=is_prefix,
+            lend_tokens=lend_tokens,
+            prefix_url="" if is_prefix else request.generation.prefix_url,
+            prefix_cluster=request.prefix_cluster,
+            cluster=request.prefix_cluster if is_prefix else request.generation.prefill_cluster,
+            handle=request.handle,
+            trace=message.trace,
         )
-        return Fetch(wanted, Place(memory, lease.slot, lease.pages, staging), offers.counters)
+        return Fetch(wanted, runner.place(sequence.held), shared)
 
+    runner = Runner(model, memory, staging)
     events: list[KvEvent] = []
     sizes = memory.geometry.state_bytes, memory.geometry.token_bytes
     parts = Parts(
-        runner=Runner(model, memory, staging),
+        runner=runner,
         cache=HybridCache(memory, _tiers(model, options), on_event=events.append, attention_kind=model.attention_kind),
         events=events,
         grammars=_grammars(model, directory),
         profiler=Profiler(*sizes, lambda profile: outbox.put([Measured(profile)])),
+        offers=offers,
+        traffic=traffic,
         new_fetch=new_fetch,
         answer=outbox.put,
     )
@@ -75,7 +94,10 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
     prefill = partial(prefill_seconds, parts.runner, parts.cache, BUDGETS[options.role].step_tokens)
     parts.profiler.measure(prefill, options.profile_seconds, max_context(model, options))
     engine = Engine(parts, role=options.role, max_waiting=options.max_waiting)
+    if options.cache_mib and model.device.type == "cpu":  # the default is there for whoever has not thought of memory
+        populate_in_background(memory.pages.data_ptr(), memory.pages.nbytes)
     offers.on_end = engine.offer_ended
+    offers.counters.on_end = lambda transfer: outbox.put([transfer])
     return engine, offers
 
 
@@ -83,7 +105,7 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
     """Reserve the cache.
 
     Raises:
-        ConfigError: a single sequence of the longest context would not fit.
+        ConfigError: a single sequence of the longest context would not fit, or the model has no such context.
 
     """
     geometry, context = CacheGeometry(model.layers), max_context(model, options)
@@ -111,8 +133,19 @@ def _default_cache_mib(model: Model) -> int:
 
 
 def max_context(model: Model, options: Options) -> int:
-    """Most tokens of a sequence."""
-    return min(model.max_context, options.max_context_tokens or model.max_context)
+    """Return the most tokens of a sequence.
+
+    Raises:
+        ConfigError: the options ask for more than the model was made for.
+
+    """
+    wanted = options.max_context_tokens or model.max_context
+    if wanted > model.max_context:
+        raise ConfigError(
+            f"--max-context {wanted} is more than the {model.max_context} tokens of this model: give at most those, or "
+            "leave it out"
+        )
+    return wanted
 
 
 def _compile(model: Model, options: Options) -> None:

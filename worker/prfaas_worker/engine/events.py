@@ -4,12 +4,12 @@ from concurrent.futures import Future
 from typing import Literal, NamedTuple
 
 from prfaas.errors import PrfaasError
-from prfaas.wire.engine import Cancel, Generate, ResetCache, SetRole, StartPrefill
+from prfaas.wire.engine import Cancel, Generate, ResetCache, SetRole, StartPrefill, StartPrefix
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.transfer.fetch import Fetched
 from prfaas_worker.transfer.offers import Offer
 
-Part = Literal["grammar", "cache"]
+Part = Literal["grammar", "cache", "prefix"]
 """What a request may have to wait for before it can be admitted."""
 
 
@@ -33,6 +33,12 @@ class FetchEnded(NamedTuple):
     result: Fetched | PrfaasError
 
 
+class Borrowed(NamedTuple):
+    """What the taker of a prefill lent stands in the memory of its sequence; may be said more than once."""
+
+    handle: int
+
+
 class Prepared(NamedTuple):
     """A request need not wait for this part any longer; `grammar` is the outcome where that was the part."""
 
@@ -41,4 +47,20 @@ class Prepared(NamedTuple):
     grammar: Future[Compiled] | None = None
 
 
-Event = Generate | Cancel | ResetCache | SetRole | Offered | OfferEnded | FetchEnded | Prepared
+class End(NamedTuple):
+    """Nobody is left to serve."""
+
+
+Event = (
+    Generate
+    | StartPrefix
+    | Cancel
+    | ResetCache
+    | SetRole
+    | Offered
+    | OfferEnded
+    | FetchEnded
+    | Borrowed
+    | Prepared
+    | End
+)

@@ -17,13 +17,16 @@ from prfaas.wire.engine import (
     AskStats,
     Cancel,
     CancelPrefill,
+    EgressSet,
     Failed,
     Generate,
     Granted,
     PrefillAnswer,
     ResetCache,
+    SetEgress,
     SetRole,
     StartPrefill,
+    StartPrefix,
     Stats,
     ToEngine,
     ToFront,
@@ -33,9 +36,9 @@ from prfaas.wire.engine import (
 from prfaas.wire.headers import CODE_OVERLOADED
 from prfaas_worker.engine.events import Offered
 from prfaas_worker.engine.loop import Engine
-from prfaas_worker.transfer.accounting import Monitor
 from prfaas_worker.transfer.offers import Offers, Prompt
 from prfaas_worker.transfer.sockets import receive_into
+from prfaas_worker.transfer.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -66,16 +69,16 @@ class Outbox:
 class Desk:
     """Takes the front's messages: answers some itself, passes the others to the step loop."""
 
-    def __init__(self, engine: Engine, offers: Offers, monitor: Monitor, outbox: Outbox):
+    def __init__(self, engine: Engine, offers: Offers, traffic: Traffic, outbox: Outbox):
         self._engine = engine
         self._offers = offers
-        self._monitor = monitor
+        self._traffic = traffic
         self._outbox = outbox
 
     def take(self, message: ToEngine) -> None:
         """Act on one message."""
         match message:
-            case Generate() | Cancel() | ResetCache() | SetRole():
+            case Generate() | StartPrefix() | Cancel() | ResetCache() | SetRole():
                 self._engine.inbox.put(message)
             case StartPrefill():
                 self._grant(message)
@@ -83,11 +86,26 @@ class Desk:
                 self._offers.cancel(transfer_id)
             case AskPrefill(handle, transfer_id):
                 self._outbox.put([PrefillAnswer(handle, self._offers.status(transfer_id))])
+            case SetEgress(handle, mbps):
+                self._traffic.egress.set_mbps(mbps)
+                self._outbox.put([EgressSet(handle, mbps)])
             case AskStats(handle):
                 self._outbox.put([self._stats(handle)])
 
+    def end(self) -> None:
+        """Have the engine keep what a restart can use, in the seconds that an orderly end has."""
+        self._engine.end()
+
     def _grant(self, message: StartPrefill) -> None:
-        prompt = Prompt(message.handle, message.request_id, len(message.token_ids), message.start_token)
+        prompt = Prompt(
+            message.handle,
+            message.request_id,
+            len(message.token_ids),
+            message.start_token,
+            message.peer,
+            message.lend_tokens,
+            message.trace,
+        )
         try:
             offer, grant = self._offers.grant(prompt)
         except CapacityError as error:
@@ -98,17 +116,17 @@ class Desk:
 
     def _stats(self, handle: int) -> Stats:
         transfers, sent_bytes, received_bytes = self._offers.counters.snapshot()
-        backlogged = self._monitor.backlogged
         return Stats(
             handle=handle,
             **self._engine.gauges._asdict(),
             transfers=transfers,
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,
-            unsent_bytes=self._monitor.unsent_bytes,
-            backlogged_bytes=backlogged.delivered_bytes,
-            backlogged_seconds=backlogged.seconds,
             cache=self._engine.cache.stats(),
+            links=tuple(self._traffic.monitor.links()),
+            egress_mbps=self._traffic.egress.mbps,
+            memory_bytes=self._traffic.memory.used_bytes,
+            memory_limit_bytes=self._traffic.memory.limit_bytes,
         )
 
 
@@ -128,6 +146,7 @@ def _read(sock: socket.socket, desk: Desk) -> None:
                 desk.take(message)
     except UnreachableError:
         log.info("the front closed its end: the engine ends")
+        desk.end()
         os._exit(0)
     except Exception:
         log.exception("the engine cannot read the front's messages")

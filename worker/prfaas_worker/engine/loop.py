@@ -5,9 +5,10 @@ through `answer`, which only queues, once a step.
 """
 
 import queue
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -24,55 +25,28 @@ from prfaas.wire.engine import (
     Role,
     RoleSet,
     SetRole,
-    Started,
+    StartPrefill,
+    StartPrefix,
     ToFront,
 )
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
-from prfaas.wire.kvevents import KvEvent
-from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine import sequences
-from prfaas_worker.engine.events import Event, FetchEnded, Offered, OfferEnded, Prepared
-from prfaas_worker.engine.grammar import Grammars
+from prfaas_worker.engine.events import Borrowed, End, Event, FetchEnded, Offered, OfferEnded, Prepared
+from prfaas_worker.engine.gauges import Gauges
+from prfaas_worker.engine.memory import give_back, keep
+from prfaas_worker.engine.others import Others
+from prfaas_worker.engine.parts import Parts
 from prfaas_worker.engine.preparing import Preparing
-from prfaas_worker.engine.profile import Profiler
-from prfaas_worker.engine.runner import Runner, Work
+from prfaas_worker.engine.runner import Work
 from prfaas_worker.engine.sampling import Outputs
 from prfaas_worker.engine.schedule import BUDGETS, Batch, schedule
 from prfaas_worker.engine.sequences import Phase, Request, Requests
-from prfaas_worker.engine.voice import Heard, Voice, failure
-from prfaas_worker.transfer.fetch import Fetch, Fetched
+from prfaas_worker.engine.voice import Heard, Voice, failure, started
+from prfaas_worker.transfer.fetch import Fetched
 
-
-class Gauges(NamedTuple):
-    """What the engine was busy with after its last step, and what it has done since its start."""
-
-    requests_running: int = 0
-    requests_waiting: int = 0
-    prefills_running: int = 0
-    prefills_waiting: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0
-    role: Role = "mixed"
-
-
-class Parts(NamedTuple):
-    """What an engine is put together from.
-
-    `new_fetch` prepares the fetch of a sequence whose prompt another instance prefills; `answer` queues messages to
-    the front, in order.
-    """
-
-    runner: Runner
-    cache: HybridCache
-    events: list[KvEvent]
-    """What the cache has to tell routers since the last step."""
-    grammars: Grammars
-    profiler: Profiler
-    new_fetch: Callable[[sequences.Sequence], Fetch]
-    answer: Callable[[list[ToFront]], None]
+KEEP_SECONDS: Final = 3.0
+"""Time at an orderly end for what a restart can use of the cache."""
+_LAST_STEP_SECONDS: Final = 1.0
 
 
 class Engine:
@@ -87,31 +61,40 @@ class Engine:
         self._runner, model = parts.runner, parts.runner.model
         self._voice = Voice(Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids))))
         self._preparing = Preparing(parts.grammars, parts.cache, self.inbox.put)
+        self._others = Others(parts, self.inbox.put)
         self._said: list[ToFront] = []
         self._max_waiting = max_waiting
-        self._role: Role = role
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._preemptions = 0
-        self._decode_steps = 0
-        self._decode_seconds = 0.0
+        self._end_at: float | None = None
+        self._kept = threading.Event()
 
     def offer_ended(self, handle: int) -> None:
         """Have a prefill for another instance forgotten; called from any thread."""
         self.inbox.put(OfferEnded(handle))
 
+    def end(self, seconds: float = KEEP_SECONDS) -> bool:
+        """Have `run` return once the cache's tiers have what a restart can use, or so many seconds are over.
+
+        Waits for that, but not much longer, and tells whether it was done; called from any other thread, again with 0
+        to cut it short. Whenever the process goes, the files that it leaves are whole.
+        """
+        self._end_at = time.monotonic() + seconds
+        self.inbox.put(End())
+        return self._kept.wait(seconds + _LAST_STEP_SECONDS)
+
     def run(self) -> None:
-        """Step until the process ends."""
+        """Step until `end` is called."""
         idle = True
-        while True:
+        while self._end_at is None:
             idle = not self.step(wait=idle)
+        self.cache.keep(lambda: (self._end_at or 0.0) - time.monotonic())
+        self._kept.set()
 
     @torch.inference_mode()
     def step(self, *, wait: bool) -> bool:
         """Do one step; with `wait` first wait until something arrives. Returns whether anything was to do."""
         self._take(wait=wait)
         began = time.monotonic()
-        batch = schedule(self.requests.facts(self.cache), BUDGETS[self._role])
+        batch = schedule(self.requests.facts(self.cache), BUDGETS[self.gauges.role])
         for sequence in batch.preempt:
             self._preempt(sequence)
         for sequence in batch.admit:
@@ -120,15 +103,8 @@ class Engine:
         work = self._work(batch)
         self._compute(work)
         if work.decodes and not work.chunks:
-            self._decode_steps += 1
-            self._decode_seconds += time.monotonic() - began
-        self.gauges = self._measure()
-        if events := self._parts.events:
-            self._said.append(KvEvents(events[:]))
-            events.clear()
-        if self._said:
-            self._parts.answer(self._said)
-            self._said = []
+            self.gauges = self.gauges.plus(decode_steps=1, decode_seconds=time.monotonic() - began)
+        self._tell()
         return not batch.empty
 
     def _take(self, *, wait: bool) -> None:
@@ -147,19 +123,26 @@ class Engine:
             case Cancel():
                 self._cancel(event)
             case Offered(message, offer):
-                request = Request(message.handle, len(message.token_ids), offer=offer)
-                self._add(request, message.token_ids, message.cache_salt)
+                request = Request(message.handle, len(message.token_ids), asked=message, offer=offer)
+                request.prefix_url, request.prefix_cluster = message.prefix_url, message.prefix_cluster
+                self._add(request, message)
+            case StartPrefix():
+                self._add(Request(event.handle, len(event.token_ids), asked=event), event)
             case OfferEnded(handle):
                 self._end(handle)
             case FetchEnded(handle, result):
                 self._fetched(handle, result)
+            case Borrowed(handle):
+                self._others.lent(self.requests.get(handle))
             case Prepared():
                 self._prepared(event)
             case ResetCache(handle):
                 self._said.append(CacheReset(handle, self.cache.reset()))
             case SetRole(handle, role):
-                self._role = role
+                self.gauges = self.gauges._replace(role=role)
                 self._said.append(RoleSet(handle, role))
+            case End():
+                pass  # wakes a loop that waits; `run` looks for itself
 
     def _arrive(self, message: Generate) -> None:
         if self.requests.counts()[False, True] >= self._max_waiting:
@@ -167,12 +150,14 @@ class Engine:
             self._said.append(Failed(message.handle, 503, CODE_OVERLOADED, text))
             return
         request = Request(message.handle, len(message.token_ids), generate=message)
+        request.prefix_url = "" if message.prefill_url else message.prefix_url
+        request.prefix_cluster = message.prefix_cluster
         try:
             self._voice.check(request)
         except RequestError as error:
             self._said.append(failure(message.handle, error))
             return
-        self._add(request, message.token_ids, message.cache_salt)
+        self._add(request, message)
 
     def _prepared(self, event: Prepared) -> None:
         request = self.requests.get(event.handle)
@@ -187,14 +172,28 @@ class Engine:
                 self._end(event.handle)
                 return
         if not request.awaits:
-            request.sequences[0].phase = Phase.WAITING
+            self._ready(request)
 
-    def _add(self, request: Request, token_ids: list[int], cache_salt: str) -> None:
-        chain = BlockChain(chain_root(self._runner.model.fingerprint, cache_salt))
+    def _add(self, request: Request, message: Generate | StartPrefill | StartPrefix) -> None:
+        generate = request.generate
+        token_ids = message.token_ids + (generate.generated if generate else [])
+        chain = BlockChain(chain_root(self._runner.model.fingerprint, message.cache_salt))
         chain.extend(token_ids)
-        request.sequences.append(sequences.Sequence(request, 0, token_ids[:], chain))
+        first = generate.choice if generate else 0
+        request.sequences.append(sequences.Sequence(request, first, token_ids, chain))
         self.requests.add(request)
         self._preparing.begin(request)
+        if not request.awaits:
+            self._ready(request)
+
+    def _ready(self, request: Request) -> None:
+        """Let a request be admitted from now on; one that only wants what is cached has it, or not, at once."""
+        (sequence,) = request.sequences
+        sequence.phase = Phase.WAITING
+        if isinstance(request.asked, StartPrefix):
+            self._said.append(self._others.give(sequence, self.requests.facts(self.cache)))
+            if sequence.lease is None:
+                self._end(request.handle)
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.handle)
@@ -208,54 +207,51 @@ class Engine:
 
     def _admit(self, sequence: sequences.Sequence) -> bool:
         """Give a sequence memory and start it; False when there is too little memory after all."""
+        if self._others.joins(sequence):
+            return True
         request, count = sequence.request, len(sequence.token_ids)
-        remote = request.generate is not None and bool(request.generate.prefill_url) and not request.started
-        opened = self.cache.open(sequence.chain.hashes, count, count - 1, use_state=not remote)
+        opened = self.cache.open(sequence.chain.hashes, count, count - 1, use_state=not request.is_remote)
         if opened is None:
             return False
         sequence.lease, sequence.computed_tokens = opened.lease, opened.cached_tokens
-        sequence.cuts = opened.checkpoints
+        sequence.cuts, sequence.is_exact = opened.checkpoints, True
         if request.queue_seconds is None:
             request.queue_seconds = time.monotonic() - request.arrived
             request.cached_tokens = opened.cached_tokens
         sequence.phase = Phase.RUNNING
-        if remote:
-            self._fetch(sequence)
+        self._others.begin(sequence, opened.state_tokens)
         return True
-
-    def _fetch(self, sequence: sequences.Sequence) -> None:
-        sequence.phase = Phase.FETCHING
-        handle = sequence.request.handle
-        fetch = sequence.request.fetch = self._parts.new_fetch(sequence)
-        fetch.start(lambda result: self.inbox.put(FetchEnded(handle, result)))
 
     def _fetched(self, handle: int, result: Fetched | PrfaasError) -> None:
         request = self.requests.get(handle)
         if request is None:
             return
         (sequence,) = request.sequences
+        transfer_id = request.fetch.transfer_id if request.fetch else ""
         request.fetch = None
+        prompt = self._others.came(sequence, result)
         if sequence.phase is Phase.ENDING:  # cancelled meanwhile
             self._end(handle)
-            return
-        if isinstance(result, PrfaasError):
+        elif isinstance(prompt, PrfaasError):
             self._end(handle)
-            self._said.append(Failed(handle, 502, CODE_PREFILL_FAILED, str(result)))
-            return
+            self._said.append(Failed(handle, 502, CODE_PREFILL_FAILED, str(prompt), transfer_id))
+        elif prompt is not None:
+            self._prefilled(sequence, prompt)
+
+    def _prefilled(self, sequence: sequences.Sequence, result: Fetched) -> None:
+        """Draw the first tokens behind a prompt that another instance prefilled."""
         sequence.computed_tokens = len(sequence.token_ids)
-        sequence.phase = Phase.RUNNING
-        self.cache.publish(sequence.held, sequence.chain, len(sequence.chain.hashes))
-        request.prefill_seconds = result.done.prefill_seconds
-        started = self._started(request, result)
+        sequence.phase, sequence.is_exact = Phase.RUNNING, result.is_exact
+        keep(self.cache, sequence)
+        sequence.request.prefill_seconds = result.done.prefill_seconds
         hidden = result.hidden.to(self._runner.model.device).unsqueeze(0)
-        self._draw(self._begin(sequence, started), self._runner.model.logits(hidden))
+        self._draw(self._begin(sequence, result), self._runner.model.logits(hidden))
 
     def _preempt(self, sequence: sequences.Sequence) -> None:
         """Take a sequence's memory; what it had computed may still be in the prefix cache when its turn comes."""
-        self.cache.close(sequence.held)
-        sequence.lease, sequence.computed_tokens, sequence.phase = None, 0, Phase.WAITING
+        give_back(self.cache, sequence)
         sequence.request.alone = False
-        self._preemptions += 1
+        self.gauges = self.gauges.plus(preemptions=1)
 
     def _work(self, batch: Batch[sequences.Sequence]) -> Work:
         ready = [one for one in batch.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
@@ -271,8 +267,8 @@ class Engine:
             return
         alone = len(work.chunks) == 1 and not work.decodes
         finished: list[tuple[sequences.Sequence, int]] = []
+        self.gauges = self.gauges.plus(prompt_tokens=sum(tokens for _, tokens in work.chunks))
         for row, (sequence, tokens) in enumerate(work.chunks):
-            self._prompt_tokens += tokens
             sequence.request.alone &= alone
             finished += self._advance(sequence, tokens, row)
         for row, sequence in enumerate(work.decodes, len(work.chunks)):
@@ -287,61 +283,47 @@ class Engine:
         """Note that tokens of a sequence are computed; returns who draws from the hidden state in `row` now."""
         request = sequence.request
         sequence.computed_tokens += tokens
-        self._keep(sequence)
+        keep(self.cache, sequence)
         if sequence.remaining_tokens:
             return []
         if request.alone and not request.started:
-            count = request.prompt_tokens - request.cached_tokens
+            count = len(sequence.token_ids) - request.cached_tokens
             self._parts.profiler.observe(count, request.prefill_seconds, request.cached_tokens)
         if request.offer is not None:
             sequence.phase = Phase.DELIVERING
-            request.offer.computed(request.prefill_seconds)
+            request.offer.computed(request.prefill_seconds, is_exact=sequence.is_exact)
             return []
         if request.started:
             return [(sequence, row)]
-        return [(choice, row) for choice in self._begin(sequence, self._started(request, None))]
+        return [(choice, row) for choice in self._begin(sequence)]
 
-    def _keep(self, sequence: sequences.Sequence) -> None:
-        """Let the prefix cache have the blocks that are complete now, and the state where it is wanted."""
-        blocks, rest = divmod(sequence.computed_tokens, sequence.chain.block_tokens)
-        decoding = sequence.computed_tokens > sequence.request.prompt_tokens
-        if decoding:
-            if rest:
-                return
-            sequence.chain.extend(sequence.token_ids[sequence.chain.tokens : sequence.computed_tokens])
-        self.cache.publish(sequence.held, sequence.chain, blocks)
-        if rest == 0 and (decoding or sequence.computed_tokens in sequence.cuts):
-            self.cache.checkpoint(sequence.held, sequence.chain.hashes, blocks, rolling=decoding)
-
-    def _started(self, request: Request, fetched: Fetched | None) -> Started:
-        return Started(
-            handle=request.handle,
-            cached_tokens=request.cached_tokens,
-            kv_bytes=fetched.received_bytes if fetched else 0,
-            prefill_seconds=request.prefill_seconds,
-            transfer_seconds=fetched.transfer_seconds if fetched else 0.0,
-            first_byte_seconds=fetched.done.first_byte_seconds if fetched else 0.0,
-            queue_seconds=request.queue_seconds or 0.0,
-        )
-
-    def _begin(self, sequence: sequences.Sequence, started: Started) -> list[sequences.Sequence]:
+    def _begin(self, sequence: sequences.Sequence, fetched: Fetched | None = None) -> list[sequences.Sequence]:
         """Turn a computed prompt into a sequence for each choice. One that finds no memory waits for some."""
         request = sequence.request
-        for index in range(1, request.generation.choices):
+        first = request.generation.choice
+        for index in range(first + 1, first + request.generation.choices):
             choice = sequences.Sequence(request, index, sequence.token_ids[:], sequence.chain.copy())
             choice.lease = self.cache.fork(sequence.held, sequence.computed_tokens)
             if choice.lease is not None:
                 choice.phase, choice.computed_tokens = Phase.RUNNING, sequence.computed_tokens
+                choice.is_exact = sequence.is_exact
             request.sequences.append(choice)
-        for choice in request.sequences:
-            choice.sampler = self._voice.sampler(request, choice.index, request.grammar)
+        try:
+            for choice in request.sequences:
+                choice.sampler = self._voice.sampler(request, choice.index, request.grammar)
+        except RequestError as error:
+            self._said.append(failure(request.handle, error))
+            self._end(request.handle)
+            return []
         request.started = True
-        self._said.append(started)
+        self._said.append(started(request, fetched))
         return request.sequences[:]
 
     def _draw(self, drawing: Sequence[sequences.Sequence], logits: torch.Tensor) -> None:
         """Draw a token for each sequence, tell the front, and end what ends; one row of logits may serve all."""
-        self._generation_tokens += len(drawing)
+        if not drawing:
+            return
+        self.gauges = self.gauges.plus(generation_tokens=len(drawing))
         for sequence, heard in zip(drawing, self._voice.draw(drawing, logits), strict=True):
             self._say(sequence, heard)
 
@@ -389,17 +371,12 @@ class Engine:
         if not request.sequences:
             self.requests.remove(request.handle)
 
-    def _measure(self) -> Gauges:
-        counts = self.requests.counts()
-        return Gauges(
-            requests_running=counts[False, False],
-            requests_waiting=counts[False, True],
-            prefills_running=counts[True, False],
-            prefills_waiting=counts[True, True],
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            preemptions=self._preemptions,
-            decode_steps=self._decode_steps,
-            decode_seconds=self._decode_seconds,
-            role=self._role,
-        )
+    def _tell(self) -> None:
+        """Let others know what this step changed."""
+        self.gauges = self._others.counted(self.gauges.now(self.requests.counts()))
+        if events := self._parts.events:
+            self._said.append(KvEvents(events[:]))
+            events.clear()
+        if self._said:
+            self._parts.answer(self._said)
+            self._said = []

@@ -50,7 +50,12 @@ class Preparing:
             return
         request.awaits.add("cache")
         ready = Prepared(request.handle, "cache")
-        loading.then(lambda: self._post(ready))
         timer = threading.Timer(LOAD_SECONDS, self._post, (ready,))
         timer.daemon = True
         timer.start()
+
+        def loaded() -> None:
+            timer.cancel()  # each is a thread
+            self._post(ready)
+
+        loading.then(loaded)

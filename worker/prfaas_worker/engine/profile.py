@@ -35,7 +35,12 @@ class Profiler:
         self._clock = clock
         self._curve = Curve()
         self._told_at = clock()
-        tell(self._curve.profile(*self._sizes))
+        tell(self.profile)
+
+    @property
+    def profile(self) -> Profile:
+        """The profile as it is now."""
+        return self._curve.profile(*self._sizes)
 
     def measure(self, prefill: Callable[[int], float], budget_seconds: float, max_tokens: int) -> None:
         """Measure for about `budget_seconds`, with prompts of up to `max_tokens`.
@@ -64,7 +69,7 @@ class Profiler:
 
     def _told(self) -> None:
         self._told_at = self._clock()
-        self._tell(self._curve.profile(*self._sizes))
+        self._tell(self.profile)
 
 
 def _lengths(longest: int) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from prfaas.errors import CapacityError, InternalError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.lease import Lease
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.engine import sequences
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
@@ -43,6 +44,10 @@ class Runner:
         self._staging = staging
         model.bind(memory)
 
+    def place(self, lease: Lease) -> Place:
+        """Return where transfers find a sequence's cache."""
+        return Place(self.memory, lease.slot, lease.pages, self._staging)
+
     def run(self, work: Work) -> Done:
         """Compute a step; every finished layer of a prefill for another instance leaves at once.
 
@@ -68,7 +73,7 @@ class Runner:
             sequence.request.prefill_seconds += seconds
             if sequence.request.offer is not None and tokens == sequence.remaining_tokens:
                 offer = sequence.request.offer
-                offer.mailbox.put(hidden_frame(offer.manifest, hidden[row].cpu()))
+                offer.put(hidden_frame(offer.manifest, hidden[row].cpu()))
         return Done(hidden, seconds)
 
     def _batch(self, work: Work) -> Batch:
@@ -101,7 +106,7 @@ class Runner:
         offer = sequence.request.offer
         if offer is None:
             return None
-        place = Place(self.memory, sequence.held.slot, sequence.held.pages, self._staging)
+        place = self.place(sequence.held)
         if offer.state == "waiting":
             offer.computing()
             # What the prefix cache holds is not computed again, but the other instance may lack it.
@@ -115,7 +120,7 @@ class Runner:
             _send_rows(offer, place, layer, span, mark)
             if last:
                 for frame in state_frames(offer.manifest, place, layer, mark):
-                    offer.mailbox.put(frame)
+                    offer.put(frame)
 
         return export
 
@@ -137,4 +142,4 @@ def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, token
 
 def _send_rows(offer: Offer, place: Place, layer: int, span: tuple[int, int], mark: Mark | None) -> None:
     for frame in block_frames(offer.manifest, place, layer, span, mark):
-        offer.mailbox.put(frame)
+        offer.put(frame)

@@ -33,7 +33,7 @@ class Running(NamedTuple, Generic[Key]):
 
     One that `decodes` takes one token's place in the step, any other a chunk's, which may not go beyond
     `until_cut_tokens`. `short` says that its next token needs one more page, `held_pages` what would become free if it
-    gave up.
+    gave up, which one that is `pinned` may not: others read from its memory.
     """
 
     key: Key
@@ -42,6 +42,7 @@ class Running(NamedTuple, Generic[Key]):
     held_pages: int
     short: bool
     decodes: bool
+    pinned: bool = False
 
 
 class Facts(NamedTuple, Generic[Key]):
@@ -111,8 +112,9 @@ def _decodes(facts: Facts[Key]) -> tuple[list[Key], list[Key], int]:
             continue
         while sequence.short and free_pages == 0 and last > place + 1:
             last -= 1
-            preempted.append(facts.running[last].key)
-            free_pages += facts.running[last].held_pages
+            if not facts.running[last].pinned:
+                preempted.append(facts.running[last].key)
+                free_pages += facts.running[last].held_pages
         if sequence.short and free_pages == 0:
             continue  # what holds the pages is no sequence that computes: it ends without our help
         free_pages -= sequence.short

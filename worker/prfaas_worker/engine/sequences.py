@@ -8,21 +8,21 @@ from enum import Enum
 
 from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain
-from prfaas.wire.engine import Generate
+from prfaas.wire.engine import Generate, StartPrefill, StartPrefix
 from prfaas_worker.cache.cache import HybridCache, Lease
 from prfaas_worker.engine.events import Part
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import Facts, Running, Waiting
-from prfaas_worker.transfer.fetch import Fetch
+from prfaas_worker.transfer.fetch import Fetch, Fetched
 from prfaas_worker.transfer.offers import Offer
 
 
 class Phase(Enum):
     """Where a sequence stands.
 
-    PREPARING waits for what other threads make ready; it and WAITING hold nothing. FETCHING waits for another
-    instance's prefill, DELIVERING for another to take ours, ENDING only for a transfer's thread to let go of memory.
+    PREPARING waits for what other threads make ready; it and WAITING hold nothing. FETCHING waits for what another
+    instance sends, DELIVERING for another to take ours, ENDING only for a transfer's thread to let go of memory.
     """
 
     PREPARING = "preparing"
@@ -39,7 +39,8 @@ class Sequence:
 
     The first `computed_tokens` of `token_ids` stand in the cache. Once all do, the next token is drawn; so a sequence
     that decodes has one token left to compute, and one that was preempted has them all. `cuts` are lengths at which a
-    chunk must end, because the state there is to be kept.
+    chunk must end, because the state there is to be kept. What `is_exact` no more stands on rows that came through a
+    lossy codec: nobody else may find it.
     """
 
     request: "Request"
@@ -50,6 +51,7 @@ class Sequence:
     lease: Lease | None = None
     computed_tokens: int = 0
     cuts: tuple[int, ...] = ()
+    is_exact: bool = True
     sampler: Sampler | None = None
 
     def __str__(self) -> str:
@@ -86,7 +88,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One call of the front: a generation, or with an offer a prefill for another instance.
+    """One call of the front: a generation, or what another instance asked for and takes by an offer.
 
     Until the prompt is computed it has one sequence, after that one for each choice that has not ended.
     """
@@ -94,6 +96,7 @@ class Request:
     handle: int
     prompt_tokens: int
     generate: Generate | None = None
+    asked: StartPrefill | StartPrefix | None = None
     offer: Offer | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: Fetch | None = None
@@ -106,11 +109,32 @@ class Request:
     alone: bool = True
     """Nothing else was computed beside its prompt: its time says what a prefill costs."""
     cached_tokens: int = 0
+    prefix_url: str = ""
+    """Whom to ask for a longer prefix than is cached, as long as that may be done."""
+    prefix_cluster: str = ""
+    """The cluster that it must be of, empty for any."""
+    has_joined: bool = False
+    """It waited for another's fetch of a prefix already."""
+    prefix: Fetched | None = None
+    """What came of it."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Its prompt is prefilled elsewhere, and is not here yet."""
+        return self.generate is not None and bool(self.generate.prefill_url) and not self.started
 
     @property
     def slots(self) -> int:
         """State slots that a first admission must leave room for."""
         return self.generate.choices if self.generate and not self.started else 1
+
+    @property
+    def message(self) -> Generate | StartPrefill | StartPrefix:
+        """What was asked for, by whomever."""
+        message = self.generate or self.asked
+        if message is None:
+            raise InternalError(f"nobody asked for request {self.handle}")
+        return message
 
     @property
     def generation(self) -> Generate:
@@ -144,9 +168,9 @@ class Requests:
         self._by_handle.pop(handle, None)
 
     def counts(self) -> Counter[tuple[bool, bool]]:
-        """Count requests by (a prefill for another instance, it waits); choices that wait again do not count apart."""
+        """Count requests by (for another instance, it waits); choices that wait again do not count apart."""
         return Counter(
-            (request.offer is not None, request.sequences[0].lease is None) for request in self._by_handle.values()
+            (request.generate is None, request.sequences[0].lease is None) for request in self._by_handle.values()
         )
 
     def facts(self, cache: HybridCache) -> "Facts[Sequence]":
@@ -173,4 +197,5 @@ def _running(sequence: Sequence, cache: HybridCache) -> Running[Sequence]:
     cut = next((cut for cut in sequence.cuts if cut > computed), total) if sequence.cuts else total
     short = computed >= cache.room(lease)
     decodes = computed + 1 == total and request.offer is None
-    return Running(sequence, total - computed, cut - computed, len(lease.pages), short, decodes)
+    pinned = request.offer is not None  # its frames are views of its pages
+    return Running(sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned)

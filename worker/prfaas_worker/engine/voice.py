@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from prfaas.errors import PrfaasError, RequestError
-from prfaas.wire.engine import Failed, FinishReason, ToFront, Tokens
+from prfaas.wire.engine import Failed, FinishReason, Started, ToFront, Tokens
 from prfaas_worker.engine import sequences
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
+from prfaas_worker.transfer.fetch import Fetched
 
 CODE_ENGINE_FAILED = "engine_failed"
 
@@ -37,8 +38,14 @@ class Voice:
         check_tokens(request.generation, self._outputs.vocab_size)
 
     def sampler(self, request: sequences.Request, choice: int, grammar: Compiled | None) -> Sampler:
-        """Return what draws for a choice that has drawn nothing yet."""
-        return Sampler(request.generation, choice, self._outputs, grammar.matcher() if grammar else None)
+        """Return what draws for a choice, from what it has drawn elsewhere on.
+
+        Raises:
+            RequestError: that does not follow the grammar.
+
+        """
+        generate, matcher = request.generation, grammar.matcher() if grammar else None
+        return Sampler(generate, choice, self._outputs, matcher, generate.generated)
 
     def draw(self, drawing: Sequence[sequences.Sequence], logits: torch.Tensor) -> list[Heard]:
         """Draw a token for each sequence from logits fp32 [B, vocab_size]; one row may serve all. May change them."""
@@ -62,6 +69,21 @@ def _heard(sequence: sequences.Sequence, drawn: Drawn) -> Heard:
     logprobs = [drawn.logprob] if drawn.logprob is not None and not stopped else []
     message = Tokens(generate.handle, sequence.index, token_ids, logprobs, reason)
     return Heard(message, sequence_ends=reason is not None, request_ends=False)
+
+
+def started(request: sequences.Request, fetched: Fetched | None) -> Started:
+    """Return what the front hears once a prompt is computed, here or where it was fetched from."""
+    came = fetched or request.prefix
+    return Started(
+        handle=request.handle,
+        cached_tokens=request.cached_tokens,
+        kv_bytes=came.received_bytes if came else 0,
+        prefill_seconds=request.prefill_seconds,
+        transfer_seconds=came.transfer_seconds if came else 0.0,
+        first_byte_seconds=fetched.done.first_byte_seconds if fetched else 0.0,
+        queue_seconds=request.queue_seconds or 0.0,
+        transfer_id=came.transfer_id if came else "",
+    )
 
 
 def failure(handle: int, error: PrfaasError) -> Failed:

@@ -20,27 +20,43 @@ _HOLE: Final = "\0"
 _ENCODED_HOLE: Final = _encode(_HOLE)
 
 
+class Scored(NamedTuple):
+    """A token whose log probability was asked for, and the place in the choice's text at which it begins."""
+
+    token: int
+    logprob: TokenLogprob
+    offset_characters: int
+
+
 class Piece(NamedTuple):
-    """What is new of one choice; `reason` is None until its last piece. With tools, `events` stand in for `text`."""
+    """What is new of one choice; `reason` is None until its last piece. With tools, `events` stand in for `text`.
+
+    `token_ids` are its tokens; `scored` are empty where nobody asked for log probabilities.
+    """
 
     index: int
     text: str
     events: Sequence[Event]
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
+    scored: Sequence[Scored]
     reason: str | None
     first: bool
+    token_ids: Sequence[int] = ()
+
+    @property
+    def characters(self) -> int:
+        """Characters of text and of calls' arguments."""
+        return len(self.text) + sum(len(event.text) for event in self.events if not isinstance(event, Called))
 
 
 class Answers:
     """Builds what is sent back for one request."""
 
-    def __init__(self, job: Job, request_id: str, model: str, tokenizer: Tokenizer):
+    def __init__(self, job: Job, request_id: str, model: str, tokenizer: Tokenizer, created: int | None = None):
         self._chat = job.chat
         self._tokenizer = tokenizer
         self._with_usage = job.include_usage or job.continuous_usage
         prefix = "chatcmpl" if job.chat else "cmpl"
-        self._head = {"id": f"{prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"{prefix}-{request_id}", "created": created or int(time.time()), "model": model}
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -50,8 +66,7 @@ class Answers:
 
     def whole_choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return one choice of such a body from all its pieces."""
-        token_ids = [token for piece in pieces for token in piece.token_ids]
-        logprobs = self._logprobs(token_ids, [entry for piece in pieces for entry in piece.logprobs])
+        logprobs = self._logprobs([entry for piece in pieces for entry in piece.scored])
         events = [event for piece in pieces for event in piece.events]
         said = [event.text for event in events if isinstance(event, Said)]
         text = "".join([piece.text for piece in pieces] + said)
@@ -68,13 +83,13 @@ class Answers:
 
         `usage` is for streams that report it all along.
         """
-        index, text, events, _, found, reason, first = piece
-        if reason is None and not (first or found or events or usage):
+        index, text, events, scored, reason, first, _ = piece
+        if reason is None and not (first or scored or events or usage):
             if not text:
                 return b""
             before, after = self._frames.get(index) or self._frame(index)
             return before + _encode(text) + after
-        logprobs = self._logprobs(piece.token_ids, found)
+        logprobs = self._logprobs(scored)
         contents = self._contents(piece)
         last = len(contents) - 1
         choices = [
@@ -112,23 +127,23 @@ class Answers:
             deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
         return [{"delta": delta} for delta in deltas]
 
-    def _logprobs(self, token_ids: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
         """Return log probabilities in the endpoint's form, None where none were asked for."""
-        if not found:
+        if not scored:
             return None
-        pairs = list(zip(token_ids, found, strict=True))
         if self._chat:
             return {
                 "content": [
                     self._named(token, entry.logprob)
                     | {"top_logprobs": [self._named(other, logprob) for other, logprob in entry.top]}
-                    for token, entry in pairs
+                    for token, entry, _ in scored
                 ]
             }
         return {
-            "tokens": [self._name(token) for token, _ in pairs],
-            "token_logprobs": [entry.logprob for _, entry in pairs],
-            "top_logprobs": [{self._name(other): logprob for other, logprob in entry.top} for _, entry in pairs],
+            "tokens": [self._name(token) for token, _, _ in scored],
+            "token_logprobs": [entry.logprob for _, entry, _ in scored],
+            "top_logprobs": [{self._name(other): logprob for other, logprob in entry.top} for _, entry, _ in scored],
+            "text_offset": [offset for _, _, offset in scored],
         }
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:

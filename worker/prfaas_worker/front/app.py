@@ -1,5 +1,6 @@
 """The worker's HTTP application: its routes, and every error as an OpenAI-style body."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -8,23 +9,24 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, RequestError
-from prfaas.wire.headers import CODE_OVERLOADED
+from prfaas.wire.headers import CODE_OVERLOADED, TRANSFER_ID
+from prfaas_worker.credentials import Credentials
 from prfaas_worker.front import control, event_stream, generation, prefills, profile, tokenization
 from prfaas_worker.front.answers import error_body
 from prfaas_worker.front.engine_client import EngineError
+from prfaas_worker.front.peers import guard
 from prfaas_worker.front.serving import SERVING, Serving
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def build_app(serving: Serving) -> web.Application:
-    """Return the application that serves `serving`."""
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_departures, _errors])
+def build_app(serving: Serving, credentials: Credentials | None = None) -> web.Application:
+    """Return the application that serves `serving`; with `credentials`, its port must speak TLS."""
+    app = web.Application(middlewares=[_departures, guard(credentials), _errors])
     app[SERVING] = serving
+    serving.metrics.credentials = credentials
     app.add_routes(
         [
             web.post("/v1/completions", generation.completions),
@@ -33,12 +35,15 @@ def build_app(serving: Serving) -> web.Application:
             web.post("/tokenize", tokenization.tokenize),
             web.post("/detokenize", tokenization.detokenize),
             web.post("/v1/prefills", prefills.create),
+            web.post("/v1/prefixes", prefills.create_prefix),
             web.get("/v1/prefills/{id}", prefills.read),
             web.delete("/v1/prefills/{id}", prefills.delete),
             web.get("/v1/kv-events", event_stream.stream),
             web.get("/v1/profile", profile.read),
             web.get("/v1/role", control.read_role),
             web.put("/v1/role", control.set_role),
+            web.get("/v1/egress", control.read_egress),
+            web.put("/v1/egress", control.set_egress),
             web.post("/v1/cache/reset", control.reset_cache),
             web.post("/reset_prefix_cache", control.reset_prefix_cache),
             web.get("/healthz", _healthz),
@@ -48,6 +53,8 @@ def build_app(serving: Serving) -> web.Application:
     )
     app.cleanup_ctx.append(_event_sockets)
     app.on_shutdown.append(_end_streams)
+    app.on_cleanup.append(_end_reading)
+    app.on_cleanup.append(_end_tracing)
     return app
 
 
@@ -66,7 +73,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except (RequestError, EngineError) as error:
-        return _error(str(error), status=error.status, code=error.code, param=error.param)
+        answer = _error(str(error), status=error.status, code=error.code, param=error.param)
+        if isinstance(error, EngineError) and error.transfer_id:
+            answer.headers[TRANSFER_ID] = error.transfer_id
+        return answer
     except CapacityError as error:
         return _error(str(error), status=503, code=CODE_OVERLOADED)
     except web.HTTPException as error:
@@ -126,3 +136,11 @@ async def _event_sockets(app: web.Application) -> AsyncIterator[None]:
 
 async def _end_streams(app: web.Application) -> None:
     app[SERVING].events.close()
+
+
+async def _end_tracing(app: web.Application) -> None:
+    await asyncio.to_thread(app[SERVING].tracing.close)
+
+
+async def _end_reading(app: web.Application) -> None:
+    app[SERVING].close()

@@ -31,12 +31,15 @@ def teach(serving: Serving, body: bytes, job: Job) -> None:
         serving.events.learn(byte_blocks(body, job, ready.fingerprint, token_bytes))
         return
     loop = asyncio.get_running_loop()
-    found = loop.run_in_executor(serving.readers, byte_blocks, body, job, ready.fingerprint, token_bytes)
+    found = loop.run_in_executor(serving.reader(len(body)), byte_blocks, body, job, ready.fingerprint, token_bytes)
     found.add_done_callback(lambda done: done.cancelled() or serving.events.learn(done.result()))
 
 
 def byte_blocks(body: bytes, job: Job, fingerprint: str, token_bytes: Callable[[int], bytes]) -> list[ByteBlock]:
-    """Return the byte blocks of a request's body behind which whole blocks of its only prompt's tokens lie."""
+    """Return the byte blocks of a request's body, with the last whole block of its only prompt's tokens in each.
+
+    Those before the first whole block too: a reader that knows a byte block then knows all before it.
+    """
     canonical = (canonical_chat if job.chat else canonical_completion)(body)
     if canonical is None:
         return []
@@ -47,7 +50,6 @@ def byte_blocks(body: bytes, job: Job, fingerprint: str, token_bytes: Callable[[
     chain.extend(token_ids)
     blocks = [count // BLOCK_TOKENS for count in counts]
     return [
-        ByteBlock(byte_hash, chain.hashes[block - 1], block * BLOCK_TOKENS)
+        ByteBlock(byte_hash, chain.hashes[block - 1] if block else b"", block * BLOCK_TOKENS)
         for byte_hash, block in zip(hashes, blocks, strict=True)
-        if block
     ]

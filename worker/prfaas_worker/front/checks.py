@@ -1,11 +1,19 @@
 """The rules that requests of every endpoint are held to: which model, which token ids, how much room."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
 from prfaas.errors import RequestError
+from prfaas_worker.options import Options
+
+BYTES_PER_TOKEN: Final = 16
+"""What a token may take in a body: text has 3 to 6 bytes of it, escaped characters and long runs of spaces up to 12."""
+BYTES_BESIDE: Final = 1 << 20
+"""What a body may have beside: schemas, tools, and all else."""
+MAX_BODY_BYTES: Final = 32 << 20
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +23,11 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_context: int
     max_choices: int
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The longest body that is read."""
+        return min(BYTES_BESIDE + BYTES_PER_TOKEN * self.max_context, MAX_BODY_BYTES)
 
 
 def require(held: bool, param: str, rule: str) -> None:
@@ -40,6 +53,25 @@ def require_model(model: str, served: Served) -> None:
         code="model_not_found",
         param="model",
     )
+
+
+def require_instance(url: str, options: Options, param: str) -> str:
+    """Return the address of another instance, inside TLS if we are; empty where there is none.
+
+    Raises:
+        RequestError: it is not of the form scheme://host:port.
+
+    """
+    if not url:
+        return ""
+    scheme = "https" if options.tls_dir else "http"
+    try:
+        parts = urlsplit(url)
+        well_formed = parts.scheme == scheme and parts.hostname and parts.port and parts.path in ("", "/")
+    except ValueError:
+        well_formed = False
+    require(bool(well_formed), param, f"is {url!r}; want {scheme}://host:port")
+    return url
 
 
 def require_room(token_ids: Sequence[int], served: Served) -> int:
@@ -68,7 +100,8 @@ def require_tokens(token_ids: list[Any], served: Served, param: str = "prompt") 
         RequestError: an entry is no integer or outside of the vocabulary.
 
     """
-    for entry in token_ids:
-        if type(entry) is not int or not 0 <= entry < served.vocab_size:
-            raise RequestError(f"{param} holds {entry!r}: want token ids of 0 to {served.vocab_size - 1}", param=param)
+    size = served.vocab_size
+    if token_ids and not (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
+        wrong = next(entry for entry in token_ids if type(entry) is not int or not 0 <= entry < size)
+        raise RequestError(f"{param} holds {wrong!r}: want token ids of 0 to {size - 1}", param=param)
     return token_ids

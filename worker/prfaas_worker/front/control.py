@@ -3,13 +3,17 @@
 POST /v1/cache/reset        -> {"freed_pages": n}; POST /reset_prefix_cache is vLLM's name for it, without a body
 GET  /v1/role               -> {"role": "prefill" | "decode" | "mixed"}
 PUT  /v1/role {"role": ...} -> the same, once it is in force. No request is lost, no model loaded anew
+GET  /v1/egress             -> {"mbps": n}: what all data connections together may send, null for no cap
+PUT  /v1/egress {"mbps": n} -> the same, once it is in force, for transfers under way too
 """
+
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
 
-from prfaas.errors import InternalError, RequestError
-from prfaas.wire.engine import CacheReset, ResetCache, Role, RoleSet, SetRole
+from prfaas.errors import RequestError
+from prfaas.wire.engine import CacheReset, EgressSet, ResetCache, Role, RoleSet, SetEgress, SetRole
 from prfaas_worker.front.serving import SERVING, Serving
 
 
@@ -17,6 +21,12 @@ class RoleBody(msgspec.Struct, frozen=True):
     """Body of PUT /v1/role, and its answer."""
 
     role: Role
+
+
+class EgressBody(msgspec.Struct, frozen=True):
+    """Body of PUT /v1/egress, and its answer."""
+
+    mbps: Annotated[int, msgspec.Meta(ge=1, le=100_000_000)] | None
 
 
 async def reset_cache(request: web.Request) -> web.Response:
@@ -45,25 +55,37 @@ async def set_role(request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=RoleBody)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f'{error}; send {{"role": "prefill"}}, "decode" or "mixed"', param="role") from error
-    with serving.engine.call() as call:
-        serving.engine.send(SetRole(call.handle, asked.role))
-        answer = await call.next()
-        call.over()
-    if not isinstance(answer, RoleSet):
-        raise InternalError(f"the engine answered SetRole with {type(answer).__name__}")
+    answer = await serving.engine.ask(lambda handle: SetRole(handle, asked.role), RoleSet)
     return _role(answer.role)
+
+
+async def read_egress(request: web.Request) -> web.Response:
+    """Serve GET /v1/egress."""
+    serving = request.app[SERVING]
+    serving.require_loaded()
+    return _egress((await serving.engine.stats()).egress_mbps)
+
+
+async def set_egress(request: web.Request) -> web.Response:
+    """Serve PUT /v1/egress."""
+    serving = request.app[SERVING]
+    serving.require_loaded()
+    try:
+        asked = msgspec.json.decode(await request.read(), type=EgressBody)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f'{error}; send {{"mbps": 800}}, or null for no cap', param="mbps") from error
+    answer = await serving.engine.ask(lambda handle: SetEgress(handle, asked.mbps), EgressSet)
+    return _egress(answer.mbps)
 
 
 async def _reset(serving: Serving) -> int:
     serving.require_loaded()
-    with serving.engine.call() as call:
-        serving.engine.send(ResetCache(call.handle))
-        answer = await call.next()
-        call.over()
-    if not isinstance(answer, CacheReset):
-        raise InternalError(f"the engine answered ResetCache with {type(answer).__name__}")
-    return answer.freed_pages
+    return (await serving.engine.ask(ResetCache, CacheReset)).freed_pages
 
 
 def _role(role: Role) -> web.Response:
     return web.json_response(body=msgspec.json.encode(RoleBody(role)))
+
+
+def _egress(mbps: int | None) -> web.Response:
+    return web.json_response(body=msgspec.json.encode(EgressBody(mbps)))

@@ -3,7 +3,8 @@
 import asyncio
 import socket
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from prfaas.errors import InternalError
 from prfaas.wire.engine import (
@@ -11,6 +12,7 @@ from prfaas.wire.engine import (
     AskStats,
     CacheReset,
     Cancel,
+    EgressSet,
     Failed,
     Granted,
     KvEvents,
@@ -24,11 +26,15 @@ from prfaas.wire.engine import (
     ToEngine,
     ToFront,
     Tokens,
+    TransferEnded,
     decode_for_front,
     encode_batch,
 )
 
-Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet
+Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet | EgressSet
+
+
+Reply = TypeVar("Reply")
 
 
 class EngineError(Exception):
@@ -38,6 +44,7 @@ class EngineError(Exception):
         super().__init__(failed.message)
         self.status = failed.status
         self.code = failed.code
+        self.transfer_id = failed.transfer_id
         self.param: str | None = None
 
 
@@ -166,12 +173,17 @@ class EngineClient:
 
     async def stats(self) -> Stats:
         """Ask the engine for its figures."""
+        return await self.ask(AskStats, Stats)
+
+    async def ask(self, question: Callable[[int], ToEngine], kind: type[Reply]) -> Reply:
+        """Put the question that is made for a call's handle, and return its one answer, which is of this kind."""
         with self.call() as call:
-            self.send(AskStats(call.handle))
+            message = question(call.handle)
+            self.send(message)
             answer = await call.next()
             call.over()
-        if not isinstance(answer, Stats):
-            raise InternalError(f"the engine answered AskStats with {type(answer).__name__}")
+        if not isinstance(answer, kind):
+            raise InternalError(f"the engine answered {type(message).__name__} with {type(answer).__name__}")
         return answer
 
     async def run(self) -> None:
@@ -182,8 +194,12 @@ class EngineClient:
                 for message in decode_for_front(await self._reader.readexactly(length)):
                     self._take(message)
         except (asyncio.IncompleteReadError, ConnectionError):
-            for handle, call in self._calls.items():
-                call.put(Failed(handle, 500, "engine_failed", "the engine process ended; this instance restarts"))
+            self.fail_calls(500, "engine_failed", "the engine process ended; this instance restarts")
+
+    def fail_calls(self, status: int, code: str, message: str) -> None:
+        """End every open call, after what it was told already, with an HTTP status, an error code and a sentence."""
+        for handle, call in self._calls.items():
+            call.put(Failed(handle, status, code, message))
 
     def close(self) -> None:
         """Close the socket, on which the engine ends."""
@@ -192,7 +208,7 @@ class EngineClient:
     def _take(self, message: ToFront) -> None:
         for listener in self.listeners:
             listener.heard(message)
-        if isinstance(message, (KvEvents, Measured)):  # of no call: listeners have them
+        if isinstance(message, (KvEvents, Measured, TransferEnded)):  # of no call: listeners have them
             return
         if isinstance(message, (Ready, StartFailed)):
             self.ready.set_result(message)

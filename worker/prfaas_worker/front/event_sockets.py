@@ -2,8 +2,8 @@
 
 A PUB socket sends [topic, seq as 8 bytes big-endian, payload]. PUB loses messages of a reader that is slow or away; it
 asks the ROUTER socket on the next port, sending the first number that it wants, and gets [seq, payload] for each batch
-that is still kept and at last the number -1 with an empty payload. Only cache events can be asked for again: these
-answers have no topic.
+from there on, or a snapshot and what came after it where those are not all kept, and at last the number -1 with an
+empty payload. Only cache events can be asked for again: these answers have no topic.
 """
 
 import asyncio
@@ -86,7 +86,11 @@ class EventSockets:
 
     async def _send_from(self, route: list[bytes], seq: int) -> None:
         kv = self._events.kv
-        seq = max(seq, kv.first_seq)
+        if not kv.reaches(seq):
+            snapshot = self._events.snapshot(kv)
+            seq = snapshot.seq + 1
+            for payload in snapshot.payloads:
+                await self._send([*route, snapshot.seq.to_bytes(8, "big"), payload])
         while entries := kv.read(seq, REPLAY_BYTES):
             for entry in entries:
                 await self._send([*route, entry.seq.to_bytes(8, "big"), entry.payload])

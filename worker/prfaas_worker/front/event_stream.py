@@ -4,13 +4,15 @@ Each frame is a 4-byte big-endian length and a msgpack array [topic, seq, payloa
 What the stream has to say itself comes as topics that begin with `prfaas.`, with maps as payloads:
 
     prfaas.hello  first: {epoch, instance, model, topics: {topic: {first_seq, next_seq}}}
-    prfaas.gap    {topic, from_seq, to_seq}: these batches are lost to the reader, who goes on at to_seq. When to_seq is
-                  not behind from_seq, the worker was started anew: what was known of its cache is void
+    prfaas.snapshot {topic, seq, batches}: the reader's place is not in the log. So many batches follow, all under the
+                  number seq, that tell what stands after that batch; what was known before is void
+    prfaas.gap    {topic, from_seq, to_seq}: these batches are lost to the reader
     prfaas.alive  after seconds without an event
     prfaas.end    last: {reason}, `overrun` for a reader so slow that events were lost, or `shutdown`
 
 `from` and `bytes_from` are the first numbers wanted of the two topics (default 0), `epoch` the hello's from which they
-are known. A reader is served from the log at its own pace: nothing is kept for it, nobody waits for it.
+are known. Where the log does not reach back so far, or is another one, a snapshot stands in for what is missing. A
+reader is served from the log at its own pace: nothing is kept for it, nobody waits for it.
 """
 
 import asyncio
@@ -38,14 +40,11 @@ class Cursor:
         self.log = log
         self.seq = from_seq
 
-    def skip_lost(self) -> bytes | None:
-        """Go on where the log has batches; returns the frame that tells of those lost, None when there are none."""
-        log = self.log
-        if log.first_seq <= self.seq <= log.next_seq:
+    def lost(self) -> bytes | None:
+        """Return the frame that tells of batches lost, None when there are none."""
+        if self.log.reaches(self.seq):
             return None
-        lost = {"topic": log.topic, "from_seq": self.seq, "to_seq": log.first_seq}
-        self.seq = log.first_seq
-        return _told("gap", lost)
+        return _told("gap", {"topic": self.log.topic, "from_seq": self.seq, "to_seq": self.log.first_seq})
 
     def take(self) -> list[bytes]:
         """Return frames of the next batches and go behind them."""
@@ -79,16 +78,28 @@ async def stream(request: web.Request) -> web.StreamResponse:
 
 async def _follow(response: web.StreamResponse, events: Events, cursors: list[Cursor]) -> str:
     """Send what there is and what comes; returns why that ended."""
-    await _send(response, [lost for cursor in cursors if (lost := cursor.skip_lost())])
+    for cursor in cursors:
+        if not cursor.log.reaches(cursor.seq):
+            await _send_snapshot(response, events, cursor)
     while not events.closed:
         frames = [frame for cursor in cursors for frame in cursor.take()]
         if frames or not await events.wait(ALIVE_SECONDS):
             await _send(response, frames or [_told("alive", {})])
-        lost = [lost for cursor in cursors if (lost := cursor.skip_lost())]
+        lost = [lost for cursor in cursors if (lost := cursor.lost())]
         if lost:
             await _send(response, lost)
             return "overrun"
     return "shutdown"
+
+
+async def _send_snapshot(response: web.StreamResponse, events: Events, cursor: Cursor) -> None:
+    """Send what stands, and put the cursor behind it."""
+    topic, seq, batches, payloads = events.snapshot(cursor.log)
+    cursor.seq = seq + 1
+    await _send(response, [_told("snapshot", {"topic": topic, "seq": seq, "batches": batches})])
+    for payload in payloads:
+        await _send(response, [frame(Entry(topic, seq, payload))])
+        await asyncio.sleep(0)  # a write that the socket takes at once lets nobody else run
 
 
 async def _send(response: web.StreamResponse, frames: list[bytes]) -> None:

@@ -6,48 +6,76 @@ there the prefill at the other instance.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
-from urllib.parse import urlsplit
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 import msgspec
 from aiohttp import web
 
-from prfaas.errors import InternalError, RequestError
+from prfaas.errors import InternalError
 from prfaas.wire import headers
 from prfaas.wire.engine import Cancel, Generate, Started, Tokens
+from prfaas.wire.resume import Resume
+from prfaas.wire.trace import read_trace
 from prfaas_worker.front import byte_map
 from prfaas_worker.front.answers import Answers, Piece, error_body, sse, usage_body
-from prfaas_worker.front.checks import Served
+from prfaas_worker.front.checks import require_instance
 from prfaas_worker.front.choices import Choice
 from prfaas_worker.front.engine_client import Answer, Call, EngineError
 from prfaas_worker.front.openai import Job, chat_job, completion_job
-from prfaas_worker.front.reading import in_thread
+from prfaas_worker.front.reading import read_request
+from prfaas_worker.front.resuming import (
+    Ledger,
+    Line,
+    MakeJob,
+    fingerprint_of,
+    lines,
+    read_asked,
+    reader,
+    replay,
+)
 from prfaas_worker.front.serving import SERVING, Serving
-from prfaas_worker.tokenizer import Tokenizer
+from prfaas_worker.front.spans import Decode
 
 MAX_REQUEST_ID: Final = 128
 
-MakeJob = Callable[[bytes, Served, Tokenizer], Job]
+
+class Planned(NamedTuple):
+    """What a request asks for, where it goes on if it does, and the calls of the engine that this takes."""
+
+    job: Job
+    resume: Resume | None
+    lines: list[Line]
 
 
 class Generation:
-    """The engine's calls of one request, as text. The counts grow with `pieces`."""
+    """The engine's calls of one request, as text. The counts grow with `pieces`.
 
-    def __init__(self, call: Call, job: Job, serving: Serving):
+    Raises:
+        RequestError: it is to be resumed, and its tokens make another text than the one that was sent.
+
+    """
+
+    def __init__(self, call: Call, asked: Planned, serving: Serving):
         self._call = call
         self._serving = serving
-        self._choices = {
-            (handle, number): Choice(place * job.choices + number, job, prompt.echo, serving.tokenizer)
-            for place, (handle, prompt) in enumerate(zip(call.handles, job.prompts, strict=True))
-            for number in range(job.choices)
-        }
-        self._running = dict.fromkeys(call.handles, job.choices)
+        self._choices: dict[tuple[int, int], Choice] = {}
+        self._running: dict[int, int] = {}
+        job, resume = asked.job, asked.resume
+        for handle, line in zip(call.handles, asked.lines, strict=True):
+            self._running[handle] = line.choices
+            for number in range(line.first, line.first + line.choices):
+                index = line.place * job.choices + number
+                choice = Choice(index, job, line.prompt.echo, serving.tokenizer)
+                if line.sent is not None:
+                    replay(choice, line.sent)
+                self._choices[handle, number] = choice
         self._early: list[Answer] = []
         self._prompt_tokens = job.prompt_tokens
         self._cached_tokens = 0
-        self.completion_tokens = 0
+        self._told_cached_tokens = resume.cached_tokens if resume else None
+        self.completion_tokens = sum(len(sent.token_ids) for sent in resume.choices.values()) if resume else 0
 
     async def start(self) -> list[Started]:
         """Wait until the first token of every prompt exists.
@@ -84,7 +112,8 @@ class Generation:
     @property
     def usage(self) -> dict[str, Any]:
         """Usage so far."""
-        return usage_body(self._prompt_tokens, self.completion_tokens, self._cached_tokens)
+        cached_tokens = self._cached_tokens if self._told_cached_tokens is None else self._told_cached_tokens
+        return usage_body(self._prompt_tokens, self.completion_tokens, cached_tokens)
 
     def _piece(self, answer: Answer) -> Piece | None:
         if not isinstance(answer, Tokens) or (choice := self._choices.get((answer.handle, answer.choice))) is None:
@@ -114,26 +143,48 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await _serve(request, chat_job)
 
 
+class Others(NamedTuple):
+    """Other instances that a request names: who prefills, who may have a prefix, and the clusters of both."""
+
+    prefill_url: str
+    prefix_url: str
+    prefill_cluster: str
+    prefix_cluster: str
+
+
 async def _serve(request: web.Request, make: MakeJob) -> web.StreamResponse:
+    request_id = _request_id(request)
+    with Decode(request.app[SERVING].tracing, read_trace(request.headers), request_id) as spans:
+        return await _answer(request, make, request_id, spans)
+
+
+async def _answer(request: web.Request, make: MakeJob, request_id: str, spans: Decode) -> web.StreamResponse:
     serving = request.app[SERVING]
     began = time.monotonic()
-    job = await in_thread(serving, make, await request.read())
     serving.require_open()
-    request_id = _request_id(request)
-    answers = Answers(job, request_id, serving.served.model_name, serving.tokenizer)
-    prefill_url = _prefill_url(request)
-    with serving.engine.call(len(job.prompts)) as call:
-        for message in _messages(call, request_id, job, prefill_url):
-            serving.engine.send(message)
-        byte_map.teach(serving, await request.read(), job)
-        generation = Generation(call, job, serving)
+    asked = read_asked(request)
+    data, (job, resume) = await read_request(request, reader(make, asked), asked.document_bytes)
+    serving.require_open()
+    fingerprint = fingerprint_of(serving, resume)
+    created = asked.fixed.created if asked.fixed else None
+    answers = Answers(job, request_id, serving.served.model_name, serving.tokenizer, created)
+    others = _others(request)
+    planned = Planned(job, resume, lines(job, resume))
+    with serving.engine.call(len(planned.lines)) as call:
+        generation = Generation(call, planned, serving)
+        for message in _messages(call, request_id, planned, others):
+            serving.engine.send(spans.begin(message))
+        byte_map.teach(serving, data[asked.document_bytes :], job)
         started = await generation.start()
+        spans.started(started)
         serving.metrics.first_token(time.monotonic() - began)
         answer_headers = _headers(started, job.prompt_tokens, request_id)
         if job.stream:
-            return await _stream(request, (job, generation, answers), answer_headers)
-        body = await _collect(generation, answers)
-    return web.json_response(body=msgspec.json.encode(body), headers=answer_headers)
+            ledger = Ledger(resume) if asked.fixed else None
+            told = answer_headers | ({headers.RESUMABLE: fingerprint} if ledger else {})
+            return await _stream(request, (job, generation, answers, spans, ledger), told)
+        whole = await _collect(generation, answers)
+    return web.json_response(body=msgspec.json.encode(whole), headers=answer_headers)
 
 
 async def _collect(generation: Generation, answers: Answers) -> dict[str, Any]:
@@ -146,44 +197,56 @@ async def _collect(generation: Generation, answers: Answers) -> dict[str, Any]:
 
 
 async def _stream(
-    request: web.Request, parts: tuple[Job, Generation, Answers], answer_headers: dict[str, str]
+    request: web.Request,
+    parts: tuple[Job, Generation, Answers, Decode, Ledger | None],
+    answer_headers: dict[str, str],
 ) -> web.StreamResponse:
     """Send the answer as server-sent events. An engine that fails on the way becomes an error event."""
-    job, generation, answers = parts
+    job, generation, answers, spans, ledger = parts
     response = web.StreamResponse(headers=answer_headers | {"cache-control": "no-cache"})
     response.content_type = "text/event-stream"
     await response.prepare(request)
     try:
         while pieces := await generation.pieces():
             usage = generation.usage if job.continuous_usage else None
-            if events := b"".join([answers.event(piece, usage) for piece in pieces]):
-                await response.write(events)
+            events = [answers.event(piece, usage) for piece in pieces]
+            if ledger is not None:
+                events = [ledger.told(*one) for one in zip(pieces, events, strict=True)]
+            if data := b"".join(events):
+                await response.write(data)
         end = answers.usage_event(generation.usage) if job.include_usage else b""
         await response.write(end + b"data: [DONE]\n\n")
     except EngineError as error:
+        spans.fail(str(error))
         await response.write(sse(error_body(str(error), status=error.status, code=error.code)))
     await response.write_eof()
     return response
 
 
-def _messages(call: Call, request_id: str, job: Job, prefill_url: str) -> list[Generate]:
+def _messages(call: Call, request_id: str, planned: Planned, others: Others) -> list[Generate]:
+    job = planned.job
     return [
         Generate(
             handle=handle,
             request_id=request_id,
-            token_ids=prompt.token_ids,
-            choices=job.choices,
-            max_tokens=prompt.max_tokens,
-            sampling=prompt.sampling,
+            token_ids=line.prompt.token_ids,
+            choices=line.choices,
+            max_tokens=line.prompt.max_tokens,
+            sampling=line.prompt.sampling,
             logprobs=job.logprobs,
-            prefill_url=prefill_url,
+            prefill_url=others.prefill_url,
             min_tokens=job.min_tokens,
             ignore_eos=job.ignore_eos,
             stop_token_ids=job.stop_token_ids,
             grammar=job.grammar,
             cache_salt=job.cache_salt,
+            prefix_url=others.prefix_url,
+            prefill_cluster=others.prefill_cluster,
+            prefix_cluster=others.prefix_cluster,
+            generated=line.generated,
+            choice=line.first,
         )
-        for handle, prompt in zip(call.handles, job.prompts, strict=True)
+        for handle, line in zip(call.handles, planned.lines, strict=True)
     ]
 
 
@@ -193,30 +256,27 @@ def _request_id(request: web.Request) -> str:
     return given if given and given.isascii() else uuid4().hex
 
 
-def _prefill_url(request: web.Request) -> str:
-    """Return the address of the instance that prefills, empty when that is this one."""
-    url = request.headers.get(headers.PREFILL_URL, "")
-    if not url:
-        return ""
-    try:
-        parts = urlsplit(url)
-        well_formed = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/")
-    except ValueError:
-        well_formed = False
-    if not well_formed:
-        raise RequestError(f"{headers.PREFILL_URL} is {url!r}; want http://host:port", param=headers.PREFILL_URL)
-    return url
+def _others(request: web.Request) -> Others:
+    """Read the headers that name other instances."""
+    options, given = request.app[SERVING].options, request.headers
+    prefill_url = require_instance(given.get(headers.PREFILL_URL, ""), options, headers.PREFILL_URL)
+    prefix_url = require_instance(given.get(headers.PREFIX_URL, ""), options, headers.PREFIX_URL)
+    prefill_cluster, prefix_cluster = (
+        given.get(name, "") for name in (headers.PREFILL_CLUSTER, headers.PREFIX_CLUSTER)
+    )
+    return Others(prefill_url, prefix_url, prefill_cluster, prefix_cluster)
 
 
 def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) -> dict[str, str]:
     """Return the headers of an answer; of several prompts, tokens and bytes in all and the longest of each time."""
-    return {
+    transfers = ",".join(one.transfer_id for one in started if one.transfer_id)
+    return ({headers.TRANSFER_ID: transfers} if transfers else {}) | {
         headers.REQUEST_ID: request_id,
         headers.PROMPT_TOKENS: str(prompt_tokens),
         headers.CACHED_TOKENS: str(sum(one.cached_tokens for one in started)),
         headers.KV_BYTES: str(sum(one.kv_bytes for one in started)),
-        headers.QUEUE_SECONDS: f"{max(one.queue_seconds for one in started):.6f}",
-        headers.PREFILL_SECONDS: f"{max(one.prefill_seconds for one in started):.6f}",
-        headers.TRANSFER_SECONDS: f"{max(one.transfer_seconds for one in started):.6f}",
-        headers.FIRST_BYTE_SECONDS: f"{max(one.first_byte_seconds for one in started):.6f}",
+        headers.QUEUE_SECONDS: f"{max((one.queue_seconds for one in started), default=0.0):.6f}",
+        headers.PREFILL_SECONDS: f"{max((one.prefill_seconds for one in started), default=0.0):.6f}",
+        headers.TRANSFER_SECONDS: f"{max((one.transfer_seconds for one in started), default=0.0):.6f}",
+        headers.FIRST_BYTE_SECONDS: f"{max((one.first_byte_seconds for one in started), default=0.0):.6f}",
     }

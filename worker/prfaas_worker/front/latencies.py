@@ -58,10 +58,10 @@ class _Stream:
 
     __slots__ = ("choices", "prompt_tokens", "sent_at")
 
-    def __init__(self, sent_at: float, prompt_tokens: int, choices: int):
+    def __init__(self, sent_at: float, prompt_tokens: int, choices: range):
         self.sent_at = sent_at
         self.prompt_tokens = prompt_tokens
-        self.choices: dict[int, float | None] = dict.fromkeys(range(choices))
+        self.choices: dict[int, float | None] = dict.fromkeys(choices)
 
 
 class Latencies:
@@ -86,7 +86,8 @@ class Latencies:
         """Take note of what goes to the engine."""
         match message:
             case Generate():
-                self._streams[message.handle] = _Stream(self._clock(), len(message.token_ids), message.choices)
+                choices = range(message.choice, message.choice + message.choices)
+                self._streams[message.handle] = _Stream(self._clock(), len(message.token_ids), choices)
             case StartPrefill():
                 self._offered[message.handle] = len(message.token_ids)
             case Cancel(handle, choice):

@@ -15,9 +15,12 @@ from prometheus_client.utils import floatToGoString
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.kvindex.blocks import BLOCK_TOKENS
-from prfaas.wire.engine import CacheStats, Measured, Stats, ToEngine, ToFront
+from prfaas.wire.engine import Measured, Stats, ToEngine, ToFront, TransferEnded
 from prfaas.wire.profile import Profile
+from prfaas.wire.stats import CacheStats
+from prfaas_worker.credentials import Credentials
 from prfaas_worker.front.latencies import Histogram, Latencies
+from prfaas_worker.front.transfers import Transfers
 
 Described = Mapping[str, tuple[str, str]]
 
@@ -26,24 +29,46 @@ GAUGES: Final[Described] = {
     "prfaas_requests_waiting": ("requests_waiting", "Requests that wait for room."),
     "prfaas_prefills_running": ("prefills_running", "Prefills for other instances, computing or being sent."),
     "prfaas_prefills_waiting": ("prefills_waiting", "Prefills for other instances that wait for room."),
-    "prfaas_transfer_unsent_bytes": ("unsent_bytes", "Cache bytes that wait to be sent over data connections."),
+    "prfaas_transfer_memory_bytes": ("memory_bytes", "Memory that transfers hold beside the cache."),
+    "prfaas_transfer_memory_limit_bytes": ("memory_limit_bytes", "Most that they may hold."),
 }
 COUNTERS: Final[Described] = {
     "prfaas_transfer_sent_bytes": ("sent_bytes", "Bytes written to data connections."),
     "prfaas_transfer_received_bytes": ("received_bytes", "Bytes read from data connections."),
-    "prfaas_transfer_backlogged_bytes": ("backlogged_bytes", "Bytes delivered while data waited to be sent."),
-    "prfaas_transfer_backlogged_seconds": ("backlogged_seconds", "Time during which data waited to be sent."),
     "prfaas_prompt_tokens": ("prompt_tokens", "Prompt tokens prefilled here."),
     "prfaas_generation_tokens": ("generation_tokens", "Tokens generated here."),
     "prfaas_decode_steps": ("decode_steps", "Steps in which nothing but decodes was computed."),
     "prfaas_decode_seconds": ("decode_seconds", "What these steps took."),
+    "prfaas_prefix_fetched_tokens": ("prefix_tokens", "Tokens of cached prefixes that other instances gave."),
+    "prfaas_borrowed_tokens": ("borrowed_tokens", "Tokens that takers of prefills lent."),
     "prfaas_preemptions": ("preemptions", "Running requests that had to give up their memory and begin again."),
+}
+LINK_GAUGES: Final[Described] = {
+    "prfaas_link_connections": ("connections", "Data connections to a peer cluster that transfer."),
+    "prfaas_link_rtt_seconds": ("rtt_seconds", "Round trip, as a mean over connections: twice the least is a queue."),
+    "prfaas_link_min_rtt_seconds": ("min_rtt_seconds", "The least round trip of the last minutes: the empty link's."),
+    "prfaas_link_delivery_rate_bytes_per_second": (
+        "delivery_rate_bytes_per_second",
+        "Rate of delivery as the kernel estimates it, summed over connections.",
+    ),
+    "prfaas_link_unsent_bytes": ("unsent_bytes", "Bytes that wait to be sent."),
+}
+LINK_COUNTERS: Final[Described] = {
+    "prfaas_link_sent_bytes": ("sent_bytes", "Bytes that the peer acknowledged, TLS included."),
+    "prfaas_link_received_bytes": ("received_bytes", "Bytes that came from the peer, TLS included."),
+    "prfaas_link_retransmits": ("retransmits", "Segments sent again: a sign of congestion under CUBIC, not under BBR."),
+    "prfaas_link_busy_seconds": ("busy_seconds", "Time with data under way, summed over connections."),
+    "prfaas_link_rwnd_limited_seconds": ("rwnd_limited_seconds", "Of this, held up by the peer's receive window."),
+    "prfaas_link_sndbuf_limited_seconds": ("sndbuf_limited_seconds", "Of this, held up by our own send buffer."),
+    "prfaas_link_backlogged_bytes": ("backlogged_bytes", "Bytes delivered while data waited to be sent."),
+    "prfaas_link_backlogged_seconds": ("backlogged_seconds", "Time during which data waited to be sent."),
 }
 CACHE_GAUGES: Final[Described] = {
     "prfaas_cache_page_bytes": ("page_bytes", "Size of a page of the cache."),
     "prfaas_cache_pages": ("total_pages", "Pages of the cache on the device."),
     "prfaas_cache_used_pages": ("used_pages", "Pages that requests hold."),
     "prfaas_cache_cached_pages": ("cached_pages", "Pages that only the prefix cache holds, and gives up when asked."),
+    "prfaas_cache_disk_paused": ("disk_paused", "1 while the disk tier takes no entries, as it could not be written."),
 }
 CACHE_COUNTERS: Final[Described] = {
     "prfaas_prefix_cache_query_tokens": ("query_tokens", "Prompt tokens looked up in the prefix cache."),
@@ -54,6 +79,7 @@ CACHE_COUNTERS: Final[Described] = {
     ),
     "prfaas_prefix_cache_evicted_pages": ("evicted_pages", "Pages of cached prefixes given up for others."),
     "prfaas_prefix_cache_corrupt_entries": ("corrupt_entries", "Entries dropped because their digest was wrong."),
+    "prfaas_prefix_cache_disk_failures": ("disk_failures", "Entries that the disk tier could not write or read."),
 }
 TIERS: Final = ("host", "disk")
 VLLM_GAUGES: Final[Described] = {
@@ -113,10 +139,14 @@ def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
 class Metrics(Collector):
     """Everything this worker measures. Listens to the engine."""
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, max_running: int = 0):
+        self._max_running = max_running
         self.latencies = Latencies()
+        self.transfers = Transfers()
         self.profile: Profile | None = None
         """What prefills cost here, as the engine said last."""
+        self.credentials: Credentials | None = None
+        """Whose end is told, where there are any."""
         self._stats: Stats | None = None
         self._ours = _Labelled()
         self._vllms = _Labelled(model_name=model_name, engine="0")
@@ -131,6 +161,8 @@ class Metrics(Collector):
         """Take note of what the engine says."""
         if isinstance(message, Measured):
             self.profile = message.profile
+        elif isinstance(message, TransferEnded):
+            self.transfers.ended(message)
         else:
             self.latencies.heard(message)
 
@@ -146,8 +178,16 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield every family, for `generate_latest`."""
         yield from self._of_requests()
+        yield from self._of_transfers()
+        if self.credentials is not None:
+            yield self._ours.gauge(
+                "prfaas_certificate_expires_timestamp_seconds",
+                "When the certificate that new connections show ends, in Unix time.",
+                self.credentials.expires_unix_seconds,
+            )
         if self._stats is not None:
             yield from self._of_engine(self._stats)
+            yield from self._of_links(self._stats)
             yield from self._of_cache(self._stats.cache)
             yield from self._as_vllm(self._stats)
         if self.profile is not None:
@@ -166,15 +206,48 @@ class Metrics(Collector):
             "part",
         )
 
+    def _of_transfers(self) -> Iterator[Metric]:
+        ours, told = self._ours, self.transfers
+        text = "From the first cache byte of a delivered transfer to its end."
+        yield ours.histogram("prfaas_transfer_seconds", text, told.seconds, "direction")
+        text = "Payload of delivered transfers as it travelled."
+        yield ours.histogram("prfaas_transfer_bytes", text, told.payload_bytes, "direction")
+        text = "Connections that broke during transfers; another took over while patience lasted."
+        yield ours.counter("prfaas_transfer_breaks", text, told.breaks, "direction")
+
     def _of_engine(self, stats: Stats) -> Iterator[Metric]:
         yield from self._ours.fields(stats, GAUGES, COUNTERS)
+        text = "Most requests that may hold memory together."
+        yield self._ours.gauge("prfaas_requests_running_limit", text, self._max_running)
         transfers = CounterMetricFamily(
             "prfaas_transfers", "Cache transfers that ended.", labels=["direction", "outcome"]
         )
         for direction, outcome, count in stats.transfers:
             transfers.add_metric([direction, outcome], count)
         yield transfers
+        yield self._ours.counter(
+            "prfaas_prefix_fetches",
+            "Prefixes wanted of other instances: fetched, absent, failed, cancelled, or joined to a fetch.",
+            dict(stats.prefixes),
+            "outcome",
+        )
         yield self._ours.gauge("prfaas_role", "The role by which the engine divides its steps.", 1, role=stats.role)
+
+    def _of_links(self, stats: Stats) -> Iterator[Metric]:
+        """By peer cluster alone: a label for each connection would be one for each transfer."""
+        for kind, described in ((GaugeMetricFamily, LINK_GAUGES), (CounterMetricFamily, LINK_COUNTERS)):
+            for name, (field, text) in described.items():
+                family = kind(name, text, labels=["peer"])
+                for link in stats.links:
+                    if (value := getattr(link, field)) is not None:
+                        family.add_metric([link.peer], value)
+                yield family
+        yield self._ours.gauge(
+            "prfaas_transfer_unsent_bytes",
+            "Cache bytes that wait to be sent over data connections.",
+            sum(link.unsent_bytes for link in stats.links),
+        )
+        yield self._ours.gauge("prfaas_egress_cap_mbps", "Most that is sent, 0 without a cap.", stats.egress_mbps or 0)
 
     def _of_cache(self, cache: CacheStats) -> Iterator[Metric]:
         ours = self._ours

@@ -56,6 +56,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     cache_salt: str = ""
     tools: ToolUse | None = None
+    unseeded: bool = False
+    """The caller gave no seed: that of `sampling` is one of our own."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -207,6 +209,7 @@ def _job(
         ignore_eos=bool(asked.ignore_eos),
         stop_token_ids=parameters.stop_tokens(asked, served),
         cache_salt=parameters.cache_salt(asked),
+        unseeded=asked.seed is None,
     )
 
 

@@ -11,7 +11,6 @@ from prfaas.errors import RequestError
 from prfaas.wire.engine import Grammar, Sampling
 from prfaas_worker.front.bodies import Common
 from prfaas_worker.front.checks import Served, require, require_tokens, unsupported
-from prfaas_worker.front.schemas import bounded
 from prfaas_worker.grammars import check_grammar
 
 MAX_STOPS: Final = 16
@@ -140,7 +139,7 @@ def _grammars(asked: Common) -> dict[str, Grammar]:
     if form is not None and form.type == "json_schema":
         require(form.json_schema is not None, "response_format", "of type json_schema needs a json_schema")
         schema = form.json_schema.schema if form.json_schema else msgspec.Raw()
-        found["response_format"] = Grammar("json_schema", bounded(bytes(schema)))
+        found["response_format"] = Grammar("json_schema", _text(schema))
     for name in ("json", "regex", "choice", "grammar"):
         value = getattr(asked, f"guided_{name}")
         if _is_given(value):
@@ -159,10 +158,8 @@ def _grammars(asked: Common) -> dict[str, Grammar]:
 
 def _vllm_grammar(param: str, name: str, value: msgspec.Raw | str | list[str]) -> Grammar:
     if isinstance(value, msgspec.Raw):
-        text = bytes(value)
-        return Grammar(
-            "json_schema", bounded(msgspec.json.decode(text, type=str).encode() if text[:1] == b'"' else text)
-        )
+        text = _text(value)
+        return Grammar("json_schema", msgspec.json.decode(text, type=str) if text[:1] == '"' else text)
     if isinstance(value, list):
         require(bool(value), param, "must offer at least one choice")
         return Grammar("regex", "|".join(_REGEX_SIGNS.sub(r"\\\g<0>", choice) for choice in value))
@@ -175,7 +172,11 @@ def _is_given(value: msgspec.Raw | str | list[str] | None) -> bool:
 
 
 def _json_object() -> Grammar:
-    return Grammar("json_schema", bounded(b'{"type":"object"}'))
+    return Grammar("json_schema", '{"type":"object"}')
+
+
+def _text(schema: msgspec.Raw) -> str:
+    return bytes(schema).decode(errors="replace")
 
 
 def _biases(given: Mapping[str, float], served: Served) -> tuple[tuple[int, float], ...]:

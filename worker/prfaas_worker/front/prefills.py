@@ -1,46 +1,61 @@
 """The Prefill-as-a-Service API: other instances have their prompts prefilled here and fetch the cache themselves."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import msgspec
 from aiohttp import web
 
 from prfaas.errors import InternalError, RequestError
-from prfaas.wire.engine import AskPrefill, CancelPrefill, Granted, PrefillAnswer, StartPrefill
-from prfaas.wire.prefill import PrefillRequest
+from prfaas.wire.engine import AskPrefill, CancelPrefill, Granted, PrefillAnswer, StartPrefill, StartPrefix
+from prfaas.wire.prefill import PrefillRequest, PrefixRequest
+from prfaas.wire.trace import read_trace
 from prfaas_worker.front.bodies import read_body
-from prfaas_worker.front.checks import require_model, require_room, require_tokens
+from prfaas_worker.front.checks import Served, require, require_instance, require_model, require_room, require_tokens
+from prfaas_worker.front.peers import PEER
+from prfaas_worker.front.reading import read_request
 from prfaas_worker.front.serving import SERVING
+from prfaas_worker.tokenizer import Tokenizer
+
+Asked = TypeVar("Asked", PrefillRequest, PrefixRequest)
 
 
 async def create(request: web.Request) -> web.Response:
     """POST /v1/prefills: queue a prompt and answer with its lease."""
-    serving = request.app[SERVING]
-    serving.require_open()
-    asked = read_body(await request.read(), PrefillRequest)
-    require_model(asked.model, serving.served)
-    require_tokens(asked.token_ids, serving.served)
-    require_room(asked.token_ids, serving.served)
-    if not 0 <= asked.start_token < len(asked.token_ids):
-        rule = f"must be 0 to {len(asked.token_ids) - 1}, the last prompt token's position"
-        raise RequestError(f"start_token {rule}", param="start_token")
-    with serving.engine.call() as call:
-        message = StartPrefill(call.handle, asked.request_id, asked.token_ids, asked.start_token, asked.cache_salt)
-        serving.engine.send(message)
-        answer = await call.next()
-        if not isinstance(answer, Granted):
-            raise InternalError(f"the engine answered StartPrefill with {type(answer).__name__}")
-        call.over()  # from here on the lease ends it
-    return web.json_response(body=msgspec.json.encode(answer.grant), status=201)
+
+    def message(handle: int, asked: PrefillRequest) -> StartPrefill:
+        require_instance(asked.prefix_url, request.app[SERVING].options, "prefix_url")
+        return StartPrefill(
+            handle,
+            asked.request_id,
+            asked.token_ids,
+            asked.start_token,
+            asked.cache_salt,
+            request[PEER],
+            asked.lend_tokens,
+            asked.prefix_url,
+            prefix_cluster=asked.prefix_cluster,
+        )
+
+    return await _grant(request, PrefillRequest, message)
+
+
+async def create_prefix(request: web.Request) -> web.Response:
+    """POST /v1/prefixes: lease what is cached of a prompt; 404 when that is no more than the caller has."""
+
+    def message(handle: int, asked: PrefixRequest) -> StartPrefix:
+        return StartPrefix(
+            handle, asked.request_id, asked.token_ids, asked.start_token, asked.cache_salt, request[PEER]
+        )
+
+    return await _grant(request, PrefixRequest, message)
 
 
 async def read(request: web.Request) -> web.Response:
     """GET /v1/prefills/{id}: how far an undelivered prefill is."""
     serving, transfer_id = request.app[SERVING], request.match_info["id"]
-    with serving.engine.call() as call:
-        serving.engine.send(AskPrefill(call.handle, transfer_id))
-        answer = await call.next()
-        call.over()
-    if not isinstance(answer, PrefillAnswer):
-        raise InternalError(f"the engine answered AskPrefill with {type(answer).__name__}")
+    answer = await serving.engine.ask(lambda handle: AskPrefill(handle, transfer_id), PrefillAnswer)
     if answer.status is None:
         text = f"there is no undelivered prefill {transfer_id!r}; it was delivered, cancelled or expired"
         raise RequestError(text, status=404, code="prefill_not_found")
@@ -51,3 +66,33 @@ async def delete(request: web.Request) -> web.Response:
     """DELETE /v1/prefills/{id}: forget an undelivered prefill; one that is gone already is fine."""
     request.app[SERVING].engine.send(CancelPrefill(request.match_info["id"]))
     return web.Response(status=204)
+
+
+async def _grant(
+    request: web.Request, kind: type[Asked], message: Callable[[int, Asked], StartPrefill | StartPrefix]
+) -> web.Response:
+    """Read what is asked for, pass it to the engine, and answer with the lease."""
+    serving = request.app[SERVING]
+    serving.require_open()
+    _, asked = await read_request(request, partial(_checked, kind))
+    serving.require_open()
+    with serving.engine.call() as call:
+        told = message(call.handle, asked)
+        serving.engine.send(msgspec.structs.replace(told, trace=read_trace(request.headers)))
+        answer = await call.next()
+        if not isinstance(answer, Granted):
+            raise InternalError(f"the engine answered a {kind.__name__} with {type(answer).__name__}")
+        call.over()  # from here on the lease ends it
+    return web.json_response(body=msgspec.json.encode(answer.grant), status=201)
+
+
+def _checked(kind: type[Asked], body: bytes, served: Served, _tokenizer: Tokenizer) -> Asked:
+    asked = read_body(body, kind)
+    require_model(asked.model, served)
+    require_tokens(asked.token_ids, served)
+    require_room(asked.token_ids, served)
+    last = len(asked.token_ids) - 1
+    require(0 <= asked.start_token <= last, "start_token", f"must be 0 to {last}, the last prompt token's position")
+    if isinstance(asked, PrefillRequest):
+        require(0 <= asked.lend_tokens <= last, "lend_tokens", f"must be 0 to {last}, less than the prompt")
+    return asked

@@ -1,12 +1,14 @@
 """GET /v1/profile: what prefills cost here and how large their caches are, for planners and schedulers.
 
     {"model", "instance", "fingerprint", "state_bytes", "token_bytes",
-     "prefill": {"fixed_seconds", "token_seconds", "squared_seconds", "samples", "max_tokens"},
+     "prefill": {"fixed_seconds", "token_seconds", "squared_seconds", "samples", "max_tokens",
+                 "relative_error"},
      "curve": [{"tokens", "prefill_seconds", "cache_bytes", "kv_bits_per_second"}]}
 
 A prefill of n tokens behind s cached ones takes fixed + token * n + squared * ((s + n)^2 - s^2) seconds. Behind that
-stand `samples` prefills of up to `max_tokens` tokens; 0 samples mean that nothing was measured yet. `curve` shows the
-same at a few lengths.
+stand `samples` prefills of up to `max_tokens` tokens, which it misses by `relative_error` of their time in the mean;
+beyond twice that length it is a guess. 0 samples mean that nothing was measured yet. `curve` shows the same at a few
+lengths.
 """
 
 import msgspec
@@ -36,7 +38,7 @@ async def read(request: web.Request) -> web.Response:
 
 
 def _figures(profile: Profile) -> dict[str, object]:
-    fitted = ("fixed_seconds", "token_seconds", "squared_seconds", "samples", "max_tokens")
+    fitted = ("fixed_seconds", "token_seconds", "squared_seconds", "samples", "max_tokens", "relative_error")
     return {
         "state_bytes": profile.state_bytes,
         "token_bytes": profile.token_bytes,

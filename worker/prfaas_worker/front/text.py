@@ -1,4 +1,6 @@
-"""Turns one choice's tokens into the text that may be shown now: whole characters, and nothing past a stop string."""
+"""Turns one choice's tokens into the text that may be shown now: whole characters, and nothing past a stop string; and
+tells where in it each token begins.
+"""
 
 import codecs
 from collections.abc import Mapping, Sequence
@@ -64,3 +66,28 @@ class TextStream:
         keep = 0 if final else possible_beginning(text, self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+class TextOffsets:
+    """Where the tokens of one choice begin in its text, in characters.
+
+    A token that begins within a character has that character's place. Tokens from a stop string on are placed as if the
+    text went on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int):
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = start
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the places of the next tokens."""
+        return [self._place(self._token_bytes(token)) for token in token_ids]
+
+    def _place(self, token: bytes) -> int:
+        # The first byte shows whether what stood unfinished is a character that goes on, or damage that ended before.
+        begun = self._decoder.decode(token[:1])
+        unfinished, _ = self._decoder.getstate()
+        place = self._characters + (len(begun) if unfinished else max(len(begun) - 1, 0))
+        self._characters += len(begun) + len(self._decoder.decode(token[1:]))
+        return place

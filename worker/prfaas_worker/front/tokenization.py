@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, in vLLM's shapes: what the model reads, for those who count or cache tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,8 +10,7 @@ from prfaas.errors import RequestError
 from prfaas_worker.front.bodies import Conversed, read_body
 from prfaas_worker.front.checks import Served, require_model, require_tokens
 from prfaas_worker.front.openai import conversation_tokens
-from prfaas_worker.front.reading import in_thread
-from prfaas_worker.front.serving import SERVING
+from prfaas_worker.front.reading import read_request
 from prfaas_worker.tokenizer import Tokenizer
 
 
@@ -41,13 +41,12 @@ async def detokenize(request: web.Request) -> web.Response:
     return await _answer(request, _detokenized)
 
 
-async def _answer(request: web.Request, make: Any) -> web.Response:
-    serving = request.app[SERVING]
-    body = await in_thread(serving, make, await request.read())
-    return web.json_response(body=msgspec.json.encode(body))
+async def _answer(request: web.Request, make: Callable[[bytes, Served, Tokenizer], bytes]) -> web.Response:
+    _, answer = await read_request(request, make)
+    return web.json_response(body=answer)
 
 
-def _tokenized(body: bytes, served: Served, tokenizer: Tokenizer) -> dict[str, Any]:
+def _tokenized(body: bytes, served: Served, tokenizer: Tokenizer) -> bytes:
     asked = read_body(body, TokenizeBody)
     require_model(asked.model or served.model_name, served)
     if (asked.prompt is None) == (asked.messages is None):
@@ -59,10 +58,10 @@ def _tokenized(body: bytes, served: Served, tokenizer: Tokenizer) -> dict[str, A
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_context, "tokens": tokens}
     if asked.return_token_strs:
         answer["token_strs"] = [tokenizer.decode([token]) for token in tokens]
-    return answer
+    return msgspec.json.encode(answer)
 
 
-def _detokenized(body: bytes, served: Served, tokenizer: Tokenizer) -> dict[str, Any]:
+def _detokenized(body: bytes, served: Served, tokenizer: Tokenizer) -> bytes:
     asked = read_body(body, DetokenizeBody)
     require_model(asked.model or served.model_name, served)
-    return {"prompt": tokenizer.decode(require_tokens(asked.tokens, served, "tokens"))}
+    return msgspec.json.encode({"prompt": tokenizer.decode(require_tokens(asked.tokens, served, "tokens"))})

@@ -1,23 +1,45 @@
-"""How fast the link delivers while data waits: the only honest measure of its capacity that a sender has.
+"""What the data connections say of the links below them, by peer cluster: delivery, delay, and who holds whom up.
 
-An idle link says nothing about its capacity, so bytes and seconds count only while at least one connection had unsent
-bytes at both ends of a short interval. The ratio of the two counters' rates is then the rate that the path gave us.
+An idle link says nothing about its capacity, so bytes and seconds count as *backlogged* only while at least one
+connection to that peer had unsent bytes at both ends of a short interval. The ratio of the two counters' rates is then
+the rate that the path gave us, the only honest measure of its capacity that a sender has.
+
+What is hard is that connections come and go between two samples, are kept for several transfers, and number hundreds:
+each is read at both ends of its watch, only what it added counts, and no label but the peer's name ever leaves here.
 """
 
-import socket
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from prfaas_worker.transfer.sockets import progress
+import msgspec
 
-SAMPLE_SECONDS = 0.02
+from prfaas.names import HUB
+from prfaas.wire.stats import LinkStats
+from prfaas_worker.transfer.tcp_info import TcpInfo
+
+SAMPLE_SECONDS: Final = 0.02
+SHOWN_SECONDS: Final = 15.0
+"""How long delays and rates are shown after the last connection: most transfers begin and end between two scrapes."""
+MAX_PEERS: Final = 64
+OTHERS: Final = "other"
+"""Stands for all peers beyond MAX_PEERS: without TLS their names are only claims."""
+COUNTED: Final = (
+    "sent_bytes",
+    "received_bytes",
+    "retransmits",
+    "busy_seconds",
+    "rwnd_limited_seconds",
+    "sndbuf_limited_seconds",
+)
+"""What the kernel counts from a connection's start."""
 
 
 class Sample(NamedTuple):
-    """All data connections at one moment: bytes waiting to be sent, and bytes delivered so far."""
+    """All connections to a peer at one moment: bytes waiting to be sent, and bytes delivered so far."""
 
     seconds: float
     unsent_bytes: int
@@ -38,60 +60,134 @@ def backlogged_between(before: Sample, after: Sample) -> Backlogged:
     return Backlogged(after.delivered_bytes - before.delivered_bytes, after.seconds - before.seconds)
 
 
+class _Connection:
+    """A watched connection, and what the kernel said of it last."""
+
+    def __init__(self, info: Callable[[], TcpInfo], queued_bytes: Callable[[], int]):
+        self._info = info
+        self._last = info()
+        self.queued_bytes = queued_bytes
+
+    def read(self) -> tuple[TcpInfo, TcpInfo]:
+        """Return what the kernel said before and says now; once the socket is closed, the same twice."""
+        before = self._last
+        with contextlib.suppress(OSError):
+            self._last = self._info()
+        return before, self._last
+
+
+class _Peer:
+    """Everything counted of one peer. The monitor's lock is held around every call."""
+
+    def __init__(self, name: str, now_seconds: float):
+        self.connections: list[_Connection] = []
+        self._stats = LinkStats(peer=name)
+        self._last = Sample(now_seconds, 0, 0)
+
+    def sample(self, now_seconds: float) -> None:
+        """Read every connection."""
+        if not self.connections:
+            return
+        readings = [connection.read() for connection in self.connections]
+        added = {
+            field: getattr(self._stats, field)
+            + sum(getattr(after, field) - getattr(before, field) for before, after in readings)
+            for field in COUNTED
+        }
+        infos = [after for _, after in readings]
+        # Connections of one transfer share its queue: it counts once.
+        queues = {connection.queued_bytes for connection in self.connections}
+        unsent_bytes = sum(info.unsent_bytes for info in infos) + sum(queued() for queued in queues)
+        sample = Sample(now_seconds, unsent_bytes, added["sent_bytes"])
+        backlogged = backlogged_between(self._last, sample)
+        self._last = sample
+        self._stats = msgspec.structs.replace(
+            self._stats,
+            **added,
+            unsent_bytes=unsent_bytes,
+            backlogged_bytes=self._stats.backlogged_bytes + backlogged.delivered_bytes,
+            backlogged_seconds=self._stats.backlogged_seconds + backlogged.seconds,
+            rtt_seconds=_mean(info.rtt_seconds for info in infos),
+            min_rtt_seconds=min((one for info in infos if (one := info.min_rtt_seconds)), default=None),
+            delivery_rate_bytes_per_second=sum(info.delivery_rate_bytes_per_second for info in infos),
+        )
+
+    def leave(self, connection: _Connection) -> None:
+        """Forget a connection that was sampled just now."""
+        self.connections.remove(connection)
+        if not self.connections:
+            self._stats = msgspec.structs.replace(self._stats, unsent_bytes=0)
+            self._last = self._last._replace(unsent_bytes=0)
+
+    def shown(self, now_seconds: float) -> LinkStats:
+        """Return the figures as they stand; old delays and rates are none."""
+        stats = msgspec.structs.replace(self._stats, connections=len(self.connections))
+        if self.connections or now_seconds - self._last.seconds <= SHOWN_SECONDS:
+            return stats
+        return msgspec.structs.replace(
+            stats, rtt_seconds=None, min_rtt_seconds=None, delivery_rate_bytes_per_second=None
+        )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 class Monitor:
-    """Samples the outgoing connections while there are any, in a thread of its own."""
+    """Samples the data connections, in a thread of its own, while there are any.
+
+    The hub and the unnamed peer exist from the start, so that a rate sees the first transfer too.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._connections: dict[socket.socket, Callable[[], int]] = {}
-        self._closed_bytes = 0
-        self._last = Sample(time.monotonic(), 0, 0)
-        self._total = Backlogged(0, 0.0)
+        self._peers = {name: _Peer(name, time.monotonic()) for name in ("", HUB)}
+        self._connections = 0
         threading.Thread(target=self._run, name="link-monitor", daemon=True).start()
 
     @contextmanager
-    def watch(self, sock: socket.socket, queued_bytes: Callable[[], int]) -> Iterator[None]:
-        """Count a connection while the block runs; `queued_bytes` tells what still waits outside of the kernel."""
+    def watch(self, info: Callable[[], TcpInfo], queued_bytes: Callable[[], int], peer: str = "") -> Iterator[None]:
+        """Count a connection to a peer cluster, "" where that is not known, while the block runs.
+
+        `info` asks the kernel; the socket may be closed meanwhile. `queued_bytes` tells what still waits outside of the
+        kernel: connections that share a queue pass equal functions, such as the same object's method.
+
+        Raises:
+            OSError: the socket is closed already.
+
+        """
         with self._changed:
-            self._sample()
-            self._connections[sock] = queued_bytes
+            found = self._peer(peer)
+            found.sample(time.monotonic())
+            connection = _Connection(info, queued_bytes)
+            found.connections.append(connection)
+            self._connections += 1
             self._changed.notify()
         try:
             yield
         finally:
             with self._changed:
-                self._sample()
-                del self._connections[sock]
-                self._closed_bytes += progress(sock).delivered_bytes
-                if not self._connections:
-                    self._last = self._last._replace(unsent_bytes=0)
+                found.sample(time.monotonic())
+                found.leave(connection)
+                self._connections -= 1
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes that waited at the last sample."""
-        return self._last.unsent_bytes
+    def links(self) -> list[LinkStats]:
+        """Return every peer's figures, as of the last sample."""
+        now_seconds = time.monotonic()
+        with self._changed:
+            return [self._peers[name].shown(now_seconds) for name in sorted(self._peers)]
 
-    @property
-    def backlogged(self) -> Backlogged:
-        """Totals since the start."""
-        return self._total
+    def _peer(self, name: str) -> _Peer:
+        if name not in self._peers and len(self._peers) >= MAX_PEERS:
+            name = OTHERS
+        return self._peers.setdefault(name, _Peer(name, time.monotonic()))
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._connections)
-                self._sample()
+                now_seconds = time.monotonic()
+                for peer in self._peers.values():
+                    peer.sample(now_seconds)
             time.sleep(SAMPLE_SECONDS)
-
-    def _sample(self) -> None:
-        unsent, delivered = 0, self._closed_bytes
-        for sock, queued_bytes in self._connections.items():
-            kernel = progress(sock)
-            unsent += kernel.unsent_bytes + queued_bytes()
-            delivered += kernel.delivered_bytes
-        now = Sample(time.monotonic(), unsent, delivered)
-        added = backlogged_between(self._last, now)
-        self._total = Backlogged(
-            self._total.delivered_bytes + added.delivered_bytes, self._total.seconds + added.seconds
-        )
-        self._last = now

@@ -2,25 +2,29 @@
 
 import threading
 from collections import Counter
-from typing import Literal
+from collections.abc import Callable
 
-Direction = Literal["send", "receive"]
-Outcome = Literal["delivered", "cancelled", "expired", "failed"]
+from prfaas.wire.engine import Direction, Outcome, TransferEnded
 
 
 class TransferCounters:
-    """Transfers by direction and outcome, and cache bytes that went over data connections, since the start."""
+    """Transfers by direction and outcome, and cache bytes that went over data connections, since the start.
+
+    `on_end` hears of every transfer that ended, from its thread.
+    """
 
     def __init__(self) -> None:
+        self.on_end: Callable[[TransferEnded], None] = lambda _transfer: None
         self._lock = threading.Lock()
         self._ended: Counter[tuple[Direction, Outcome]] = Counter()
         self._sent_bytes = 0
         self._received_bytes = 0
 
-    def ended(self, direction: Direction, outcome: Outcome) -> None:
+    def ended(self, transfer: TransferEnded) -> None:
         """Count a transfer that ended."""
         with self._lock:
-            self._ended[direction, outcome] += 1
+            self._ended[transfer.direction, transfer.outcome] += 1
+        self.on_end(transfer)
 
     def sent(self, count_bytes: int) -> None:
         """Count bytes given to the kernel."""

@@ -5,158 +5,267 @@ pages and the slot of a sequence that does not use them before the receipt says 
 sequence's until the fetch has ended, even when it was cancelled.
 """
 
-import http.client
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 import torch
 
-from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest
-from prfaas.wire.receipt import Destination, Hidden, Note, Receipt, Rows, State
-from prfaas.wire.transfer import (
-    HEADER_BYTES,
-    NO_PROGRESS_SECONDS,
-    Done,
-    FrameHeader,
-    Hello,
-    Kind,
-    LayerGroup,
-    Manifest,
-    message_frame,
-    parse_header,
-)
-from prfaas_worker.cache.memory import bytes_of
-from prfaas_worker.transfer.counters import Outcome, TransferCounters
-from prfaas_worker.transfer.layout import Place, land, room_for
-from prfaas_worker.transfer.sockets import receive_into, send_all, tune
+from prfaas.errors import InternalError, PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.wire.frames import TO_GIVER
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
+from prfaas.wire.receipt import Receipt
+from prfaas.wire.trace import NO_TRACE, TraceContext
+from prfaas.wire.transfer import Done, LayerGroup, Manifest
+from prfaas_worker.transfer.asking import CREATED, NOT_FOUND, Api
+from prfaas_worker.transfer.codecs import DECODABLE
+from prfaas_worker.transfer.connections import Giver
+from prfaas_worker.transfer.counters import Outcome
+from prfaas_worker.transfer.intake import Intake
+from prfaas_worker.transfer.layout import Place, prefix_frames
+from prfaas_worker.transfer.outgoing import Outgoing
+from prfaas_worker.transfer.pull import Pull, Shared, lend_nothing
+from prfaas_worker.transfer.story import Carried, Story, Subject
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 2.0
-"""The API answers from a process that computes nothing, so this is long."""
-MAX_ANSWER_BYTES = 1 << 16
+
+PREFIX_SILENCE_SECONDS = 2.0
+"""All silences of a prefix's fetch together: it can be computed instead."""
+_TICK_SECONDS = 0.25
+
+
+class AbsentError(PeerError):
+    """The other instance has no longer prefix than we."""
 
 
 class Wanted(NamedTuple):
-    """What to fetch, and from whom: rows from `start_token` on, and every state.
+    """What to fetch, and from whom: rows from `start_token` on, every state, and unless a cached prefix is enough, the
+    last hidden state.
 
-    `groups` and `fingerprint` are those of the model here.
+    The giver must be of `cluster`, where that is known. It may have the rows of the first `lend_tokens` tokens,
+    and the states there, from the place. `groups` and `fingerprint` are those of the model here.
     """
 
     request_id: str
     model_name: str
-    prefill_url: str
+    url: str
     token_ids: list[int]
     start_token: int
     cache_salt: str
     fingerprint: str
     groups: tuple[LayerGroup, ...]
     hidden_size: int
+    is_prefix: bool = False
+    lend_tokens: int = 0
+    prefix_url: str = ""
+    prefix_cluster: str = ""
+    cluster: str = ""
+    handle: int = 0
+    trace: TraceContext = NO_TRACE
 
 
 class Fetched(NamedTuple):
-    """What came: hidden state fp32 [hidden_size], P's account, cache bytes, first to last data byte received."""
+    """What came: tokens that stand in the cache now, hidden state fp32 [hidden_size], nothing of a prefix, P's account,
+    cache bytes, first to last data byte received, and whether it is bit by bit what a prefill gives.
+    """
 
+    tokens: int
     hidden: torch.Tensor
     done: Done
     received_bytes: int
     transfer_seconds: float
+    is_exact: bool = True
+    transfer_id: str = ""
 
 
 class Fetch:
     """One fetch into `place`. `on_end(result or error)` is called once, from its thread, which then touches nothing."""
 
-    def __init__(self, wanted: Wanted, place: Place, counters: TransferCounters):
+    def __init__(self, wanted: Wanted, place: Place, shared: Shared):
         self._wanted = wanted
         self._place = place
-        self._counters = counters
+        self._shared = shared
+        self._api = Api(wanted.url, wanted.cluster, shared.traffic.door, wanted.trace)
+        what = "prefix" if wanted.is_prefix else "prefill"
+        self._story = Story("receive", Subject(wanted.handle, wanted.request_id, wanted.cluster, wanted.trace, what))
+        self._intake: Intake | None = None
+        self._grant: PrefillGrant | None = None
+        self._pull: Pull | None = None
         self._socket: socket.socket | None = None
+        self._giver: Giver | None = None
         self._cancelled = False
+        self._over = threading.Event()
+
+    @property
+    def transfer_id(self) -> str:
+        """Empty until it was granted."""
+        return self._story.transfer_id
 
     def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
         """Begin, in a thread of its own."""
+        if self._wanted.is_prefix:
+            threading.Thread(target=self._watch, name="fetch-watch", daemon=True).start()
         threading.Thread(target=self._run, args=(on_end,), name="fetch", daemon=True).start()
 
     def cancel(self) -> None:
-        """End it at once, whatever it waits for; P notices the closed connection."""
+        """End it at once, whatever it waits for; P is told afterwards."""
         self._cancelled = True
-        sock = self._socket
-        if sock is not None:
+        self._cut()
+
+    def _cut(self) -> None:
+        self._over.set()
+        sock, pull = self._socket, self._pull
+        if pull is not None:
+            pull.cancel()
+        elif sock is not None:
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 log.debug("fetch of %s: was disconnected already", self._wanted.request_id)
 
     def _run(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
-        outcome: Outcome = "failed"
+        outcome: Outcome | None = "failed"
         result: Fetched | PrfaasError
+        reason = ""
+        what = "prefix" if self._wanted.is_prefix else "prefill"
         try:
             result = self._fetch()
             outcome = "delivered"
+        except AbsentError as error:
+            result, outcome = error, None
         except PrfaasError as error:
-            result = PeerError(f"prefill at {self._wanted.prefill_url} failed: {error}")
+            reason = str(error)
+            result = PeerError(f"{what} at {self._wanted.url} failed: {error}")
         except Exception as error:  # a bug here must end this one request, never leave it waiting
             log.exception("fetch of %s", self._wanted.request_id)
-            result = PeerError(f"prefill at {self._wanted.prefill_url} failed: {error!r}")
-        self._counters.ended("receive", "cancelled" if self._cancelled else outcome)
+            reason = repr(error)
+            result = PeerError(f"{what} at {self._wanted.url} failed: {error!r}")
+        self._over.set()
+        if outcome is not None:
+            told = self._story.end("cancelled" if self._cancelled else outcome, reason, self._carried)
+            self._shared.counters.ended(told)
         on_end(result)
+        if outcome != "delivered" and self._grant is not None:
+            self._release(self._grant)
+
+    def _watch(self) -> None:
+        """Give a fetch up whose silences together are too long."""
+        left_seconds = PREFIX_SILENCE_SECONDS
+        while not self._over.wait(_TICK_SECONDS):
+            giver = self._giver
+            if giver is None or self._shared.connections.silent_seconds(giver) > _TICK_SECONDS:
+                left_seconds -= _TICK_SECONDS
+            if left_seconds <= 0:
+                log.info("fetch of %s: %s is silent for too long", self._wanted.request_id, self._wanted.url)
+                self._cut()
 
     def _fetch(self) -> Fetched:
-        grant = self._ask()
-        said_hello = False
-        try:
-            host = urlsplit(self._wanted.prefill_url).hostname or ""
-            with _connect(host, grant.data_port) as sock:
-                self._hold(sock)
-                sock.settimeout(NO_PROGRESS_SECONDS)
-                manifest = self._expected(grant)
-                hello = message_frame(Kind.HELLO, manifest.address, Hello(grant.token))
-                send_all(sock, [hello], lambda _sent: None)
-                said_hello = True
-                fetched = Reception(sock, Receipt(manifest), self._place, self._counters).run()
-                send_all(sock, [message_frame(Kind.ACK, manifest.address)], lambda _sent: None)
-                return fetched
-        finally:
-            if not said_hello:  # after HELLO the closed connection tells P
-                self._release(grant)
+        grant = self._grant = self._ask()
+        self._story.transfer_id = grant.transfer_id
+        self._story.mark("granted", tokens=grant.end_token, start_token=self._wanted.start_token)
+        giver = self._giver = Giver(urlsplit(self._wanted.url).hostname or "", grant.data_port, self._wanted.cluster)
+        receipt = Receipt(self._expected(grant), DECODABLE, guard=threading.Lock())
+        connections, counters, traffic = self._shared
+        silent_seconds = partial(connections.silent_seconds, giver)
+        intake = Intake(receipt, self._place, counters.received, silent_seconds, traffic.memory, traffic.carrier)
+        self._intake = intake
+        pull = self._pull = Pull(self._shared, giver, grant.token, intake, self._lend)
+        pull.on_broken = self._story.broke
+        if self._over.is_set():  # it may have come before it could see the pull
+            raise UnreachableError("cancelled")
+        pull.run()
+        done = receipt.require_whole()
+        return Fetched(
+            tokens=grant.end_token,
+            hidden=intake.hidden,
+            done=done,
+            received_bytes=receipt.received_bytes,
+            transfer_seconds=intake.seconds,
+            is_exact=receipt.is_exact and done.is_exact,
+            transfer_id=grant.transfer_id,
+        )
+
+    @property
+    def _carried(self) -> Carried:
+        intake = self._intake
+        return Carried(intake.receipt.received_bytes, intake.seconds, intake.codecs) if intake else Carried()
+
+    def _lend(self, manifest: Manifest) -> Outgoing:
+        """Make the frames of what P borrows.
+
+        Raises:
+            ProtocolError: it asks for something else than was offered.
+
+        """
+        wanted = self._wanted
+        ours = msgspec.structs.replace(
+            self._expected(self._granted), start_token=manifest.start_token, end_token=wanted.lend_tokens, hidden_size=0
+        )
+        if manifest != ours or not 0 <= manifest.start_token < wanted.lend_tokens:
+            return lend_nothing(manifest)
+        outgoing = Outgoing(manifest.address, flags=TO_GIVER)
+        for frame in prefix_frames(manifest, self._place):
+            outgoing.put(frame)
+        outgoing.finish(0.0)
+        return outgoing
+
+    @property
+    def _granted(self) -> PrefillGrant:
+        if self._grant is None:
+            raise InternalError("a fetch without a grant")
+        return self._grant
 
     def _ask(self) -> PrefillGrant:
-        body = PrefillRequest(
-            request_id=self._wanted.request_id,
-            model=self._wanted.model_name,
-            token_ids=self._wanted.token_ids,
-            start_token=self._wanted.start_token,
-            cache_salt=self._wanted.cache_salt,
-        )
-        url = self._wanted.prefill_url
-        status, answer = _call(url, ("POST", "/v1/prefills"), msgspec.json.encode(body), self._hold)
-        if status != http.client.CREATED:
+        wanted = self._wanted
+        known = {
+            "request_id": wanted.request_id,
+            "model": wanted.model_name,
+            "token_ids": wanted.token_ids,
+            "start_token": wanted.start_token,
+            "cache_salt": wanted.cache_salt,
+        }
+        if wanted.is_prefix:
+            path, body = "/v1/prefixes", PrefixRequest(**known)
+        else:
+            path = "/v1/prefills"
+            body = PrefillRequest(
+                **known,
+                lend_tokens=wanted.lend_tokens,
+                prefix_url=wanted.prefix_url,
+                prefix_cluster=wanted.prefix_cluster,
+            )
+        status, answer = self._api.call(("POST", path), msgspec.json.encode(body), self._hold)
+        if wanted.is_prefix and status == NOT_FOUND:
+            raise AbsentError(f"{wanted.url} has nothing longer than {wanted.start_token} tokens of it")
+        if status != CREATED:
             text = answer[:500].decode("utf-8", "replace")
             raise PeerError(f"refused with HTTP {status}: {text}")
         try:
-            return msgspec.json.decode(answer, type=PrefillGrant)
+            grant = msgspec.json.decode(answer, type=PrefillGrant)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the answer is no prefill grant: {error}") from error
+        count = len(wanted.token_ids)
+        if not (wanted.start_token < grant.end_token < count if wanted.is_prefix else grant.end_token == count):
+            raise ProtocolError(f"granted up to token {grant.end_token} of {count}, from {wanted.start_token}")
+        return grant
 
     def _release(self, grant: PrefillGrant) -> None:
         """Tell P that nobody will come; its lease would end it anyway."""
         try:
-            _call(self._wanted.prefill_url, ("DELETE", f"/v1/prefills/{grant.transfer_id}"), b"", lambda _sock: None)
+            self._api.call(("DELETE", f"/v1/prefills/{grant.transfer_id}"), b"", lambda _sock: None)
         except PeerError as error:
             log.info("prefill %s is left to its lease: %s", grant.transfer_id, error)
 
     def _hold(self, sock: socket.socket) -> None:
         """Let `cancel` reach this socket."""
         self._socket = sock
-        if self._cancelled:  # it may have come before it could see the socket
+        if self._over.is_set():  # it may have come before it could see the socket
             raise UnreachableError("cancelled")
 
     def _expected(self, grant: PrefillGrant) -> Manifest:
@@ -165,81 +274,7 @@ class Fetch:
             transfer_id=grant.transfer_id,
             epoch=grant.epoch,
             start_token=self._wanted.start_token,
-            end_token=len(self._wanted.token_ids),
+            end_token=grant.end_token,
             groups=self._wanted.groups,
-            hidden_size=self._wanted.hidden_size,
+            hidden_size=0 if self._wanted.is_prefix else self._wanted.hidden_size,
         )
-
-
-class Reception:
-    """Drives a receipt from one connection: each payload is read straight into the cache."""
-
-    def __init__(self, sock: socket.socket, receipt: Receipt, place: Place, counters: TransferCounters):
-        self._sock = sock
-        self._receipt = receipt
-        self._place = place
-        self._counters = counters
-        self._hidden = torch.empty(receipt.expected.hidden_size, dtype=torch.float32)
-        self._first: float | None = None
-
-    def run(self) -> Fetched:
-        """Receive until DONE.
-
-        Raises:
-            PeerError: P gave up, is gone or silent, or sent anything that is not this transfer, whole.
-
-        """
-        raw = bytearray(HEADER_BYTES)
-        while self._receipt.done is None:
-            receive_into(self._sock, raw)
-            header = parse_header(raw)
-            place = self._receipt.claim(header)
-            payload = self._room(header, place)
-            receive_into(self._sock, *payload)
-            self._receipt.accept(header, payload)
-            if isinstance(place, (Rows, State)):
-                land(self._receipt.expected, self._place, place, payload)
-            self._counters.received(HEADER_BYTES + header.payload_bytes)
-        done = self._receipt.require_whole()
-        now = time.monotonic()
-        seconds = now - self._first if self._first is not None else 0.0
-        return Fetched(self._hidden, done, self._receipt.received_bytes, seconds)
-
-    def _room(self, header: FrameHeader, place: Destination) -> list[memoryview]:
-        """Return the memory that a claimed frame's payload is read into."""
-        if not isinstance(place, Note) and self._first is None:
-            self._first = time.monotonic()
-        match place:
-            case Rows() | State():
-                return list(room_for(self._receipt.expected, self._place, place))
-            case Hidden():
-                return [bytes_of(self._hidden)]
-            case Note():
-                return [memoryview(bytearray(header.payload_bytes))]
-
-
-def _call(url: str, line: tuple[str, str], body: bytes, hold: Callable[[socket.socket], None]) -> tuple[int, bytes]:
-    """Make one HTTP call, `line` being method and path; `hold` gets the connected socket. Returns status and body."""
-    target = urlsplit(url)
-    host, port = target.hostname or "", target.port or http.client.HTTP_PORT
-    connection = http.client.HTTPConnection(host, port)
-    try:
-        connection.sock = _connect(host, port)
-        hold(connection.sock)
-        connection.sock.settimeout(ANSWER_SECONDS)
-        connection.request(*line, body, {"content-type": "application/json", "connection": "close"})
-        response = connection.getresponse()
-        return response.status, response.read(MAX_ANSWER_BYTES)
-    except (OSError, http.client.HTTPException) as error:
-        raise UnreachableError(f"no answer to {' '.join(line)}: {error!r}") from error
-    finally:
-        connection.close()
-
-
-def _connect(host: str, port: int) -> socket.socket:
-    try:
-        sock = socket.create_connection((host, port), CONNECT_SECONDS)
-    except OSError as error:
-        raise UnreachableError(f"cannot connect to {host}:{port}: {error}") from error
-    tune(sock)
-    return sock

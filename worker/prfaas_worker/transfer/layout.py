@@ -7,26 +7,18 @@ from typing import Literal, NamedTuple
 import torch
 
 from prfaas.errors import InternalError
+from prfaas.wire.frames import FrameHeader, Kind
 from prfaas.wire.receipt import Rows, State
-from prfaas.wire.transfer import FrameHeader, Kind, LayerGroup, Manifest, TensorLayout
+from prfaas.wire.transfer import LayerGroup, Manifest, TensorLayout
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.transfer.outgoing import Frame
 from prfaas_worker.transfer.staging import Mark, Span, Staging
 
 BLOCK_BYTES = 4 << 20
 """Rows of one layer leave in frames of about this size at most: small enough to interleave layers on a slow link."""
 MAX_PIECES = 512
 """Most pieces of memory in a frame: the kernel takes 1,024 at once."""
-
-
-class Frame(NamedTuple):
-    """A frame to send. `load` gives its payload, in the thread that sends it.
-
-    The payload comes from the cache's own memory, which its lease keeps until the transfer ends.
-    """
-
-    header: FrameHeader
-    load: Callable[[], tuple[memoryview, ...]]
 
 
 class Place(NamedTuple):
@@ -73,7 +65,7 @@ def block_frames(
         rows = Rows(group, layer, start, tokens)
         where = {"group": group, "layer": layer, "start_token": start, "tokens": tokens}
         header = FrameHeader(Kind.BLOCK, manifest.address, tokens * layout.nbytes, **where)
-        yield Frame(header, partial(_outgoing, manifest, place, rows, after))
+        yield _frame(header, place, layout, partial(_outgoing, manifest, place, rows, after))
 
 
 def state_frames(manifest: Manifest, place: Place, layer: int, after: Mark | None = None) -> Iterator[Frame]:
@@ -81,7 +73,16 @@ def state_frames(manifest: Manifest, place: Place, layer: int, after: Mark | Non
     group = _group_of(manifest, layer, "linear")
     if group is not None:
         header = FrameHeader(Kind.STATE, manifest.address, manifest.groups[group].nbytes, group=group, layer=layer)
-        yield Frame(header, partial(_outgoing, manifest, place, State(group, layer), after))
+        load = partial(_outgoing, manifest, place, State(group, layer), after)
+        yield _frame(header, place, manifest.groups[group], load)
+
+
+def prefix_frames(manifest: Manifest, place: Place) -> Iterator[Frame]:
+    """Frames for all that a manifest without a hidden state asks for, of a cache that is computed."""
+    mark = place.staging.mark() if place.staging else None
+    for layer in range(len(place.memory.geometry.layers)):
+        yield from block_frames(manifest, place, layer, (manifest.start_token, manifest.end_token), mark)
+        yield from state_frames(manifest, place, layer, mark)
 
 
 def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
@@ -109,6 +110,11 @@ def land(manifest: Manifest, place: Place, part: Rows | State, received: Sequenc
     else:
         span = Span(part.start_token, part.start_token + part.tokens)
         place.staging.land_rows(part.layer, place.pages, span, by_name)
+
+
+def _frame(header: FrameHeader, place: Place, layout: LayerGroup, load: Callable[[], tuple[memoryview, ...]]) -> Frame:
+    copied_bytes = header.payload_bytes if place.staging else 0
+    return Frame(header, load, copied_bytes, layout.tensors, header.tokens or 1)
 
 
 def _outgoing(manifest: Manifest, place: Place, part: Rows | State, after: Mark | None) -> tuple[memoryview, ...]:

@@ -1,62 +1,155 @@
-"""Prefills that this instance does for others, from the grant until they are delivered or given up.
+"""Caches that this instance gives to others, from the grant until they are delivered or given up.
 
-An offer is a lease. Until its receiver connects it lives `LEASE_SECONDS`; from then on the connection is the lease:
-when it breaks, the prefill is cancelled and its memory freed. Every way an offer ends passes through `end`, once. Its
-frames view the cache's own pages, so `on_end` waits until no thread sends them any more.
+An offer is a lease. Until its receiver connects it lives `LEASE_SECONDS`; while connected, for as long as the receiver
+shows life; without a connection after one broke, `RESUME_SECONDS`, in which it may come back. ABORT, DELETE and an end
+on this side end it at once. Every way an offer ends passes through `end`, once. Its frames view the cache's own pages,
+so `on_end` waits until no connection sends them any more.
 """
 
 import hmac
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from prfaas.errors import CapacityError, PeerError
+from prfaas.errors import CapacityError, PeerError, UnreachableError
+from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillState, PrefillStatus
-from prfaas.wire.transfer import Address, LayerGroup, Manifest
+from prfaas.wire.trace import NO_TRACE, TraceContext
+from prfaas.wire.transfer import Hello, LayerGroup, Manifest
 from prfaas_worker.transfer.counters import Outcome, TransferCounters
-from prfaas_worker.transfer.mailbox import Failed, Finish, Mailbox
+from prfaas_worker.transfer.intake import Intake
+from prfaas_worker.transfer.outgoing import Frame, Outgoing
+from prfaas_worker.transfer.story import Story, Subject
+from prfaas_worker.transfer.streams import Stream
 
 LEASE_SECONDS = 10
+RESUME_SECONDS = 5.0
+DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
+"""A receiver that takes less on average once everything is computed is not worth its pages: 1 Mbit/s."""
+DELIVERY_GRACE_SECONDS = 30.0
+_GONE_TICK_SECONDS = 0.005
 
 
 class Prompt(NamedTuple):
-    """What the receiver asked for: the front's handle of the call, its id, the length and the first row it lacks."""
+    """What the receiver asked for: the front's handle of the call, its id, the length and the first row it lacks.
+
+    `peer` is the cluster identity of the caller, empty without TLS. It could send the first `lend_tokens` tokens.
+    """
 
     handle: int
     request_id: str
     tokens: int
     start_token: int
+    peer: str = ""
+    lend_tokens: int = 0
+    trace: TraceContext = NO_TRACE
 
 
 class Offer:
-    """One prefill for another instance. The engine's thread fills the mailbox, the connection's thread empties it."""
+    """One cache for another instance. The engine's thread fills it, the connections' threads empty it."""
 
     def __init__(self, prompt: Prompt, manifest: Manifest, token: str):
         self.prompt = prompt
         self.manifest = manifest
         self.token = token
-        self.mailbox = Mailbox()
+        self.outgoing = Outgoing(manifest.address, self.heard)
+        what = "prefill" if manifest.hidden_size else "prefix"
+        subject = Subject(prompt.handle, prompt.request_id, prompt.peer, prompt.trace, what)
+        self.story = Story("send", subject, manifest.transfer_id)
         self.lease_ends = time.monotonic() + LEASE_SECONDS
+        self.must_end = float("inf")
+        """Monotonic seconds: how long a receiver that takes a byte now and then may hold on."""
         self.state: PrefillState = "waiting"
-        self.connected = False
-        self.compute_started = 0.0
-        """Monotonic seconds, set with the state `computing`."""
+        self.streams: dict[int, Stream] = {}
+        self.was_connected = False
+        self.ended = False
+        self.borrowed: Intake | None = None
+        """What the receiver sends first, once that is decided."""
+        self._decided = threading.Event()
+        if not prompt.lend_tokens:
+            self._decided.set()
+
+    def borrow(self, intake: Intake | None) -> None:
+        """Decide what the receiver sends before this is computed; None is nothing."""
+        self.borrowed = intake
+        if intake is not None:
+            self.must_end = _patience(intake.receipt.expected)
+            if self.outgoing.failure is not None:  # it ended meanwhile
+                intake.stop.set()
+        self._decided.set()
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether that was decided."""
+        return self._decided.is_set()
+
+    def decided(self, patience_seconds: float) -> bool:
+        """Wait until that is known."""
+        return self._decided.wait(patience_seconds)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a receiver has a connection."""
+        return bool(self.streams)
+
+    def heard(self) -> None:
+        """Note that the receiver shows life."""
+        self.lease_ends = time.monotonic() + LEASE_SECONDS
 
     def computing(self) -> None:
         """Note that the first chunk starts now."""
-        self.compute_started = time.monotonic()
+        self.outgoing.compute_started = time.monotonic()
+        self.story.mark("computing")
         self.state = "computing"
+        self.must_end = float("inf")
 
-    def computed(self, prefill_seconds: float) -> None:
-        """Note that everything is in the mailbox."""
+    def put(self, frame: Frame) -> None:
+        """Have a frame sent; never blocks."""
+        self.outgoing.put(frame)
+
+    def silent_seconds(self) -> float:
+        """Return how long none of the receiver's connections brought a byte."""
+        heard = [stream.heard_at for stream in list(self.streams.values())]
+        return time.monotonic() - max(heard) if heard else float("inf")
+
+    def computed(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
+        """Note that every frame was put in; not `is_exact` if it was computed on what came through a lossy codec."""
+        self.must_end = _patience(self.manifest)
         self.state = "sending"
-        self.mailbox.put(Finish(prefill_seconds))
+        self.story.mark("computed")
+        self.outgoing.finish(prefill_seconds, is_exact=is_exact)
 
     def fail(self, message: str) -> None:
-        """Note that the prefill cannot be computed; its connection, or its lease, ends it."""
-        self.mailbox.put(Failed(message))
+        """Note that the prefill cannot be computed; its connections, or its lease, end it."""
+        self.outgoing.fail(message)
+        if self.borrowed is not None:
+            self.borrowed.stop.set()
+        self._decided.set()
+
+    def is_late(self, now: float) -> bool:
+        """Tell whether the receiver did not connect, come back, or show life in time; who lends shows it by bytes."""
+        lends = self.borrowed is not None and not self.borrowed.is_whole and self.silent_seconds() < LEASE_SECONDS
+        return now > self.must_end or (now > self.lease_ends and not lends)
+
+    def await_gone(self, connections: Collection[int], patience_seconds: float) -> None:
+        """Wait until nothing is read any more from these, which were cut.
+
+        Raises:
+            UnreachableError: it takes too long.
+
+        """
+        deadline = time.monotonic() + patience_seconds
+        while any(number in self.streams for number in connections):
+            if time.monotonic() > deadline:
+                raise UnreachableError("a connection that broke is not through yet")
+            time.sleep(_GONE_TICK_SECONDS)
+
+
+def _patience(manifest: Manifest) -> float:
+    """Return until when, in monotonic seconds, all of this should have crossed."""
+    return time.monotonic() + DELIVERY_GRACE_SECONDS + manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND
 
 
 class Offers:
@@ -73,8 +166,8 @@ class Offers:
         self.counters = TransferCounters()
         self.on_end: Callable[[int], None] = lambda _handle: None
 
-    def grant(self, prompt: Prompt) -> tuple[Offer, PrefillGrant]:
-        """Open an offer.
+    def grant(self, prompt: Prompt, *, is_prefix: bool = False) -> tuple[Offer, PrefillGrant]:
+        """Open an offer; a prefix ends without a hidden state.
 
         Raises:
             CapacityError: too many are open already.
@@ -94,72 +187,85 @@ class Offers:
                 start_token=prompt.start_token,
                 end_token=prompt.tokens,
                 groups=self._groups,
-                hidden_size=self._hidden_size,
+                hidden_size=0 if is_prefix else self._hidden_size,
             )
             offer = self._offers[manifest.transfer_id] = Offer(prompt, manifest, token)
+        offer.story.mark("granted", tokens=prompt.tokens, start_token=prompt.start_token)
         return offer, PrefillGrant(
             transfer_id=manifest.transfer_id,
             token=token,
             epoch=manifest.epoch,
             data_port=self._data_port,
+            end_token=prompt.tokens,
             expires_seconds=LEASE_SECONDS,
         )
 
-    def connect(self, address: Address, token: str) -> Offer:
-        """Bind the connection that presented `token` to its offer.
+    def connect(self, address: Address, hello: Hello, peer: str, stream: Stream) -> Offer:
+        """Bind a connection to the offer whose token it presented; `disconnect` follows in every case.
 
         Raises:
-            PeerError: no such offer, the wrong token or epoch, or it is connected already. One answer for the first
-                three, so that a stranger learns nothing.
+            PeerError: no such offer, the wrong token, epoch or cluster: one answer for all, so that a stranger learns
+                nothing. Or its account of what arrived cannot be.
 
         """
         with self._lock:
             offer = self._offers.get(address.transfer_id)
-            known = offer is not None and hmac.compare_digest(offer.token.encode(), token.encode())
-            if offer is None or not known or offer.manifest.epoch != address.epoch:
+            known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
+            if offer is None or not known or offer.manifest.epoch != address.epoch or offer.prompt.peer != peer:
                 raise PeerError(
                     f"no prefill {address.transfer_id} with this token and epoch: ended, expired or foreign"
                 )
-            if offer.connected:
-                raise PeerError(f"prefill {address.transfer_id} has a connection already")
-            offer.connected = True
-            return offer
+            offer.outgoing.shipment.connect(hello.connection, hello.broken, hello.received)
+            offer.heard()
+            stale = [stream for number, stream in offer.streams.items() if number in hello.broken]
+            offer.streams[hello.connection] = stream
+            offer.was_connected = True
+        for other in stale:
+            other.shutdown()
+        offer.story.mark("connected", connection=hello.connection)
+        offer.story.broke(len(set(hello.broken)), f"connection {hello.connection} takes over")
+        return offer
 
-    def end(self, offer: Offer, outcome: Outcome) -> None:
-        """End an offer; only the first call counts."""
+    def disconnect(self, offer: Offer, connection: int) -> None:
+        """Note that a connection is through with the frames of an offer, however it ended."""
+        with self._lock:
+            del offer.streams[connection]
+            if not offer.streams:
+                offer.lease_ends = time.monotonic() + RESUME_SECONDS
+            released = offer.ended and not offer.streams
+        if released:
+            self.on_end(offer.prompt.handle)
+
+    def end(self, offer: Offer, outcome: Outcome, reason: str = "") -> None:
+        """End an offer, for a reason unless it was delivered or has failed already; only the first call counts."""
         with self._lock:
             if self._offers.pop(offer.manifest.transfer_id, None) is None:
                 return
-            connected = offer.connected
-        self.counters.ended("send", outcome)
-        if connected:
-            offer.mailbox.put(Failed(f"the prefill was {outcome}"))  # its connection says when it is through
-        else:
-            self._release(offer)
-
-    def disconnect(self, offer: Offer) -> None:
-        """Note that the connection of an offer is through with its frames, however it ended."""
-        self.end(offer, "failed")  # counts only where the delivery did not end it
-        self._release(offer)
-
-    def _release(self, offer: Offer) -> None:
-        offer.mailbox.close()
-        self.on_end(offer.prompt.handle)
+            offer.ended = True
+            released = not offer.streams
+        reason = "" if outcome == "delivered" else offer.outgoing.failure or reason
+        self.counters.ended(offer.story.end(outcome, reason, offer.outgoing.carried))
+        offer.fail(f"the prefill was {outcome}")  # its connections tell, and are through with it then
+        if released:
+            self.on_end(offer.prompt.handle)
 
     def cancel(self, transfer_id: str) -> None:
         """End an offer by its id, if it is still open."""
         with self._lock:
             offer = self._offers.get(transfer_id)
         if offer is not None:
-            self.end(offer, "cancelled")
+            self.end(offer, "cancelled", "the receiver does not want it any more")
 
     def expire(self) -> None:
-        """End offers whose receiver did not connect in time."""
+        """End offers whose receiver did not connect, or come back, or show life, in time."""
         now = time.monotonic()
         with self._lock:
-            late = [offer for offer in self._offers.values() if not offer.connected and offer.lease_ends < now]
+            late = [offer for offer in self._offers.values() if offer.is_late(now)]
         for offer in late:
-            self.end(offer, "expired")
+            if offer.was_connected:
+                self.end(offer, "failed", "the receiver was silent or slow for too long, or did not come back")
+            else:
+                self.end(offer, "expired", f"nobody connected within {LEASE_SECONDS} s")
 
     def status(self, transfer_id: str) -> PrefillStatus | None:
         """Tell how far an open offer is."""

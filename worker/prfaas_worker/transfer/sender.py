@@ -1,43 +1,38 @@
-"""The data port of a prefill instance: one thread accepts, one thread a connection sends.
+"""The data port: one thread accepts, one thread a connection sends.
 
-A receiver proves with its HELLO that it holds an open offer; then frames leave as the engine puts them in the offer's
-mailbox, while later layers and chunks still compute. Whoever is silent, gone or wrong costs one thread for a moment.
+A receiver proves with its HELLO that it holds an open offer; then frames leave as the engine puts them in, while later
+layers and chunks still compute. When a transfer is over its connections wait for the next HELLO. Whoever is silent,
+gone or wrong costs one thread for a moment.
 """
 
 import logging
 import socket
 import threading
 import time
+from contextlib import closing, suppress
+from functools import partial
 
-from prfaas.errors import PeerError, ProtocolError
-from prfaas.wire.transfer import (
-    HEADER_BYTES,
-    KEEP_ALIVE_SECONDS,
-    Done,
-    Failure,
-    FrameHeader,
-    Hello,
-    Kind,
-    decode_message,
-    message_frame,
-    parse_header,
-    seal,
-    verify,
-)
-from prfaas_worker.transfer.accounting import Monitor
-from prfaas_worker.transfer.layout import Frame
-from prfaas_worker.transfer.mailbox import Failed
+from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Address, Kind
+from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, VERSION, Abort, Hello, Welcome, decode_message, message_frame
+from prfaas_worker.transfer import tcp_info
+from prfaas_worker.transfer.carriers import refusal
+from prfaas_worker.transfer.codecs import DECODABLE
+from prfaas_worker.transfer.delivery import Channel, Delivery, receive_message
+from prfaas_worker.transfer.intake import Reception
 from prfaas_worker.transfer.offers import Offer, Offers
-from prfaas_worker.transfer.sockets import receive_into, send_all, tune
+from prfaas_worker.transfer.sockets import CUBIC, use_congestion
+from prfaas_worker.transfer.streams import Stream
+from prfaas_worker.transfer.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 2.0
-STALL_SECONDS = 5.0
-"""A receiver that takes nothing, or does not acknowledge, for this long is gone."""
+IDLE_SECONDS = 30.0
+"""A connection without a transfer is closed after this."""
 TICK_SECONDS = 0.5
-MAX_CONNECTIONS = 256
-MAX_HELLO_BYTES = 1024
+MAX_CONNECTIONS = 512
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -45,24 +40,30 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=128)
     listener.settimeout(TICK_SECONDS)
+    use_congestion(listener, CUBIC)
     return listener
 
 
 class Sender:
     """Serves the data port from its own threads until the process ends."""
 
-    def __init__(self, listener: socket.socket, offers: Offers):
+    def __init__(
+        self,
+        listener: socket.socket,
+        offers: Offers,
+        traffic: Traffic,
+    ):
         self._listener = listener
         self._offers = offers
+        self._traffic = traffic
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self.monitor = Monitor()
-        threading.Thread(target=self._accept, name="data-port", daemon=True).start()
+        threading.Thread(target=self._run, name="data-port", daemon=True).start()
 
-    def _accept(self) -> None:
+    def _run(self) -> None:
         while True:
             self._offers.expire()
             try:
-                sock, peer = self._listener.accept()
+                sock, address = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError as error:  # out of descriptors, or the peer left in the backlog
@@ -70,107 +71,116 @@ class Sender:
                 time.sleep(TICK_SECONDS)
                 continue
             if not self._free.acquire(blocking=False):
-                log.warning("data port: %d connections are open, %s is turned away", MAX_CONNECTIONS, peer[0])
+                log.warning("data port: %d connections are open, %s is turned away", MAX_CONNECTIONS, address[0])
                 sock.close()
                 continue
-            threading.Thread(target=self._serve, args=(sock, peer[0]), name="data-send", daemon=True).start()
+            threading.Thread(target=self._serve, args=(sock, address[0]), name="data-send", daemon=True).start()
 
-    def _serve(self, sock: socket.socket, peer: str) -> None:
+    def _serve(self, sock: socket.socket, host: str) -> None:
         try:
-            with sock:
-                tune(sock)
-                offer = self._greet(sock)
-                try:
-                    with self.monitor.watch(sock, lambda: offer.mailbox.queued_bytes):
-                        Delivery(sock, offer, self._offers).run()
-                finally:
-                    self._offers.disconnect(offer)
+            with sock, closing(self._traffic.door.accept(sock)) as stream:
+                self._transfer(stream, HELLO_SECONDS)
+                while True:
+                    self._transfer(stream, IDLE_SECONDS)
+        except UnreachableError as error:
+            log.debug("data port: the connection of %s is over: %s", host, error)
         except PeerError as error:
-            log.info("data port: transfer to %s ended: %s", peer, error)
+            log.info("data port: transfer to %s ended: %s", host, error)
         except OSError as error:
-            log.info("data port: connection of %s broke: %s", peer, error)
+            log.info("data port: connection of %s broke: %s", host, error)
+        except Exception:  # a bug here must end this connection, and be seen
+            log.exception("data port: connection of %s", host)
         finally:
             self._free.release()
 
-    def _greet(self, sock: socket.socket) -> Offer:
-        """Read HELLO and return the offer it has a right to."""
-        sock.settimeout(HELLO_SECONDS)
-        header, payload = _receive_frame(sock, Kind.HELLO)
+    def _transfer(self, stream: Stream, patience_seconds: float) -> None:
+        """Wait for a HELLO and serve what it asks for, to its end."""
+        address, hello = _await_hello(stream, patience_seconds)
         try:
-            return self._offers.connect(header.address, decode_message(header, payload, Hello).token)
+            if VERSION not in hello.versions:
+                raise ProtocolError(
+                    f"HELLO speaks versions {hello.versions}, this instance {VERSION}: upgrade one side"
+                )
+            self._traffic.door.check(stream)
+            cluster = stream.peer.cluster if stream.peer else ""
+            offer = self._offers.connect(address, hello, cluster, stream)
         except PeerError as error:
-            send_all(sock, [message_frame(Kind.ERROR, header.address, Failure(str(error)))], lambda _sent: None)
+            with suppress(PeerError):
+                stream.send([message_frame(Kind.ABORT, address, Abort(str(error)))])
             raise
+        try:
+            self._deliver(stream, offer, hello)
+        finally:
+            self._offers.disconnect(offer, hello.connection)
+
+    def _deliver(self, stream: Stream, offer: Offer, hello: Hello) -> None:
+        traffic, sent = self._traffic, self._offers.counters.sent
+        ours = traffic.carrier.fabric if traffic.carrier else ""
+        if reason := refusal(ours, hello.fabric, traffic.door.cluster, offer.prompt.peer):
+            offer.fail(reason)
+        carrier = traffic.carrier if hello.fabric and not reason else None
+        channel = Channel(stream, hello.connection, offer.prompt.peer, hello.codecs, carrier)
+        try:
+            _await_decision(stream, offer)
+            # Until nobody reads from a broken connection, nobody knows what of the loan came by it.
+            offer.await_gone(hello.broken, HELLO_SECONDS)
+            lent = offer.borrowed if offer.borrowed and not offer.borrowed.is_whole else None
+            welcome = Welcome(
+                version=VERSION,
+                manifest=offer.manifest,
+                segment=carrier.segment if carrier else "",
+                lend=lent.receipt.expected if lent else None,
+                lend_codecs=DECODABLE if lent else (Codec.NONE,),
+                lend_broken=lent.broken if lent else (),
+                lend_received=lent.receipt.received if lent else (),
+            )
+            stream.send([message_frame(Kind.WELCOME, offer.manifest.address, welcome)])
+            info = partial(tcp_info.read, stream.socket)
+            with traffic.monitor.watch(info, offer.outgoing.queued_bytes, offer.prompt.peer):
+                if lent is not None:
+                    try:
+                        Reception(stream, hello.connection, lent).run()
+                    finally:
+                        lent.lost(hello.connection)
+                Delivery(channel, offer.outgoing, traffic, sent).run()
+        except (UnreachableError, DamagedError):
+            raise  # the receiver may come back
+        except Exception as error:
+            self._offers.end(offer, "failed", str(error) or repr(error))
+            raise
+        self._offers.end(offer, "delivered")
 
 
-class Delivery:
-    """One offer on one connection, from MANIFEST to ACK."""
+def _await_decision(stream: Stream, offer: Offer) -> None:
+    """Wait until the engine knows what the receiver should send first, or that there will be nothing.
 
-    def __init__(self, sock: socket.socket, offer: Offer, offers: Offers):
-        self._sock = sock
-        self._offer = offer
-        self._offers = offers
-        self._payload_bytes = 0
-        self._first_sent: float | None = None
+    Raises:
+        PeerError: there will be nothing; the receiver was told why.
 
-    def run(self) -> None:
-        """Send until the offer is acknowledged or ends.
-
-        Raises:
-            PeerError: the receiver is gone, stalls, or breaks the protocol.
-
-        """
-        self._sock.settimeout(STALL_SECONDS)
-        address = self._offer.manifest.address
-        self._send(message_frame(Kind.MANIFEST, address, self._offer.manifest))
-        while True:
-            entry = self._offer.mailbox.take(self._sock, KEEP_ALIVE_SECONDS)
-            if entry is None:
-                self._send(message_frame(Kind.KEEP_ALIVE, address))
-            elif isinstance(entry, Frame):
-                self._send_data(entry)
-            elif isinstance(entry, Failed):
-                return self._send(message_frame(Kind.ERROR, address, Failure(entry.message)))
-            else:
-                self._send(message_frame(Kind.DONE, address, self._account(entry.prefill_seconds)))
-                return self._await_acknowledgement()
-
-    def _send_data(self, frame: Frame) -> None:
-        self._payload_bytes += frame.header.payload_bytes
-        payload = frame.load()
-        self._send(seal(frame.header, payload), *payload, first=self._first_sent is None)
-
-    def _send(self, *parts: bytes | memoryview, first: bool = False) -> None:
-        send_all(self._sock, parts, self._on_first if first else self._offers.counters.sent)
-
-    def _on_first(self, count_bytes: int) -> None:
-        if self._first_sent is None:
-            self._first_sent = time.monotonic()
-        self._offers.counters.sent(count_bytes)
-
-    def _account(self, prefill_seconds: float) -> Done:
-        first = self._first_sent if self._first_sent is not None else time.monotonic()
-        return Done(
-            payload_bytes=self._payload_bytes,
-            prefill_seconds=prefill_seconds,
-            first_byte_seconds=first - self._offer.compute_started,
-        )
-
-    def _await_acknowledgement(self) -> None:
-        header, _ = _receive_frame(self._sock, Kind.ACK)
-        if header.address != self._offer.manifest.address:
-            raise ProtocolError(f"acknowledgement for {header.address}, want {self._offer.manifest.address}")
-        self._offers.end(self._offer, "delivered")
+    """
+    while not offer.decided(KEEP_ALIVE_SECONDS):
+        if stream.readable():
+            header, _ = receive_message(stream)
+            if header.kind != Kind.KEEP_ALIVE:
+                raise PeerError(f"{header.describe()} from a receiver that waits for WELCOME")
+            offer.heard()
+        stream.send([message_frame(Kind.KEEP_ALIVE, offer.manifest.address)])
+    if (reason := offer.outgoing.failure) is not None:
+        stream.send([message_frame(Kind.ABORT, offer.manifest.address, Abort(reason))])
+        raise PeerError(reason)
 
 
-def _receive_frame(sock: socket.socket, kind: Kind) -> tuple[FrameHeader, bytes]:
-    """Read one small frame of the given kind from a receiver."""
-    raw = bytearray(HEADER_BYTES)
-    receive_into(sock, raw)
-    header = parse_header(raw)
-    if header.kind != kind or header.payload_bytes > MAX_HELLO_BYTES:
-        raise ProtocolError(f"{header.describe()} of {header.payload_bytes} bytes from a receiver, want {kind.name}")
-    payload = bytearray(header.payload_bytes)
-    receive_into(sock, payload)
-    verify(header, [payload])
-    return header, bytes(payload)
+def _await_hello(stream: Stream, patience_seconds: float) -> tuple[Address, Hello]:
+    """Read the next HELLO; what the receiver said of the transfer before it is of no interest any more."""
+    deadline = time.monotonic() + patience_seconds
+
+    def hurry(_silent_seconds: float) -> None:
+        if time.monotonic() > deadline:
+            raise UnreachableError(f"no HELLO within {patience_seconds:g} s")
+
+    while True:
+        header, payload = receive_message(stream, hurry)
+        if header.kind == Kind.HELLO:
+            return header.address, decode_message(header, payload, Hello)
+        if header.kind not in (Kind.ACK, Kind.KEEP_ALIVE):
+            raise ProtocolError(f"{header.describe()} from a receiver, want HELLO")

@@ -2,69 +2,64 @@
 
 import logging
 import socket
-import struct
 from collections import deque
-from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from prfaas.errors import UnreachableError
-from prfaas.wire.transfer import Buffer
+from prfaas.wire.frames import Buffer
+from prfaas_worker.transfer import tcp_info
 
 log = logging.getLogger(__name__)
 
-# struct tcp_info of linux/tcp.h: u64 tcpi_bytes_acked and u32 tcpi_notsent_bytes.
-_BYTES_ACKED = struct.Struct("=Q"), 120
-_NOTSENT_BYTES = struct.Struct("=I"), 144
-_TCP_INFO_BYTES = 160
+CUBIC, BBR = "cubic", "bbr"
+NEAR_SECONDS = 0.002
+"""A peer within this round trip is in the same site."""
 # The kernel takes 1,024 at once.
 _MAX_PIECES = 512
 
 
-class Progress(NamedTuple):
-    """What the kernel knows of a connection: bytes that wait to be sent, and bytes the peer acknowledged."""
+def use_congestion(sock: socket.socket, name: str) -> None:
+    """Have a congestion control, if the kernel has it; connections that a listener accepts begin with the listener's.
 
-    unsent_bytes: int
-    delivered_bytes: int
+    BBR paces what it sends, and the kernel goes on pacing when another takes over: a timer for each segment, half of
+    what a near transfer costs. So a connection that may turn out to be near must not begin with it.
+    """
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError as error:
+        log.debug("congestion control stays as it is: no %s (%s)", name, error)
+
+
+def connect(host: str, port: int, timeout_seconds: float) -> socket.socket:
+    """Return a socket connected to the first address of a host that answers, and begun with what suits a near peer.
+
+    Raises:
+        OSError: none does.
+
+    """
+    failure: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            use_congestion(sock, CUBIC)
+            sock.settimeout(timeout_seconds)
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what the data path needs whatever the host's defaults are: CUBIC, and no delay of small frames."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-    except OSError as error:
-        log.debug("congestion control stays the host's default: cubic is not available (%s)", error)
+    """Set what the data path needs whatever the host's defaults are; the socket is connected.
 
-
-def progress(sock: socket.socket) -> Progress:
-    """Ask the kernel how far a connection's bytes got."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    (delivered,) = _BYTES_ACKED[0].unpack_from(info, _BYTES_ACKED[1])
-    (unsent,) = _NOTSENT_BYTES[0].unpack_from(info, _NOTSENT_BYTES[1])
-    return Progress(unsent, delivered)
-
-
-def send_all(sock: socket.socket, parts: Sequence[Buffer], on_sent: Callable[[int], None]) -> None:
-    """Send all parts without joining them; `on_sent` hears of every accepted piece.
-
-    Raises:
-        UnreachableError: the peer is gone, or took nothing for the socket's timeout.
-
+    Small frames are not held back. To a near peer CUBIC; to a far one BBR, which keeps a path with a loss in a thousand
+    full where CUBIC reaches a third of it. Buffers are the kernel's, which grows them as the path needs.
     """
-    left = [memoryview(part) for part in parts if len(part)]
-    try:
-        while left:
-            sent = sock.sendmsg(left)
-            on_sent(sent)
-            while left and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if sent:
-                left[0] = left[0][sent:]
-    except TimeoutError as error:
-        raise UnreachableError(f"the peer took no byte for {sock.gettimeout()} s: given up") from error
-    except OSError as error:
-        raise UnreachableError(f"the connection broke while sending: {error}") from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    use_congestion(sock, CUBIC if (tcp_info.read(sock).rtt_seconds or 0.0) < NEAR_SECONDS else BBR)
 
 
 def receive_into(sock: socket.socket, *buffers: Buffer) -> None:

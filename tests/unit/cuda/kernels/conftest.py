@@ -2,6 +2,8 @@
 tests/unit/cuda/test_interpreted.py starts for them. In any other process they are not collected: the interpreter is
 chosen once, before Triton is first imported."""
 
+import functools
+import inspect
 import os
 from collections.abc import Iterator
 
@@ -27,6 +29,18 @@ if INTERPRETED:
         return interpreter.TensorHandle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = _dot
+
+    @functools.cache
+    def _builtins(pkg):
+        return [name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member)]
+
+    def _patch_builtin(pkg, builder, scope):
+        """The interpreter looks all of the language through before each kernel, which takes longer than the kernel."""
+        for name in _builtins(pkg):
+            if tl.core.is_builtin(member := getattr(pkg, name)):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    interpreter._patch_builtin = _patch_builtin
 
 
 @pytest.fixture(autouse=True, scope="session")

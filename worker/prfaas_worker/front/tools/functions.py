@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from prfaas_worker.front.schemas import bounded
+from prfaas_worker.grammars import lark_of_schema
 
 
 class Function(NamedTuple):
@@ -21,7 +21,7 @@ Mark = Callable[[str], str]
 
 def arguments_rule(function: Function) -> str:
     """Return the rule for a function's arguments."""
-    return "%json " + bounded(msgspec.json.encode({"type": "object"} | function.parameters))
+    return lark_of_schema(msgspec.json.encode({"type": "object"} | function.parameters).decode())
 
 
 def literal(text: str) -> str:

@@ -12,6 +12,7 @@ from prfaas_worker.front.bodies import Conversed
 from prfaas_worker.front.checks import require, unsupported
 from prfaas_worker.front.tools import MOST_CALLS, ToolFormat, calls_grammar, free_grammar, tool_format
 from prfaas_worker.front.tools.functions import Function
+from prfaas_worker.grammars import lark_of_schema
 from prfaas_worker.tokenizer import Tokenizer
 
 MAX_TOOLS: Final = 128
@@ -88,7 +89,7 @@ def with_answer(use: ToolUse, asked: Conversed, answer: Grammar | None, tokenize
             param="tool_choice",
         )
     rules = calls_grammar(*_grammar_parts(use, _tools(asked), tokenizer))
-    return Grammar("lark", f"start: answer | calls\nanswer: %json {answer.text}\n{rules}")
+    return Grammar("lark", f"start: answer | calls\nanswer: {lark_of_schema(answer.text)}\n{rules}")
 
 
 def hidden_marks(use: ToolUse | None, tokenizer: Tokenizer) -> dict[int, bytes]:

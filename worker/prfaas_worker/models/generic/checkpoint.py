@@ -5,6 +5,7 @@ that lists them all.
 """
 
 import hashlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any
 
 import torch
 import transformers
+import xxhash
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prfaas.errors import ConfigError
+from prfaas_worker.cache.memory import bytes_of
+from prfaas_worker.models.generic.families import read_document
 
 _LISTED_DIFFERENCES = 50
 # A family may tell transformers to pass over such tensors in silence.
@@ -58,15 +62,18 @@ def load_causal_model(directory: Path) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def fingerprint(directory: Path) -> str:
-    """SHA-256, hex, over this engine's name, config.json and every weights file.
+def fingerprint(directory: Path, model: PreTrainedModel) -> str:
+    """SHA-256, hex, over this engine's name, config.json, and name, shape and XXH3-128 of every loaded tensor.
 
-    Our own engine for a family lays its cache out in another way, so its fingerprint of the same files must differ.
+    Taken from memory, so that the files are read once, and however they are cut. Our own engine for a family lays its
+    cache out in another way, so its fingerprint of the same files must differ. As there, it finds accidents, and does
+    not withstand somebody who makes two checkpoints that have one.
     """
     digest = hashlib.sha256(b"transformers\n")
-    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
-        with path.open("rb") as file:
-            digest.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    digest.update(json.dumps(read_document(directory), sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        content = xxhash.xxh3_128_hexdigest(bytes_of(tensor.contiguous()))
+        digest.update(f"\n{name} {list(tensor.shape)} {content}".encode())
     return digest.hexdigest()
 
 

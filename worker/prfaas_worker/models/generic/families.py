@@ -77,7 +77,7 @@ def read_model_type(directory: Path) -> Any:
         ConfigError: the file cannot be read.
 
     """
-    return _read_config(directory).get("model_type")
+    return read_document(directory).get("model_type")
 
 
 def read_family(directory: Path) -> Family:
@@ -87,7 +87,7 @@ def read_family(directory: Path) -> Family:
         ConfigError: config.json cannot be read, or the checkpoint is not one that we serve.
 
     """
-    raw = _read_config(directory)
+    raw = read_document(directory)
     try:
         return family_of(raw)
     except ConfigError as error:
@@ -118,7 +118,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     return family
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_document(directory: Path) -> dict[str, Any]:
+    """What `directory`/config.json holds; raises ConfigError where it cannot be read."""
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -55,7 +55,8 @@ class GenericModel:
     def load(cls, directory: Path) -> "GenericModel":
         """Load a checkpoint; raises ConfigError where it is not one of a family that we serve, as it should be."""
         family = read_family(directory)
-        return cls(family, load_causal_model(directory), fingerprint(directory))
+        model = load_causal_model(directory)
+        return cls(family, model, fingerprint(directory, model))
 
     @property
     def device(self) -> torch.device:

@@ -3,13 +3,23 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from prfaas.errors import ConfigError
 
 LayerKind = Literal["attention", "linear"]
 
+Kind = TypeVar("Kind")
+
 MODEL_TYPE = "kimi_linear"
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 # Values that change the computation and that we implement in one form only.
 _REQUIRED = {
@@ -95,44 +105,72 @@ def parse_config(raw: Any) -> KimiLinearConfig:
     for field, wanted in _REQUIRED.items():
         if (given := raw.get(field, wanted)) != wanted:
             raise ConfigError(f"{field} is {given!r}; only {wanted!r} is implemented")
-    linear = raw["linear_attn_config"]
-    eos = raw["eos_token_id"]
+    linear = _field(raw, "linear_attn_config", dict)
     return KimiLinearConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        rms_norm_eps=raw["rms_norm_eps"],
-        max_context=raw["model_max_length"],
-        eos_token_ids=frozenset(eos if isinstance(eos, list) else [eos]),
-        layer_kinds=_layer_kinds(raw["num_hidden_layers"], linear["full_attn_layers"], linear["kda_layers"]),
+        vocab_size=_size(raw, "vocab_size"),
+        hidden_size=_size(raw, "hidden_size"),
+        intermediate_size=_size(raw, "intermediate_size"),
+        rms_norm_eps=_field(raw, "rms_norm_eps", float),
+        max_context=_size(raw, "model_max_length"),
+        eos_token_ids=_eos_token_ids(raw),
+        layer_kinds=_layer_kinds(_size(raw, "num_hidden_layers"), linear),
         dense_layers=_dense_layers(raw),
         num_heads=_attention_heads(raw),
-        latent_size=raw["kv_lora_rank"],
-        nope_size=raw["qk_nope_head_dim"],
-        shared_key_size=raw["qk_rope_head_dim"],
-        value_size=raw["v_head_dim"],
-        kda_heads=linear["num_heads"],
-        kda_head_size=linear["head_dim"],
-        conv_kernel=linear["short_conv_kernel_size"],
-        num_experts=raw["num_experts"],
-        experts_per_token=raw["num_experts_per_token"],
-        shared_experts=raw["num_shared_experts"],
-        expert_size=raw["moe_intermediate_size"],
-        renormalise=raw["moe_renormalize"],
-        routed_scale=raw["routed_scaling_factor"],
+        latent_size=_size(raw, "kv_lora_rank"),
+        nope_size=_size(raw, "qk_nope_head_dim"),
+        shared_key_size=_size(raw, "qk_rope_head_dim"),
+        value_size=_size(raw, "v_head_dim"),
+        kda_heads=_size(linear, "num_heads"),
+        kda_head_size=_size(linear, "head_dim"),
+        conv_kernel=_size(linear, "short_conv_kernel_size"),
+        num_experts=_size(raw, "num_experts"),
+        experts_per_token=_size(raw, "num_experts_per_token"),
+        shared_experts=_field(raw, "num_shared_experts", int),
+        expert_size=_size(raw, "moe_intermediate_size"),
+        renormalise=_field(raw, "moe_renormalize", bool),
+        routed_scale=_field(raw, "routed_scaling_factor", float),
     )
+
+
+def _field(raw: dict[str, Any], name: str, kind: type[Kind]) -> Kind:
+    """The field's value, of this type; a whole number is a float too, but a truth value is no number."""
+    value = raw[name]
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; it must be {_WORDS[kind]}")
+    return cast("Kind", value)
+
+
+def _size(raw: dict[str, Any], name: str) -> int:
+    value = _field(raw, name, int)
+    if value < 1:
+        raise ConfigError(f"{name} is {value}; it must be at least 1")
+    return value
+
+
+def _numbers(raw: dict[str, Any], name: str) -> list[int]:
+    values = _field(raw, name, list)
+    if any(type(value) is not int for value in values):
+        raise ConfigError(f"{name} is {values!r}; it must hold whole numbers alone")
+    return values
+
+
+def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:
+    name = "eos_token_id"
+    return frozenset(_numbers(raw, name) if isinstance(raw[name], list) else [_field(raw, name, int)])
 
 
 def _attention_heads(raw: dict[str, Any]) -> int:
     """MLA's latent serves every head, so there are as many key heads as query heads."""
-    heads = raw["num_attention_heads"]
+    heads = _size(raw, "num_attention_heads")
     if (key_heads := raw.get("num_key_value_heads", heads)) != heads:
         raise ConfigError(f"num_key_value_heads is {key_heads}, num_attention_heads {heads}: MLA needs them equal")
     return heads
 
 
-def _layer_kinds(count: int, full_attention: list[int], kda: list[int]) -> tuple[LayerKind, ...]:
+def _layer_kinds(count: int, linear: dict[str, Any]) -> tuple[LayerKind, ...]:
     """The two lists are 1-based and together name every layer once."""
+    full_attention, kda = _numbers(linear, "full_attn_layers"), _numbers(linear, "kda_layers")
     if sorted(full_attention + kda) != list(range(1, count + 1)):
         raise ConfigError(
             f"linear_attn_config: full_attn_layers {full_attention} and kda_layers {kda} (1-based) must together name "
@@ -144,9 +182,10 @@ def _layer_kinds(count: int, full_attention: list[int], kda: list[int]) -> tuple
 def _dense_layers(raw: dict[str, Any]) -> tuple[bool, ...]:
     """Which layers have a plain MLP: `mlp_layer_types` names them, or the first `first_k_dense_replace` are."""
     count = raw["num_hidden_layers"]
-    types = raw.get("mlp_layer_types")
-    if types is None:
-        return tuple(layer < raw["first_k_dense_replace"] for layer in range(count))
-    if len(types) != count or not set(types) <= {"dense", "sparse"}:
+    if raw.get("mlp_layer_types") is None:
+        first_sparse = _field(raw, "first_k_dense_replace", int)
+        return tuple(layer < first_sparse for layer in range(count))
+    types = _field(raw, "mlp_layer_types", list)
+    if len(types) != count or any(kind not in ("dense", "sparse") for kind in types):
         raise ConfigError(f"mlp_layer_types must hold {count} words 'dense' or 'sparse', it is {types}")
     return tuple(kind == "dense" for kind in types)

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812, the name that torch's own do
 
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
 from prfaas_worker.models.kimi_linear.kda import kda_chunked, kda_step
-from prfaas_worker.models.kimi_linear.layers import least_norm, norm_scale, unit_rms
+from prfaas_worker.models.kimi_linear.layers import least_norm, linear, norm_scale, unit_rms
 from prfaas_worker.models.kimi_linear.weights import Weights
 
 _L2_NORM_EPS = 1e-6
@@ -41,14 +41,15 @@ class DeltaAttention:
         self._heads, self._head_size, self._taps = config.kda_heads, config.kda_head_size, config.conv_kernel
         self._least = least_norm(config.rms_norm_eps, config.kda_head_size)
         self._qk_least = torch.tensor(_L2_NORM_EPS**0.5)
-        self._input = weights.joined(["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj"], columns=norm)
-        self._widths = [3 * config.kda_size, config.kda_head_size, config.kda_head_size, config.kda_heads]
+        self._qkv = weights.product(["q_proj", "k_proj", "v_proj"], columns=norm)
+        self._gates = weights.joined(["f_a_proj", "g_a_proj", "b_proj"], columns=norm)
+        self._widths = [config.kda_head_size, config.kda_head_size, config.kda_heads]
         # [kernel, 3 H K], oldest first.
         self._conv = weights.joined(["q_conv1d", "k_conv1d", "v_conv1d"]).squeeze(1).T.contiguous()
         self._decay_rate = -weights.raw("A_log").exp().view(config.kda_heads, 1)
         self._dt_bias = weights.raw("dt_bias")
         self._f_b, self._g_b = weights["f_b_proj"], weights["g_b_proj"]
-        self._o_proj = weights.joined(["o_proj"], columns=norm_scale(weights["o_norm"]).repeat(config.kda_heads))
+        self._o_proj = weights.product(["o_proj"], columns=norm_scale(weights["o_norm"]).repeat(config.kda_heads))
         # Norms of q and k are divided out; q takes the scale of the scores too.
         self._qk_scale = torch.tensor([self._head_size**0.5, 1.0]).view(2, 1, 1)
 
@@ -61,10 +62,9 @@ class DeltaAttention:
 
     def project(self, x: Tensor) -> Projected:
         """Everything that each token [..., D] contributes by itself."""
-        joined = F.linear(x, self._input)
-        qkv, forget, gate, strength = torch.split_with_sizes(joined, self._widths, dim=-1)
+        forget, gate, strength = torch.split_with_sizes(F.linear(x, self._gates), self._widths, dim=-1)
         forget = F.softplus(F.linear(forget, self._f_b, self._dt_bias)).unflatten(-1, (self._heads, self._head_size))
-        return Projected(qkv, forget * self._decay_rate, strength.sigmoid(), F.linear(gate, self._g_b))
+        return Projected(linear(x, self._qkv), forget * self._decay_rate, strength.sigmoid(), F.linear(gate, self._g_b))
 
     def mix_chunk(self, x: Projected, conv: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Append T tokens to B sequences, x [B, T, ...]; returns outputs by head [B, T, H, V], conv, recurrent."""
@@ -95,7 +95,7 @@ class DeltaAttention:
 
     def output(self, o: Tensor, gate: Tensor) -> Tensor:
         """Norm and gate of each head's output [..., H, V], then the projection to [..., D]."""
-        return F.linear(unit_rms(o, self._least).flatten(-2) * gate.sigmoid(), self._o_proj)
+        return linear(unit_rms(o, self._least).flatten(-2) * gate.sigmoid(), self._o_proj)
 
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """Convolved channels [..., 3 H K] -> normalised and scaled q and k together [..., 2, H, K], v [..., H, K]."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
-from prfaas_worker.models.kimi_linear.layers import least_norm, norm_scale, unit_rms
+from prfaas_worker.models.kimi_linear.layers import least_norm, linear, norm_scale, unit_rms
 from prfaas_worker.models.kimi_linear.weights import Weights
 
 # transformers and the authors' code use 1e-6 here, whatever rms_norm_eps says.
@@ -31,12 +31,12 @@ class LatentAttention:
         self._nope, self._value = config.nope_size, config.value_size
         self._width = self._latent + self._shared
         self._scale = config.key_size**-0.5
-        self._input = weights.joined(["q_proj", "kv_a_proj_with_mqa"], columns=norm)
+        self._input = weights.product(["q_proj", "kv_a_proj_with_mqa"], columns=norm)
         self._latent_least = least_norm(_LATENT_NORM_EPS, self._latent)
         self._latent_norm = norm_scale(weights["kv_a_layernorm"])
         # [H, nope + value, latent]: what each head makes of a latent.
         self._kv_b = weights["kv_b_proj"].unflatten(0, (self._heads, self._nope + self._value))
-        self._o_proj = weights["o_proj"]
+        self._o_proj = weights.product(["o_proj"])
         self._absorbed_input = self._absorbed_output = None
         if self._heads * self._width * config.hidden_size <= _KEPT_ABSORBED:
             self._absorbed_input, self._absorbed_output = self._absorb_projections()
@@ -50,7 +50,7 @@ class LatentAttention:
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [..., D] -> queries [..., H, key] and cache rows [..., latent + shared]."""
-        joined = F.linear(x, self._input)
+        joined = linear(x, self._input)
         q, row = torch.split_with_sizes(joined, [self._heads * (self._nope + self._shared), self._width], dim=-1)
         return q.unflatten(-1, (self._heads, -1)), self._row(row)
 
@@ -99,7 +99,7 @@ class LatentAttention:
 
     def output(self, o: Tensor) -> Tensor:
         """Project values by head [..., H, value] to [..., D]."""
-        return F.linear(o.flatten(-2), self._o_proj)
+        return linear(o.flatten(-2), self._o_proj)
 
     def output_step(self, latents: Tensor) -> Tensor:
         """Project latents by head [B, H, latent] to [B, D]."""
@@ -137,11 +137,11 @@ class LatentAttention:
 
     def _absorb_projections(self) -> tuple[Tensor, Tensor]:
         """From tokens to absorbed queries and rows [(H + 1) width, D], from latents to outputs [D, H latent]."""
-        q, row = self._input.split([self._heads * (self._nope + self._shared), self._width])
+        q, row = self._input.float().split([self._heads * (self._nope + self._shared), self._width])
         q = q.unflatten(0, (self._heads, -1))
         latent = self._kv_b[:, : self._nope].mT @ q[:, : self._nope]
         absorbed = self._scale * torch.cat([latent, q[:, self._nope :]], dim=1).flatten(0, 1)
-        output = self._o_proj.unflatten(1, (self._heads, -1)).transpose(0, 1) @ self._kv_b[:, self._nope :]
+        output = self._o_proj.float().unflatten(1, (self._heads, -1)).transpose(0, 1) @ self._kv_b[:, self._nope :]
         return torch.cat([absorbed, row]), output.transpose(0, 1).flatten(1)
 
 

@@ -17,6 +17,14 @@ DENSE_PAIRS = 256
 _DENSE_BYTES = 1 << 20
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., D] times weight [E, D], which may be bf16: then multiplied as such, and summed in fp32 by the processor.
+
+    Returns [..., E] in the type of x.
+    """
+    return F.linear(x.to(weight.dtype), weight).to(x.dtype)
+
+
 def unit_rms(x: Tensor, least: Tensor) -> Tensor:
     """x / sqrt(sum x^2 + D eps): RMSNorm over the last axis of length D but for its weight, see `norm_scale`.
 
@@ -39,12 +47,12 @@ class Mlp:
     """SwiGLU over the last axis, of tokens that `unit_rms` has normed."""
 
     def __init__(self, weights: Weights, norm: Tensor):
-        self._gate_up = weights.joined(["gate_proj", "up_proj"], columns=norm)
-        self._down = weights["down_proj"]
+        self._gate_up = weights.product(["gate_proj", "up_proj"], columns=norm)
+        self._down = weights.product(["down_proj"])
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return F.linear(_swiglu(F.linear(x, self._gate_up)), self._down)
+        return linear(_swiglu(linear(x, self._gate_up)), self._down)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -93,9 +101,9 @@ class MixtureOfExperts:
         """Every expert for every token, those that were not picked times zero."""
         unpicked = weights.new_zeros(len(tokens), self._experts)
         shares = torch.cat([unpicked.scatter(1, picked, weights), weights.new_ones(len(tokens), self._shared)], dim=1)
-        gate_up = F.linear(tokens, self._gate_up.flatten(0, 1))
+        gate_up = linear(tokens, self._gate_up.flatten(0, 1))
         hidden = _swiglu(gate_up.unflatten(1, (-1, 2 * self._size))) * shares.unsqueeze(-1)
-        return hidden.flatten(1) @ self._down.flatten(0, 1)
+        return linear(hidden.flatten(1), self._down.flatten(0, 1).T)
 
     def _run_picked(self, tokens: Tensor, picked: Tensor, weights: Tensor) -> Tensor:
         """Each expert for the tokens that picked it, which are sorted so that it multiplies once."""
@@ -111,4 +119,4 @@ class MixtureOfExperts:
         return routed
 
     def _run_expert(self, expert: int, tokens: Tensor) -> Tensor:
-        return _swiglu(F.linear(tokens, self._gate_up[expert])) @ self._down[expert]
+        return linear(_swiglu(linear(tokens, self._gate_up[expert])), self._down[expert].T)

@@ -1,6 +1,7 @@
-"""Kimi Linear behind the engine's `Model` interface: layer by layer over one step's batch, in fp32, no gradients."""
+"""Kimi Linear behind the engine's `Model` interface: layer by layer over one step's batch, on a CPU, no gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,8 +18,15 @@ from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_confi
 from prfaas_worker.models.kimi_linear.delta import DeltaAttention
 from prfaas_worker.models.kimi_linear.latent import LatentAttention
 from prfaas_worker.models.kimi_linear.layers import MixtureOfExperts, Mlp, least_norm, norm_scale, unit_rms
-from prfaas_worker.models.kimi_linear.step import TOKENS_AT_ONCE, Step
+from prfaas_worker.models.kimi_linear.precision import Facts, choose, divergence, instructions, speedups
+from prfaas_worker.models.kimi_linear.step import Step
 from prfaas_worker.models.kimi_linear.weights import Weights
+from prfaas_worker.options import Dtype
+
+log = logging.getLogger(__name__)
+
+# Tokens that go through a feed-forward block at once: each expert then multiplies enough of them to be quick.
+_FED_FORWARD_AT_ONCE = 2048
 
 
 class Layer:
@@ -44,26 +52,49 @@ class KimiLinear:
 
     attention_kind: AttentionSpecKind = "mla_attention"
 
-    def __init__(self, config: KimiLinearConfig, tensors: Mapping[str, Tensor] | Checkpoint, fingerprint: str):
+    def __init__(
+        self,
+        config: KimiLinearConfig,
+        tensors: Mapping[str, Tensor] | Checkpoint,
+        fingerprint: str,
+        products: torch.dtype = torch.float32,
+    ):
         """Put the layers together from tensors by public name, which must be complete and of the config's shapes."""
-        weights = Weights(tensors)
+        weights = Weights(tensors, products)
         self.config = config
         self.fingerprint = fingerprint
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_context, self.eos_token_ids = config.max_context, config.eos_token_ids
         self.layers = tuple(_layer_spec(config, kind) for kind in config.layer_kinds)
-        self.blocks = [Layer(config, i, weights.under(f"model.layers.{i}")) for i in range(len(self.layers))]
+        self.blocks = list(_blocks(config, weights))
         self._compiled: CompiledDecodes | None = None
         self.embedding = weights["model.embed_tokens"]
         self._least = least_norm(config.rms_norm_eps, config.hidden_size)
         self._norm, self._head = norm_scale(weights["model.norm"]), weights["lm_head"]
 
     @classmethod
-    def load(cls, directory: Path) -> "KimiLinear":
-        """Read config.json and model*.safetensors; raises ConfigError where they are not a checkpoint that we run."""
+    def load(cls, directory: Path, dtype: Dtype = "float32") -> "KimiLinear":
+        """Read config.json and model*.safetensors; "auto" takes the type of products that `precision` chooses.
+
+        Raises:
+            ConfigError: they are not a checkpoint that we run.
+
+        """
         config = read_config(directory)
         checkpoint = Checkpoint(directory, config)
-        model = cls(config, checkpoint, "")
+        facts = Facts(dtype, instructions())
+        choice = choose(facts)
+        if dtype == "auto" and choice.dtype == torch.bfloat16:
+            facts = facts._replace(speedups=speedups(config))
+            choice = choose(facts)
+        model = cls(config, checkpoint, "", choice.dtype)
+        if dtype == "auto" and choice.dtype == torch.bfloat16:
+            exact = _blocks(config, Weights(checkpoint))
+            choice = choose(facts._replace(divergence=divergence(model, exact)))
+            if choice.dtype != torch.bfloat16:
+                del model  # or both would stand in memory
+                model = cls(config, checkpoint, "", choice.dtype)
+        log.info("matrix products in %s: %s", str(choice.dtype).removeprefix("torch."), choice.reason)
         model.fingerprint = checkpoint.fingerprint()
         return model
 
@@ -102,7 +133,7 @@ class KimiLinear:
                 states = self._memory.states(index)
                 for part in step.parts:
                     x[part.span] += step.delta(block.attention, states, block.normed(x[part.span]), part)
-            for tokens in x.split(TOKENS_AT_ONCE):
+            for tokens in x.split(_FED_FORWARD_AT_ONCE):
                 tokens.add_(block.feed_forward(block.normed(tokens)))
             if on_layer is not None:
                 on_layer(index)
@@ -115,6 +146,10 @@ class KimiLinear:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of normed hidden states [..., hidden_size]."""
         return F.linear(hidden, self._head)
+
+
+def _blocks(config: KimiLinearConfig, weights: Weights) -> Iterator[Layer]:
+    return (Layer(config, i, weights.under(f"model.layers.{i}")) for i in range(len(config.layer_kinds)))
 
 
 def _last_of_each(x: Tensor, batch: Batch) -> Tensor:

@@ -1,0 +1,239 @@
+"""The egress cap: exact in every window, whoever wakes late; fair among connections; nobody waits for nothing."""
+
+import threading
+import time
+from bisect import bisect_left
+from itertools import accumulate, cycle, islice, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas_worker.transfer.bucket import (
+    BYTES_PER_MBIT,
+    DEPTH_SECONDS,
+    GRANT_SECONDS,
+    MIN_GRANT_BYTES,
+    Credit,
+    TokenBucket,
+)
+from prfaas_worker.transfer.stop import Stop, StoppedError
+
+WINDOW_SECONDS = 2.0
+
+
+def sent_in_turns(credit: Credit, flows: int, lateness_seconds: list[float], until_seconds: float):
+    """Let flows that always want more take turns; return (time, flow, bytes) of every grant.
+
+    A flow is woken when its credit is there, and runs as much later as the next of `lateness_seconds` says.
+    """
+    now, grants = 0.0, []
+    while now < until_seconds:
+        wanted = credit.grant_bytes(flows)
+        delay = credit.delay_seconds(wanted, now)
+        if delay:
+            now += delay + lateness_seconds[len(grants) % len(lateness_seconds)]
+            continue
+        credit.spend(wanted, now)
+        grants.append((now, len(grants) % flows, wanted))
+    return grants
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    mbps=st.sampled_from([1, 7, 200, 1000, 25_000]),
+    flows=st.sampled_from([1, 2, 9, 100]),
+    lateness_seconds=st.lists(st.floats(0, DEPTH_SECONDS - GRANT_SECONDS - 0.001), min_size=1, max_size=20),
+)
+def test_a_window_of_two_seconds_is_exact_within_3_percent_however_late_threads_wake(mbps, flows, lateness_seconds):
+    rate = mbps * BYTES_PER_MBIT
+    late = [0.0] if mbps == 1 else lateness_seconds  # there a grant is most of the depth
+    grants = sent_in_turns(Credit(rate, 0.0), flows, late, 6.0)
+    times, sums = [at for at, _, _ in grants], [0, *accumulate(count for _, _, count in grants)]
+    for first in range(bisect_left(times, 3.9)):
+        last = bisect_left(times, times[first] + WINDOW_SECONDS)
+        assert sums[last] - sums[first] == pytest.approx(rate * WINDOW_SECONDS, rel=0.03)
+    shares = [sum(count for _, flow, count in grants if flow == one) for one in range(flows)]
+    assert max(shares) - min(shares) <= grants[0][2]
+
+
+def test_lateness_beyond_the_depth_is_lost_and_never_made_up_for():
+    rate = 200 * BYTES_PER_MBIT
+    grants = sent_in_turns(Credit(rate, 0.0), 1, [0.2], 4.0)
+    assert sum(count for _, _, count in grants) < 0.5 * rate * 4
+
+
+def test_a_bucket_starts_empty_and_a_pause_saves_up_no_more_than_the_depth():
+    credit = Credit(1_000_000, 10.0)
+    assert credit.at(10.0) == 0
+    assert credit.at(1000.0) == credit.depth_bytes == 40_000
+    credit.spend(30_000, 1000.0)
+    assert credit.at(1000.0) == 10_000
+    assert credit.delay_seconds(20_000, 1000.0) == pytest.approx(0.01)
+
+
+def test_without_a_cap_everything_is_granted_at_once():
+    bucket = TokenBucket()
+    assert (bucket.mbps, bucket.take(1 << 40, Stop())) == (None, 1 << 40)
+
+
+class Senders:
+    """Threads that take from a bucket until stopped, and what each was granted."""
+
+    def __init__(self, bucket: TokenBucket, count: int, piece_bytes: int):
+        self.stop = Stop()
+        self.grants: list[tuple[int, int]] = []
+        self._bucket, self._piece_bytes = bucket, piece_bytes
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(count)]
+        self.started = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        try:
+            while True:
+                self.grants.append((number, self._bucket.take(self._piece_bytes, self.stop)))
+        except StoppedError:
+            pass
+
+    def end(self) -> float:
+        """Stop all; return the seconds they had."""
+        self.stop.set()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        return time.monotonic() - self.started
+
+
+def test_threads_together_never_get_more_than_the_cap_and_look_no_more_often_than_they_are_served(monkeypatch):
+    looks = []
+    real = TokenBucket._delay_seconds
+    monkeypatch.setattr(TokenBucket, "_delay_seconds", lambda self, count: looks.append(1) or real(self, count))
+    bucket = TokenBucket(80)
+    senders = Senders(bucket, 6, 1 << 20)
+    while len(senders.grants) < 40:
+        time.sleep(0.01)
+    seconds = senders.end()
+    granted = sum(count for _, count in senders.grants)
+    assert granted <= 80 * BYTES_PER_MBIT * (seconds + DEPTH_SECONDS)
+    assert {number for number, _ in senders.grants} == set(range(6))
+    assert len(looks) <= 4 * (len(senders.grants) + 6)
+
+
+def test_turns_go_round(monkeypatch):
+    """With all in line before the first is served, each is served once before any is served again."""
+    bucket = TokenBucket(80)
+    monkeypatch.setattr(TokenBucket, "_delay_seconds", lambda _self, _count: float("inf"))
+    senders = Senders(bucket, 5, 1000)
+    while len(bucket._line) < 5:
+        time.sleep(0.001)
+    opened = threading.Semaphore(0)
+    monkeypatch.setattr(
+        TokenBucket, "_delay_seconds", lambda _self, _count: 0.0 if opened.acquire(blocking=False) else float("inf")
+    )
+    for served in range(1, 21):
+        while len(bucket._line) < 5:  # whoever was served has come back
+            time.sleep(0.0005)
+        opened.release()
+        with bucket._line.lock:
+            bucket._line.wake()
+        while len(senders.grants) < served:
+            time.sleep(0.0005)
+    senders.end()
+    order = [number for number, _ in senders.grants]
+    assert sorted(order[:5]) == list(range(5))
+    assert order == order[:5] * 4
+
+
+@pytest.mark.parametrize("mbps", [None, 400])
+def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
+    bucket = TokenBucket(1)
+    real = Credit.delay_seconds
+    monkeypatch.setattr(
+        Credit,
+        "delay_seconds",
+        lambda self, count, now: real(self, count, now) if self.rate_bytes_per_second > BYTES_PER_MBIT else 1e6,
+    )
+    granted: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: granted.append(bucket.take(9000, Stop())), daemon=True) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    while len(bucket._line) < 3:
+        time.sleep(0.001)
+    bucket.set_mbps(1)  # no change: nothing happens
+    assert not granted
+    bucket.set_mbps(mbps)
+    for thread in threads:
+        thread.join(10)
+    assert granted == [9000] * 3
+
+
+def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
+    bucket, stop = TokenBucket(1), Stop()
+    monkeypatch.setattr(Credit, "delay_seconds", lambda _self, _count, _now: 1e6)
+    ended: list[Exception] = []
+
+    def wait_for(which: Stop) -> None:
+        try:
+            bucket.take(1000, which)
+        except StoppedError as error:
+            ended.append(error)
+
+    other = Stop()
+    threads = [threading.Thread(target=wait_for, args=(one,), daemon=True) for one in (stop, other, stop)]
+    for thread in threads:
+        thread.start()
+    while len(bucket._line) < 3:
+        time.sleep(0.001)
+    stop.set()
+    threads[0].join(10)
+    threads[2].join(10)
+    assert (len(ended), len(bucket._line)) == (2, 1)
+    with pytest.raises(StoppedError):
+        bucket.take(1000, stop)
+    bucket.set_mbps(None)
+    threads[1].join(10)
+    assert (len(ended), len(bucket._line)) == (2, 0)
+
+
+class Granting(TokenBucket):
+    """A bucket that grants what it was told to."""
+
+    def __init__(self, grants: list[int]):
+        super().__init__()
+        self._grants = cycle(grants)
+
+    def take(self, count_bytes: int, stop: Stop) -> int:
+        return 0 if stop.is_set else min(count_bytes, next(self._grants))
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=8), grants=st.lists(st.integers(1, 9), min_size=1))
+def test_portions_are_the_parts_in_order_as_granted_and_no_copies(sizes, grants):
+    whole = bytes(range(sum(sizes)))
+    edges = [0, *accumulate(sizes)]
+    parts = [memoryview(whole)[start:end] for start, end in pairwise(edges)]
+    portions = list(Granting(grants).portions(parts, Stop()))
+    assert b"".join(b"".join(portion) for portion in portions) == whole
+    assert all(view.obj is whole for portion in portions for view in portion)
+    sizes = [sum(map(len, portion)) for portion in portions]
+    assert sizes[:-1] == list(islice(cycle(grants), len(sizes)))[:-1]
+
+
+def test_without_a_cap_there_is_one_portion_and_of_nothing_none():
+    bucket = TokenBucket()
+    assert list(bucket.portions([b"ab", b"", b"c"], Stop())) == [[b"ab", b"c"]]
+    assert list(bucket.portions([b""], Stop())) == []
+
+
+@pytest.mark.parametrize(("mbps", "in_line"), [(200, 256), (1000, 100), (8, 1)])
+def test_everybody_has_a_turn_within_a_quarter_of_a_second(mbps, in_line):
+    credit = Credit(mbps * BYTES_PER_MBIT, 0.0)
+    assert in_line * credit.grant_bytes(in_line) <= 0.25 * credit.rate_bytes_per_second
+    assert MIN_GRANT_BYTES <= credit.grant_bytes(in_line) <= credit.grant_bytes(1) <= credit.depth_bytes
+
+
+def test_the_limits_of_the_cap_hold_for_the_smallest_and_the_largest():
+    assert MIN_GRANT_BYTES <= Credit(BYTES_PER_MBIT, 0).depth_bytes <= 0.05 * BYTES_PER_MBIT
+    assert Credit(100_000 * BYTES_PER_MBIT, 0).depth_bytes == DEPTH_SECONDS * 100_000 * BYTES_PER_MBIT

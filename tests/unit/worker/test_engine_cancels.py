@@ -1,0 +1,208 @@
+"""Ten thousand cancels, whole or by choice, at every stage of a request while others go on: nothing stays held."""
+
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from prfaas.errors import PeerError, PrfaasError, RequestError
+from prfaas.wire.engine import Cancel, Grammar
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache.tiers import Tiers
+from prfaas_worker.engine import preparing, schedule
+from prfaas_worker.engine.sequences import Phase
+from prfaas_worker.models import load_model
+from prfaas_worker.models.base import Batch, Model
+from prfaas_worker.transfer.fetch import Fetched
+
+from .engine_bench import GRAMMARS, Bench, FetchByHand, fetched, prefix_fetched
+
+CANCELS = 10_000
+STAGES = {
+    "arriving",
+    "grammar",
+    "loading",
+    "queued",
+    "prefilling",
+    "fetching",
+    "fetching a prefix",
+    "joining",
+    "decoding",
+    "one of several choices",
+    "preempted",
+    "ended",
+}
+AWAITS = {"grammar": "grammar", "cache": "loading", "prefix": "joining"}
+DIGITS = Grammar("regex", "[0-9]{1,9}")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model("builtin:kimi-linear-tiny", 1)[0]
+
+
+class Parrot:
+    """A model that computes nothing: it says token after token by chance."""
+
+    def __init__(self, model: Model):
+        self.layers, self.fingerprint, self.device = model.layers, model.fingerprint, model.device
+        self.eos_token_ids, self.vocab_size = frozenset({1}), 264
+        self.chance = torch.Generator().manual_seed(2)
+
+    def bind(self, memory: CacheMemory) -> None:
+        pass
+
+    def forward(self, batch: Batch, _on_layer: Any = None) -> torch.Tensor:
+        return torch.rand(batch.outputs, 264, generator=self.chance)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class ByHand:
+    """What threads would do, done when the test says so: reads of the disk, and compiled grammars."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Future[Any], Any, tuple[Any, ...]]] = []
+        self._digits = GRAMMARS.prepare(DIGITS).result()
+
+    def submit(self, call: Any, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._waiting.append((future, call, arguments))
+        return future
+
+    def prepare(self, grammar: Grammar) -> Future[Any]:
+        return self.submit(self._compiled, grammar)
+
+    def go_on(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future, call, arguments in waiting:
+            try:
+                future.set_result(call(*arguments))
+            except RequestError as error:
+                future.set_exception(error)
+
+    def shutdown(self, **_: object) -> None:
+        self.go_on()
+
+    def _compiled(self, grammar: Grammar) -> Any:
+        if grammar != DIGITS:
+            raise RequestError("no such grammar")
+        return self._digits
+
+
+def stage(bench: Bench, handle: int) -> str:
+    """Where a request stands."""
+    request = bench.engine.requests.get(handle)
+    if request is None:
+        return "ended" if handle in bench.seen else "arriving"
+    if request.awaits:
+        return next(stage for part, stage in AWAITS.items() if part in request.awaits)
+    phases = {sequence.phase for sequence in request.sequences}
+    if Phase.FETCHING in phases:
+        return "fetching a prefix" if request.prefix_url else "fetching"
+    if Phase.WAITING in phases:
+        return "queued" if request.queue_seconds is None else "preempted"
+    if not request.started:
+        return "prefilling"
+    return "one of several choices" if len(request.sequences) > 1 else "decoding"
+
+
+class Crowd(Bench):
+    """Requests of every kind on a small memory over a disk, in an order that chance gives and repeats."""
+
+    def __init__(self, model: Any, tiers: Tiers, by_hand: ByHand):
+        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24, tiers=tiers, grammars=by_hand)
+        self.model, self.chance, self.by_hand = model, Random(1), by_hand
+        self.alive: list[int] = []
+        self.last = b"x" * 200
+        """Wanted again while it is fetched: that is joined."""
+        self.seen: set[int] = set()
+
+    def arrive(self) -> None:
+        number = self.chance.randrange
+        prompt = bytes([number(40)]) * (1 + number(240))
+        fields: dict[str, Any] = {"choices": 1 + number(3), "max_tokens": 1 + number(200)}
+        if number(4) == 0:
+            fields["prefill_url"] = "http://127.0.0.1:1"
+        if number(3) == 0:
+            prompt = bytes([40 + number(30)]) * 200 if number(3) == 0 else self.last
+            fields["prefix_url"], self.last = "http://127.0.0.1:2", prompt
+        if number(5) == 0:
+            fields["grammar"] = DIGITS if number(3) else Grammar("regex", "another")
+        self.alive.append(self.ask(prompt, **fields))
+
+    def others_go_on(self) -> None:
+        """Let threads come back with what they were sent for."""
+        self.by_hand.go_on()
+        for fetch in self.fetches:
+            fetch.on_end(self.result_of(fetch))
+        self.fetches.clear()
+
+    def result_of(self, fetch: FetchByHand) -> Fetched | PrfaasError:
+        """What becomes of a fetch."""
+        if self.chance.randrange(2):
+            return PeerError("gone")
+        if not fetch.is_prefix:
+            return fetched(self.model, fetch.sequence)
+        tokens = range(fetch.sequence.computed_tokens + 64, len(fetch.sequence.token_ids), 64)
+        is_exact = self.chance.randrange(3) > 0
+        return prefix_fetched(self.model, fetch.sequence, self.chance.choice(tokens), is_exact=is_exact)
+
+    def step(self) -> bool:
+        self.seen.update(self.alive)
+        return self.engine.step(wait=False)
+
+    def preempt(self) -> None:
+        """Take the memory of somebody who runs, as the schedule does when pages are short."""
+        running = [one for one in self.engine.requests if one.phase is Phase.RUNNING]
+        if running:
+            self.engine._preempt(self.chance.choice(running))
+
+    def cancel(self, stages: Counter[str]) -> None:
+        """Cancel somebody at a stage that chance takes: all stages alike, however few stand there."""
+        standing: dict[str, list[int]] = {}
+        for handle in self.alive:
+            standing.setdefault(stage(self, handle), []).append(handle)
+        at = self.chance.choice(sorted(standing))
+        handle, by_choice = self.chance.choice(standing[at]), self.chance.randrange(5) == 0
+        stages[at] += 1
+        self.engine.inbox.put(Cancel(handle, self.chance.randrange(3)) if by_choice else Cancel(handle))
+        if at == "ended" or not by_choice:
+            self.alive.remove(handle)
+
+
+def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
+    monkeypatch.setattr(preparing, "LOAD_SECONDS", 1000.0)
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    tiers, by_hand = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 26), ByHand()
+    tiers._disk._reader.shutdown()
+    tiers._disk._reader = by_hand
+    crowd, stages = Crowd(Parrot(model), tiers, by_hand), Counter[str]()
+    while stages.total() < CANCELS:
+        for _ in range(crowd.chance.randrange(12)):
+            crowd.arrive()
+        for _ in range(crowd.chance.randrange(5)):
+            crowd.step()
+        crowd.preempt()
+        for _ in range(len(crowd.alive) - 20):
+            crowd.cancel(stages)
+        if crowd.chance.randrange(2):
+            crowd.others_go_on()
+    for handle in crowd.alive:
+        crowd.engine.inbox.put(Cancel(handle))
+    while list(crowd.engine.requests):
+        crowd.step()
+        crowd.others_go_on()
+        crowd.engine.cache.check_integrity()
+    crowd.assert_nothing_is_held()
+    assert stages.keys() == STAGES
+    assert min(stages.values()) >= 100, stages
+    tiers.close()

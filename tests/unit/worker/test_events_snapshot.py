@@ -1,0 +1,239 @@
+"""A reader that comes too late for the events knows what one knows that read them all: from the stream, over ZMQ, and
+whatever the order in which blocks came and went.
+"""
+
+from array import array
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.wire.kvevents import (
+    MEDIUM_DEVICE,
+    MEDIUM_HOST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ByteBlock,
+    KvEvent,
+    attention_stored,
+    state_stored,
+)
+from prfaas_worker.front import standing
+from prfaas_worker.front.events import BYTE_BLOCKS_PER_BATCH, Log
+from prfaas_worker.front.standing import EVENTS_PER_BATCH, Standing, batch_count, batches
+
+from .test_events import next_frames, read
+
+KV, BYTES = "kv@pod-1@tiny", "bytes@pod-1@tiny"
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def stored(first: int, last: int, medium: str = MEDIUM_DEVICE) -> BlockStored:
+    """Blocks of one chain, in which each is the next one's parent."""
+    tokens = [block for block in range(first, last) for _ in range(2)]
+    parent = key(first - 1) if first else None
+    return attention_stored([key(n) for n in range(first, last)], parent, tokens, "mla_attention", medium)
+
+
+def state(number: int, medium: str = MEDIUM_DEVICE) -> BlockStored:
+    return state_stored(key(number), key(number - 1) if number else None, [number, number], medium)
+
+
+class Index:
+    """What a router knows who knows vLLM's format alone: every block with all that was said of it."""
+
+    def __init__(self, events: list[KvEvent] = []):  # noqa: B006 - read only
+        self.blocks: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        for event in events:
+            self.take(event)
+
+    def take(self, event: KvEvent) -> None:
+        match event:
+            case AllBlocksCleared():
+                self.blocks.clear()
+            case BlockRemoved():
+                for one in event.block_hashes:
+                    self.blocks.pop((event.group_idx, event.medium, one), None)
+            case BlockStored():
+                parent, size = event.parent_block_hash, event.block_size
+                for at, one in enumerate(event.block_hashes):
+                    about = (parent, size, event.token_ids[at * size : (at + 1) * size], event.kv_cache_spec_kind)
+                    self.blocks[event.group_idx, event.medium, one] = about
+                    parent = one
+
+
+def told(events: list[KvEvent]) -> list[KvEvent]:
+    kept = Standing()
+    kept.take(events)
+    return [event for batch in batches(kept.blocks()) for event in batch]
+
+
+chains = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(lambda at: (at[0], at[0] + at[1]))
+mediums = st.sampled_from([MEDIUM_DEVICE, MEDIUM_HOST])
+changes = st.one_of(
+    st.builds(lambda at, medium: stored(*at, medium), chains, mediums),
+    st.builds(state, st.integers(0, 9), mediums),
+    st.builds(
+        lambda at, medium, group: BlockRemoved([key(n) for n in range(*at)], medium, group),
+        chains,
+        mediums,
+        st.sampled_from([0, 1]),
+    ),
+    st.just(AllBlocksCleared()),
+)
+
+
+@given(st.lists(changes, max_size=30))
+def test_a_snapshot_leads_to_what_all_events_lead_to(events: list[KvEvent]):
+    found = told(events)
+    assert found[0] == AllBlocksCleared()
+    assert Index(found).blocks == Index(events).blocks
+    # Also over whatever the reader believed before.
+    assert Index([stored(3, 9), state(4), *found]).blocks == Index(events).blocks
+
+
+@given(st.lists(changes, max_size=30))
+def test_parents_come_before_their_children_and_rows_before_states(events: list[KvEvent]):
+    found = [event for event in told(events) if isinstance(event, BlockStored)]
+    order = [event.block_hashes[0] for event in found]
+    for place, event in enumerate(found):
+        assert event.parent_block_hash not in order[place:]
+    for before, after in pairwise(found):
+        if before.block_hashes == after.block_hashes:
+            assert (before.group_idx, before.medium) < (after.group_idx, after.medium)
+
+
+def test_what_comes_tail_first_is_told_head_first():
+    found = told([stored(2, 3), stored(1, 2), stored(0, 1), state(2)])[1:]
+    assert [(event.block_hashes[0], event.group_idx) for event in found] == [
+        (key(0), 0),
+        (key(1), 0),
+        (key(2), 0),
+        (key(2), 1),
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 1, EVENTS_PER_BATCH - 1, EVENTS_PER_BATCH, 3 * EVENTS_PER_BATCH])
+def test_a_snapshot_has_as_many_batches_as_it_says(count: int):
+    kept = Standing()
+    if count:
+        kept.take([stored(0, count)])
+    blocks = kept.blocks()
+    assert [len(batch) for batch in batches(blocks)][-1] <= EVENTS_PER_BATCH
+    assert batch_count(blocks) == len(list(batches(blocks)))
+
+
+def test_what_is_gone_takes_no_memory():
+    kept = Standing()
+    kept.take([stored(0, 9), state(8), BlockRemoved([key(n) for n in range(9)], MEDIUM_DEVICE, 0)])
+    assert list(kept.blocks()) == [key(8)]
+    kept.take([BlockRemoved([key(8)], MEDIUM_DEVICE, 1)])
+    assert kept.blocks() == {}
+
+
+def test_a_snapshot_does_not_change_while_it_is_sent():
+    kept = Standing()
+    kept.take([stored(0, 2)])
+    sending = batches(kept.blocks())
+    kept.take([AllBlocksCleared(), stored(5, 9)])
+    assert [event for batch in sending for event in batch][1:] == [stored(0, 1), stored(1, 2)]
+
+
+@pytest.fixture
+def moved_on(front):
+    """A front whose logs keep two batches."""
+    front.serving.events.kv, front.serving.events.byte_map = Log(KV, kept_batches=2), Log(BYTES, kept_batches=2)
+    return front
+
+
+def index(frames: list[tuple[str, int, Any]]) -> Index:
+    found = Index()
+    for _, _, (_, events, _) in frames:
+        for kind, *fields in events:
+            found.take({one.__name__: one for one in (BlockStored, BlockRemoved, AllBlocksCleared)}[kind](*fields))
+    return found
+
+
+async def test_a_late_reader_gets_a_marked_snapshot_and_then_what_happens(moved_on):
+    changes = [stored(0, 4), state(3), stored(4, 6), BlockRemoved([key(5)], MEDIUM_DEVICE, 0)]
+    for change in changes:
+        await moved_on.change_cache(change)
+    _, mark, batch = await read(moved_on, "", 3)
+    assert mark[::2] == ("prfaas.snapshot", {"topic": KV, "seq": 3, "batches": 1})
+    assert batch[:2] == (KV, 3)
+    assert index([batch]).blocks == Index(changes).blocks
+    await moved_on.change_cache(stored(6, 7))
+    assert [frame[:2] for frame in await read(moved_on, "?from=4", 2)][1] == (KV, 4)
+
+
+async def test_a_snapshot_of_many_batches_is_one_number(moved_on, monkeypatch):
+    monkeypatch.setattr(standing, "EVENTS_PER_BATCH", 3)
+    for change in (AllBlocksCleared(), stored(0, 4), stored(4, 8)):
+        await moved_on.change_cache(change)
+    _, mark, *frames = await read(moved_on, "", 2 + 3)
+    assert mark[2]["batches"] == 3
+    assert [seq for _, seq, _ in frames] == [2, 2, 2]
+    assert index(frames).blocks == Index([stored(0, 8)]).blocks
+
+
+@pytest.mark.parametrize("query", ["?from=7", "?from=1&epoch=another"])
+async def test_numbers_of_another_life_begin_with_a_snapshot(front, query: str):
+    await front.change_cache(stored(0, 1))
+    await front.change_cache(stored(1, 2))
+    _, mark, batch = await read(front, query, 3)
+    assert (mark[0], mark[2]["seq"], batch[1]) == ("prfaas.snapshot", 1, 1)
+    assert index([batch]).blocks == Index([stored(0, 2)]).blocks
+
+
+async def test_what_a_reader_knew_is_void_even_before_anything_happened(front):
+    _, mark, cleared = await read(front, "?from=7", 3)
+    assert mark[2] == {"topic": KV, "seq": 0, "batches": 1}
+    assert (cleared[1], cleared[2][1]) == (0, [["AllBlocksCleared"]])
+    await front.change_cache(stored(0, 1))
+    assert front.serving.events.kv.next_seq == 2, "no batch has the snapshot's number"
+
+
+async def test_a_late_reader_learns_the_byte_map(moved_on):
+    blocks = [ByteBlock(n, key(n), 64 * n) for n in range(BYTE_BLOCKS_PER_BATCH + 5)]
+    for at in range(0, len(blocks), 300):
+        moved_on.serving.events.learn(blocks[at : at + 300])
+    _, mark, *frames = await read(moved_on, "", 4)
+    assert mark[2] == {"topic": BYTES, "seq": 3, "batches": 2}
+    assert [frame[:2] for frame in frames] == [(BYTES, 3)] * 2
+    assert [pair["byte_hash"] for _, _, body in frames for pair in body["blocks"]] == list(range(len(blocks)))
+
+
+@pytest.fixture
+async def asker(moved_on) -> AsyncIterator[zmq.asyncio.Socket]:
+    context = zmq.asyncio.Context()
+    found = context.socket(zmq.DEALER)
+    found.connect(f"tcp://{moved_on.host}:{moved_on.events_port + 1}")
+    yield found
+    context.destroy(linger=0)
+
+
+async def test_a_replay_that_reaches_back_too_far_begins_with_a_snapshot(moved_on, asker):
+    for n in range(5):
+        await moved_on.change_cache(stored(n, n + 1))
+    await asker.send_multipart([b"", bytes(8)])
+    _, number, payload = await next_frames(asker)
+    assert int.from_bytes(number, "big") == 4
+    assert index([("", 4, msgspec.msgpack.decode(payload))]).blocks == Index([stored(0, 5)]).blocks
+    assert (await next_frames(asker))[1:] == [b"\xff" * 8, b""]
+
+
+def test_a_block_in_several_places_is_kept_once():
+    kept = Standing()
+    kept.take([stored(0, 1), stored(0, 1, MEDIUM_HOST), state(0)])
+    (block,) = kept.blocks().values()
+    assert (len(block.places), block.token_ids) == (3, array("I", [0, 0]))

@@ -1,0 +1,392 @@
+"""Proves that one transfer can be followed through a real gateway and two real workers: by its id in the response, in
+one log line a side, and as spans of one trace in a collector; that a failed one says why, and a broken connection
+shows. The trace is torn where somebody on the way drops its context, so the tests would see it.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+
+from prfaas.names import HUB
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
+
+from .collector import Collector, Told
+from .conftest import Worker, _all_ready, _launcher
+
+THRESHOLD_TOKENS = 200
+PROMPT = "def main(arguments):\n    return 0\n" * 60  # a byte is a token
+RELAYS = itertools.count(220)
+REMOTE = ["prefill.remote", "transfer", "prefill"]
+
+
+class System(NamedTuple):
+    prefill: Worker
+    decode: Worker
+    gateway_url: str
+    gateway_log: Path
+    collector: Collector
+
+    @property
+    def logs(self) -> dict[str, Path]:
+        return {"gateway": self.gateway_log, "D": self.decode.log, "P": self.prefill.log}
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """All of it, traced and talkative."""
+    directory = tmp_path_factory.mktemp("following")
+    wanted = {"OTEL_BSP_SCHEDULE_DELAY": "50", "PRFAAS_LOG_LEVEL": "DEBUG"}
+    with Collector() as collector, pytest.MonkeyPatch.context() as patch, _launcher(directory) as launch:
+        for name, value in (wanted | {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}).items():
+            patch.setenv(name, value)
+        prefill, decode = launch("p0", "--role", "prefill"), launch("d0", "--role", "decode")
+        asyncio.run(_all_ready(prefill, decode))
+        routes, log = directory / "routes.json.gz", directory / "gateway.log"
+        routes.write_bytes(encode(_table(prefill.url, decode.url)))
+        command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)]
+        with log.open("wb") as output, subprocess.Popen([*command, "--drain-seconds", "0"], stderr=output) as gateway:
+            try:
+                yield System(prefill, decode, f"http://127.0.0.1:{_port(log)}", log, collector)
+            finally:
+                gateway.kill()
+
+
+def _table(prefill_url: str, decode_url: str) -> RoutingTable:
+    return RoutingTable(
+        policy="p",
+        namespace="n",
+        generation=1,
+        model="tiny",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode="Fixed", tokens=THRESHOLD_TOKENS, min_tokens=1, max_tokens=THRESHOLD_TOKENS),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        clusters=(Cluster(name="eu", capacity_mbps=100, utilisation_query="vector(0)"),),
+        instances=(
+            Instance(name="d0", pool="near", cluster=HUB, role="decode", url=decode_url),
+            Instance(name="p0", pool="far", cluster="eu", role="prefill", url=prefill_url),
+        ),
+    )
+
+
+def _port(log: Path) -> int:
+    deadline = time.monotonic() + 30
+    while (found := re.search(r"listening on \S+:(\d+)", log.read_text())) is None:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return int(found[1])
+
+
+async def ask(url: str, prompt: str = PROMPT, /, **headers: str) -> tuple[int, dict[str, str]]:
+    """Complete a prompt that nobody has cached, in a trace of the client's; returns status and headers."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "cache_salt": secrets.token_hex(8)}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + "/v1/completions", json=body, headers=headers) as answer,
+    ):
+        text = await answer.text()
+        return answer.status, {"body": text} | {name.lower(): value for name, value in answer.headers.items()}
+
+
+def trace_context() -> tuple[str, str, dict[str, str]]:
+    """Return a client's trace id, its span's id, and its header."""
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    return trace_id, span_id, {"traceparent": f"00-{trace_id}-{span_id}-01"}
+
+
+def lines(log: Path, **wanted: str) -> list[dict[str, str]]:
+    """Return the fields of the log lines that have these; `level` and `words` are what stands before them."""
+    found = []
+    for text in log.read_text().splitlines():
+        head, *pairs = re.split(r" (?=[a-z_]+=)", text)
+        fields = dict(shlex.split(pair)[0].split("=", 1) for pair in pairs)
+        if wanted.items() <= fields.items() and (parts := re.match(r"\S+ \S+ ([A-Z]+) [^:]*: (.*)", head)):
+            found.append(fields | {"level": parts[1], "words": parts[2]})
+    return found
+
+
+async def told(log: Path, count: int, **wanted: str) -> list[dict[str, str]]:
+    """Wait until there are so many such lines at INFO or above, and return them."""
+    deadline = time.monotonic() + 30
+    while len(found := [line for line in lines(log, **wanted) if line["level"] != "DEBUG"]) < count:
+        assert time.monotonic() < deadline, log.read_text()
+        await asyncio.sleep(0.02)
+    return found
+
+
+def tree(spans: list[Told], root: str = "") -> set[tuple[str, str, str]]:
+    """Return (name, service, name of the parent); `root` is the id of the client's own span."""
+    names = {span.span_id: span.name for span in spans} | {root: "client"}
+    return {(span.name, span.service, names.get(span.parent_id, "nobody")) for span in spans}
+
+
+async def test_one_transfer_id_leads_through_the_response_and_the_logs_of_all_three(system):
+    status, headers = await ask(system.gateway_url, **{"x-request-id": "follow-me/1"})
+    transfer_id = headers["x-prfaas-transfer-id"]
+    assert (status, headers["x-request-id"], headers["x-prfaas-decision"]) == (200, "follow-me/1", "offload")
+    assert re.fullmatch("[0-9a-f]{32}", transfer_id)
+    ends = {side: await told(log, 1, transfer_id=transfer_id) for side, log in system.logs.items()}
+    assert {side: [line["words"] for line in found] for side, found in ends.items()} == {
+        "gateway": ["request"],
+        "D": ["transfer received"],
+        "P": ["transfer sent"],
+    }, "one line a side tells the story"
+    (gateway,), (taker,), (giver,) = ends.values()
+    assert {line["request_id"] for line in (gateway, taker, giver)} == {"follow-me/1"}
+    assert (gateway["decision"], gateway["outcome"], gateway["cluster"], gateway["pool"]) == (
+        "offload",
+        "ok",
+        "eu",
+        "far",
+    )
+    assert (taker["outcome"], giver["outcome"], taker["breaks"], giver["breaks"]) == (
+        "delivered",
+        "delivered",
+        "0",
+        "0",
+    )
+    assert taker["bytes"] == giver["bytes"] == headers["x-prfaas-kv-bytes"]
+    assert float(taker["mbps"]) > 0
+    assert 0 < float(taker["flow_seconds"]) <= float(taker["seconds"])
+    assert taker["trace_id"] == giver["trace_id"] == gateway["trace_id"]
+
+
+async def test_the_steps_of_a_transfer_are_there_for_who_asks_for_them(system):
+    _, headers = await ask(system.gateway_url)
+    transfer_id = headers["x-prfaas-transfer-id"]
+    await told(system.prefill.log, 1, transfer_id=transfer_id)
+    steps = {line["words"] for line in lines(system.prefill.log, transfer_id=transfer_id) if line["level"] == "DEBUG"}
+    assert steps == {"transfer granted", "transfer computing", "transfer connected", "transfer computed"}
+    (granted,) = (line for line in lines(system.decode.log, transfer_id=transfer_id) if line["level"] == "DEBUG")
+    assert (granted["words"], granted["tokens"]) == ("transfer granted", str(len(PROMPT) + 1))
+
+
+async def test_no_log_holds_the_token_that_opens_a_transfer(system):
+    url = f"{system.prefill.url}/v1/prefills"
+    async with aiohttp.ClientSession() as session:
+        asked = {"request_id": "secretive", "model": "tiny", "token_ids": [1, 2, 3]}
+        async with session.post(url, json=asked) as answer:
+            grant = await answer.json()
+        async with session.delete(f"{url}/{grant['transfer_id']}"):
+            pass
+    (end,) = await told(system.prefill.log, 1, request_id="secretive")
+    assert (end["words"], end["outcome"], end["transfer_id"]) == ("transfer sent", "cancelled", grant["transfer_id"])
+    assert not any(grant["token"] in log.read_text() for log in system.logs.values())
+
+
+async def test_a_clients_trace_has_the_spans_of_gateway_decode_and_prefill_below_it(system):
+    trace_id, root, context = trace_context()
+    _, headers = await ask(system.gateway_url, **context)
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "request", "decode", *REMOTE)
+    assert tree(spans, root) == {
+        ("request", "prfaas-gateway", "client"),
+        ("decode", "prfaas-worker", "request"),
+        ("prefill.remote", "prfaas-worker", "decode"),
+        ("transfer", "prfaas-worker", "prefill.remote"),
+        ("prefill", "prfaas-worker", "prefill.remote"),
+    }
+    by_name = {span.name: span for span in spans}
+    assert {span.attributes.get("transfer_id") for span in spans if span.name != "decode"} == {
+        headers["x-prfaas-transfer-id"]
+    }
+    assert {name: span.instance for name, span in by_name.items() if span.instance} == {
+        "decode": "d0",
+        "prefill.remote": "d0",
+        "transfer": "d0",
+        "prefill": "p0",
+    }
+    assert [span.error for span in spans] == [None] * 5
+    request, transfer, prefill = (by_name[name] for name in ("request", "transfer", "prefill"))
+    assert request.attributes["threshold_tokens"] == THRESHOLD_TOKENS
+    assert {request.attributes[name] for name in ("pool", "cluster", "outcome")} == {"far", "eu", "ok"}
+    assert transfer.attributes["bytes"] == int(headers["x-prfaas-kv-bytes"]) > 0
+    assert transfer.attributes["codecs"]
+    assert transfer.attributes["mbps"] > 0
+    assert sorted(prefill.events) == ["computed", "computing", "connected", "delivered", "first_byte", "granted"]
+    for span in spans:  # one machine, one clock
+        assert request.began <= span.began <= span.ended, span
+    assert transfer.ended <= by_name["prefill.remote"].ended <= by_name["decode"].ended <= request.ended
+
+
+async def test_a_prompt_below_the_threshold_is_prefilled_in_one_span_and_moves_nothing(system):
+    trace_id, root, context = trace_context()
+    body = {"model": "tiny", "prompt": "short", "max_tokens": 2, "stream": True}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(system.gateway_url + "/v1/completions", json=body, headers=context) as answer,
+    ):
+        await answer.read()
+        assert "x-prfaas-transfer-id" not in answer.headers
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "request", "decode", "prefill.local")
+    assert tree(spans, root) == {
+        ("request", "prfaas-gateway", "client"),
+        ("decode", "prfaas-worker", "request"),
+        ("prefill.local", "prfaas-worker", "decode"),
+    }
+
+
+@asynccontextmanager
+async def relayed(worker: Worker, *, api: tuple[bytes, bytes] = (b"", b""), cut_after: int = 0) -> AsyncIterator[str]:
+    """A middleman before both ports of a worker: replaces bytes on the way to its API, and cuts the first data
+    connections once so many bytes came over them.
+    """
+    host = f"{worker.host.rsplit('.', 1)[0]}.{next(RELAYS)}"  # workers keep connections, by address
+    left = cut_after
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, port: int, up: bool) -> None:
+        nonlocal left
+        try:
+            while piece := await reader.read(1 << 14):
+                writer.write(piece.replace(*api) if up and port == 8000 and api[0] else piece)
+                await writer.drain()
+                if left > 0 and not up and port == 8001:
+                    left -= len(piece)
+                    if left <= 0:
+                        return
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = writer.get_extra_info("sockname")[1]
+        theirs = await asyncio.open_connection(worker.host, port)
+        up = asyncio.create_task(pipe(reader, theirs[1], port=port, up=True))
+        await pipe(theirs[0], writer, port=port, up=False)
+        theirs[1].close()
+        await up
+
+    servers = [await asyncio.start_server(relay, host, port) for port in (8000, 8001)]
+    try:
+        yield f"http://{host}:8000"
+    finally:
+        for server in servers:
+            server.close()
+
+
+async def test_a_trace_is_torn_where_the_context_is_dropped_between_the_workers(system):
+    trace_id, root, context = trace_context()
+    async with relayed(system.prefill, api=(b"traceparent:", b"tracelesss:")) as url:
+        status, headers = await ask(system.decode.url, **context, **{"x-prfaas-prefill-url": url})
+    assert status == 200, headers
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", "prefill.remote", "transfer")
+    (end,) = await told(system.prefill.log, 1, transfer_id=headers["x-prfaas-transfer-id"])
+    assert "trace_id" not in end
+    assert ("prefill", "prfaas-worker", "prefill.remote") not in tree(spans, root)
+
+
+async def test_a_connection_that_breaks_shows_on_both_sides_and_in_the_metrics(system, client):
+    trace_id, _, context = trace_context()
+    before = [await client.metrics(worker) for worker in (system.prefill, system.decode)]
+    async with relayed(system.prefill, cut_after=100_000) as url:
+        status, headers = await ask(system.decode.url, **context, **{"x-prfaas-prefill-url": url})
+    assert status == 200, headers
+    ends: list[int] = []
+    for log in (system.prefill.log, system.decode.log):
+        *resumes, end = await told(log, 2, transfer_id=headers["x-prfaas-transfer-id"])
+        assert [line["words"] for line in resumes] == ["transfer resumes"] * int(end["breaks"])
+        assert end["outcome"] == "delivered"
+        ends.append(int(end["breaks"]))
+    sent, received = ends  # one, and on a machine that stood still another
+    assert sent >= 1
+    assert received >= 1
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", *REMOTE)
+    assert {span.name: span.attributes["breaks"] for span in spans if "breaks" in span.attributes} == {
+        "transfer": received,
+        "prefill": sent,
+    }
+    sides = zip((system.prefill, system.decode), before, ("send", "receive"), ends, strict=True)
+    for worker, old, direction, breaks in sides:
+        new, label = await client.metrics(worker), f'{{direction="{direction}"}}'
+        for name, more in (("breaks_total", breaks), ("seconds_count", 1), ("bytes_count", 1)):
+            assert new[f"prfaas_transfer_{name}{label}"] - old[f"prfaas_transfer_{name}{label}"] == more
+        moved = new[f"prfaas_transfer_bytes_sum{label}"] - old[f"prfaas_transfer_bytes_sum{label}"]
+        assert moved == int(headers["x-prfaas-kv-bytes"])
+
+
+async def test_a_transfer_that_fails_is_an_error_with_its_reason_everywhere(system):
+    trace_id, _, context = trace_context()
+    async with relayed(system.prefill, api=(b"/v1/prefills", b"/v1/prefuse_")) as url:
+        status, headers = await ask(system.decode.url, **context, **{"x-prfaas-prefill-url": url})
+    assert status == 502
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", "prefill.remote", "transfer")
+    assert all("refused with HTTP 404" in (span.error or "") for span in spans), spans
+    assert "refused with HTTP 404" in json.loads(headers["body"])["error"]["message"]
+    (end,) = await told(system.decode.log, 1, trace_id=trace_id)
+    assert (end["level"], end["outcome"]) == ("WARNING", "failed")
+    assert "refused with HTTP 404" in end["reason"]
+
+
+async def test_a_giver_that_gives_up_is_named_on_its_own_side_too(system):
+    trace_id, _, context = trace_context()
+    headers = context | {"x-prfaas-prefill-url": system.prefill.url}
+    request = asyncio.ensure_future(ask(system.decode.url, PROMPT * 12, **headers))
+    deadline = time.monotonic() + 5
+    while not (granted := [line for line in lines(system.prefill.log, trace_id=trace_id) if "connection" in line]):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+    transfer_id = granted[0]["transfer_id"]
+    async with aiohttp.ClientSession() as session:
+        await session.delete(f"{system.prefill.url}/v1/prefills/{transfer_id}")
+    status, headers = await request
+    assert (status, headers.get("x-prfaas-transfer-id")) == (502, transfer_id)
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", *REMOTE)
+    reasons = {span.name: span.error for span in spans}
+    assert reasons["prefill"] == "the receiver does not want it any more"
+    assert "the prefill was cancelled" in (reasons["transfer"] or ""), reasons
+    assert {span.attributes.get("transfer_id") for span in spans} == {transfer_id}
+
+
+async def test_a_request_that_falls_back_is_served_and_tells_what_failed(system):
+    trace_id, _, context = trace_context()
+    async with relayed(system.prefill, api=(b"/v1/prefills", b"/v1/prefuse_")) as url:
+        with routed(system, url):
+            deadline = time.monotonic() + 10
+            while (headers := (await ask(system.gateway_url, **context))[1]).get("x-prfaas-outcome") != "fallback":
+                assert time.monotonic() < deadline, "the gateway does not follow its file"
+                trace_id, _, context = trace_context()
+                await asyncio.sleep(0.1)
+    legs = ["decode", "prefill.remote", "transfer", "decode", "prefill.local"]
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "request", *legs)
+    failed = {span.name for span in spans if span.error is not None}
+    assert failed == {"decode", "prefill.remote", "transfer"}
+    assert sum(span.error is not None for span in spans) == 3, "the second decode leg is well, and the request too"
+    (request,) = (span for span in spans if span.name == "request")
+    assert (request.attributes["outcome"], request.events) == ("fallback", ["leg failed"])
+    (leg, end) = await told(system.gateway_log, 2, request_id=headers["x-request-id"])
+    assert (leg["level"], leg["words"], leg["leg"], leg["instance"]) == ("WARNING", "leg failed", "prefill", "p0")
+    assert "refused with HTTP 404" in leg["reason"]
+    assert (end["words"], end["outcome"]) == ("request", "fallback")
+
+
+@contextmanager
+def routed(system: System, prefill_url: str) -> Iterator[None]:
+    """Have the gateway reach P by another address while the block runs."""
+    file = system.gateway_log.with_name("routes.json.gz")
+    before = file.read_bytes()
+    file.write_bytes(encode(_table(prefill_url, system.decode.url)))
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
+
+
+def test_the_engines_of_a_traced_system_have_loaded_nothing_of_it(system):
+    assert "_upb" in Path(f"/proc/{system.prefill.process.pid}/maps").read_text(), "the front has: protobuf's library"
+    for worker in (system.prefill, system.decode):
+        assert "_upb" not in Path(f"/proc/{worker.engine_pid}/maps").read_text()
+    assert os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") == system.collector.url, "though its environment names it"

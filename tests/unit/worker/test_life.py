@@ -1,0 +1,98 @@
+"""The life of a worker's two processes: what keeps one from starting is explained, and neither outlives the other."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+
+def ended(pid: int) -> bool:
+    """The process is gone, or only waits for its new parent to take note."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+async def until_ended(pid: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not ended(pid):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def until_loading(engine: int) -> None:
+    """Wait until the engine loads torch, which takes it seconds."""
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{engine}/maps").read_text():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_an_engine_never_outlives_its_front(launch):
+    worker = await launch("orphaned").ready()
+    engine = worker.engine_pid
+    worker.process.kill()
+    await until_ended(engine, 5)
+
+
+async def test_an_engine_that_loads_does_not_outlive_its_front_either(launch):
+    worker = launch("unborn")
+    await worker.begun()
+    engine = worker.engine_pid
+    await until_loading(engine)
+    # Stopped it cannot see its socket: what ends it is the kernel's doing, and does not wait for the load.
+    os.kill(engine, signal.SIGSTOP)
+    worker.process.kill()
+    await until_ended(engine, 5)
+
+
+async def test_a_context_beyond_the_models_is_refused_with_both_figures(launch):
+    worker = launch("longer", "--max-context", "131073")
+    assert await worker.exit_code(60) == 1
+    assert "--max-context 131073 is more than the 131072 tokens of this model" in worker.log.read_text()
+    assert "Traceback" not in worker.log.read_text()
+
+
+async def test_what_the_end_of_the_drain_cuts_off_is_told_so(client, launch):
+    worker = await launch("cut", "--drain-seconds", "1").ready()
+    endless = {"max_tokens": 100_000, "ignore_eos": True}
+    async with client.open(worker, stream=True, n=2, **endless) as answer:
+        events = client.events(answer)
+        await anext(events)
+        whole = asyncio.create_task(client.complete(worker, **endless))
+        await client.eventually(worker, prfaas_requests_running=2)
+        worker.process.send_signal(signal.SIGTERM)
+        last = [event async for event in events][-1]
+    for error in (last["error"], (await (await whole).json())["error"]):
+        assert (error["type"], error["code"]) == ("server_error", "overloaded")
+        assert "shut down" in error["message"]
+    assert (await whole).status == 503
+    assert await worker.exit_code() == 0
+
+
+async def test_a_source_without_a_model_is_explained_and_ends_with_1(launch, tmp_path):
+    worker = launch("empty", "--model-source", str(tmp_path))
+    assert await worker.exit_code(60) == 1
+    assert f"no config.json in {tmp_path}" in worker.log.read_text()
+    assert "Traceback" not in worker.log.read_text()
+
+
+async def test_a_taken_port_is_explained_and_ends_with_1(launch, pair):
+    worker = launch("second", "--host", pair[0].host)
+    assert await worker.exit_code(60) == 1
+    assert "8000 cannot be opened: " in worker.log.read_text()
+    assert "Traceback" not in worker.log.read_text()
+
+
+@pytest.mark.parametrize("seconds", [0, 1])
+async def test_ctrl_c_while_the_engine_loads_ends_both_without_a_traceback(launch, seconds: float):
+    worker = launch("interrupted")
+    await worker.begun()
+    await asyncio.sleep(seconds)
+    engine = worker.engine_pid
+    worker.interrupt()
+    assert await worker.exit_code() == 0
+    assert ended(engine)
+    assert "Traceback" not in worker.log.read_text()

@@ -1,0 +1,137 @@
+"""A real gateway before two real workers: a prompt goes where its beginning is cached, and the worker says that it was.
+Without the index the same requests spread.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from prfaas.names import HUB
+from prfaas.wire import headers
+from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas.wire.wishes import NO_WISHES
+from prfaas_gateway.kv.manager import NOTHING, KvManager
+from prfaas_gateway.openai import Intake
+from prfaas_gateway.serve import Config, serving
+
+PATIENCE_SECONDS = 60
+SURELY_CACHED = 3000 - 3 * 64
+"""Tokens of a beginning of 3000 bytes, each a token, but for the last blocks."""
+find = KvManager.find
+
+
+def table(urls: dict[str, str]) -> RoutingTable:
+    instances = [Instance(name=name, pool="d", cluster=HUB, role="decode", url=url) for name, url in urls.items()]
+    return RoutingTable(
+        policy="p",
+        namespace="n",
+        generation=1,
+        model="tiny",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode="Fixed", tokens=100_000, min_tokens=1, max_tokens=100_000),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        instances=tuple(instances),
+    )
+
+
+class Gateway:
+    def __init__(self, session: aiohttp.ClientSession, port: int):
+        self.session = session
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def ask(self, prompt: str, number: int, **fields) -> tuple[str, int]:
+        """Return who decoded, and the tokens that it found cached, by its own word."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
+        told = {headers.REQUEST_ID: random.Random(number).randbytes(16).hex()}
+        async with self.session.post(f"{self.url}/v1/completions", json=body, headers=told) as answer:
+            assert answer.status == 200, await answer.text()
+            return answer.headers[headers.DECODE_INSTANCE], int(answer.headers[headers.CACHED_TOKENS])
+
+    async def until(self, metric: str, is_enough: Callable[[float], bool]) -> float:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            async with self.session.get(f"{self.url}/metrics") as answer:
+                lines = (await answer.text()).splitlines()
+            value = next((float(line.split()[-1]) for line in lines if line.startswith(f"{metric} ")), 0.0)
+            if is_enough(value):
+                return value
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"{metric} stayed {value}")
+
+
+@pytest.fixture
+def gateway(tmp_path: Path):
+    @asynccontextmanager
+    async def opened(urls: dict[str, str]) -> AsyncIterator[Gateway]:
+        routes = tmp_path / "routes.json.gz"
+        routes.write_bytes(encode(table(urls)))
+        async with (
+            serving(Config("127.0.0.1", 0, routes_file=routes, drain_seconds=2)) as running,
+            aiohttp.ClientSession() as session,
+        ):
+            yield Gateway(session, running.port)
+
+    return opened
+
+
+@pytest.fixture
+def managers(monkeypatch) -> list[KvManager]:
+    """What follows the caches, of every gateway that the test starts."""
+    made: list[KvManager] = []
+
+    class Shown(KvManager):
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr("prfaas_gateway.serve.KvManager", Shown)
+    return made
+
+
+async def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def text_of(length: int, seed: str) -> str:
+    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))
+
+
+async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tuple[str, int]]:
+    """Ask once, wait until the gateway knows what that left behind, and ask with six other endings."""
+    await door.until('prfaas_gateway_kv_instances{state="followed"}', lambda count: count == 2)
+    beginning = text_of(3000, seed)
+    name, cached = await door.ask(beginning, 0)
+    prompts = [beginning + text_of(200, f"{seed}{number}") for number in range(1, 7)]
+    body = json.dumps({"model": "tiny", "prompt": prompts[0]}).encode()
+    intake = Intake("/v1/completions", "tiny", "r", body, {}, NO_WISHES, None)
+    await until(lambda: find(managers[0], intake, 3200).on.get(name, 0) >= SURELY_CACHED)
+    return [(name, cached)] + [await door.ask(prompt, number) for number, prompt in enumerate(prompts, 1)]
+
+
+async def test_a_prompt_goes_to_the_instance_that_has_its_beginning(gateway, managers, pair):
+    urls = {f"d{n}": worker.url for n, worker in enumerate(pair)}
+    async with gateway(urls) as door:
+        (first, cached), *others = await asked(door, managers, "with")
+        assert cached == 0
+        assert [name for name, _ in others] == [first] * 6
+        assert all(cached >= SURELY_CACHED for _, cached in others), others
+        assert await door.until("prfaas_gateway_kv_matched_tokens_total", lambda _: True) >= 6 * (SURELY_CACHED)
+
+
+async def test_without_the_index_the_same_requests_spread(gateway, managers, pair, monkeypatch):
+    monkeypatch.setattr(KvManager, "find", lambda *_: NOTHING)
+    urls = {f"d{n}": worker.url for n, worker in enumerate(pair)}
+    async with gateway(urls) as door:
+        answers = await asked(door, managers, "without")
+        assert {name for name, _ in answers} == set(urls)

@@ -1,0 +1,173 @@
+"""Prefixes and lending between real workers: what comes from another is what would have been computed, only the rest is
+computed, and whatever a source does wrong costs no more than about two seconds.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from .test_two_workers import IDLE, choices, proxied, text_of
+
+PROMPT_TOKENS = "prfaas_prompt_tokens_total"
+
+
+def fetches(outcome: str) -> str:
+    return f'prfaas_prefix_fetches_total{{outcome="{outcome}"}}'
+
+
+async def ask(client: Any, worker: Any, prefix: Any = None, **fields: Any) -> Any:
+    """Ask a worker, which may ask `prefix` for what it has cached."""
+    url = prefix if isinstance(prefix, str) or prefix is None else prefix.url
+    body = {"model": "tiny", "max_tokens": 12, "temperature": 0, "logprobs": 5} | fields
+    headers = {"x-prfaas-prefix-url": url} if url else {}
+    async with client.session.post(f"{worker.url}/v1/completions", json=body, headers=headers) as answer:
+        await answer.read()
+        return answer
+
+
+async def difference(client: Any, worker: Any, before: dict[str, float], name: str) -> float:
+    return (await client.metrics(worker)).get(name, 0.0) - before.get(name, 0.0)
+
+
+async def test_a_prefix_from_another_worker_gives_the_logprobs_of_a_local_prefill(client, pair):
+    source, taker = pair
+    # What a server says first to everyone, and two questions.
+    system, one, other = text_of(1000, seed=5), text_of(100, seed=6), text_of(90, seed=7)
+    local = await ask(client, source, prompt=system + one, cache_salt="given")
+    before = await client.metrics(taker)
+    fetched = await ask(client, taker, source, prompt=system + one + "?", cache_salt="given")
+    mine = await ask(client, source, prompt=system + one + "?", cache_salt="alone")
+    assert (await choices(fetched))[0]["logprobs"] == (await choices(mine))[0]["logprobs"]
+    assert (await choices(local))[0]["text"]
+    cached = int(fetched.headers["x-prfaas-cached-tokens"])
+    assert cached == 1088, "the last block of the prompt that was known there"
+    assert int(fetched.headers["x-prfaas-kv-bytes"]) > 1000
+    assert await difference(client, taker, before, PROMPT_TOKENS) == len(system + one + "?") + 1 - cached
+    assert await difference(client, taker, before, fetches("fetched")) == 1
+    assert await difference(client, taker, before, "prfaas_prefix_fetched_tokens_total") == cached
+    # The second time it is here.
+    again = await ask(client, taker, source, prompt=system + one + other, cache_salt="given")
+    assert int(again.headers["x-prfaas-cached-tokens"]) >= 1024
+    assert int(again.headers["x-prfaas-kv-bytes"]) == 0
+    await client.eventually(source, **IDLE)
+    await client.eventually(taker, **IDLE)
+
+
+async def test_many_at_once_make_one_transfer(client, pair):
+    source, taker = pair
+    prompt = text_of(3000, seed=8)
+    await ask(client, source, prompt=prompt, cache_salt="many")
+    before, sent = await client.metrics(taker), await client.metrics(source)
+    asks = {"prompt": prompt + "?", "cache_salt": "many"}
+    answers = await asyncio.gather(*(ask(client, taker, source, **asks) for _ in range(6)))
+    found = [(await choices(answer))[0]["logprobs"]["tokens"] for answer in answers]
+    assert found == found[:1] * 6
+    assert await difference(client, taker, before, fetches("fetched")) == 1
+    delivered = 'prfaas_transfers_total{direction="send",outcome="delivered"}'
+    assert await difference(client, source, sent, delivered) == 1
+    assert {int(answer.headers["x-prfaas-cached-tokens"]) for answer in answers} == {3000 // 64 * 64}
+    await client.eventually(taker, **IDLE)
+    await client.eventually(source, **IDLE)
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [({}, "failed"), ({"stall_after": 3000}, "failed"), ({"everywhere": 0x10}, "failed")],
+    ids=["absent", "silent", "damaged"],
+)
+async def test_a_source_that_fails_costs_two_seconds_at_most(client, pair, change: dict[str, int], outcome: str):
+    source, taker = pair
+    salt, prompt = f"fails {change}", text_of(1000, seed=9)
+    await ask(client, source, prompt=prompt, cache_salt=salt)
+    wanted = await ask(client, source, prompt=prompt + "?", cache_salt="none of it")
+    before = await client.metrics(taker)
+    async with proxied(source, {}, **change) as url:
+        began = time.monotonic()
+        answer = await ask(client, taker, url if change else "http://127.0.0.1:9", prompt=prompt + "?", cache_salt=salt)
+        seconds = time.monotonic() - began
+    assert seconds < 4
+    assert (await choices(answer))[0]["logprobs"] == (await choices(wanted))[0]["logprobs"]
+    assert answer.headers["x-prfaas-cached-tokens"] == "0"
+    assert await difference(client, taker, before, fetches(outcome)) == 1
+    await client.eventually(taker, **IDLE)
+    await client.eventually(source, **IDLE)
+
+
+async def test_who_has_nothing_longer_says_so(client, pair):
+    source, taker = pair
+    before = await client.metrics(taker)
+    answer = await ask(client, taker, source, prompt=text_of(300, seed=10), cache_salt="nothing")
+    assert answer.status == 200
+    assert await difference(client, taker, before, fetches("absent")) == 1
+    body = {"request_id": "r", "model": "tiny", "token_ids": [1] * 200}
+    async with client.session.post(f"{source.url}/v1/prefixes", json=body) as refused:
+        assert (refused.status, (await refused.json())["error"]["code"]) == (404, "prefix_not_found")
+    for fields, param in (({"token_ids": [9999]}, "prompt"), ({"start_token": 200}, "start_token")):
+        async with client.session.post(f"{source.url}/v1/prefixes", json=body | fields) as refused:
+            assert (refused.status, (await refused.json())["error"]["param"]) == (400, param)
+
+
+async def test_addresses_and_lengths_are_checked(client, pair):
+    source, taker = pair
+    for url in ["ftp://127.0.0.1:80", "http://127.0.0.1", "nonsense"]:
+        answer = await ask(client, taker, url, prompt="x")
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "x-prfaas-prefix-url")
+    body = {"request_id": "r", "model": "tiny", "token_ids": [1, 2, 3]}
+    for fields, param in (({"prefix_url": "nonsense"}, "prefix_url"), ({"lend_tokens": 3}, "lend_tokens")):
+        async with client.session.post(f"{source.url}/v1/prefills", json=body | fields) as refused:
+            assert (refused.status, (await refused.json())["error"]["param"]) == (400, param)
+
+
+async def test_a_prefill_instance_takes_a_prefix_from_a_third(client, pair, launch):
+    prefill, decode = pair
+    third = await launch("third").ready()
+    prompt = text_of(1500, seed=11)
+    await ask(client, third, prompt=prompt, cache_salt="third")
+    wanted = await ask(client, third, prompt=prompt + "?", cache_salt="none of it")
+    before = await client.metrics(prefill)
+    headers = {"x-prfaas-prefill-url": prefill.url, "x-prfaas-prefix-url": third.url}
+    body = {"model": "tiny", "max_tokens": 12, "temperature": 0, "logprobs": 5, "prompt": prompt + "?"}
+    url = f"{decode.url}/v1/completions"
+    async with client.session.post(url, json=body | {"cache_salt": "third"}, headers=headers) as answer:
+        await answer.read()
+    assert (await choices(answer))[0]["logprobs"] == (await choices(wanted))[0]["logprobs"]
+    assert await difference(client, prefill, before, PROMPT_TOKENS) == 1502 - 1500 // 64 * 64
+    assert await difference(client, prefill, before, fetches("fetched")) == 1
+    for worker in (prefill, decode, third):
+        await client.eventually(worker, **IDLE)
+
+
+async def test_a_decode_instance_lends_what_it_has_once_the_link_is_measured(client, pair):
+    prefill, decode = pair
+    prompt = text_of(6000, seed=12)
+    await ask(client, decode, prompt=prompt, cache_salt="lent")
+    wanted = await ask(client, decode, prompt=prompt + "?", cache_salt="none of it")
+    for salt in ("once", "twice"):  # the link is measured while data waits for it: what is cached comes all at once
+        await ask(client, prefill, prompt=text_of(12_000, seed=20), cache_salt=salt, max_tokens=1)
+        async with client.session.put(f"{prefill.url}/v1/egress", json={"mbps": 80}):
+            await ask(client, decode, prefill, prompt=text_of(12_000, seed=20) + "?", cache_salt=salt, max_tokens=1)
+    async with client.session.put(f"{prefill.url}/v1/egress", json={"mbps": None}):
+        before = await client.metrics(prefill)
+    answer = await client.complete(decode, prefill, prompt=prompt + "?", cache_salt="lent", logprobs=5, max_tokens=12)
+    assert (await choices(answer))[0]["logprobs"] == (await choices(wanted))[0]["logprobs"]
+    borrowed = await difference(client, prefill, before, "prfaas_borrowed_tokens_total")
+    assert borrowed == 6000 // 64 * 64
+    assert await difference(client, prefill, before, PROMPT_TOKENS) == 6002 - borrowed
+    await client.eventually(prefill, **IDLE)
+    await client.eventually(decode, **IDLE)
+
+
+async def test_a_client_that_leaves_while_its_prefix_comes_frees_both(client, pair):
+    source, taker = pair
+    prompt = text_of(1000, seed=13)
+    await ask(client, source, prompt=prompt, cache_salt="leaves")
+    before = await client.metrics(taker)
+    async with proxied(source, {}, stall_after=2000) as url:
+        request = asyncio.ensure_future(ask(client, taker, url, prompt=prompt + "?", cache_salt="leaves"))
+        await client.eventually(taker, prfaas_requests_running=1)
+        request.cancel()
+        await client.eventually(taker, **IDLE)
+        await client.eventually(source, **IDLE)
+    assert await difference(client, taker, before, fetches("cancelled")) == 1

@@ -1,0 +1,318 @@
+"""Both ends of a transfer over real sockets, without engines: caches with random content, a data port, takers."""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from prfaas.errors import PrfaasError
+from prfaas.wire.frames import HEADER_BYTES, Address, FrameHeader, Kind, parse_header
+from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.receipt import Receipt
+from prfaas.wire.transfer import Done, Hello, message_frame
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.transfer import intake, pull, sender
+from prfaas_worker.transfer.codecs import DECODABLE
+from prfaas_worker.transfer.connections import Connections, Giver
+from prfaas_worker.transfer.counters import TransferCounters
+from prfaas_worker.transfer.door import Door
+from prfaas_worker.transfer.intake import Intake
+from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
+from prfaas_worker.transfer.offers import Offer, Offers, Prompt
+from prfaas_worker.transfer.pull import Lend, Pull, Shared, lend_nothing
+from prfaas_worker.transfer.sender import Sender, listen
+from prfaas_worker.transfer.staging import Staging
+from prfaas_worker.transfer.traffic import Traffic, unlimited
+
+FINGERPRINT = "f" * 64
+HIDDEN = torch.arange(16, dtype=torch.float32)
+LINEAR = LayerSpec(
+    state=(
+        TensorSpec("recurrent", ("head", "key", "value"), (2, 4, 4), "float32"),
+        TensorSpec("conv", ("channel", "tap"), (8, 3), "float32"),
+    ),
+)
+ATTENTION = LayerSpec(rows=(TensorSpec("latent", ("token", "row"), (24,), "float32"),))
+WIDE = LayerSpec(rows=(TensorSpec("latent", ("token", "row"), (3072,), "float32"),))
+
+
+class Model(NamedTuple):
+    """Layers of a cache, and the tokens of a prompt."""
+
+    layers: tuple[LayerSpec, ...] = (LINEAR, LINEAR, ATTENTION, LINEAR, ATTENTION)
+    tokens: int = 1000
+
+    @property
+    def pages(self) -> int:
+        return -(-self.tokens // 64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a prompt's cache with its hidden state."""
+        groups = layer_groups(self.layers)
+        rows = sum(len(group.layers) * group.nbytes for group in groups if group.kind == "attention")
+        states = sum(len(group.layers) * group.nbytes for group in groups if group.kind == "linear")
+        return rows * self.tokens + states + 4 * len(HIDDEN)
+
+    def reserved(self, *pages: int) -> Place:
+        """Memory of its own with room for one sequence in these pages, in order unless they are given."""
+        memory = CacheMemory(CacheGeometry(self.layers), num_pages=self.pages + 3, num_slots=2, max_context=self.tokens)
+        memory.pages.zero_()
+        memory.slots.zero_()
+        return Place(memory, 1, pages or range(self.pages))
+
+    def filled(self) -> Place:
+        """A cache with random content everywhere, its pages in no order."""
+        place = self.reserved(*(n * 7 % (self.pages + 3) for n in range(self.pages)))
+        place.memory.pages.random_(0, 256, generator=torch.Generator().manual_seed(3))
+        place.memory.slots.random_(0, 256, generator=torch.Generator().manual_seed(4))
+        return place
+
+
+TRAFFIC = unlimited()
+SMALL = Model()
+pull.NEAR_STRIPES = pull.FAR_STRIPES  # loopback is near; these tests want what is far
+LARGE = Model((LINEAR, WIDE, WIDE), 640)
+"""Large enough for four connections: 15 MiB."""
+
+
+def fill(place: Place, seed: int) -> None:
+    """Put random content into a sequence's pages and slot, always the same for a seed."""
+    rng = torch.Generator().manual_seed(seed)
+    for page in place.pages:
+        place.memory.pages[page].random_(0, 256, generator=rng)
+    place.memory.slots[place.slot].random_(0, 256, generator=rng)
+
+
+def through_staging(place: Place) -> Place:
+    """The same cache, reached as an accelerator's is."""
+    return place._replace(staging=Staging(place.memory))
+
+
+def bits_of(model: Model, place: Place, start_token: int = 0) -> list[torch.Tensor]:
+    """Rows from a token on and states of every layer, as bits: random floats may be no numbers."""
+    found: list[torch.Tensor] = []
+    for index, spec in enumerate(model.layers):
+        if spec.rows:
+            rows = place.memory.rows(index)["latent"][list(place.pages)].flatten(0, 1)[start_token : model.tokens]
+            found.append(rows.contiguous().view(torch.int32))
+        if spec.state:
+            found += [tensor[place.slot].view(torch.int32) for tensor in place.memory.states(index).values()]
+    return found
+
+
+def assert_same_bits(model: Model, found: Place, wanted: Place, start_token: int = 0) -> None:
+    mine, theirs = bits_of(model, found, start_token), bits_of(model, wanted, start_token)
+    assert len(mine) == len(theirs) > 0
+    for ours, other in zip(mine, theirs, strict=True):
+        assert torch.equal(ours, other)
+
+
+class Port:
+    """A data port with its offers, and the handles of those that ended."""
+
+    def __init__(self, model: Model = SMALL, capacity: int = 4, traffic: Traffic | None = None):
+        listener = listen("127.0.0.1", 0)
+        self.model = model
+        self.address: tuple[str, int] = listener.getsockname()
+        self.offers = Offers((FINGERPRINT, layer_groups(model.layers), len(HIDDEN)), self.address[1], capacity)
+        Sender(listener, self.offers, traffic or TRAFFIC)
+        self.takings: list[Taking] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Start with fresh counters and no history; threads of a port live as long as the process."""
+        for transfer_id in list(self.offers._offers):  # a test that failed left them
+            self.offers.cancel(transfer_id)
+        self.offers.counters = TransferCounters()
+        self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.offers.on_end = self.ended.put
+
+    def settle(self) -> None:
+        """Close what takers kept."""
+        while self.takings:
+            self.takings.pop().close()
+
+    def take(self, offer: Offer, grant: PrefillGrant, **how: Any) -> "Taking":
+        """Start a taker; see Taking."""
+        self.takings.append(Taking(self, offer, grant, **how))
+        return self.takings[-1]
+
+    def outcomes(self) -> dict[str, int]:
+        return {outcome: count for _, outcome, count in self.offers.counters.snapshot()[0]}
+
+    def grant(self, handle: int = 1, start_token: int = 0, lend_tokens: int = 0) -> tuple[Offer, PrefillGrant]:
+        return self.offers.grant(Prompt(handle, "r", self.model.tokens, start_token, lend_tokens=lend_tokens))
+
+    def ends(self, handle: int = 1, seconds: float = 60) -> bool:
+        """Whether the offer with this handle is the next that ends, in time."""
+        return self.ended.get(timeout=seconds) == handle
+
+    def assert_ended_once(self, **outcomes: int) -> None:
+        """No offer is open, nothing ended that was not expected, and nothing twice."""
+        assert self.outcomes() == outcomes
+        assert self.ended.empty()
+
+
+def put_chunk(model: Model, offer: Offer, cache: Place, start: int, end: int) -> None:
+    """Put what an engine puts for one chunk of the prompt."""
+    mark = cache.staging.mark() if cache.staging else None
+    for index in range(len(model.layers)):
+        for frame in block_frames(offer.manifest, cache, index, (start, end), mark):
+            offer.put(frame)
+        if end == offer.manifest.end_token:
+            for frame in state_frames(offer.manifest, cache, index, mark):
+                offer.put(frame)
+
+
+def compute(model: Model, offer: Offer, cache: Place, step: int = 300) -> None:
+    """Put what an engine puts for a whole prompt."""
+    offer.computing()
+    for start in range(0, model.tokens, step):
+        put_chunk(model, offer, cache, start, min(model.tokens, start + step))
+    offer.put(hidden_frame(offer.manifest, HIDDEN))
+    offer.computed(0.25)
+
+
+class Taking:
+    """A taker in a thread of its own. Its connections are its own too, unless they are given."""
+
+    def __init__(
+        self,
+        port: Port,
+        offer: Offer,
+        grant: PrefillGrant,
+        *,
+        at: tuple[str, int] | None = None,
+        connections: Connections | None = None,
+        staged: bool = False,
+        place: Place | None = None,
+        traffic: Traffic | None = None,
+        lend: Lend = lend_nothing,
+    ):
+        traffic = traffic or TRAFFIC
+        host, number = at or port.address
+        self.giver = Giver(host, number)
+        self.connections = connections or Connections(Door())
+        place = place or port.model.reserved()
+        self.place = through_staging(place) if staged else place
+        self.counters = TransferCounters()
+        self.receipt = Receipt(offer.manifest, DECODABLE, guard=threading.Lock())
+        silent_seconds = partial(self.connections.silent_seconds, self.giver)
+        self.intake = Intake(self.receipt, self.place, self.counters.received, silent_seconds, traffic.memory)
+        shared = Shared(self.connections, self.counters, traffic)
+        self.pull = Pull(shared, self.giver, grant.token, self.intake, lend)
+        self.error: PrfaasError | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.pull.run()
+        except PrfaasError as error:
+            self.error = error
+
+    def whole(self, seconds: float = 60) -> Done:
+        """Wait for the end, which must be good."""
+        self._join(seconds)
+        if self.error is not None:
+            raise self.error
+        return self.receipt.require_whole()
+
+    def failure(self, seconds: float = 60) -> PrfaasError:
+        """Wait for the end, which must be an error."""
+        self._join(seconds)
+        assert self.error is not None
+        return self.error
+
+    def close(self) -> int:
+        """Close the connections that were kept for the next transfer, and count them."""
+        eventually(lambda: "fetch-data" not in transfer_threads())
+        closed = 0
+        while stream := self.connections.take(self.giver):
+            self.connections.drop(self.giver, stream)
+            closed += 1
+        return closed
+
+    def _join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "the taker hangs"
+
+
+def address_of(grant: PrefillGrant) -> Address:
+    return Address(grant.transfer_id, grant.epoch)
+
+
+def hello(grant: PrefillGrant, **fields: object) -> bytes:
+    return message_frame(Kind.HELLO, address_of(grant), Hello(**({"token": grant.token} | fields)))  # type: ignore[arg-type]
+
+
+def connect(port: Port, first: bytes) -> socket.socket:
+    """A taker by hand: a connection on which something was said."""
+    sock = socket.create_connection(port.address, timeout=3)
+    sock.sendall(first)
+    return sock
+
+
+def frames(sock: socket.socket) -> Iterator[tuple[FrameHeader, bytes]]:
+    """Read frames until the other side closes."""
+    while raw := exactly(sock, HEADER_BYTES):
+        header = parse_header(raw)
+        yield header, exactly(sock, header.payload_bytes)
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """Read so many bytes, or all until the end."""
+    data = b""
+    while len(data) < count and (piece := sock.recv(count - len(data))):
+        data += piece
+    return data
+
+
+def kinds(sock: socket.socket, count: int | None = None) -> list[Kind]:
+    """Kinds of the next frames, or of all until the end; KEEP_ALIVEs left out."""
+    found: list[Kind] = []
+    for header, _ in frames(sock):
+        if header.kind != Kind.KEEP_ALIVE:
+            found.append(header.kind)
+        if len(found) == count:
+            break
+    return found
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no connection count as broken because a machine was slow."""
+    for module, name in (
+        (intake, "NO_PROGRESS_SECONDS"),
+        (intake, "STARVED_SECONDS"),
+        (pull, "NO_PROGRESS_SECONDS"),
+        (pull, "GONE_SECONDS"),
+        (sender, "HELLO_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, 30.0)
+
+
+def eventually(true: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def descriptors() -> int:
+    """Count what this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def transfer_threads() -> list[str]:
+    """Names of the threads that serve or make transfers now."""
+    names = ("data-send", "fetch", "fetch-data")
+    return [thread.name for thread in threading.enumerate() if thread.name in names]

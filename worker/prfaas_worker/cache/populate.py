@@ -1,0 +1,107 @@
+"""Touches memory before it is used: a transfer into pages that were never written costs five times the CPU of one into
+pages that were, since the kernel finds, clears and maps each of them on the way.
+
+A thread of its own asks for pages in small steps, from the first to the last as the pool lends them, and rests as long
+as it worked. The kernel fills in what is missing and changes no byte, so anything may use the memory meanwhile. What it
+does not know or grant is left to be touched when it is used.
+"""
+
+import ctypes
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+STEP_BYTES: Final = 4 << 20
+"""Mapping memory waits for a step's end, in all threads: about a millisecond."""
+LEFT_SHARE: Final = 0.1
+"""Of the memory that is available in the beginning, so much is left to others."""
+MIB: Final = 1 << 20
+_MADV_HUGEPAGE: Final = 14
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_HUGE_PAGE_BYTES: Final = 2 << 20
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+Advise = Callable[[int, int, int], bool]
+
+
+def populate_in_background(address: int, nbytes: int) -> threading.Thread:
+    """Begin to populate memory that lives as long as the process; ends early where memory is short."""
+    thread = threading.Thread(target=populate, args=(address, nbytes), name="populate", daemon=True)
+    thread.start()
+    return thread
+
+
+def populate(
+    address: int,
+    nbytes: int,
+    available_bytes: Callable[[], int] = lambda: min(_available_bytes(), _allowed_bytes()),
+    advise: Advise | None = None,
+) -> int:
+    """Populate memory from its beginning; returns how many bytes of it were.
+
+    Args:
+        address: where it starts; a part of a page at either end is left out.
+        nbytes: its length.
+        available_bytes: tells how much memory could still be had.
+        advise: gives the kernel advice (address, bytes, which) and tells whether it was taken.
+
+    """
+    advise = advise or _madvise()
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    left_bytes = int(available_bytes() * LEFT_SHARE)
+    advise(first, max(0, end - first), _MADV_HUGEPAGE)
+    at = first
+    while at < end:
+        # Steps end between huge pages, or each would be broken up.
+        step = min((at + STEP_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES, end) - at
+        if available_bytes() - step < left_bytes:
+            log.info("%d of %d MiB of the cache are populated: memory is short", (at - first) // MIB, nbytes // MIB)
+            break
+        began = time.monotonic()
+        if not advise(at, step, _MADV_POPULATE_WRITE):
+            break
+        at += step
+        time.sleep(time.monotonic() - began)
+    return at - first
+
+
+def _madvise() -> Advise:
+    """Return the kernel's madvise; it lets other threads run."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def advise(address: int, nbytes: int, advice: int) -> bool:
+        if libc.madvise(address, nbytes, advice) == 0:
+            return True
+        log.debug("madvise(%d): errno %d", advice, ctypes.get_errno())
+        return False
+
+    return advise
+
+
+def _available_bytes() -> int:
+    """What the machine can give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value, *_ = line.split()
+        if name == "MemAvailable:":
+            return int(value) * 1024
+    return 0
+
+
+def _allowed_bytes() -> int:
+    """What is left of this container's limit, where it has one: beyond it the kernel ends the process."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return 1 << 62
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(stat.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 1 << 62

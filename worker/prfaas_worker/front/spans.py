@@ -1,0 +1,120 @@
+"""A worker's spans, made in the front of what the engine reports: its processes trace nothing themselves.
+
+    decode             from a request's arrival to its last byte
+      prefill.local    one for each prompt, or
+      prefill.remote   from asking to the first token; its context goes with the question to the giver
+        transfer       at the taker, from the first cache byte to the last
+        prefill        at the giver, from the grant to the end
+
+A transfer's report carries the context that it began with, so its span needs no call that is still open.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from prfaas.errors import RequestError
+from prfaas.telemetry.tracing import Span, Tracing
+from prfaas.wire.engine import Generate, Started, ToEngine, ToFront, TransferEnded
+from prfaas.wire.trace import TraceContext
+from prfaas_worker.front.engine_client import EngineError
+
+NAMES: Final = {"receive": "transfer", "send": "prefill"}
+
+
+class Decode:
+    """The spans of one request. As a context they end with the block."""
+
+    def __init__(self, tracing: Tracing, caller: TraceContext, request_id: str):
+        self._tracing = tracing
+        self._span = tracing.start("decode", caller, "server")
+        self._span.set(request_id=request_id)
+        self._prefills: dict[int, Span] = {}
+
+    def begin(self, message: Generate) -> Generate:
+        """Begin a prompt's prefill; returns its message with what the engine passes on."""
+        span = self._tracing.start("prefill.remote" if message.prefill_url else "prefill.local", self._span.context)
+        span.set(request_id=message.request_id, prompt_tokens=len(message.token_ids))
+        self._prefills[message.handle] = span
+        return msgspec.structs.replace(message, trace=span.context)
+
+    def started(self, prompts: Sequence[Started]) -> None:
+        """End the prefills: the first token of every prompt exists."""
+        for told in prompts:
+            span = self._prefills.pop(told.handle)
+            span.set(
+                cached_tokens=told.cached_tokens,
+                kv_bytes=told.kv_bytes,
+                queue_seconds=told.queue_seconds,
+                prefill_seconds=told.prefill_seconds,
+            )
+            if told.transfer_id:
+                span.set(transfer_id=told.transfer_id)
+            span.end()
+        self._span.event("first_token")
+
+    def fail(self, reason: str, transfer_id: str = "") -> None:
+        """Mark whatever has not ended as failed."""
+        for span in (*self._prefills.values(), self._span):
+            span.fail(reason)
+            if transfer_id:
+                span.set(transfer_id=transfer_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            self.fail("the client left")
+        elif error is not None and not isinstance(error, RequestError):  # a wrong request is no failure of ours
+            self.fail(str(error) or repr(error), error.transfer_id if isinstance(error, EngineError) else "")
+        for span in self._prefills.values():
+            span.end()
+        self._span.end()
+
+
+class Reported:
+    """Makes spans of transfers; listens to the engine where there is tracing."""
+
+    def __init__(self, tracing: Tracing):
+        self._tracing = tracing
+
+    def sent(self, message: ToEngine) -> None:
+        """Nothing that goes to the engine is of interest."""
+
+    def heard(self, message: ToFront) -> None:
+        """Take note of what the engine says."""
+        if isinstance(message, TransferEnded):
+            self._tell(message)
+
+    def _tell(self, transfer: TransferEnded) -> None:
+        began, moments = transfer.began_at, dict(transfer.marks)
+        sends = transfer.direction == "send"
+        name = "prefix" if sends and transfer.what == "prefix" else NAMES[transfer.direction]
+        at = began if sends else began + moments.get("first_byte", moments.get("granted", 0.0))
+        span = self._tracing.start(name, transfer.trace, "server" if sends else "internal", at)
+        span.set(
+            request_id=transfer.request_id,
+            what=transfer.what,
+            outcome=transfer.outcome,
+            bytes=transfer.payload_bytes,
+            codecs=",".join(transfer.codecs),
+            breaks=transfer.breaks,
+            peer=transfer.peer,
+        )
+        if transfer.transfer_id:
+            span.set(transfer_id=transfer.transfer_id)
+        if transfer.flow_seconds:
+            span.set(mbps=transfer.payload_bytes * 8 / transfer.flow_seconds / 1e6)
+        for mark, seconds in transfer.marks:
+            if began + seconds >= at:
+                span.event(mark, began + seconds)
+        span.event(transfer.outcome, began + transfer.seconds)
+        if transfer.outcome != "delivered":
+            span.fail(transfer.reason)
+        span.end(began + transfer.seconds)

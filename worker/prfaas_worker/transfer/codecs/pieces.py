@@ -1,0 +1,81 @@
+"""A frame's tensors as the pieces of memory they stand in, and as one array each, which is what codecs work on.
+
+Gathering costs a copy. It buys few, long operations: each gives the interpreter's lock away and must ask for it again,
+and a thread that computes in Python lets go of it once in 5 ms.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prfaas.errors import InternalError
+from prfaas.wire.transfer import ITEM_BYTES, Buffer, TensorLayout
+
+Words = NDArray[np.unsignedinteger]
+STRIP_ELEMENTS = 1 << 18
+WORDS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+class Tensor(NamedTuple):
+    """One tensor of a frame. Its `pieces` hold whole items each, bytes, in order."""
+
+    layout: TensorLayout
+    items: int
+    pieces: Sequence[memoryview]
+
+    @property
+    def word(self) -> np.dtype[np.unsignedinteger]:
+        """The unsigned integer of an element's size."""
+        return WORDS[ITEM_BYTES[self.layout.dtype]]
+
+    @property
+    def channels(self) -> int:
+        """Elements of one item."""
+        return self.layout.nbytes // self.word.itemsize
+
+    @property
+    def elements(self) -> int:
+        """Elements of all items."""
+        return self.items * self.channels
+
+    def gather(self) -> Words:
+        """Elements as integers, [elements]; in one piece they are not copied, so they are not to be changed."""
+        whole = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
+        return np.frombuffer(whole, self.word)
+
+    def scatter(self, words: Words) -> None:
+        """Put elements where the tensor stands."""
+        left = words.data.cast("B")
+        for piece in self.pieces:
+            piece[:], left = left[: piece.nbytes], left[piece.nbytes :]
+
+
+def size_bytes(layouts: Sequence[TensorLayout], items: int) -> int:
+    """Bytes of a frame's tensors."""
+    return items * sum(layout.nbytes for layout in layouts)
+
+
+def cut(layouts: Sequence[TensorLayout], items: int, parts: Sequence[Buffer]) -> list[Tensor]:
+    """Deal the parts out to the tensors whose memory they are.
+
+    Raises:
+        InternalError: they are not, one is not of whole items, or there are no items.
+
+    """
+    if items < 1:
+        raise InternalError(f"a frame of {items} items")
+    left = [memoryview(part).cast("B") for part in reversed(parts)]
+    tensors = []
+    for layout in layouts:
+        pieces, missing = [], items * layout.nbytes
+        while missing > 0 and left:
+            pieces.append(left.pop())
+            missing -= pieces[-1].nbytes
+        if missing or any(piece.nbytes % layout.nbytes for piece in pieces):
+            raise InternalError(f"memory of {items} x {layout.name} does not come in pieces of whole items")
+        tensors.append(Tensor(layout, items, pieces))
+    if left:
+        raise InternalError(f"{len(left)} pieces of memory beyond those of {len(layouts)} tensors")
+    return tensors

@@ -1,0 +1,128 @@
+"""From a connected socket to a stream whose peer is known: TLS handshakes with an end, on both sides of a connection.
+
+A handshake's peer is a stranger, who may send a byte now and then for ever. So the whole of it has one deadline, and it
+runs in the connection's own thread, never in the one that accepts.
+"""
+
+import http.client
+import select
+import socket
+import ssl
+import time
+from contextlib import suppress
+from typing import Final
+
+from prfaas.errors import IdentityError, PrfaasError, ProtocolError
+from prfaas_worker.credentials import Contexts, Credentials
+from prfaas_worker.refusals import explain
+from prfaas_worker.transfer.sockets import tune
+from prfaas_worker.transfer.streams import Peer, TlsStream
+
+# RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
+_ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
+_DRAIN_BYTES: Final = 1 << 16
+
+
+def accept_tls(sock: socket.socket, credentials: Credentials, seconds: float) -> TlsStream:
+    """Serve the handshake of a client that must prove its cluster. The socket is closed where that fails.
+
+    Raises:
+        IdentityError: it shows no certificate, or one that proves nothing.
+        ProtocolError: it does not speak TLS 1.3.
+        UnreachableError: it went away, or took longer than `seconds`.
+
+    """
+    contexts = credentials.now()
+    return _prove(_shake(sock, contexts.data, seconds, server_side=True), credentials, contexts, "")
+
+
+def connect_tls(sock: socket.socket, credentials: Credentials, seconds: float, expected_cluster: str) -> TlsStream:
+    """Be the client of a handshake with an instance of `expected_cluster`, or of any cluster if that is empty.
+
+    That the server refuses our certificate is known only with the first bytes from it: see refusals.py.
+
+    Raises:
+        IdentityError: its certificate proves nothing, or another cluster; or ours has ended.
+        ProtocolError, UnreachableError: as for `accept_tls`.
+
+    """
+    contexts = credentials.now()
+    credentials.require_valid()
+    tls = _shake(sock, contexts.client, seconds, server_side=False)
+    return _prove(tls, credentials, contexts, expected_cluster)
+
+
+def https_connection(
+    address: tuple[str, int], sock: socket.socket, credentials: Credentials, seconds: float, expected_cluster: str
+) -> http.client.HTTPConnection:
+    """Return an HTTP connection over a connected socket, inside TLS; each later wait on it may take `seconds`.
+
+    Raises:
+        PeerError: as `connect_tls`.
+
+    """
+    stream = connect_tls(sock, credentials, seconds, expected_cluster)
+    connection = http.client.HTTPConnection(*address)
+    connection.sock = stream.blocking_socket(seconds)
+    return connection
+
+
+def _shake(sock: socket.socket, context: ssl.SSLContext, seconds: float, *, server_side: bool) -> ssl.SSLSocket:
+    deadline = time.monotonic() + seconds
+    try:
+        tune(sock)
+        sock.setblocking(False)
+        tls = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+    except OSError as error:
+        sock.close()
+        raise explain(error, "before the TLS handshake") from error
+    try:
+        while not _step(tls, deadline):
+            pass
+    except OSError as error:
+        reason = explain(error, "during the TLS handshake")
+        if isinstance(reason, ProtocolError):
+            _tell_plain(tls)
+        tls.close()
+        raise reason from error
+    return tls
+
+
+def _tell_plain(sock: socket.socket) -> None:
+    """Answer a peer that does not speak TLS by an alert, which OpenSSL does not: `is_tls` tells it what it met."""
+    with suppress(OSError):
+        socket.socket.recv(sock, _DRAIN_BYTES)  # closing with bytes unread would be a reset, which overtakes the alert
+    with suppress(OSError):
+        socket.socket.send(sock, _ALERT_PROTOCOL_VERSION)
+
+
+def _step(tls: ssl.SSLSocket, deadline: float) -> bool:
+    """Go on with a handshake as far as it gets without waiting, then wait; returns whether it is done."""
+    poller = select.poll()
+    try:
+        tls.do_handshake()
+    except ssl.SSLWantReadError:
+        poller.register(tls, select.POLLIN)
+    except ssl.SSLWantWriteError:
+        poller.register(tls, select.POLLOUT)
+    else:
+        return True
+    left_seconds = deadline - time.monotonic()
+    if left_seconds <= 0 or not poller.poll(left_seconds * 1000):
+        raise TimeoutError
+    return False
+
+
+def _prove(tls: ssl.SSLSocket, credentials: Credentials, contexts: Contexts, expected_cluster: str) -> TlsStream:
+    try:
+        certificate = tls.getpeercert(binary_form=True) or b""
+        peer = Peer(credentials.check(certificate), certificate, contexts.files.authorities, contexts.files.generation)
+        if expected_cluster not in ("", peer.cluster):
+            raise IdentityError(
+                f"the peer is of cluster {peer.cluster!r} and {expected_cluster!r} was expected; "
+                "check the addresses in the routing table"
+            )
+    except PrfaasError:
+        tls.close()
+        raise
+    return TlsStream(tls, peer)

@@ -1,0 +1,282 @@
+"""Fetching over several connections: each has a thread that connects, says HELLO, and reads until all is there.
+
+When a connection breaks, or damage came over it, its thread opens another and says which frames arrived; the giver
+sends the rest again. Only what no new connection can mend ends the transfer: the giver gave up, is not to be reached,
+or breaks the protocol.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from prfaas.errors import (
+    DamagedError,
+    InternalError,
+    PeerError,
+    PrfaasError,
+    ProtocolError,
+    UnreachableError,
+)
+from prfaas.wire.frames import MAX_MESSAGE_BYTES, Kind
+from prfaas.wire.transfer import (
+    HEARTBEAT_SECONDS,
+    NO_PROGRESS_SECONDS,
+    Abort,
+    Hello,
+    Manifest,
+    Welcome,
+    decode_message,
+    message_frame,
+)
+from prfaas_worker.transfer import tcp_info
+from prfaas_worker.transfer.codecs import DECODABLE
+from prfaas_worker.transfer.connections import Connections, Giver
+from prfaas_worker.transfer.counters import TransferCounters
+from prfaas_worker.transfer.delivery import Channel, Delivery, receive_message
+from prfaas_worker.transfer.intake import Intake, Reception
+from prfaas_worker.transfer.outgoing import Outgoing
+from prfaas_worker.transfer.sockets import NEAR_SECONDS
+from prfaas_worker.transfer.streams import Stream
+from prfaas_worker.transfer.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+NEAR_STRIPES, NEAR_TLS_STRIPES, FAR_STRIPES = 1, 2, 4
+"""Most connections of a transfer: near, one is enough and threads cost, unless they encrypt; far, windows are what is
+short."""
+STRIPE_BYTES = 4 << 20
+"""Fewer bytes than this a connection do not pay for another one."""
+MAX_BREAKS = 16
+"""Breaks that one transfer survives."""
+GONE_SECONDS = 2 * NO_PROGRESS_SECONDS
+"""A giver that was silent for this long, on a new connection too, is gone."""
+
+
+def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -> int:
+    """Return how many connections a transfer of this size uses."""
+    near = NEAR_TLS_STRIPES if is_encrypted else NEAR_STRIPES
+    most = near if round_trip_seconds < NEAR_SECONDS else FAR_STRIPES
+    return min(most, 1 + nbytes // STRIPE_BYTES)
+
+
+class Shared(NamedTuple):
+    """What all fetches of an instance share."""
+
+    connections: Connections
+    counters: TransferCounters
+    traffic: Traffic
+
+
+Lend = Callable[[Manifest], Outgoing]
+"""Makes what a giver borrows of this instance's cache."""
+
+
+def lend_nothing(manifest: Manifest) -> Outgoing:
+    """Refuse: nothing was offered.
+
+    Raises:
+        ProtocolError: always.
+
+    """
+    raise ProtocolError(f"the giver wants to borrow tokens up to {manifest.end_token}, which were not offered")
+
+
+class Pull:
+    """One transfer from one giver; `run` is called once."""
+
+    def __init__(self, shared: Shared, giver: Giver, token: str, intake: Intake, lend: Lend = lend_nothing):
+        self._shared = shared
+        self._connections = shared.connections
+        self._giver = giver
+        self._token = token
+        self._intake = intake
+        self._lend = lend
+        self.on_broken: Callable[[int, str], None] = lambda _breaks, _reason: None
+        """Called with the breaks so far, and why, when another connection takes over."""
+        self._lent: Outgoing | None = None
+        self._changed = threading.Condition()
+        self._whole = False
+        self._failure: PrfaasError | None = None
+        self._is_wide = False
+        self._numbers = 0
+        self._breaks = 0
+        self._welcomed: dict[int, Stream] = {}
+        self._heard_at = time.monotonic()
+        self._streams: dict[int, Stream] = {}
+
+    def run(self) -> None:
+        """Receive everything. On return, and on error, no thread touches the intake's memory any more.
+
+        Raises:
+            PeerError: it cannot be had.
+
+        """
+        self._intake.on_whole = self._finish
+        self._start_thread()
+        with self._changed:
+            self._changed.wait_for(lambda: self._whole or self._failure)
+            if self._whole:
+                return
+            self._intake.stop.set()
+            if self._lent is not None:
+                self._lent.fail("cancelled")
+            for stream in self._streams.values():
+                stream.shutdown()
+            self._changed.wait_for(lambda: not self._streams)
+        raise self._failure or InternalError("a transfer ended without a reason")
+
+    def cancel(self) -> None:
+        """End it at once, from any thread."""
+        self._fail(UnreachableError("cancelled"))
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._carry, name="fetch-data", daemon=True).start()
+
+    def _widen(self, stream: Stream) -> None:
+        """Start the other connections, once the first one shows how far the giver is."""
+        with self._changed:
+            if self._is_wide:
+                return
+            self._is_wide = True
+        round_trip_seconds = tcp_info.read(stream.socket).rtt_seconds or 0.0
+        nbytes, is_encrypted = self._intake.receipt.expected.nbytes, stream.peer is not None
+        for _ in range(stripes_for(nbytes, round_trip_seconds, is_encrypted=is_encrypted) - 1):
+            self._start_thread()
+
+    def _carry(self) -> None:
+        """One thread: a connection, and the next when it breaks."""
+        connected = False
+        while not self._over:
+            try:
+                stream = self._connections.take(self._giver) or self._connections.open(self._giver)
+            except PeerError as error:
+                # Without this stripe the others do, unless something was lost on it that only a HELLO brings back.
+                if connected or self._alone or not isinstance(error, UnreachableError):
+                    self._fail(error)
+                return
+            connected = True
+            try:
+                self._receive(stream)
+            except (UnreachableError, DamagedError) as error:
+                self._broke(error)
+            except Exception as error:  # a bug here must end this transfer, never leave it waiting
+                self._fail(error if isinstance(error, PrfaasError) else InternalError(repr(error)))
+            else:
+                return
+
+    def _receive(self, stream: Stream) -> None:
+        """Receive over one connection, and keep it if it ends well."""
+        well = False
+        with self._changed:
+            number, self._numbers = self._numbers, self._numbers + 1
+            self._streams[number] = stream
+        try:
+            info = partial(tcp_info.read, stream.socket)
+            with self._shared.traffic.monitor.watch(info, self._queued_bytes, self._giver.cluster):
+                welcome = self._greet(stream, number)
+                self._widen(stream)
+                with self._changed:
+                    self._welcomed[number] = stream
+                if welcome.lend is not None:
+                    lent = self._outgoing(number, welcome, welcome.lend)
+                    channel = Channel(stream, number, self._giver.cluster, welcome.lend_codecs)
+                    Delivery(channel, lent, self._shared.traffic, self._shared.counters.sent).run()
+                Reception(stream, number, self._intake, welcome.segment).run()
+            well = True
+        finally:
+            self._intake.lost(number)
+            (self._connections.keep if well else self._connections.drop)(self._giver, stream)
+            with self._changed:
+                self._heard_at = self._last_heard_at
+                self._welcomed.pop(number, None)
+                del self._streams[number]
+                self._changed.notify_all()
+
+    def _outgoing(self, number: int, welcome: Welcome, manifest: Manifest) -> Outgoing:
+        """Return what the giver borrows, the same for every connection, and have this one carry its part."""
+        with self._changed:
+            if self._lent is None:
+                self._lent = self._lend(manifest)
+        self._lent.shipment.connect(number, welcome.lend_broken, welcome.lend_received)
+        return self._lent
+
+    def _queued_bytes(self) -> int:
+        """What waits to be sent: nothing, unless the giver borrows."""
+        return self._lent.queued_bytes() if self._lent is not None else 0
+
+    def _greet(self, stream: Stream, number: int) -> Welcome:
+        self._impatient(0.0)
+        receipt = self._intake.receipt
+        broken = self._intake.broken  # before what was received: nothing more comes from these
+        fabric = self._intake.carrier.fabric if self._intake.carrier else ""
+        received = receipt.received
+        hello = Hello(
+            codecs=DECODABLE,
+            token=self._token,
+            fabric=fabric,
+            connection=number,
+            broken=broken,
+            received=received,
+        )
+        stream.send([message_frame(Kind.HELLO, receipt.expected.address, hello)])
+        return self._await_welcome(stream)
+
+    def _await_welcome(self, stream: Stream) -> Welcome:
+        """Read the answer to HELLO; a word that was on its way from the transfer before is of no interest."""
+        expected = self._intake.receipt.expected
+        spoke = time.monotonic()
+        while True:
+            header, payload = receive_message(stream, self._impatient, MAX_MESSAGE_BYTES)
+            if header.address == expected.address and header.kind == Kind.ABORT:
+                raise PeerError(decode_message(header, payload, Abort).message)
+            if header.address == expected.address and header.kind == Kind.WELCOME:
+                welcome = decode_message(header, payload, Welcome)
+                self._intake.receipt.require_manifest(welcome.manifest)
+                return welcome
+            if header.kind not in (Kind.KEEP_ALIVE, Kind.FREED):
+                raise ProtocolError(f"{header.describe()} for {header.address} where WELCOME was due")
+            if time.monotonic() - spoke > HEARTBEAT_SECONDS:  # the giver may take its time to decide what it borrows
+                stream.send([message_frame(Kind.KEEP_ALIVE, expected.address)])
+                spoke = time.monotonic()
+
+    def _impatient(self, silent_seconds: float) -> None:
+        """Wait for a WELCOME no longer than for anything else, and not when nobody wants it."""
+        if self._over or silent_seconds > NO_PROGRESS_SECONDS:
+            raise UnreachableError(f"the peer answered nothing for {silent_seconds:.1f} s: given up")
+
+    @property
+    def _over(self) -> bool:
+        return self._whole or self._failure is not None
+
+    @property
+    def _last_heard_at(self) -> float:
+        """When a connection that had answered brought its last byte."""
+        return max([self._heard_at, *(stream.heard_at for stream in self._welcomed.values())])
+
+    @property
+    def _alone(self) -> bool:
+        with self._changed:
+            return not self._streams
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._whole = True
+            self._changed.notify_all()
+
+    def _broke(self, error: PrfaasError) -> None:
+        with self._changed:
+            self._breaks += 1
+            silent_seconds = time.monotonic() - self._last_heard_at
+            patience_over = self._breaks > MAX_BREAKS or silent_seconds > GONE_SECONDS
+        if patience_over:
+            self._fail(error)
+        elif not self._over:
+            self.on_broken(self._breaks, str(error))
+
+    def _fail(self, error: PrfaasError) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()

@@ -1,0 +1,114 @@
+"""One transfer's story, told once: as it happens to the log, and as a whole to the front, for its metrics and spans.
+
+A transfer without trouble leaves one INFO line on each side, its end. What else happens is DEBUG, but a connection that
+broke: that is rare, and says why a transfer took so long. Every line carries the ids of request and transfer.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from prfaas.telemetry.logs import line
+from prfaas.wire.codecs import Codec
+from prfaas.wire.engine import Cached, Direction, Outcome, TransferEnded
+from prfaas.wire.trace import NO_TRACE, TraceContext
+
+log = logging.getLogger(__name__)
+
+Mark = Literal["granted", "computing", "connected", "first_byte", "computed"]
+_ENDS = {"send": "transfer sent", "receive": "transfer received"}
+
+
+class Subject(NamedTuple):
+    """Whose transfer it is: the front's handle and the request's id, the peer's cluster, what is transferred."""
+
+    handle: int
+    request_id: str
+    peer: str = ""
+    trace: TraceContext = NO_TRACE
+    what: Cached = "prefill"
+
+
+class Carried(NamedTuple):
+    """What has travelled: payload bytes, the time since the first of them, and the codecs of the frames."""
+
+    payload_bytes: int = 0
+    flow_seconds: float = 0.0
+    codecs: Iterable[int] = ()
+
+
+class Story:
+    """Begins when a giver grants or a taker asks. Any thread may tell."""
+
+    def __init__(self, direction: Direction, subject: Subject, transfer_id: str = ""):
+        self.transfer_id = transfer_id
+        """Empty until a taker knows it."""
+        self.breaks = 0
+        self._direction: Direction = direction
+        self._subject = subject
+        self._began_at = time.time()
+        self._began = time.monotonic()
+        self._marks: dict[str, float] = {}
+
+    def mark(self, name: Mark, **fields: int) -> None:
+        """Note that something happened; of each kind the first time counts."""
+        self._marks.setdefault(name, time.monotonic() - self._began)
+        log.debug(self._line(f"transfer {name}", **fields))
+
+    def broke(self, breaks: int, reason: str) -> None:
+        """Note that so many connections broke so far, the last for a reason; what counts is the most."""
+        if breaks > self.breaks:
+            self.breaks = breaks
+            log.info(self._line("transfer resumes", breaks=breaks, reason=reason))
+
+    def end(self, outcome: Outcome, reason: str, carried: Carried) -> TransferEnded:
+        """Tell the log how it ended, and return the whole; `reason` is empty where it was delivered."""
+        seconds, (payload_bytes, flow_seconds, codecs) = time.monotonic() - self._began, carried
+        if flow_seconds:
+            self._marks.setdefault("first_byte", max(0.0, seconds - flow_seconds))
+        used = {Codec(codec) for codec in codecs}
+        names = tuple(sorted(codec.name.lower() for codec in used if codec or len(used) == 1))
+        log.log(
+            logging.WARNING if outcome in ("failed", "expired") else logging.INFO,
+            self._line(
+                _ENDS[self._direction],
+                outcome=outcome,
+                bytes=payload_bytes,
+                seconds=seconds,
+                flow_seconds=flow_seconds,
+                mbps=payload_bytes * 8 / flow_seconds / 1e6 if flow_seconds else None,
+                codecs=",".join(names),
+                breaks=self.breaks,
+                reason=reason,
+            ),
+        )
+        return TransferEnded(
+            handle=self._subject.handle,
+            direction=self._direction,
+            outcome=outcome,
+            request_id=self._subject.request_id,
+            transfer_id=self.transfer_id,
+            peer=self._subject.peer,
+            trace=self._subject.trace,
+            began_at=self._began_at,
+            marks=tuple(sorted(self._marks.items(), key=lambda mark: mark[1])),
+            seconds=seconds,
+            flow_seconds=flow_seconds,
+            payload_bytes=payload_bytes,
+            codecs=names,
+            breaks=self.breaks,
+            reason=reason,
+            what=self._subject.what,
+        )
+
+    def _line(self, words: str, **fields: str | float | None) -> str:
+        return line(
+            words,
+            request_id=self._subject.request_id,
+            transfer_id=self.transfer_id,
+            trace_id=self._subject.trace.trace_id,
+            what=self._subject.what,
+            peer=self._subject.peer,
+            **fields,
+        )

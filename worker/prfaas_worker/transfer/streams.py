@@ -1,0 +1,274 @@
+"""A data connection as the transfer code sees it: whole buffers in and out, plain or inside TLS, a word on every wait.
+
+Plain TCP moves memory without copies: the kernel gathers and scatters. TLS cannot, since every byte is encrypted on its
+way; OpenSSL makes records of 16 KiB, so pieces smaller than that are first gathered into one buffer (a call for each
+piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times), and larger ones go as they are.
+
+A call waits for a tick at most, all its waits together; then `on_wait(silent_seconds)` decides, by raising, whether to
+go on: it knows whether the peer shows life elsewhere, and whether anybody still wants the bytes. It is asked between
+partial reads and writes too, so that a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits
+inside the call that moves the bytes, a whole frame at once: polling in between costs a third more CPU. One thread uses
+a stream; any may cut it.
+"""
+
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from prfaas.errors import PeerError, UnreachableError
+from prfaas.wire.frames import Buffer
+from prfaas_worker.refusals import explain, is_alert
+from prfaas_worker.transfer.sockets import tune
+
+TICK_SECONDS: Final = 0.2
+_TICK: Final = struct.pack("@ll", 0, int(TICK_SECONDS * 1e6))  # struct timeval
+STALL_SECONDS: Final = 5.0
+"""A peer that takes nothing, or sends nothing that is due, for this long is gone, if nobody knows better."""
+WRITE_BYTES: Final = 64 << 10
+"""Most that one call encrypts: 4 records. Beyond it neither speed nor CPU changes."""
+RECORD_BYTES: Final = 16 << 10
+# The kernel takes 1,024 at once.
+_MAX_PIECES: Final = 512
+LOW_WATER_BYTES: Final = 256 << 10
+"""A reader of a large payload is woken for this much."""
+
+OnWait = Callable[[float], None]
+OnSent = Callable[[int], None]
+
+
+def give_up(silent_seconds: float) -> None:
+    """Wait for `STALL_SECONDS`.
+
+    Raises:
+        UnreachableError: they are over.
+
+    """
+    if silent_seconds > STALL_SECONDS:
+        raise UnreachableError(f"the peer moved no byte for {silent_seconds:.1f} s: given up")
+
+
+class Peer(NamedTuple):
+    """Whom a handshake has proven: cluster, certificate (DER), and the authorities by which that was judged; and with
+    which generation of our own credentials.
+    """
+
+    cluster: str
+    certificate: bytes
+    authorities: bytes
+    generation: int = 0
+
+
+class Stream:
+    """A connection to a peer, without TLS."""
+
+    peer: Peer | None = None
+    """Who is at the other end; None without TLS, when nobody knows."""
+
+    def __init__(self, sock: socket.socket):
+        self.socket = sock
+        self._low_water = 1
+        self.heard_at = time.monotonic()
+        """Monotonic seconds of the last byte that came."""
+        sock.settimeout(None)
+        for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, which, _TICK)
+
+    def send(self, parts: Sequence[Buffer], on_sent: OnSent = lambda _sent: None, on_wait: OnWait = give_up) -> None:
+        """Send all parts; `on_sent(bytes)` hears of every accepted piece.
+
+        Raises:
+            UnreachableError: the peer is gone, or `on_wait` gave it up.
+            IdentityError: with TLS, the peer refused our certificate; says why.
+
+        """
+        left = [memoryview(part) for part in parts if len(part)]
+        left_bytes = sum(map(len, left))
+        moved_at = time.monotonic()
+        while left_bytes:
+            if sent := self._send_some(left):
+                moved_at = time.monotonic()
+                on_sent(sent)
+                left_bytes -= sent
+            if left_bytes:
+                _drop(left, sent)
+                on_wait(time.monotonic() - moved_at)
+
+    def receive_into(self, *buffers: Buffer, on_wait: OnWait = give_up) -> None:
+        """Fill writable buffers, one after the other.
+
+        Raises:
+            UnreachableError: the peer closed or broke the connection, or `on_wait` gave it up.
+            IdentityError: with TLS, the peer refused our certificate; says why.
+
+        """
+        left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        left_bytes = sum(map(len, left))
+        began_at = time.monotonic()
+        try:
+            while left_bytes:
+                received = self._receive_some(left, left_bytes)
+                if received == 0:
+                    raise UnreachableError("the peer closed the connection before everything was sent")
+                if received is not None:
+                    self.heard_at = time.monotonic()
+                    left_bytes -= received
+                if left_bytes:
+                    _drop(left, received or 0)
+                    on_wait(time.monotonic() - max(began_at, self.heard_at))
+        finally:
+            self._wake_at(1)  # whoever polls next waits for a small frame
+
+    def readable(self) -> bool:
+        """Whether a read would return at once: with bytes, or with the news that there will be none."""
+        return self._poll(select.POLLIN | select.POLLRDHUP, 0.0)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll beside others; what `readable` knows beyond it must be asked first."""
+        return self.socket.fileno()
+
+    def shutdown(self) -> None:
+        """Cut the connection from any thread: whoever reads or writes gets UnreachableError."""
+        with suppress(OSError):  # it is disconnected already
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the descriptor back. What the peer's application has not acknowledged may be lost."""
+        self.socket.close()
+
+    def _send_some(self, left: list[memoryview]) -> int:
+        """Give the kernel what it takes; 0 after a tick without room for any."""
+        try:
+            return self.socket.sendmsg(left[:_MAX_PIECES])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise UnreachableError(f"the connection broke while sending: {error}") from error
+
+    def _receive_some(self, left: list[memoryview], left_bytes: int, /) -> int | None:
+        """Take all that is expected, or what a tick brought of it; None after one without a byte, 0 at the end."""
+        pieces = left[:_MAX_PIECES]
+        if len(pieces) < len(left):
+            left_bytes = sum(map(len, pieces))
+        self._wake_at(left_bytes)
+        try:
+            return self.socket.recvmsg_into(pieces, 0, socket.MSG_WAITALL if left_bytes >= LOW_WATER_BYTES else 0)[0]
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise UnreachableError(f"the connection broke while receiving: {error}") from error
+
+    def _wake_at(self, expected_bytes: int) -> None:
+        """Have the kernel wake us for many bytes at once: half the CPU on a slow link. Never more than are to come."""
+        low_water = LOW_WATER_BYTES if expected_bytes >= LOW_WATER_BYTES else 1
+        if low_water != self._low_water:
+            with suppress(OSError):  # it was closed: the next read says so
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            self._low_water = low_water
+
+    def _poll(self, events: int, timeout_seconds: float) -> bool:
+        poller = select.poll()
+        poller.register(self.socket, events)
+        return bool(poller.poll(timeout_seconds * 1000))
+
+
+class TlsStream(Stream):
+    """A connection to a peer inside TLS, after the handshake."""
+
+    socket: ssl.SSLSocket
+
+    def __init__(self, sock: ssl.SSLSocket, peer: Peer):
+        super().__init__(sock)
+        self.peer = peer
+        sock.setblocking(False)  # OpenSSL wants to be called again with what it could not send: waits are our own
+        self._gathered = memoryview(bytearray())
+
+    def send(self, parts: Sequence[Buffer], on_sent: OnSent = lambda _sent: None, on_wait: OnWait = give_up) -> None:
+        """Send all parts, small ones gathered; see Stream."""
+        for piece in self._pieces(parts):
+            super().send([piece], on_sent, on_wait)
+
+    def blocking_socket(self, timeout_seconds: float) -> ssl.SSLSocket:
+        """Return the connection for a library that wants a socket; this stream is over."""
+        self.socket.settimeout(timeout_seconds)
+        return self.socket
+
+    def readable(self) -> bool:
+        """Whether a read would return at once, perhaps with bytes that OpenSSL holds."""
+        return bool(self.socket.pending()) or super().readable()
+
+    def _send_some(self, left: list[memoryview]) -> int:
+        try:
+            return self.socket.send(left[0])
+        except ssl.SSLWantWriteError:
+            self._poll(select.POLLOUT, TICK_SECONDS)
+            return 0
+        except ssl.SSLWantReadError:
+            self._poll(select.POLLIN, TICK_SECONDS)
+            return 0
+        except (OSError, ValueError) as error:  # ValueError: closed under us
+            raise self._refusal(error) from error
+
+    def _receive_some(self, left: list[memoryview], _left_bytes: int, /) -> int | None:
+        try:
+            return self.socket.recv_into(left[0])
+        except ssl.SSLWantReadError:
+            self._poll(select.POLLIN | select.POLLRDHUP, TICK_SECONDS)
+            return None
+        except ssl.SSLWantWriteError:
+            self._poll(select.POLLOUT, TICK_SECONDS)
+            return None
+        except (OSError, ValueError) as error:
+            raise explain(error, "while receiving") from error
+
+    def _refusal(self, error: Exception) -> PeerError:
+        """Return why sending failed. A peer that refused us said so before it closed, which a writer must read."""
+        if isinstance(error, ConnectionError):
+            try:
+                self.socket.recv(1)
+            except (OSError, ValueError) as said:
+                error = said if is_alert(said) else error
+        return explain(error, "while sending")
+
+    def _pieces(self, parts: Sequence[Buffer]) -> Iterator[memoryview]:
+        """Yield what to encrypt at once: large parts in slices as they lie, runs of small ones gathered."""
+        filled = 0
+        for part in parts:
+            view = memoryview(part)
+            if len(view) >= RECORD_BYTES or filled + len(view) > len(self._gathered):
+                if filled:
+                    yield self._gathered[:filled]
+                filled = 0
+            if len(view) >= RECORD_BYTES:
+                for start in range(0, len(view), WRITE_BYTES):
+                    yield view[start : start + WRITE_BYTES]
+                continue
+            if not self._gathered:
+                self._gathered = memoryview(bytearray(WRITE_BYTES))
+            self._gathered[filled : filled + len(view)] = view
+            filled += len(view)
+        if filled:
+            yield self._gathered[:filled]
+
+
+def plain(sock: socket.socket) -> Stream:
+    """Return a stream over a connected socket, tuned."""
+    tune(sock)
+    return Stream(sock)
+
+
+def _drop(left: list[memoryview], count_bytes: int) -> None:
+    """Take what moved from the front of a list of buffers."""
+    done = 0
+    for piece in left:
+        if count_bytes < len(piece):
+            break
+        count_bytes -= len(piece)
+        done += 1
+    del left[:done]
+    if count_bytes:
+        left[0] = left[0][count_bytes:]
