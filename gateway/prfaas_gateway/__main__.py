@@ -1,7 +1,6 @@
 """The `prfaas-gateway` command."""
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import uvloop
 
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.names import GATEWAY_PORT
+from prfaas.telemetry.logs import configure_logs
 from prfaas_gateway.serve import Config, run
 
 EXAMPLES = """examples:
@@ -34,6 +34,17 @@ def parse(arguments: Sequence[str] | None) -> Config:
         "--routes-file", type=Path, help="routing table in a file, JSON or gzip JSON; reread when it changes"
     )
     parser.add_argument("--control-socket", type=Path, help="unix socket for the scheduler sidecar")
+    parser.add_argument(
+        "--tls-dir",
+        type=Path,
+        help="directory with tls.crt, tls.key and ca.crt for workers inside TLS; reread when it changes",
+    )
+    parser.add_argument(
+        "--keys-dir",
+        type=Path,
+        help="directory of API keys, a file a client, as a mounted Secret is one; reread when it changes "
+        "(default: anybody may ask)",
+    )
     parser.add_argument(
         "--drain-seconds", type=_seconds, default=30.0, help="wait this long for requests on SIGTERM (default: 30)"
     )
@@ -62,8 +73,8 @@ def _seconds(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the gateway; our own errors end in one sentence, with exit code 2 where the command line is at fault."""
     config = parse(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
+        configure_logs(f"gateway {config.policy}".strip())
         uvloop.run(run(config))
     except* PrfaasError as group:
         for error in group.exceptions:

@@ -1,16 +1,22 @@
 """The two HTTP applications of the gateway process: the public one, and the control socket of its scheduler sidecar."""
 
+from collections.abc import Awaitable, Callable
+
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from prfaas.errors import RequestError
 from prfaas.wire.control import ThresholdUpdate
+from prfaas_gateway.dashboard.pages import Dashboard
 from prfaas_gateway.dispatch import Dispatcher
+from prfaas_gateway.door import Door
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import Metrics
 from prfaas_gateway.openai import UNREADABLE, error_response, model_card
 from prfaas_gateway.state import GatewayState
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 RELAYED = ("/v1/chat/completions", "/v1/completions")
 
@@ -18,10 +24,12 @@ RELAYED = ("/v1/chat/completions", "/v1/completions")
 class PublicApp:
     """The OpenAI endpoints, health and metrics."""
 
-    def __init__(self, state: GatewayState, dispatcher: Dispatcher, metrics: Metrics):
+    def __init__(self, state: GatewayState, dispatcher: Dispatcher, metrics: Metrics, door: Door, dashboard: Dashboard):
         self._state = state
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._door = door
+        self._dashboard = dashboard
         metrics.show(self._threshold_tokens, lambda: state.in_flight)
 
     def build(self, limits: Limits) -> web.Application:
@@ -29,17 +37,37 @@ class PublicApp:
         app = web.Application(client_max_size=limits.request_bytes)
         for path in RELAYED:
             app.router.add_post(path, self._dispatcher.handle)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_get("/v1/models", self._for_clients(self._models))
+        app.router.add_get("/v1/models/{model:.+}", self._for_clients(self._model))
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._show_metrics)
+        self._dashboard.add_to(app, self._for_clients)
         app.router.add_route("*", "/{path:.*}", self._unknown)
+        app.on_response_prepare.append(self._say_goodbye)
         return app
+
+    async def _say_goodbye(self, _request: web.Request, response: web.StreamResponse) -> None:
+        """While draining, make clients connect anew, to another gateway: a kept connection would die under them."""
+        if self._state.draining:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     def _threshold_tokens(self) -> float:
         rule = self._state.rule()
         return rule.threshold_tokens if rule else float("nan")
+
+    def _for_clients(self, handler: Handler) -> Handler:
+        """Return a handler that answers those alone who may come in."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            try:
+                self._door.known(request)
+            except RequestError as error:
+                return error_response(error)
+            return await handler(request)
+
+        return guarded
 
     async def _models(self, _request: web.Request) -> web.Response:
         served = [model_card(self._state.table.model)] if self._state.table else []
@@ -48,11 +76,8 @@ class PublicApp:
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if self._state.table is None or name != self._state.table.model:
-            return error_response(
-                RequestError(
-                    f"the model {name!r} is not served here", status=404, code="model_not_found", param="model"
-                )
-            )
+            message = f"the model {name!r} is not served here"
+            return error_response(RequestError(message, status=404, code="model_not_found", param="model"))
         return _json(model_card(name))
 
     async def _healthz(self, _request: web.Request) -> web.Response:

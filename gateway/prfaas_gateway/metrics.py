@@ -1,8 +1,9 @@
 """What the gateway counts, as Prometheus metrics and as the counters that the scheduler reads.
 
-Outcomes: ok; fallback (the offload failed, prefilled in the hub); invalid (a 4xx); rejected (no instance, or the policy
-rejects failed offloads); failed (a 5xx, a timeout, or a stream broken off); aborted (the client left). Decision `none`:
-ended before one was taken.
+Outcomes: ok; fallback (the offload failed, prefilled in the hub); resumed (its stream broke, and another worker went on
+with it to the end); invalid (a 4xx); rejected (no instance, all of them full, a limit of the client's key, or a policy
+that rejects failed offloads); failed (a 5xx, a timeout, a deadline, or a stream broken off); aborted (the client left).
+Decision `none`: ended before one was taken.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-Outcome = Literal["ok", "fallback", "invalid", "rejected", "failed", "aborted"]
+Outcome = Literal["ok", "fallback", "resumed", "invalid", "rejected", "failed", "aborted"]
 
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 TOKEN_BUCKETS = tuple(2**power for power in range(4, 21))
@@ -42,6 +43,15 @@ class Metrics:
             "prfaas_gateway_threshold_tokens",
             "The threshold in force, in tokens of incremental length",
             registry=registry,
+        )
+        self.resumes = Counter(
+            "prfaas_gateway_resumes", "Times that another worker went on with a broken stream", registry=registry
+        )
+        self.resumed_tokens = Counter(
+            "prfaas_gateway_resumed_tokens", "Tokens of broken streams, computed again to go on", registry=registry
+        )
+        self.retries_refused = Counter(
+            "prfaas_gateway_retries_refused", "Legs not started because the retry budget was used up", registry=registry
         )
         self.in_flight = Gauge("prfaas_gateway_in_flight", "Requests being served", registry=registry)
 

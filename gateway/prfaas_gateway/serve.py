@@ -12,11 +12,19 @@ from aiohttp import web
 
 from prfaas.errors import ConfigError
 from prfaas.kube import KubeSession
+from prfaas.telemetry.tracing import tracing_from_environment
 from prfaas_gateway.app import ControlApp, PublicApp
+from prfaas_gateway.credentials import Credentials
+from prfaas_gateway.dashboard.pages import Dashboard
+from prfaas_gateway.dashboard.record import Record
 from prfaas_gateway.dispatch import Dispatcher
-from prfaas_gateway.engines.prfaas import PrfaasEngine
+from prfaas_gateway.door import Door
+from prfaas_gateway.engines.choice import Engines
+from prfaas_gateway.keys import KeyRing
+from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import Metrics
+from prfaas_gateway.roles import RoleTeller
 from prfaas_gateway.sources import follow_configmap, follow_file, read_file
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.upstream import Upstream
@@ -33,6 +41,8 @@ class Config(NamedTuple):
     namespace: str = ""
     routes_file: Path | None = None
     control_socket: Path | None = None
+    tls_dir: Path | None = None
+    keys_dir: Path | None = None
     drain_seconds: float = 30.0
     limits: Limits = Limits()
 
@@ -67,9 +77,22 @@ async def serving(config: Config) -> AsyncIterator[Running]:
     """Serve while the block runs; leaving it takes nothing new and waits `drain_seconds` for what is in flight."""
     state = GatewayState(config.limits)
     metrics = Metrics()
-    async with Upstream(config.limits) as upstream, _following(config, state):
-        dispatcher = Dispatcher(state, PrfaasEngine(upstream), metrics, config.limits)
-        public = PublicApp(state, dispatcher, metrics).build(config.limits)
+    tracing = tracing_from_environment("prfaas-gateway", {"prfaas.policy": config.policy})
+    door = Door(KeyRing(config.keys_dir) if config.keys_dir else None)
+    credentials = Credentials(config.tls_dir) if config.tls_dir else None
+    record = Record()
+    dashboard = Dashboard(state, record)
+    async with (
+        Upstream(config.limits, credentials) as upstream,
+        _following(config, state),
+        _background(RoleTeller(state, upstream).run()),
+        _background((kv := KvManager(state, upstream, metrics.registry)).run()),
+        _background(dashboard.watch()),
+    ):
+        dispatcher = Dispatcher(state, Engines(upstream), metrics, config.limits, tracing, door)
+        dispatcher.kv = kv
+        dispatcher.on_end = record.add
+        public = PublicApp(state, dispatcher, metrics, door, dashboard).build(config.limits)
         # Cancelling the handler is how a client that leaves aborts its request at once, on the worker too.
         runner = web.AppRunner(
             public, handler_cancellation=True, access_log=None, shutdown_timeout=config.drain_seconds
@@ -83,6 +106,7 @@ async def serving(config: Config) -> AsyncIterator[Running]:
         finally:
             await runner.cleanup()
             await control.cleanup()
+            await asyncio.to_thread(tracing.close)
 
 
 async def _listen(public: web.AppRunner, control: web.AppRunner, config: Config) -> None:

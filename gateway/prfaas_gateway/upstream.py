@@ -1,4 +1,4 @@
-"""HTTP to the workers: one pool of connections, hard waits, and a peer's death noticed by the kernel.
+"""HTTP to the workers, plain or inside TLS: one pool of connections, hard waits, a death noticed by the kernel.
 
 A worker whose node vanished sends neither data nor a reset. TCP keep-alive and TCP_USER_TIMEOUT end its connections
 within seconds, so that the wait for a slow but living worker may be long.
@@ -7,14 +7,19 @@ within seconds, so that the wait for a slow but living worker may be long.
 import asyncio
 import io
 import socket
-from collections.abc import Mapping
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, closing
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
 from prfaas.errors import InternalError, UnreachableError
+from prfaas.wire.routes import Instance
+from prfaas_gateway.credentials import Credentials
 from prfaas_gateway.limits import Limits
+from prfaas_gateway.pulse import Pulses
 
 DEAD_PEER_SECONDS = 5
 LARGE_BODY_BYTES = 1024 * 1024  # aiohttp wants larger ones as a file, and writes those in pieces
@@ -43,11 +48,19 @@ class Answer:
 
 
 class Upstream:
-    """Connections to all workers. Use as an async context manager."""
+    """Connections to all workers. Use as an async context manager.
 
-    def __init__(self, limits: Limits):
+    Args:
+        limits: how long to wait.
+        credentials: what workers inside TLS are asked with; without any they are not reached.
+
+    """
+
+    def __init__(self, limits: Limits, credentials: Credentials | None = None):
         self._limits = limits
+        self._credentials = credentials
         self._client: aiohttp.ClientSession | None = None
+        self._pulses = Pulses(self._lives, limits)
 
     async def __aenter__(self) -> Self:
         # Shorter than any worker's own keep-alive: a request must not meet a connection that is just being closed.
@@ -65,33 +78,108 @@ class Upstream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._pulses.close()
         if self._client is not None:
             await self._client.close()
             self._client = None
 
-    async def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
+    async def post(self, worker: Instance, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Send a request and wait for the answer: its headers, and all of it where it is not a stream.
 
         Raises:
-            UnreachableError: connection refused, timed out or lost before the answer stood.
+            UnreachableError: connection refused, timed out or lost before the answer stood, or not of its cluster.
             TimeoutError: the worker lives but did not answer in time.
 
         """
         if self._client is None:
             raise InternalError("Upstream is used outside its `async with` block")
+        url, tls = worker.url + path, self._tls(worker)
         data: Any = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
+        timer = asyncio.timeout(self._limits.first_byte_seconds)
+        wait = self._pulses.begin(worker, timer)
         try:
-            async with asyncio.timeout(self._limits.first_byte_seconds):
-                response = await self._client.post(url, data=data, headers=headers, allow_redirects=False)
+            async with timer:
+                response = await self._client.post(url, data=data, headers=headers, allow_redirects=False, ssl=tls)
                 try:
                     return Answer(response, await self._whole_body(response))
                 except BaseException:
                     response.close()
                     raise
         except (aiohttp.ClientError, OSError) as error:
+            if wait.given_up:
+                raise UnreachableError(f"{url}: it takes connections, and answers nothing") from error
             if type(error) is TimeoutError:
                 raise TimeoutError(f"{url} did not answer within {self._limits.first_byte_seconds:g} s") from error
             raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
+        finally:
+            self._pulses.end(worker, wait)
+
+    async def _lives(self, worker: Instance) -> bool:
+        """Ask a worker for its role, which both of its processes answer together; other engines know no such path."""
+        if self._client is None:
+            return False
+        try:
+            async with (
+                asyncio.timeout(self._limits.alive_seconds),
+                self._client.get(f"{worker.url}/v1/role", allow_redirects=False, ssl=self._tls(worker)) as answer,
+            ):
+                await answer.read()
+                return True
+        except (aiohttp.ClientError, OSError, UnreachableError):
+            return False
+
+    async def put(self, worker: Instance, path: str, body: bytes, wait_seconds: float) -> int:
+        """Send a small JSON document and return the answer's status.
+
+        Raises:
+            UnreachableError: as `post` does.
+            TimeoutError: no answer within `wait_seconds`.
+
+        """
+        if self._client is None:
+            raise InternalError("Upstream is used outside its `async with` block")
+        url, tls = worker.url + path, self._tls(worker)
+        told = {"Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(wait_seconds),
+                self._client.put(url, data=body, headers=told, allow_redirects=False, ssl=tls) as answer,
+            ):
+                await answer.read()
+                return answer.status
+        except (aiohttp.ClientError, OSError) as error:
+            if type(error) is TimeoutError:
+                raise TimeoutError(f"{url} did not answer within {wait_seconds:g} s") from error
+            raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
+
+    @asynccontextmanager
+    async def reading(self, worker: Instance, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        """GET an answer that the block reads, be it endless; afterwards its connection is cut.
+
+        Raises:
+            UnreachableError: as `post` does, also while the block reads.
+
+        """
+        if self._client is None:
+            raise InternalError("Upstream is used outside its `async with` block")
+        url, tls = worker.url + path, self._tls(worker)
+        try:
+            async with asyncio.timeout(self._limits.idle_seconds):
+                response = await self._client.get(url, allow_redirects=False, ssl=tls)
+            with closing(response):
+                yield response
+        except (aiohttp.ClientError, OSError, EOFError) as error:
+            if type(error) is TimeoutError:
+                raise
+            raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
+
+    def _tls(self, worker: Instance) -> ssl.SSLContext | bool:
+        """Return what aiohttp calls `ssl`, which is not looked at where the address is plain."""
+        if not worker.url.startswith("https:"):
+            return True
+        if self._credentials is None:
+            raise UnreachableError(f"{worker.url} is inside TLS, and this gateway has no --tls-dir")
+        return self._credentials.context(worker.cluster)
 
     async def _whole_body(self, response: aiohttp.ClientResponse) -> bytes | None:
         length = response.content_length

@@ -8,20 +8,25 @@ decision itself is prfaas.routing.controller's.
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.routing import controller
-from prfaas.routing.controller import Config, Facts, LinkFacts, State, Step
-from prfaas.wire.control import Counters, ThresholdUpdate
+from prfaas.routing.controller import Config, Facts, Offered, State, Step
+from prfaas.routing.feedforward import PoolFacts
+from prfaas.routing.lengths import BINS, demand_of
+from prfaas.routing.links import LinkFacts
+from prfaas.wire.control import LinkUse, ThresholdUpdate
 from prfaas.wire.routes import RoutingTable
-from prfaas_scheduler import status
+from prfaas_scheduler import observe, status
 from prfaas_scheduler.gateway import Gateway
+from prfaas_scheduler.history import CounterHistory
 from prfaas_scheduler.measure import NOTHING, Measured, measure
 from prfaas_scheduler.metrics import Metrics
 from prfaas_scheduler.prometheus import Prometheus
@@ -30,35 +35,7 @@ from prfaas_scheduler.trouble import Trouble
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-OFFLOADED_WINDOW_SECONDS = 60.0
 MAX_QUERY_SECONDS = 5.0
-
-
-class CounterHistory:
-    """What the gateway counted over the last minute."""
-
-    def __init__(self) -> None:
-        self._counts: deque[tuple[float, Counters]] = deque()
-
-    def add(self, now_seconds: float, counters: Counters) -> None:
-        """Take in a new count; a gateway that restarted begins anew."""
-        if self._counts and counters.offloaded < self._counts[-1][1].offloaded:
-            self._counts.clear()
-        self._counts.append((now_seconds, counters))
-        while self._counts[0][0] < now_seconds - OFFLOADED_WINDOW_SECONDS:
-            self._counts.popleft()
-
-    def offloaded_percent(self) -> int | None:
-        """Return the share of offloaded requests; None without any."""
-        return status.offloaded_percent(self._counts[0][1], self._counts[-1][1]) if self._counts else None
-
-    def offloads_since(self, at_seconds: float) -> int | None:
-        """Return how many prompts were offloaded after the last count before `at_seconds`; None without two counts."""
-        if len(self._counts) < 2:
-            return None
-        earlier = [counters for at, counters in self._counts if at <= at_seconds]
-        first = earlier[-1] if earlier else self._counts[0][1]
-        return self._counts[-1][1].offloaded - first.offloaded
 
 
 class Known(NamedTuple):
@@ -93,6 +70,8 @@ class Loop:
         self._trouble = Trouble()
         self._history = CounterHistory()
         self._known: Known | None = None
+        self._observed: Mapping[str, Any] | None = None
+        self._observe_at = float("-inf")
         self.report: status.Report | None = None
         """What the policy's status should say; None before the first step."""
 
@@ -121,18 +100,37 @@ class Loop:
         step = self._step(table, measured)
         await self._gateway.put_threshold(update_of(table, step))
         self._metrics.show(step)
-        self.report = status.report(table, step, measured.errors, self._history.offloaded_percent(), self.report)
+        if self._clock() >= self._observe_at:
+            self._observed = await self._observe(table, measured, step) or self._observed
+        offloaded = self._history.offloaded_percent()
+        self.report = status.report(table, step, measured.errors, offloaded, self.report, self._observed)
         return float(table.short_interval_seconds)
 
     async def _measure(self, table: RoutingTable) -> Measured:
         if not table.prometheus_url:
             return NOTHING
-        # No longer than an interval: a table that says a cluster is gone must not wait for a slow Prometheus.
-        timeout_seconds = min(float(table.short_interval_seconds), MAX_QUERY_SECONDS)
-        prometheus = Prometheus(self._http, table.prometheus_url, timeout_seconds)
-        measured = await measure(prometheus, table, config_of(table).window_seconds)
+        measured = await measure(self._prometheus(table), table, config_of(table).window_seconds)
         self._complain(measured.errors)
         return measured
+
+    def _prometheus(self, table: RoutingTable) -> Prometheus:
+        # No longer than an interval: a table that says a cluster is gone must not wait for a slow Prometheus.
+        timeout_seconds = min(float(table.short_interval_seconds), MAX_QUERY_SECONDS)
+        return Prometheus(self._http, table.prometheus_url, timeout_seconds)
+
+    async def _observe(self, table: RoutingTable, measured: Measured, step: Step) -> Mapping[str, Any] | None:
+        """Return a new summary for the long loop; None where nothing new is known well enough."""
+        arrivals = self._history.mean_arrivals_per_second()
+        if not table.prometheus_url or measured.errors or step.metrics == "Stale" or arrivals is None:
+            return None
+        try:
+            figures = await self._prometheus(table).vector(observe.query(table))
+        except PrfaasError as error:
+            self._complain((error,))
+            return None
+        self._observe_at = self._clock() + observe.OBSERVE_SECONDS
+        seen = observe.Seen(self._history.lengths(), arrivals, step.links, measured.profiles)
+        return observe.summary(seen, figures, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     def _complain(self, errors: tuple[PrfaasError, ...]) -> None:
         self._metrics.query_errors.inc(len(errors))
@@ -152,12 +150,26 @@ class Loop:
             links=links_of(table, measured),
             hub_measured=measured.hub_measured,
             recent_offloads=self._history.offloads_since(now_seconds - config.window_seconds),
+            offered=self._offered(table, measured),
         )
         step = controller.step(config, known.state, facts)
         if self.report is None or self.report.figures["thresholdTokens"] != step.tokens:
             log.info("threshold %d tokens, bandwidth %s: %s", step.tokens, step.bandwidth, step.reason)
         self._known = Known(config, step.state)
         return step
+
+    def _offered(self, table: RoutingTable, measured: Measured) -> Offered | None:
+        """Return what comes and what the pools can do about it; None while lengths or profiles are not known."""
+        counts = self._history.lengths()
+        demand = demand_of(BINS, counts) if counts and measured.profiles else None
+        if demand is None:
+            return None
+        return Offered(
+            demand=demand,
+            arrivals_per_second=self._history.arrivals_per_second(),
+            pools=pools_of(table, measured),
+            local_waiting_prefills=measured.local_waiting_prefills,
+        )
 
 
 def permitted(table: RoutingTable) -> RoutingTable:
@@ -186,6 +198,21 @@ def links_of(table: RoutingTable, measured: Measured) -> tuple[LinkFacts, ...]:
     )
 
 
+def pools_of(table: RoutingTable, measured: Measured) -> tuple[PoolFacts, ...]:
+    """Return every prefill pool that was measured; instances that two pools share are measured as the decode pool's."""
+    home = next((one.pool for one in table.instances if one.convertible and one.role == "decode"), "")
+    ready = Counter(
+        (one.cluster, home if one.convertible and home else one.pool)
+        for one in table.instances
+        if one.role == "prefill" and one.state == "Ready"
+    )
+    return tuple(
+        PoolFacts(cluster=cluster, ready_instances=ready[cluster, pool], profile=profile)
+        for (cluster, pool), profile in measured.profiles.items()
+        if ready[cluster, pool]
+    )
+
+
 def update_of(table: RoutingTable, step: Step) -> ThresholdUpdate:
     """Return what the gateway shall do until it hears again, or has heard nothing for as long as metrics may be old."""
     return ThresholdUpdate(
@@ -194,4 +221,14 @@ def update_of(table: RoutingTable, step: Step) -> ThresholdUpdate:
         offload_clusters=step.offload_clusters,
         expires_seconds=max(table.stale_after_seconds, 3 * table.short_interval_seconds),
         reason=step.reason,
+        prices=step.prices,
+        links=tuple(
+            LinkUse(
+                cluster=link.cluster,
+                state=link.state,
+                effective_mbps=link.effective_mbps,
+                utilisation_percent=link.utilisation_percent,
+            )
+            for link in step.links
+        ),
     )

@@ -2,7 +2,8 @@
 
 Our own figures of all clusters come from one query, so that they belong to one moment. Each is summed by the label
 `cluster`, which the scrape configuration takes from the pods' own labels; the hub's row tells a dead link (the hub was
-measured, the member was not) from blind metrics (nobody was). The traffic comes from each MemberCluster's own
+measured, the member was not) from blind metrics (nobody was). Of what a member's instances send, only what goes to the
+hub, or to a peer whose name is not known, crosses its link. The traffic comes from each MemberCluster's own
 utilisationQuery, which may as well read a router.
 """
 
@@ -13,24 +14,35 @@ from typing import NamedTuple
 
 from prfaas.errors import PrfaasError
 from prfaas.names import HUB
-from prfaas.routing.controller import LinkSample
+from prfaas.routing.links import LinkSample
+from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, RoutingTable
-from prfaas_scheduler.prometheus import Figure, Prometheus
+from prfaas_scheduler.profiles import profiles_of
+from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure, Prometheus
 
-FIGURE_LABEL = "figure"
-
-# $at: matcher of the clusters. $window: of rates, in seconds. $pools: matcher of this policy's pools.
+# Matchers: $at of the clusters, $link of them and the peer, $pools of this policy's pools. $window: seconds of rates.
 FIGURES: Mapping[str, str] = {
     "sampled_at_seconds": "max by (cluster) (timestamp(prfaas_transfer_sent_bytes_total{$at}))",
-    "backlogged_mbps": ("sum by (cluster) (rate(prfaas_transfer_backlogged_bytes_total{$at}[$windows])) * 8 / 1e6"),
+    "backlogged_mbps": ("sum by (cluster) (rate(prfaas_link_backlogged_bytes_total{$link}[$windows])) * 8 / 1e6"),
     # The share of time in which at least one instance had data waiting, were they independent: 1 - prod(1 - share).
     # A sum would count time that they share twice, and take the link for narrower than it is.
     "backlogged_fraction": (
         "1 - exp(sum by (cluster) (ln(1 - clamp_max("
-        "rate(prfaas_transfer_backlogged_seconds_total{$at}[$windows]), 0.999999))))"
+        "rate(prfaas_link_backlogged_seconds_total{$link}[$windows]), 0.999999))))"
     ),
-    "unsent_bytes": "sum by (cluster) (prfaas_transfer_unsent_bytes{$at})",
+    # The same over the latest two scrapes.
+    "latest_backlogged_mbps": (
+        "sum by (cluster) (irate(prfaas_link_backlogged_bytes_total{$link}[$windows])) * 8 / 1e6"
+    ),
+    "latest_backlogged_fraction": (
+        "1 - exp(sum by (cluster) (ln(1 - clamp_max("
+        "irate(prfaas_link_backlogged_seconds_total{$link}[$windows]), 0.999999))))"
+    ),
+    "unsent_bytes": "sum by (cluster) (prfaas_link_unsent_bytes{$link})",
     "waiting_prefills": "sum by (cluster) (prfaas_prefills_waiting{$at, $pools})",
+    "prefill_seconds": "avg by (cluster, pool, tokens) (prfaas_profile_prefill_seconds{$at, $pools})",
+    "cache_bytes": "avg by (cluster, pool, tokens) (prfaas_profile_cache_bytes{$at, $pools})",
+    "profile_samples": "min by (cluster, pool) (prfaas_profile_samples{$at, $pools})",
 }
 
 
@@ -40,6 +52,10 @@ class Measured(NamedTuple):
     samples: Mapping[str, LinkSample]
     hub_measured: bool
     errors: tuple[PrfaasError, ...]
+    profiles: Mapping[tuple[str, str], Profile] = {}
+    """By cluster and pool."""
+    local_waiting_prefills: float = 0.0
+    """In the hub."""
 
 
 NOTHING = Measured({}, hub_measured=False, errors=())
@@ -53,7 +69,13 @@ async def measure(prometheus: Prometheus, table: RoutingTable, window_seconds: i
         asyncio.gather(*(_traffic(prometheus, cluster, errors) for cluster in table.clusters)),
     )
     samples = samples_of(figures, dict(traffic))
-    return Measured(samples, hub_measured(figures, table.stale_after_seconds), tuple(errors))
+    return Measured(
+        samples,
+        hub_measured(figures, table.stale_after_seconds),
+        tuple(errors),
+        profiles_of(figures),
+        local_waiting_prefills(figures),
+    )
 
 
 async def _own_figures(prometheus: Prometheus, query: str, errors: list[PrfaasError]) -> list[Figure]:
@@ -81,12 +103,17 @@ def traffic_query(cluster: Cluster) -> str:
 def own_query(table: RoutingTable, window_seconds: int) -> str:
     """Return the one query for every figure of every link; elements carry the labels `cluster` and `figure`."""
     at = matcher("cluster", [HUB, *(cluster.name for cluster in table.clusters)])
-    pools = matcher("pool", sorted({instance.pool for instance in table.instances}))
+    pools = own_pools(table)
     named = (
         f'label_replace({_fill(expression, at, pools, window_seconds)}, "{FIGURE_LABEL}", "{name}", "", "")'
         for name, expression in FIGURES.items()
     )
     return " or ".join(named)
+
+
+def own_pools(table: RoutingTable) -> str:
+    """Return a PromQL matcher of this policy's pools."""
+    return matcher("pool", sorted({instance.pool for instance in table.instances}))
 
 
 def matcher(label: str, values: Sequence[str]) -> str:
@@ -97,7 +124,9 @@ def matcher(label: str, values: Sequence[str]) -> str:
 
 
 def _fill(expression: str, at: str, pools: str, window_seconds: int) -> str:
-    return expression.replace("$windows", f"{window_seconds}s").replace("$pools", pools).replace("$at", at)
+    link = f"{at}, {matcher('peer', [HUB, ''])}"
+    filled = expression.replace("$windows", f"{window_seconds}s").replace("$link", link)
+    return filled.replace("$pools", pools).replace("$at", at)
 
 
 def samples_of(figures: Sequence[Figure], traffic_mbps: Mapping[str, float | None]) -> dict[str, LinkSample]:
@@ -115,13 +144,15 @@ def samples_of(figures: Sequence[Figure], traffic_mbps: Mapping[str, float | Non
 
 
 def _sample(values: Mapping[str, float], now_seconds: float, traffic_mbps: float | None) -> LinkSample:
-    fraction = values.get("backlogged_fraction", 0.0)
+    fraction, latest = values.get("backlogged_fraction", 0.0), values.get("latest_backlogged_fraction", 0.0)
     return LinkSample(
         sampled_at_seconds=values["sampled_at_seconds"],
         age_seconds=now_seconds - values["sampled_at_seconds"],
         traffic_mbps=traffic_mbps,
         delivery_mbps=values.get("backlogged_mbps", 0.0) / fraction if fraction > 0 else None,
         backlogged_fraction=fraction,
+        latest_delivery_mbps=values.get("latest_backlogged_mbps", 0.0) / latest if latest > 0 else None,
+        latest_backlogged_fraction=latest,
         unsent_bytes=values.get("unsent_bytes", 0.0),
         waiting_prefills=values.get("waiting_prefills", 0.0),
     )
@@ -133,4 +164,13 @@ def hub_measured(figures: Sequence[Figure], stale_after_seconds: int) -> bool:
         figure.at_seconds - figure.value <= stale_after_seconds
         for figure in figures
         if figure.labels.get("cluster") == HUB and figure.labels.get(FIGURE_LABEL) == "sampled_at_seconds"
+    )
+
+
+def local_waiting_prefills(figures: Sequence[Figure]) -> float:
+    """Return how many prefills wait in the hub's pools."""
+    return sum(
+        figure.value
+        for figure in figures
+        if figure.labels.get("cluster") == HUB and figure.labels.get(FIGURE_LABEL) == "waiting_prefills"
     )

@@ -12,6 +12,8 @@ import msgspec
 
 from prfaas.errors import ConfigError, ProtocolError, UnreachableError
 
+FIGURE_LABEL = "figure"
+"""Label that tells figures apart where one query asks for several."""
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 SHOWN_QUERY_CHARS = 200
 # Statuses with which Prometheus, or a proxy before it, speaks of itself and not of the query.

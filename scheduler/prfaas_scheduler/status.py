@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from prfaas.errors import ConfigError, PrfaasError, UnreachableError
-from prfaas.routing.controller import LinkReport, LinkState, Step
+from prfaas.routing.controller import Step
+from prfaas.routing.links import LinkReport, LinkState
 from prfaas.wire.control import Counters
 from prfaas.wire.routes import RoutingTable
 
@@ -38,7 +39,7 @@ class Report(NamedTuple):
     """All that the status says: figures (None: not known) and conditions by type."""
 
     generation: int
-    figures: Mapping[str, int | str | None]
+    figures: Mapping[str, Any]
     conditions: Mapping[str, Verdict]
 
     @property
@@ -54,8 +55,19 @@ def report(
     errors: Sequence[PrfaasError],
     offloaded: int | None,
     before: Report | None,
+    observed: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Return what to say after a step; `errors` of its queries, `offloaded` percent, and what was said `before`."""
+    """Return what to say after a step.
+
+    Args:
+        table: the policy's.
+        step: what was decided.
+        errors: of its queries.
+        offloaded: percent of recent requests, if known.
+        before: what was said before.
+        observed: the summary for the long loop, if there is one.
+
+    """
     fresh = metrics_fresh(table, step, errors)
     if fresh is None:  # held: neither fresh nor yet stale
         fresh = before.conditions[METRICS_FRESH] if before else Verdict("Unknown", "Starting", "nothing measured yet")
@@ -66,6 +78,7 @@ def report(
             "bandwidth": step.bandwidth,
             "offloadedPercent": offloaded,
             "linkUtilisationPercent": busiest_percent(step),
+            "observed": observed,
         },
         conditions={METRICS_FRESH: fresh, LINK_HEALTHY: link_healthy(step.links)},
     )
@@ -80,7 +93,7 @@ def metrics_fresh(table: RoutingTable, step: Step, errors: Sequence[PrfaasError]
     if step.metrics == "Held":
         return None
     consequence = f"no new measurement of a live link for {table.stale_after_seconds} s"
-    if table.threshold.mode == "Auto":
+    if table.threshold.mode in {"Auto", "Priced"}:
         consequence += f"; the threshold is back at {step.tokens} tokens"
     cause = str(errors[0]) if errors else "Prometheus answers without a sample that is new: is it scraping the workers?"
     return Verdict("False", _stale_reason(errors), f"{consequence}. {cause}")

@@ -21,11 +21,14 @@ class PrfaasEngine:
 
     async def open(self, route: Route, intake: Intake) -> Answer:
         """Serve a request along a route; see `Engine.open`."""
-        sent = intake.headers
+        sent = intake.leg_headers()
         if route.prefill is not None:
-            sent = {**sent, headers.PREFILL_URL: route.prefill.url}
+            where = {headers.PREFILL_URL: route.prefill.url, headers.PREFILL_CLUSTER: route.prefill.cluster}
+            sent = {**sent, **where}
+        if route.prefix is not None:
+            sent = {**sent, headers.PREFIX_URL: route.prefix.url, headers.PREFIX_CLUSTER: route.prefix.cluster}
         try:
-            answer = await self._upstream.post(route.decode.url + intake.path, sent, intake.body)
+            answer = await self._upstream.post(route.decode, intake.path, sent, intake.body)
         except UnreachableError as error:
             raise LegFailedError(str(error), leg="decode", eject=True) from error
         if answer.status == 502 and route.prefill and error_code(answer.body or b"") == headers.CODE_PREFILL_FAILED:

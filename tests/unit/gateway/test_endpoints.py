@@ -76,6 +76,15 @@ async def test_health_and_readiness(world):
     assert [(await world.get(path)).status for path in ("/healthz", "/readyz")] == [200, 503]
 
 
+async def test_a_gateway_that_drains_serves_and_asks_for_a_new_connection(world, short):
+    await world.start("d0")
+    before = await world.post(short)
+    world.state.draining = True
+    got = await world.post(short)
+    assert "connection" not in before.headers
+    assert (got.status, got.headers["connection"]) == (200, "close")
+
+
 async def test_before_the_first_table_nothing_is_ready_and_requests_are_told_to_wait(world, short):
     await world.start("d0")
     world.state.table = None

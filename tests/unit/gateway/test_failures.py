@@ -1,11 +1,14 @@
 """Proves that no failure before the first byte reaches a client while another instance can serve."""
 
 import asyncio
+from itertools import islice
 
 import pytest
 from aiohttp import web
 
 from prfaas.wire import headers
+
+from .conftest import QUICK
 
 
 async def prefill_failed(_request, _body):
@@ -133,11 +136,12 @@ async def test_a_full_decode_worker_passes_requests_to_another_and_is_not_ejecte
     assert not world.state.ejections.until_seconds
 
 
-async def test_when_all_are_full_the_client_hears_it_from_a_worker(world, short):
+async def test_when_all_are_full_the_client_hears_it_and_when_to_come_back(world, short):
     await world.start("d0", "d1")
     world.workers["d0"].reply = world.workers["d1"].reply = overloaded
     got = await world.post(short)
-    assert (got.status, got.json["error"]["message"]) == (503, "full")
+    assert (got.status, got.json["error"]["code"], got.headers["retry-after"]) == (429, "saturated", "1")
+    assert "full" in got.json["error"]["message"]
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="rejected"}') == 1
 
 
@@ -197,3 +201,58 @@ async def test_requests_spread_over_instances_by_load(world, short):
         worker.reply = reply
     await asyncio.wait_for(asyncio.gather(*(world.post(short) for _ in range(9))), 5)
     assert [len(worker.seen) for worker in world.workers.values()] == [3, 3, 3]
+
+
+def hanging(*paths):
+    """Reply to nothing at these paths, and late to the rest."""
+
+    async def reply(request, body):
+        if request.path in paths:
+            await asyncio.sleep(60)
+        await asyncio.sleep(0.5)
+        return web.json_response({"model": "m"})
+
+    return reply
+
+
+async def test_a_worker_that_hangs_is_given_up_and_another_one_serves(world, short):
+    await world.start("d0", "d1", limits=QUICK._replace(doubt_seconds=0.05, alive_seconds=0.1))
+    world.workers["d0"].reply = hanging("/v1/chat/completions", "/v1/role")
+    answers = await asyncio.gather(*(world.post(short) for _ in range(6)))
+    assert {(one.status, one.headers[headers.DECODE_INSTANCE]) for one in answers} == {(200, "d1")}
+    asked = [one.path for one in world.workers["d0"].seen]
+    assert 2 <= asked.count("/v1/role") < 6, "once for all who wait, and once more"
+    assert set(world.state.ejections.until_seconds) == {"d0"}
+
+
+async def test_a_worker_that_takes_its_time_and_lives_is_waited_for(world, short):
+    await world.start("d0", limits=QUICK._replace(doubt_seconds=0.02, alive_seconds=30))
+
+    async def reply(request, body):
+        if request.path == "/v1/role":
+            return web.json_response({"role": "decode"})
+        return await hanging()(request, body)
+
+    world.workers["d0"].reply = reply
+    assert (await world.post(short)).status == 200
+    asked = [one.path for one in world.workers["d0"].seen]
+    assert asked.count("/v1/chat/completions") == 1
+    assert asked.count("/v1/role") > 1
+
+
+async def test_of_many_requests_one_tries_an_instance_whose_ejection_is_over(world, short):
+    await world.start("d0", "d1", limits=QUICK._replace(eject_seconds=30, eject_max_seconds=30))
+    gate = asyncio.Event()
+
+    async def when_told(_request, _body):
+        await gate.wait()
+        return web.json_response({"model": "m"})
+
+    world.workers["d0"].reply = when_told
+    world.state.ejections.failed("d0", world.state.clock() - 100)  # over since long, and not tried yet
+    answers = [asyncio.create_task(world.post(short)) for _ in range(12)]
+    for done in islice(asyncio.as_completed(answers), 11):
+        await done
+    assert len([one for one in world.workers["d0"].seen if one.path == "/v1/chat/completions"]) == 1
+    gate.set()
+    assert {(await task).status for task in answers} == {200}

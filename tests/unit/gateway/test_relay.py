@@ -10,7 +10,10 @@ import aiohttp
 from aiohttp import web
 
 from prfaas.wire import headers
+from prfaas.wire.resume import Fixed
 from prfaas_gateway.limits import Limits
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def streaming(
@@ -91,6 +94,8 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
     sent = {
         "X-PrfaaS-Prefill-URL": "http://127.0.0.1:1",
         "x-prfaas-anything": "1",
+        "x-prfaas-resumable": "mine",
+        "x-prfaas-resume": "7",
         "Authorization": "Bearer secret",
         "TE": "trailers",
     }
@@ -98,19 +103,33 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
         "Connection": "keep-alive, x-odd",
         "x-odd": "1",
         "Content-Type": "application/json",
-        "traceparent": "00-ab-cd-01",
+        "traceparent": TRACEPARENT,
     }
     await world.post(short, headers=sent)
     got = dict(world.workers["d0"].seen[0].headers)
     request_id = got.pop("x-request-id")
     assert len(request_id) == 32
+    Fixed.read(got.pop(headers.RESUMABLE))  # raises where it is what the client sent
     assert got == {
         "host": world.workers["d0"].url.removeprefix("http://"),
         "accept": "*/*",
         "content-type": "application/json",
-        "traceparent": "00-ab-cd-01",
+        "traceparent": TRACEPARENT,
         "content-length": str(len(short)),
     }
+
+
+async def test_a_trace_context_goes_on_as_it_came_and_one_that_breaks_the_format_does_not(world, short):
+    await world.start("d0")
+    good = {"traceparent": TRACEPARENT, "tracestate": "a=b,c=d"}
+    await world.post(short, headers=good)
+    for bad in ("00-ab-cd-01", TRACEPARENT.upper(), TRACEPARENT + "-x", "ff" + TRACEPARENT[2:], "", "x" * 5000):
+        await world.post(short, headers=good | {"traceparent": bad})
+    first, *others = [
+        {name: seen.headers[name] for name in good if name in seen.headers} for seen in world.workers["d0"].seen
+    ]
+    assert first == good
+    assert others == 6 * [{}]
 
 
 async def test_the_clients_request_id_is_kept_and_a_bad_one_replaced(world, short):

@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
 from prfaas.wire.control import Counters, ThresholdUpdate
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
 
@@ -30,7 +31,7 @@ def make_table(**given) -> RoutingTable:
     eu = Cluster(
         name="eu",
         capacity_mbps=100,
-        utilisation_query='sum(rate(prfaas_transfer_sent_bytes_total{cluster="$cluster"}[5s])) * 8 / 1e6',
+        utilisation_query=DEFAULT_UTILISATION_QUERY,
     )
     instances = tuple(
         Instance(name=f"eu-{n}", pool="offload", cluster="eu", role="prefill", url="http://192.0.2.1:8000")
@@ -138,15 +139,42 @@ class Worker:
             self._backlogged_bytes += seconds * self.mbps * 1e6 / 8
             self._backlogged_seconds += seconds * self.backlogged_share
 
+    def _links(self) -> str:
+        """Half to the hub by name, half to where it has none, all at the same time; and much to the own cluster."""
+        whole = {"sent_bytes_total": self._bytes, "backlogged_bytes_total": self._backlogged_bytes}
+        lines = [
+            f'prfaas_link_{name}{{peer="{peer}"}} {value / 2}' for name, value in whole.items() for peer in ("", "hub")
+        ]
+        lines += [
+            f'prfaas_link_backlogged_seconds_total{{peer="hub"}} {self._backlogged_seconds}',
+            'prfaas_link_backlogged_seconds_total{peer=""} 0',
+            f'prfaas_link_unsent_bytes{{peer="hub"}} {self.unsent_bytes}',
+            'prfaas_link_unsent_bytes{peer="eu"} 5e9',
+        ]
+        inside = ("sent_bytes_total", "backlogged_bytes_total", "backlogged_seconds_total")
+        lines += [f'prfaas_link_{name}{{peer="eu"}} {1e9 * time.monotonic()}' for name in inside]
+        return "".join(f"{line}\n" for line in lines)
+
     def exposition(self) -> str:
         self._advance()
-        return (
-            f"prfaas_transfer_sent_bytes_total {self._bytes}\n"
-            f"prfaas_transfer_backlogged_bytes_total {self._backlogged_bytes}\n"
-            f"prfaas_transfer_backlogged_seconds_total {self._backlogged_seconds}\n"
-            f"prfaas_transfer_unsent_bytes {self.unsent_bytes}\n"
-            f"prfaas_prefills_waiting {self.waiting}\n"
-        )
+        sent = f"prfaas_transfer_sent_bytes_total {self._bytes}\n"
+        return f"{sent}{self._links()}{_decoding()}prfaas_prefills_waiting {self.waiting}\n"
+
+
+def _decoding() -> str:
+    """What an instance does that finishes 8 answers of 75 tokens in 10 s, in steps of 30 ms, and drops 9 more."""
+    seconds = time.monotonic()
+    finished = {"stop": 0.5, "length": 0.3, "abort": 0.9}
+    lines = [
+        f'vllm:request_success_total{{finished_reason="{why}"}} {rate * seconds}' for why, rate in finished.items()
+    ]
+    lines += [
+        f"prfaas_generation_tokens_total {60 * seconds}",
+        f"prfaas_decode_seconds_total {0.6 * seconds}",
+        f"prfaas_decode_steps_total {20 * seconds}",
+        "prfaas_requests_running_limit 8",
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 @dataclass

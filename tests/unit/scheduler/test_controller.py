@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from prfaas.routing.controller import (
     Config,
     Facts,
-    LinkFacts,
-    LinkSample,
     State,
     Step,
-    effective_capacity_mbps,
     initial_state,
     step,
 )
+from prfaas.routing.links import LinkFacts, LinkSample, effective_capacity_mbps
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
 CONFIG = Config(

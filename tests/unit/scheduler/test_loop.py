@@ -10,7 +10,8 @@ from aiohttp import web
 from prfaas.wire.control import Counters
 from prfaas.wire.routes import Threshold
 from prfaas_scheduler.gateway import Gateway
-from prfaas_scheduler.loop import RETRY_SECONDS, CounterHistory, Loop
+from prfaas_scheduler.history import CounterHistory
+from prfaas_scheduler.loop import RETRY_SECONDS, Loop
 from prfaas_scheduler.metrics import Metrics
 
 

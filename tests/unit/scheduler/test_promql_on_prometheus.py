@@ -10,6 +10,7 @@ import pytest
 
 from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
 from prfaas.errors import ConfigError
+from prfaas_scheduler import observe
 from prfaas_scheduler.measure import Measured, measure
 from prfaas_scheduler.prometheus import Prometheus
 
@@ -129,3 +130,21 @@ async def test_names_with_characters_that_mean_something_in_promql_are_only_name
     measured = await measure(prometheus, table(clusters=tuple(awkward)), WINDOW_SECONDS)
     assert measured.errors == ()
     assert measured.samples == {}
+
+
+async def test_the_long_loops_query_answers_with_what_decoding_takes_and_who_waits(site, http, table):
+    prometheus = Prometheus(http, site.prometheus_url, 5.0)
+    for waiting, worker in enumerate(site.workers.values()):  # 0 + 1 of offload, 2 of decode, 3 of another policy
+        worker.waiting = waiting
+    deadline = time.monotonic() + 60
+    while True:
+        figures = await prometheus.vector(observe.query(table()))
+        found = observe.summary(observe.Seen((), 0.0, (), {}), figures, "2026-02-03T04:05:06Z")
+        waiting = {pool["name"]: pool["waitingPrefills"] for pool in found["pools"]}
+        if "outputMilliTokens" in found and waiting == {"decode": 2, "offload": 1}:
+            break
+        assert time.monotonic() < deadline, figures
+        await asyncio.sleep(0.2)
+    assert found["outputMilliTokens"] == pytest.approx(75_000, rel=0.02)
+    assert found["decodeStepMicros"] == pytest.approx(30_000, rel=0.02)
+    assert found["decodeBatch"] == 8

@@ -1,0 +1,41 @@
+"""SGLang with prefill and decode apart: the same body to both at once, with a room in which they meet.
+
+The client gets the decode instance's answer. A batch of prompts has a room for each. A decode instance serves nothing
+alone, so a policy needs a local prefill pool for what is not offloaded.
+"""
+
+import secrets
+
+from prfaas.errors import CapacityError
+from prfaas.names import BOOTSTRAP_PORT
+from prfaas.routing.facts import Route
+from prfaas_gateway.engines.bodies import prompts, read_fields, with_fields
+from prfaas_gateway.engines.bootstrap import bootstrap_host
+from prfaas_gateway.engines.legs import Leg, call_both
+from prfaas_gateway.openai import Intake
+from prfaas_gateway.upstream import Answer, Upstream
+
+ROOM_BITS = 63
+
+
+class SglangEngine:
+    """Serves routes on SGLang instances."""
+
+    def __init__(self, upstream: Upstream):
+        self._upstream = upstream
+
+    async def open(self, route: Route, intake: Intake) -> Answer:
+        """Serve a request along a route; see `Engine.open`."""
+        if route.prefill is None:  # an instance that decodes waits for a cache, and computes none itself
+            raise CapacityError("no prefill instance of SGLang can serve; give the policy a local prefill pool")
+        fields = read_fields(intake.body)
+        host, batch = bootstrap_host(route.prefill), prompts(fields)
+        many = batch or 1
+        hosts, ports = [host] * many, [BOOTSTRAP_PORT] * many
+        rooms = [secrets.randbits(ROOM_BITS) for _ in range(many)]
+        meeting = {"bootstrap_host": hosts, "bootstrap_port": ports, "bootstrap_room": rooms}
+        if batch is None:
+            meeting = {name: values[0] for name, values in meeting.items()}
+        body = with_fields(fields, meeting)
+        prefill, decode = Leg("prefill", route.prefill, body), Leg("decode", route.decode, body)
+        return await call_both(self._upstream, intake, prefill, decode)

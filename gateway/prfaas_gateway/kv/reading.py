@@ -1,0 +1,236 @@
+"""One instance's stream of cache events, read into the index: what is its place, what does it lack, what may it say.
+
+    hello, then of each topic either the batches that were asked for, or a snapshot and what comes behind it
+
+Nothing here does I/O: frames go in, changes of this instance's part of the index come out, in portions between which
+the caller may let others run. A batch out of its turn, a gap, or anything that cannot be read is a ProtocolError; the
+reader then connects anew with `path`, and the instance sends what is missing, from its log or as a snapshot. So
+whatever a peer sends, the worst that follows is that nothing, or nonsense, is believed of the peer itself.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from prfaas.errors import ProtocolError
+from prfaas.kvindex.byte_maps import NO_BLOCK
+from prfaas.kvindex.index import InstanceIndex
+from prfaas.kvindex.keys import key_of, keys_of
+from prfaas.wire.kvevents import (
+    MEDIUM_DEVICE,
+    MEDIUM_DISK,
+    MEDIUM_HOST,
+    STATE_SPEC_KIND,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    decode_byte_map,
+    decode_events,
+)
+
+PORTION_BLOCKS: Final = 512
+"""Taken in at once: well below a millisecond."""
+LARGEST_BLOCK_TOKENS: Final = 4096
+_AHEAD: Final = 1 << 62
+"""A number that no log has: whoever asks for it gets a snapshot."""
+_EPOCH: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
+_MEDIUMS: Final = {None: 0, MEDIUM_DEVICE: 0, MEDIUM_HOST: 1, MEDIUM_DISK: 2}
+_OTHER_MEDIUM: Final = 3
+_Kind = TypeVar("_Kind")
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    epoch: str
+
+
+class _Snapshot(msgspec.Struct, frozen=True):
+    topic: str
+    seq: int
+    batches: int
+
+
+class _Place:
+    """Where a reader is in one topic."""
+
+    def __init__(self) -> None:
+        self.next_seq = 0
+        self._snapshot_seq = 0
+        self._snapshot_batches = 0
+
+    def begin_snapshot(self, told: _Snapshot) -> None:
+        """Expect a snapshot; who breaks off in it has to ask for another."""
+        self.next_seq, self._snapshot_seq, self._snapshot_batches = _AHEAD, told.seq, told.batches
+        if told.batches < 1:
+            self.next_seq = told.seq + 1
+
+    def is_due(self, seq: int) -> bool:
+        """Tell whether a batch is to be taken in; False for one that was already.
+
+        Raises:
+            ProtocolError: batches before it are missing.
+
+        """
+        expected = self._snapshot_seq if self._snapshot_batches else self.next_seq
+        if seq > expected or (self._snapshot_batches and seq != expected):
+            raise ProtocolError(f"batch {seq} came where {expected} was due")
+        return seq == expected
+
+    def taken(self, seq: int) -> None:
+        """Go behind a batch."""
+        self._snapshot_batches = max(0, self._snapshot_batches - 1)
+        if not self._snapshot_batches:
+            self.next_seq = seq + 1
+
+
+class Reading:
+    """The reader of one instance.
+
+    Args:
+        index: the instance's own part; emptied here whenever the instance began anew.
+
+    """
+
+    def __init__(self, index: InstanceIndex):
+        self.batches = self.snapshots = self.gaps = 0
+        self._index = index
+        self._epoch = ""
+        self._greeted = False
+        self._attention_group: int | None = None
+        self._state_groups: set[int | None] = set()
+        self._places = {"kv": _Place(), "bytes": _Place()}
+
+    @property
+    def path(self) -> str:
+        """What to ask for on a new connection."""
+        self._greeted = False
+        if not self._epoch:
+            return "/v1/kv-events"
+        kv, byte_map = (place.next_seq for place in self._places.values())
+        return f"/v1/kv-events?from={kv}&bytes_from={byte_map}&epoch={self._epoch}"
+
+    def take(self, topic: str, seq: int, payload: bytes) -> Iterator[None]:
+        """Take in one frame, a portion with each step.
+
+        Raises:
+            ProtocolError: the stream cannot be gone on with.
+
+        """
+        kind = topic.partition("@")[0]
+        if not self._greeted and topic != "prfaas.hello":
+            raise ProtocolError(f"{topic[:40]!r} came before prfaas.hello")
+        if topic == "prfaas.hello":
+            self._hello(payload)
+        elif topic == "prfaas.snapshot":
+            self._snapshot(payload)
+        elif topic == "prfaas.gap":
+            self.gaps += 1
+            raise ProtocolError("this reader fell behind")
+        elif kind in self._places:
+            yield from self._batch(kind, seq, payload)
+
+    def _hello(self, payload: bytes) -> None:
+        epoch = _read(payload, _Hello).epoch
+        if not _EPOCH.fullmatch(epoch):
+            raise ProtocolError("the epoch of prfaas.hello is no name")
+        if epoch != self._epoch:
+            self._index.clear()
+            self._places = {"kv": _Place(), "bytes": _Place()}
+            self._attention_group, self._state_groups = None, set()
+        self._epoch, self._greeted = epoch, True
+
+    def _snapshot(self, payload: bytes) -> None:
+        told = _read(payload, _Snapshot)
+        place = self._places.get(told.topic.partition("@")[0])
+        if place is None:
+            return
+        self.snapshots += 1
+        place.begin_snapshot(told)
+        if place is self._places["kv"]:
+            self._index.tree.clear()
+        else:
+            self._index.bytes.clear()
+
+    def _batch(self, kind: str, seq: int, payload: bytes) -> Iterator[None]:
+        place = self._places[kind]
+        try:
+            if not place.is_due(seq):
+                return
+        except ProtocolError:
+            self.gaps += 1
+            raise
+        yield from self._events(payload) if kind == "kv" else self._byte_map(payload)
+        place.taken(seq)
+        self.batches += 1
+
+    def _events(self, payload: bytes) -> Iterator[None]:
+        """Take in a batch of cache events."""
+        for event in decode_events(payload).events:
+            match event:
+                case BlockStored():
+                    yield from self._stored(event)
+                case BlockRemoved():
+                    yield from self._removed(event)
+                case AllBlocksCleared():
+                    self._index.tree.clear()
+                    yield
+
+    def _stored(self, event: BlockStored) -> Iterator[None]:
+        group = self._group(event)
+        if group is None:
+            return
+        medium = _MEDIUMS.get(event.medium, _OTHER_MEDIUM)
+        parent = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
+        for keys in _portions(event.block_hashes):
+            self._index.tree.store(keys, parent, group == "state", medium)
+            parent = keys[-1]
+            yield
+
+    def _removed(self, event: BlockRemoved) -> Iterator[None]:
+        is_state = event.group_idx in self._state_groups
+        if not is_state and event.group_idx not in (None, self._attention_group):
+            return
+        medium = _MEDIUMS.get(event.medium, _OTHER_MEDIUM)
+        for keys in _portions(event.block_hashes):
+            self._index.tree.remove(keys, is_state, medium)
+            yield
+
+    def _group(self, event: BlockStored) -> Literal["attention", "state"] | None:
+        """Return what a group holds; None for windows, further attention groups, and blocks of another size.
+
+        All attention groups of an engine hold the same prompts, so the first one stands for the others.
+        """
+        if event.kv_cache_spec_kind == STATE_SPEC_KIND:
+            if len(self._state_groups) < PORTION_BLOCKS:
+                self._state_groups.add(event.group_idx)
+            return "state"
+        if event.kv_cache_spec_kind not in _ATTENTION_KINDS or not 1 <= event.block_size <= LARGEST_BLOCK_TOKENS:
+            return None
+        if not len(self._index.tree):
+            self._attention_group, self._index.block_tokens = event.group_idx, event.block_size
+        known = event.group_idx == self._attention_group and event.block_size == self._index.block_tokens
+        return "attention" if known else None
+
+    def _byte_map(self, payload: bytes) -> Iterator[None]:
+        """Take in a batch of the byte map."""
+        blocks = decode_byte_map(payload).blocks
+        for start in range(0, len(blocks), PORTION_BLOCKS):
+            part = blocks[start : start + PORTION_BLOCKS]
+            keys = [key_of(one.block_hash) if one.tokens else NO_BLOCK for one in part]
+            self._index.bytes.learn([one.byte_hash for one in part], keys)
+            yield
+
+
+def _portions(names: list[BlockHash]) -> Iterator[list[int]]:
+    for start in range(0, len(names), PORTION_BLOCKS):
+        yield keys_of(names[start : start + PORTION_BLOCKS])
+
+
+def _read(payload: bytes, kind: type[_Kind]) -> _Kind:
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a frame of the event stream cannot be read: {error}") from error

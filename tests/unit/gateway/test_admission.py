@@ -1,0 +1,126 @@
+"""Proves what a gateway does with full workers and with wishes: full ones are left alone until they have a place, all
+full is 429 at once, and a request goes where its headers allow.
+"""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from prfaas.wire import headers
+from prfaas.wire.routes import Cluster
+from prfaas_gateway.saturation import BELIEVED_SECONDS, Saturation
+
+
+async def full(_request, _body):
+    return web.json_response({"error": {"message": "no place", "code": headers.CODE_OVERLOADED}}, status=503)
+
+
+def test_an_instance_is_full_while_as_many_requests_are_there_as_when_it_said_so():
+    said = Saturation()
+    said.refused("d0", 3, 100.0)
+    assert said.full({"d0": 3}, 100.1) == {"d0"}
+    assert said.full({"d0": 2}, 100.1) == set()
+    assert said.full({"d0": 4, "d1": 9}, 100.1) == {"d0"}
+    assert said.full({"d0": 9}, 100.0 + BELIEVED_SECONDS) == set()
+    assert said.full({"d0": 9}, 100.1) == set()
+
+
+async def test_while_all_are_full_requests_are_answered_without_asking_them(world, short):
+    await world.start("d0", "d1")
+    for worker in world.workers.values():
+        worker.reply = full
+    world.state.clock = lambda: 100.0
+    answers = [await world.post(short) for _ in range(5)]
+    assert {(one.status, one.json["error"]["code"], one.headers["retry-after"]) for one in answers} == {
+        (429, "saturated", "1")
+    }
+    assert sum(len(worker.seen) for worker in world.workers.values()) == 2
+    world.state.clock = lambda: 100.0 + BELIEVED_SECONDS
+    await world.post(short)
+    assert sum(len(worker.seen) for worker in world.workers.values()) == 4
+
+
+async def test_as_soon_as_one_of_our_requests_ends_there_the_next_is_sent(world, short):
+    await world.start("d0")
+    world.state.clock = lambda: 100.0
+    worker, gate, here = world.workers["d0"], asyncio.Event(), asyncio.Event()
+
+    async def one_place(_request, _body):
+        if here.is_set() and not gate.is_set():
+            return await full(_request, _body)
+        here.set()
+        await gate.wait()
+        return web.json_response({})
+
+    worker.reply = one_place
+    first = asyncio.create_task(world.post(short))
+    await here.wait()
+    assert [(await world.post(short)).status for _ in range(3)] == [429] * 3
+    assert len(worker.seen) == 2
+    gate.set()
+    assert (await first).status == 200
+    assert (await world.post(short)).status == 200
+
+
+async def test_a_full_instance_is_left_alone_while_another_serves(world, short):
+    await world.start("d0", "d1")
+    world.state.clock = lambda: 100.0
+    world.workers["d0"].reply = full
+    assert {(await world.post(short)).status for _ in range(12)} == {200}
+    assert len(world.workers["d0"].seen) == 1
+
+
+async def test_when_nothing_lives_it_is_503_and_not_429(world, short):
+    await world.start("d0", "d1")
+    for worker in world.workers.values():
+        await worker.stop()
+    assert (await world.post(short)).status == 503
+
+
+EU = Cluster(name="eu", datacenter="eu-west", capacity_mbps=100, utilisation_query="vector(0)")
+
+
+@pytest.mark.parametrize(
+    ("sent", "decision"),
+    [
+        ({}, "offload"),
+        ({headers.OFFLOAD: "never"}, "local"),
+        ({headers.DATACENTERS: "forbid eu"}, "local"),
+        ({headers.DATACENTERS: "forbid us; prefer eu-west"}, "offload"),
+    ],
+)
+async def test_headers_narrow_where_a_long_prompt_goes(world, long, sent, decision):
+    await world.start("d0", "x0", clusters=(EU,))
+    got = await world.post(long, headers=sent)
+    assert (got.status, got.headers[headers.DECISION]) == (200, decision)
+
+
+async def test_always_offloads_a_prompt_below_the_threshold(world, short):
+    await world.start("d0", "x0")
+    got = await world.post(short, headers={headers.OFFLOAD: "always"})
+    assert (got.headers[headers.DECISION], got.headers[headers.THRESHOLD_TOKENS]) == ("offload", "10")
+
+
+async def test_wishes_hold_after_a_failure_too(world, long):
+    await world.start("d0", "d1", "x0", clusters=(EU,))
+    await world.workers["d0"].stop()
+    for _ in range(6):
+        got = await world.post(long, headers={headers.DATACENTERS: "forbid eu"})
+        assert (got.status, got.headers[headers.DECISION]) == (200, "local")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [(headers.DATACENTERS, "frobid us")],
+        [(headers.DATACENTERS, "forbid us"), (headers.DATACENTERS, "forbid cn")],
+        [(headers.OFFLOAD, "allways")],
+        [(headers.OFFLOAD, "never"), (headers.OFFLOAD, "always")],
+    ],
+)
+async def test_a_wish_that_cannot_be_read_is_refused_and_never_ignored(world, long, sent):
+    await world.start("d0", "x0")
+    got = await world.post(long, headers=sent)
+    assert (got.status, got.json["error"]["code"], got.json["error"]["param"]) == (400, "invalid_header", sent[0][0])
+    assert world.workers["d0"].seen == []

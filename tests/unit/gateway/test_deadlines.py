@@ -1,0 +1,84 @@
+"""Proves that a request ends when its deadline comes: with 504 before its first byte, with an error event after it, and
+on the worker at once; and that a worker is told what is left.
+"""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from prfaas.wire.headers import DEADLINE_SECONDS
+from prfaas_gateway.limits import Limits
+
+SOON = {DEADLINE_SECONDS: "1"}
+
+
+async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def begin(content_type: str):
+    async def reply(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": content_type})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await asyncio.Event().wait()
+        return response
+
+    return reply
+
+
+async def test_before_the_first_byte_the_answer_is_504_and_the_worker_aborts(world, short):
+    await world.start("d0")
+    world.workers["d0"].reply = hang
+    got = await world.post(short, headers=SOON)
+    assert (got.status, got.json["error"]["code"]) == (504, "deadline_exceeded")
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 30)
+    assert world.state.in_flight == 0
+    assert not world.state.ejections.until_seconds
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="failed"}') == 1
+
+
+async def test_after_the_first_byte_the_stream_ends_with_an_error_event(world, short):
+    await world.start("d0")
+    world.workers["d0"].reply = begin("text/event-stream")
+    got = await world.post(short, headers={DEADLINE_SECONDS: "2"})
+    first, last = got.body.decode().split("\n\n", 1)
+    assert (got.status, first) == (200, "data: 1")
+    assert json.loads(last.strip().removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert b"[DONE]" not in got.body
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 30)
+
+
+async def test_a_body_that_drips_longer_than_the_deadline_is_answered(world):
+    await world.start("d0", limits=Limits(idle_seconds=30))
+
+    async def drip():
+        yield b'{"model":'
+        await asyncio.sleep(30)
+        yield b'"m"}'
+
+    got = await world.post(drip(), headers=SOON)
+    assert (got.status, got.json["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_a_worker_is_told_what_is_left(world, short):
+    await world.start("d0")
+    await world.post(short, headers={DEADLINE_SECONDS: "60"})
+    left = float(world.workers["d0"].seen[0].headers[DEADLINE_SECONDS])
+    assert 0 < left <= 60
+    await world.post(short)
+    assert DEADLINE_SECONDS not in world.workers["d0"].seen[1].headers
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "1e9", "100000"])
+async def test_a_deadline_that_is_none_is_refused(world, short, text):
+    await world.start("d0")
+    got = await world.post(short, headers={DEADLINE_SECONDS: text})
+    assert (got.status, got.json["error"]["code"], got.json["error"]["param"]) == (
+        400,
+        "invalid_header",
+        DEADLINE_SECONDS,
+    )

@@ -1,0 +1,210 @@
+"""Proves that no bytes from a client make the gateway answer 5xx of its own, hang, or stop serving others.
+
+The worker behind it serves whatever comes, so that a 5xx can be the gateway's alone.
+"""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from aiohttp import web
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from prfaas.names import HUB
+from prfaas.wire import headers
+from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.serve import Config, serving
+
+GOOD = b'{"model":"m","prompt":"x"}'
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+LIMITS = Limits(request_bytes=50_000, idle_seconds=2.0, linger_seconds=0.0)
+
+
+class Got(NamedTuple):
+    """The status that came, 0 where the connection was closed without one, and the body."""
+
+    status: int
+    body: bytes
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory) -> Iterator[int]:
+    """The port of a gateway in a thread of its own."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    ready, found, stop = threading.Event(), [], asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async def answer(request: web.Request) -> web.Response:
+            await request.read()
+            return web.json_response({"object": "text_completion"})
+
+        app = web.Application(client_max_size=1 << 20)
+        app.router.add_route("*", "/{path:.*}", answer)
+        worker = web.AppRunner(app, access_log=None)
+        await worker.setup()
+        await web.TCPSite(worker, "127.0.0.1", 0).start()
+        routes = folder / "routes.json"
+        routes.write_bytes(encode(_table(f"http://127.0.0.1:{worker.addresses[0][1]}")))
+        async with serving(Config("127.0.0.1", 0, routes_file=routes, limits=LIMITS, drain_seconds=1)) as running:
+            found.append(running.port)
+            ready.set()
+            await stop.wait()
+            running.state.check_integrity()
+        await worker.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(60)
+    yield found[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(60)
+    loop.close()
+
+
+def _table(url: str) -> RoutingTable:
+    return RoutingTable(
+        policy="p",
+        namespace="n",
+        generation=1,
+        model="m",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode="Fixed", tokens=100, min_tokens=1, max_tokens=1000),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        instances=(Instance(name="d0", pool="d", cluster=HUB, role="decode", url=url),),
+    )
+
+
+def send(port: int, raw: bytes, *, leave: bool) -> Got:
+    """Send bytes, and then wait for an answer, or `leave` at once: whoever ends his side of a connection has left."""
+    received = b""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
+        contextlib.suppress(ConnectionError),
+    ):
+        connection.sendall(raw)
+        if leave:
+            connection.shutdown(socket.SHUT_WR)
+        while piece := connection.recv(65_536):
+            received += piece
+    if not received:
+        return Got(0, b"")
+    head, _, body = received.partition(b"\r\n\r\n")
+    return Got(int(head.split(b" ", 2)[1]), body)
+
+
+def post(port: int, body: bytes, path: str = PATHS[0], **sent: str) -> Got:
+    """Send one well-framed request."""
+    lines = [f"POST {path} HTTP/1.1", "Host: g", "Connection: close", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in sent.items()]
+    return send(port, "\r\n".join(lines).encode("utf-8", "surrogateescape") + b"\r\n\r\n" + body, leave=False)
+
+
+def judge(port: int, got: Got) -> None:
+    is_late = got.status == 504 and b"deadline_exceeded" in got.body  # as short a deadline as was asked for
+    assert got.status < 500 or is_late, got
+    if got.body and got.status in (400, 404, 408, 413) and got.body.startswith(b"{"):
+        assert set(json.loads(got.body)["error"]) == {"message", "type", "param", "code"}
+    assert post(port, GOOD).status == 200
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+DOCUMENTS = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner), max_leaves=12
+)
+# Printable latin-1 and tabs: what else a header may hold, HTTP refuses by itself.
+VALUES = st.text(st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f"), max_size=60)
+
+
+@settings(max_examples=60)
+@given(body=st.binary(max_size=300), path=st.sampled_from(PATHS))
+@example(b"\xef\xbb\xbf" + GOOD, PATHS[0])
+@example(b'{"model":"\\ud800"}', PATHS[0])
+@example(b'{"model":"m","x":' + b"9" * 5000 + b"}", PATHS[0])
+@example(b'{"model":"m","x":1e99999,"y":-0,"z":1e-99999}', PATHS[0])
+@example(b'{"model":"m","model":"n"}', PATHS[1])
+@example(b'{"model":"m","x":' + b"[" * 20_000, PATHS[1])
+@example(b"x" * 60_000, PATHS[1])
+def test_any_body_is_answered(port, body, path):
+    judge(port, post(port, body, path))
+
+
+@settings(max_examples=60)
+@given(document=st.dictionaries(st.text(max_size=9), DOCUMENTS, max_size=4), model=SCALARS | st.just("m"))
+def test_any_json_is_answered(port, document, model):
+    judge(port, post(port, json.dumps({**document, "model": model}).encode()))
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(
+        [
+            headers.DATACENTERS,
+            headers.OFFLOAD,
+            headers.DEADLINE_SECONDS,
+            headers.REQUEST_ID,
+            headers.PREFILL_URL,
+            headers.RESUME,
+            headers.RESUMABLE,
+            "authorization",
+            "traceparent",
+            "tracestate",
+            "content-type",
+            "accept",
+            "content-encoding",
+            "transfer-encoding",
+            "expect",
+            "x",
+        ]
+    ),
+    value=VALUES,
+)
+@example("content-encoding", "gzip")
+@example("content-encoding", "br")
+@example("content-encoding", "deflate, gzip")
+@example("content-type", "application/json; charset=nonsense")
+@example(headers.DEADLINE_SECONDS, "0.000001")
+@example(headers.DATACENTERS, "forbid " + ",".join("abcdefgh"))
+@example("x", "y" * 20_000)
+def test_any_header_is_answered(port, name, value):
+    judge(port, post(port, GOOD, **{name: value}))
+
+
+@settings(max_examples=40)
+@given(cut=st.integers(0, 60), garbage=st.binary(max_size=60))
+def test_any_packed_body_is_answered(port, cut, garbage):
+    packed = gzip.compress(GOOD)
+    judge(port, post(port, packed[:cut] + garbage, **{"Content-Encoding": "gzip"}))
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nConnection: close\r\n"
+
+
+@settings(max_examples=60)
+@given(raw=st.binary(max_size=200) | st.binary(max_size=60).map(HEAD.__add__))
+@example(HEAD + b"Content-Length: 999\r\n\r\n" + GOOD)
+@example(HEAD + b"Content-Length: -1\r\n\r\n" + GOOD)
+@example(HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n" + GOOD)
+@example(HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n" + GOOD)
+@example(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
+@example(HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\nx")
+@example(HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab")
+@example(HEAD + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n")
+@example(HEAD + b"Expect: nonsense\r\nContent-Length: 2\r\n\r\n{}")
+@example(HEAD + b"".join(b"h%d: x\r\n" % number for number in range(5000)) + b"\r\n")
+@example(b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n")
+@example(b"GET /v1/models/%ff%00 HTTP/1.1\r\nHost: g\r\nConnection: close\r\n\r\n")
+@example(b"GET http://[::1 HTTP/1.1\r\nHost: g\r\nConnection: close\r\n\r\n")
+@example(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+@example(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+def test_any_bytes_are_answered_or_cut_off(port, raw):
+    judge(port, send(port, raw, leave=True))

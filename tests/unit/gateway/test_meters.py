@@ -1,0 +1,147 @@
+"""Proves that limits hold, each client's alone, that waiting as long as told is enough, and that nothing is starved."""
+
+import asyncio
+import json
+from contextlib import suppress
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas_gateway.keys import Client
+from prfaas_gateway.meters import Bucket, Meter, Meters
+from prfaas_gateway.openai import LimitError
+
+KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def let_in(meter: Meter, tokens: int = 0) -> float:
+    """Return 0 where a request is let in, and passes, or after how many seconds it is to come again."""
+    try:
+        with meter.request():
+            meter.charge(tokens)
+    except LimitError as error:
+        return error.retry_after_seconds
+    return 0.0
+
+
+@given(
+    per_minute=st.integers(1, 10_000),
+    steps=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 500)), min_size=1, max_size=60),
+)
+def test_no_stretch_of_time_sees_more_than_the_rate_and_one_minutes_worth(per_minute, steps):
+    bucket, now, used = Bucket(per_minute, 0.0), 0.0, 0
+    for waited, amount in steps:
+        now += waited
+        if not bucket.wait_seconds(amount, now):
+            bucket.take(amount, now)
+            used += amount
+        assert used <= per_minute * (1 + now / 60) + 1e-6
+
+
+def test_waiting_as_long_as_told_is_enough_and_less_is_not():
+    clock = Clock()
+    meter = Meter(Client("a", requests_per_minute=3), clock)
+    assert [let_in(meter) for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
+    clock.seconds += 19.9
+    assert let_in(meter) == pytest.approx(0.1)
+    clock.seconds += 0.11
+    assert let_in(meter) == 0
+
+
+def test_a_prompt_longer_than_a_minutes_tokens_is_served_and_paid_back_before_the_next():
+    clock = Clock()
+    meter = Meter(Client("a", tokens_per_minute=1000), clock)
+    assert let_in(meter, 3000) == 0
+    assert let_in(meter, 1) == pytest.approx(120, abs=0.1)
+    clock.seconds += 121
+    assert let_in(meter, 1) == 0
+
+
+def test_a_place_in_flight_is_given_back_however_a_request_ends():
+    meter = Meter(Client("a", max_in_flight=1), Clock())
+    with suppress(ZeroDivisionError), meter.request():
+        assert let_in(meter) == 1
+        raise ZeroDivisionError
+    assert (let_in(meter), meter.in_flight) == (0, 0)
+
+
+def test_clients_do_not_share_and_changed_limits_keep_what_is_in_flight():
+    meters = Meters(Clock())
+    a, b = Client("a", max_in_flight=1), Client("b", max_in_flight=1)
+    with meters.of(a).request():
+        assert let_in(meters.of(b)) == 0
+        assert let_in(meters.of(a)) > 0
+        assert let_in(meters.of(Client("a", max_in_flight=2))) == 0
+        assert let_in(meters.of(a)) > 0
+    assert meters.of(a).in_flight == 0
+
+
+# Through the gateway
+
+
+@pytest.fixture
+def keys(tmp_path):
+    folder = tmp_path / "keys"
+    folder.mkdir()
+
+    def write(**limits):
+        (folder / "a").write_text(json.dumps({"keys": [KEY], **limits}))
+        (folder / "b").write_text(OTHER)
+        return folder
+
+    return write
+
+
+def bearer(key: str = KEY) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_beyond_a_rate_the_answer_is_429_with_the_time_to_wait_and_reaches_no_worker(world, keys, short):
+    await world.start("d0", keys_dir=keys(requestsPerMinute=2))
+    answers = [await world.post(short, headers=bearer()) for _ in range(3)]
+    assert [one.status for one in answers] == [200, 200, 429]
+    error = answers[2].json["error"]
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+    assert (await world.post(short, headers=bearer(OTHER))).status == 200
+    assert len(world.workers["d0"].seen) == 3
+    assert await world.metric('prfaas_gateway_requests_total{decision="none",outcome="rejected"}') == 1
+
+
+async def test_long_prompts_use_up_tokens(world, keys, long):
+    await world.start("d0", keys_dir=keys(tokensPerMinute=15_000))
+    answers = [await world.post(long, headers=bearer()) for _ in range(3)]
+    assert [one.status for one in answers] == [200, 200, 429]
+    assert answers[2].json["error"]["type"] == "tokens"
+
+
+async def test_places_in_flight_come_back_when_a_client_leaves(world, keys, short):
+    await world.start("d0", keys_dir=keys(maxInFlight=1))
+    here, serve = asyncio.Event(), world.workers["d0"].reply
+
+    async def never(_request, _body) -> web.StreamResponse:
+        here.set()
+        await asyncio.Event().wait()
+
+    world.workers["d0"].reply = never
+    first = asyncio.create_task(world.post(short, headers=bearer()))
+    await here.wait()
+    assert (await world.post(short, headers=bearer())).status == 429
+    first.cancel()
+    await world.workers["d0"].aborted.wait()
+    world.workers["d0"].reply = serve
+    status = 429
+    async with asyncio.timeout(60):
+        while status == 429:  # until the gateway, too, has seen the client leave
+            status = (await world.post(short, headers=bearer())).status
+    assert status == 200

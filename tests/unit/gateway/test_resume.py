@@ -1,0 +1,258 @@
+"""Proves that a stream goes on without a seam wherever its worker dies, on whichever instance can, and that it ends
+honestly, soon and at little cost where none can.
+"""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from prfaas.wire import headers
+from prfaas.wire.resume import CUT, DONE
+from prfaas_gateway import budget, relay
+
+from .conftest import QUICK
+from .speaker import AFTER_AN_EVENT, LENGTH, WHOLE, Speaker, read
+
+BODY = b'{"model":"m","stream":true,"messages":[]}'
+SOON = QUICK._replace(recover_seconds=0.3, look_again_seconds=0.02, stall_seconds=0.2)
+
+
+async def begun_on(world, first: str, *others: str, limits=SOON) -> None:
+    """Start a world whose next request begins at `first`."""
+    await world.start(first, *others, limits=limits)
+    only(world, first)
+
+
+def only(world, name: str) -> None:
+    """Leave one worker to choose."""
+    instances = tuple(one for one in world.table.instances if one.name == name)
+    world.state.set_table(msgspec.structs.replace(world.table, instances=instances))
+
+
+class Dying(Speaker):
+    """A worker after whose beginning any may be chosen."""
+
+    def __init__(self, world, *args, **options):
+        super().__init__(*args, **options)
+        self._world = world
+
+    async def __call__(self, request, body):
+        self._world.state.set_table(self._world.table)
+        return await super().__call__(request, body)
+
+
+def broken(body: bytes) -> dict:
+    """Return the error that a broken stream ends with."""
+    assert DONE not in body
+    return json.loads(body.removesuffix(b"\n\n").split(b"\n\n")[-1].removeprefix(b"data: "))["error"]
+
+
+@pytest.mark.parametrize("how", ["resets", "ends"])
+async def test_a_stream_goes_on_without_a_seam_wherever_its_worker_dies(world, how):
+    await begun_on(world, "d0", "d1")
+    second = world.workers["d1"].reply = Speaker()
+    for place in [*range(0, LENGTH, 23), LENGTH - 1]:
+        only(world, "d0")
+        world.state.ejections.succeeded("d0")
+        world.workers["d0"].reply = Dying(world, place, how)
+        got = await world.post(BODY)
+        assert (got.status, read(got.body)) == (200, WHOLE), f"died after byte {place}: {got.body!r}"
+    assert len(second.resumes) == len(world.workers["d0"].seen)
+    assert None not in second.resumes
+
+
+async def test_the_next_worker_is_asked_with_the_same_body_and_what_the_first_one_was_given(world):
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = Dying(world, LENGTH // 2)
+    second = world.workers["d1"].reply = Speaker()
+    await world.post(BODY)
+    (first,), (then,) = world.workers["d0"].seen, world.workers["d1"].seen
+    size = int(then.headers[headers.RESUME])
+    assert (then.path, then.body[size:]) == (first.path, BODY)
+    for name in (headers.RESUMABLE, headers.REQUEST_ID):
+        assert then.headers[name] == first.headers[name]
+    (resume,) = second.resumes
+    assert resume is not None
+    assert resume.cached_tokens == 7, "usage goes on with what the first one counted"
+    assert resume.choices[0].token_ids == list(range(len(resume.choices[0].token_ids)))
+    assert sum(len(one.token_ids) for one in resume.choices.values()) > 2
+
+
+async def test_a_resumed_request_is_counted_as_one(world):
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = Dying(world, LENGTH // 2)
+    second = world.workers["d1"].reply = Speaker()
+    await world.post(BODY)
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="resumed"}') == 1
+    assert await world.metric("prfaas_gateway_resumes_total") == 1
+    assert second.resumes[0] is not None
+    assert await world.metric("prfaas_gateway_resumed_tokens_total") == second.resumes[0].sent_tokens
+    assert "d0" in world.state.ejections.until_seconds
+    assert world.state.in_flight == 0
+
+
+async def test_without_the_journal_the_same_stream_breaks(world, monkeypatch):
+    monkeypatch.setattr(relay, "_journal", lambda _answer: None)
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = Dying(world, LENGTH // 2)
+    world.workers["d1"].reply = Speaker()
+    assert broken((await world.post(BODY)).body)["code"] == "stream_broken"
+    assert not world.workers["d1"].seen
+
+
+async def test_a_worker_that_falls_silent_is_left_for_another(world):
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = Dying(world, LENGTH // 2, "stalls")
+    world.workers["d1"].reply = Speaker()
+    assert read((await world.post(BODY)).body) == WHOLE
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 10)
+
+
+async def test_a_stream_goes_on_when_the_second_worker_dies_too_and_the_first_is_back(world):
+    await begun_on(world, "d0", "d1", limits=SOON._replace(recover_seconds=20))
+    second = Speaker(LENGTH // 3)
+
+    class Twice(Dying):
+        async def __call__(self, request, body):
+            self.dies_at = None if headers.RESUME in request.headers else LENGTH // 2
+            return await super().__call__(request, body)
+
+    world.workers["d0"].reply = Twice(world)
+    world.workers["d1"].reply = second
+    assert read((await world.post(BODY)).body) == WHOLE
+    legs = len(world.workers["d0"].seen) + len(world.workers["d1"].seen)
+    assert await world.metric("prfaas_gateway_resumes_total") == legs - 1 >= 2
+
+
+async def test_a_stream_waits_for_an_instance_that_comes_back(world):
+    await begun_on(world, "d0", limits=SOON._replace(recover_seconds=20))
+    worker, port = world.workers["d0"], world.workers["d0"].port
+    died = asyncio.Event()
+
+    class Once(Speaker):
+        async def __call__(self, request, body):
+            self.dies_at = None if headers.RESUME in request.headers else LENGTH // 2
+            response = await super().__call__(request, body)
+            died.set()
+            return response
+
+    worker.reply = Once()
+    answering = asyncio.create_task(world.post(BODY))
+    await died.wait()
+    await worker.stop()
+    await asyncio.sleep(0.05)
+    await worker.start(port)
+    assert read((await answering).body) == WHOLE
+
+
+async def test_where_nobody_can_go_on_the_client_is_told_in_time(world):
+    await begun_on(world, "d0")
+    seen = world.workers["d0"].seen
+
+    async def first_only(request, body):
+        if headers.RESUME in request.headers:
+            return web.json_response({"error": {"message": "full", "code": headers.CODE_OVERLOADED}}, status=503)
+        return await Speaker(LENGTH // 2, "ends")(request, body)
+
+    world.workers["d0"].reply = first_only
+    got = await world.post(BODY)
+    assert broken(got.body)["code"] == "stream_broken"
+    assert len(seen) > 1, "it was asked again"
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="failed"}') == 1
+
+
+async def test_an_instance_that_refuses_is_not_asked_again_and_another_goes_on(world):
+    await begun_on(world, "d0", "d1", "d2")
+    world.workers["d0"].reply = Dying(world, LENGTH // 2)
+
+    async def refuse(_request, _body):
+        body = {"error": {"message": "another model", "code": headers.CODE_RESUME_REFUSED}}
+        return web.json_response(body, status=409)
+
+    first_asked = []
+
+    async def first_refuses(request, body):
+        first_asked.append(request)
+        return await (refuse if len(first_asked) == 1 else Speaker())(request, body)
+
+    world.workers["d1"].reply = world.workers["d2"].reply = first_refuses
+    assert read((await world.post(BODY)).body) == WHOLE
+    assert {len(world.workers[name].seen) for name in ("d1", "d2")} == {1}
+    assert set(world.state.ejections.until_seconds) == {"d0"}
+
+
+def dying_words(kind: str) -> bytes:
+    error = {"message": "it cannot go on", "type": kind, "param": None, "code": "why"}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+
+
+async def test_an_error_of_one_worker_is_kept_from_the_client_while_another_can_go_on(world):
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = Dying(world, AFTER_AN_EVENT, "ends", dying_words("server_error"))
+    world.workers["d1"].reply = Speaker()
+    assert read((await world.post(BODY)).body) == WHOLE
+
+
+async def test_an_error_that_every_worker_would_have_is_handed_on(world):
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = Dying(world, AFTER_AN_EVENT, "ends", dying_words("invalid_request_error"))
+    world.workers["d1"].reply = Speaker()
+    assert broken((await world.post(BODY)).body)["code"] == "why"
+    assert not world.workers["d1"].seen
+
+
+async def test_a_collapse_costs_no_more_retries_than_the_budget_has(world, monkeypatch):
+    monkeypatch.setattr(budget, "SAVED_RETRIES", 1.0)
+    monkeypatch.setattr(budget, "RETRIES_PER_SECOND", 0.0)
+    await begun_on(world, "d0", limits=SOON._replace(recover_seconds=20, eject_seconds=0.01, eject_max_seconds=0.01))
+    world.workers["d0"].reply = Speaker(LENGTH // 2, "ends")
+    assert broken((await world.post(BODY)).body)["code"] == "stream_broken"
+    assert len(world.workers["d0"].seen) == 2
+    assert await world.metric("prfaas_gateway_retries_refused_total") == 1
+
+
+async def test_a_client_that_leaves_aborts_the_worker_that_went_on(world):
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = Dying(world, LENGTH // 3)
+    going_on = world.workers["d1"].reply = Speaker(LENGTH // 3, "stalls")
+    response = await world.client.post(world.url + "/v1/chat/completions", data=BODY)
+    while not going_on.resumes:
+        await asyncio.wait_for(response.content.readany(), 10)
+    response.close()
+    await asyncio.wait_for(world.workers["d1"].aborted.wait(), 10)
+
+
+async def test_a_deadline_ends_a_stream_that_looks_for_a_worker(world):
+    await begun_on(world, "d0", limits=SOON._replace(recover_seconds=60))
+    worker = world.workers["d0"]
+
+    async def last(request, body):
+        await worker.runner.sites.copy().pop().stop()
+        return await Speaker(LENGTH // 2, "ends")(request, body)
+
+    worker.reply = last
+    got = await world.post(BODY, headers={headers.DEADLINE_SECONDS: "1"})
+    assert broken(got.body)["code"] == "deadline_exceeded"
+
+
+async def test_every_piece_that_reaches_the_client_ends_where_the_stream_may_be_cut(world):
+    await begun_on(world, "d0")
+    gate = asyncio.Event()
+
+    async def slowly(request, body):
+        told = {headers.RESUMABLE: "f", headers.CACHED_TOKENS: "0", "Content-Type": "text/event-stream"}
+        response = web.StreamResponse(headers=told)
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n: t 0 1 5;\n\ndata: {}\n\n")
+        await gate.wait()
+        await response.write(b": t 0 2 6;\n\n" + DONE)
+        return response
+
+    world.workers["d0"].reply = slowly
+    response = await world.client.post(world.url + "/v1/chat/completions", data=BODY)
+    assert (await response.content.readany()).endswith(CUT)
+    gate.set()
+    assert await response.content.read() == b"data: {}\n\n: t 0 2 6;\n\n" + DONE

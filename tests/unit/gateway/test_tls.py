@@ -1,0 +1,119 @@
+"""Proves whom the gateway speaks with inside TLS: workers of the cluster that its routing table names, nobody else."""
+
+import datetime
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from prfaas import identity
+from prfaas.credentials import FILES
+from prfaas.errors import ConfigError, UnreachableError
+from prfaas.wire.routes import Instance
+from prfaas_gateway.credentials import Credentials
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.upstream import Upstream
+
+NOW = datetime.datetime.now(datetime.UTC)
+WEEK = identity.valid_for(NOW, 7)
+FIRST, SECOND = (identity.make_authority(name, WEEK) for name in ("first", "second"))
+
+
+def put(folder: Path, cluster: str, signer: identity.KeyPair, *trusted: identity.KeyPair) -> Path:
+    """Write a directory of credentials, as a Secret is mounted."""
+    folder.mkdir(exist_ok=True)
+    pair = identity.issue(signer, cluster, WEEK)
+    bundle = identity.bundle(*(one.certificate for one in trusted or (signer,)))
+    for name, content in zip(FILES, (pair.certificate, pair.key, bundle), strict=True):
+        fresh = folder / f".{name}"
+        fresh.write_bytes(content)
+        fresh.replace(folder / name)
+    return folder
+
+
+@pytest.fixture
+async def serve(tmp_path: Path) -> AsyncIterator[Callable]:
+    """Start workers of a cluster that answer with the number of their caller's certificate."""
+    runners = []
+
+    async def start(cluster: str, signer: identity.KeyPair, *trusted: identity.KeyPair) -> Instance:
+        folder = put(tmp_path / f"worker-{len(runners)}", cluster, signer, *trusted)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        context.load_verify_locations(folder / "ca.crt")
+        context.verify_mode = ssl.CERT_REQUIRED
+
+        async def answer(request: web.Request) -> web.Response:
+            shown = request.get_extra_info("ssl_object").getpeercert()
+            return web.Response(text=shown["serialNumber"])
+
+        app = web.Application()
+        app.router.add_post("/x", answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        runners.append(runner)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+        await site.start()
+        port = runner.addresses[0][1]
+        return Instance(name="d", pool="p", cluster="eu", role="decode", url=f"https://127.0.0.1:{port}")
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def ask(upstream: Upstream, worker: Instance) -> bytes:
+    answer = await upstream.post(worker, "/x", {}, b"")
+    assert answer.status == 200
+    answer.close()
+    return answer.body or b""
+
+
+async def test_a_worker_of_the_named_cluster_sees_our_certificate(serve, tmp_path):
+    worker = await serve("eu", FIRST)
+    async with Upstream(Limits(), Credentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
+        assert await ask(upstream, worker)
+
+
+async def test_a_worker_of_another_cluster_gets_no_byte_of_a_request(serve, tmp_path):
+    worker = await serve("us", FIRST)
+    async with Upstream(Limits(), Credentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
+        with pytest.raises(UnreachableError, match=r"of cluster 'us' and 'eu' was expected"):
+            await ask(upstream, worker)
+
+
+async def test_a_worker_of_a_foreign_authority_is_refused(serve, tmp_path):
+    worker = await serve("eu", SECOND, FIRST, SECOND)
+    async with Upstream(Limits(), Credentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
+        with pytest.raises(UnreachableError, match=r"verify failed"):
+            await ask(upstream, worker)
+
+
+async def test_without_credentials_a_worker_inside_tls_is_not_asked(serve):
+    worker = await serve("eu", FIRST)
+    async with Upstream(Limits()) as upstream:
+        with pytest.raises(UnreachableError, match="--tls-dir"):
+            await ask(upstream, worker)
+
+
+async def test_new_files_are_used_by_the_next_request_and_bad_ones_change_nothing(serve, tmp_path):
+    worker = await serve("eu", FIRST, FIRST, SECOND)
+    folder = put(tmp_path / "hub", "hub", FIRST)
+    credentials = Credentials(folder)
+    async with Upstream(Limits(), credentials) as upstream:
+        first = await ask(upstream, worker)
+        assert await ask(upstream, worker) == first
+        put(folder, "hub", SECOND, FIRST, SECOND)
+        second = await ask(upstream, worker)
+        assert second != first
+        (folder / "tls.key").write_bytes(b"not a key")
+        assert await ask(upstream, worker) == second
+        context = credentials.context("eu")
+        assert credentials.context("eu") is context
+
+
+def test_a_directory_that_cannot_be_used_at_the_start_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--tls-dir .*tls\.crt cannot be read"):
+        Credentials(tmp_path)

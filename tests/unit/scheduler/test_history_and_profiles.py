@@ -1,0 +1,92 @@
+"""What the scheduler learns of the demand: lengths from the gateway's counts, profiles from what instances show."""
+
+import math
+
+import pytest
+
+from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas.wire.control import Counters
+from prfaas.wire.profile import Profile
+from prfaas_scheduler.history import CounterHistory
+from prfaas_scheduler.profiles import profile_of, profiles_of
+from prfaas_scheduler.prometheus import Figure
+
+PROFILE = Profile(
+    state_bytes=1_000_000, token_bytes=1024, fixed_seconds=0.02, token_seconds=3e-5, squared_seconds=4e-11, samples=7
+)
+LENGTHS = (256, 1024, 4096, 16384, 65536)
+
+
+def counters(*lengths: int) -> Counters:
+    total = sum(lengths)
+    return Counters(
+        offloaded=total, local=0, failed_offloads=0, in_flight_offloads=0, in_flight_local=0, lengths=lengths
+    )
+
+
+def test_lengths_and_arrivals_are_those_of_the_window():
+    history = CounterHistory()
+    for second in range(0, 601):
+        history.add(float(second), counters(second, 2 * second))
+    assert history.lengths() == [300, 600]
+    assert history.arrivals_per_second() == pytest.approx(3.0)
+
+
+def test_a_gateway_that_counts_no_lengths_offers_none():
+    history = CounterHistory()
+    history.add(0.0, counters())
+    assert list(history.lengths()) == []
+
+
+def test_one_count_is_no_rate():
+    history = CounterHistory()
+    assert history.arrivals_per_second() is None
+    history.add(0.0, counters(5))
+    assert history.arrivals_per_second() is None
+
+
+def test_a_restarted_gateway_begins_anew():
+    history = CounterHistory()
+    for second in range(20):
+        history.add(float(second), counters(100 + second, 100))
+    history.add(20.0, counters(1, 0))
+    history.add(21.0, counters(3, 0))
+    assert list(history.lengths()) == [2, 0]
+    assert history.arrivals_per_second() is None
+
+
+def shown(profile: Profile) -> tuple[dict[int, float], dict[int, float]]:
+    return {n: prefill_seconds(profile, n) for n in LENGTHS}, {n: cache_bytes(profile, n) for n in LENGTHS}
+
+
+def test_the_curve_through_what_an_instance_shows_is_its_own():
+    found = profile_of(*shown(PROFILE), samples=7)
+    assert found is not None
+    for tokens in (100, 5000, 120_000):
+        assert prefill_seconds(found, tokens) == pytest.approx(prefill_seconds(PROFILE, tokens), rel=1e-9)
+        assert cache_bytes(found, tokens) == cache_bytes(PROFILE, tokens)
+
+
+def test_points_that_make_no_curve_give_no_profile():
+    seconds, sizes = shown(PROFILE)
+    assert profile_of({256: 1.0, 1024: 2.0}, sizes, 7) is None
+    assert profile_of(dict.fromkeys(LENGTHS, 0.0), sizes, 7) is None
+    assert profile_of(seconds | {65536: 0.001}, sizes, 7) is None
+
+
+def figure(name: str, value: float, **labels: str) -> Figure:
+    return Figure({"cluster": "eu", "pool": "offload", "figure": name} | labels, value, 1000.0)
+
+
+def test_pools_without_samples_or_with_absurd_figures_are_left_out():
+    seconds, sizes = shown(PROFILE)
+    curve = [figure("prefill_seconds", value, tokens=str(tokens)) for tokens, value in seconds.items()]
+    curve += [figure("cache_bytes", value, tokens=str(tokens)) for tokens, value in sizes.items()]
+    assert profiles_of([*curve, figure("profile_samples", 7)]).keys() == {("eu", "offload")}
+    assert profiles_of(curve) == {}
+    assert profiles_of([*curve, figure("profile_samples", 0)]) == {}
+    assert profiles_of([*curve, figure("profile_samples", math.nan)]) == {}
+    strange = [figure("prefill_seconds", math.inf, tokens="64"), figure("cache_bytes", 1.0, tokens="many")]
+    assert profiles_of([*curve, *strange, figure("profile_samples", 7)]) == profiles_of(
+        [*curve, figure("profile_samples", 7)]
+    )
