@@ -6,25 +6,47 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import kopf
 import typer
 
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
-from prfaas_operator import handlers, http
+from prfaas.telemetry.tracing import tracing_from_environment
+from prfaas_operator import handlers, http, logs, metrics
 from prfaas_operator.clusters.api import Cluster
-from prfaas_operator.clusters.connect import connect_hub, connect_member
+from prfaas_operator.clusters.client import Gate
+from prfaas_operator.clusters.connect import connect_hub, connect_lease, connect_member
+from prfaas_operator.election import Election, Ending
+from prfaas_operator.plan.certificates_settings import (
+    DEFAULT_AUTHORITY_HOURS,
+    DEFAULT_CERTIFICATE_HOURS,
+    DEFAULT_SETTLE_SECONDS,
+    Mode,
+    Settings,
+    settings_of,
+)
+from prfaas_operator.plan.tokens import DEFAULT_TOKEN_DAYS
 from prfaas_operator.reconcile.loop import JUDGES
+from prfaas_operator.reconcile.members import Connect
 from prfaas_operator.reconcile.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 SYNC_SECONDS: Final = 60.0
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-LOG_FORMAT: Final = "%(asctime)s %(levelname).1s %(name)s %(message)s"
+
+
+class Options(NamedTuple):
+    """What the process was started with, beside where it listens."""
+
+    namespace: str
+    leader_elect: bool
+    member_token_days: int
+    certificates: Settings
 
 
 def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo | None:
@@ -47,10 +69,12 @@ async def check_resources(hub: Cluster) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(hub: Cluster) -> AsyncIterator[Runtime]:
-    """Follow the hub's pods and Deployments, and close every connection in the end."""
-    runtime = Runtime(hub, connect_member)
-    informers = (runtime.pods, runtime.deployments)
+async def running(hub: Cluster, connect: Connect, options: Options, health: http.Health) -> AsyncIterator[Runtime]:
+    """Follow the hub's pods, children, PrefillPools and MemberClusters, and close every connection in the end."""
+    runtime = Runtime(hub, connect, options.member_token_days, options.certificates)
+    runtime.tracing = tracing_from_environment("prfaas-operator", {"k8s.pod.name": os.environ.get("POD_NAME", "")})
+    health.obstacle = runtime.wakers.stuck
+    informers = runtime.informers
     tasks = [asyncio.create_task(informer.run()) for informer in informers]
     try:
         try:
@@ -58,47 +82,89 @@ async def running(hub: Cluster) -> AsyncIterator[Runtime]:
                 for informer in informers:
                     await informer.synced.wait()
         except TimeoutError:
-            raise ConfigError(f"the hub's pods and Deployments could not be listed in {SYNC_SECONDS:g} s") from None
+            raise ConfigError(f"the hub's objects could not be listed in {SYNC_SECONDS:g} s") from None
+        tasks.append(asyncio.create_task(runtime.certificates.run()))
         yield runtime
     finally:
+        health.obstacle = http.no_obstacle
+        runtime.tracing.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def serve(namespace: str, endpoints: http.Endpoints) -> None:
-    """Run until SIGTERM or SIGINT, which kopf turns into an orderly end."""
-    ready = asyncio.Event()
-    hub = await connect_hub(namespace)
+async def lead(options: Options, gate: Gate, health: http.Health, term: asyncio.Event) -> None:
+    """Reconcile until `term` is set or the process is asked to end."""
+    hub = await connect_hub(options.namespace, gate)
     try:
         await check_resources(hub)
-        async with http.serving(endpoints, ready), running(hub) as runtime:
+        async with running(hub, partial(connect_member, gate=gate), options, health) as runtime:
             registry = handlers.register(runtime)
             kopf.on.login(registry=registry)(login)
             await kopf.operator(
                 registry=registry,
                 settings=handlers.settings(),
                 standalone=True,
-                namespaces=[namespace],
-                ready_flag=ready,
+                namespaces=[options.namespace],
+                stop_flag=term,
+                ready_flag=health.ready,
             )
     finally:
         await hub.close()
 
 
-def run(
+async def serve(options: Options, endpoints: http.Endpoints) -> None:
+    """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
+    health, ending = http.Health(), Ending()
+    ending.listen()
+    async with http.serving(endpoints, health):
+        if not options.leader_elect:
+            metrics.LEADER.set(1)
+            await lead(options, Gate(lambda: True, metrics.count_request), health, ending.term)
+            return
+        session = await connect_lease()
+        try:
+            election = Election(session, options.namespace, health.ready)
+            gate = Gate(election.may_write, metrics.count_request)
+            await election.run(partial(lead, options, gate, health), ending)
+        finally:
+            await session.close()
+
+
+def run(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     namespace: Annotated[str, typer.Option(help="Namespace of the hub to work in.")],
     host: Annotated[str, typer.Option(help="Address to serve health and metrics on.")] = "127.0.0.1",
     metrics_port: Annotated[int, typer.Option(min=1, max=65535)] = OPERATOR_METRICS_PORT,
     health_port: Annotated[int, typer.Option(min=1, max=65535)] = OPERATOR_HEALTH_PORT,
+    leader_elect: Annotated[
+        bool, typer.Option(help="Work only while this replica holds the Lease prfaas-operator.")
+    ] = False,
+    member_token_days: Annotated[
+        int, typer.Option(min=1, max=3650, help="Days that tokens for member clusters are asked for.")
+    ] = DEFAULT_TOKEN_DAYS,
+    log_format: Annotated[logs.LogFormat, typer.Option(help="How log lines are written.")] = logs.LogFormat.TEXT,
+    certificates: Annotated[Mode, typer.Option(help="Who issues the clusters' certificates.")] = Mode.OPERATOR,
+    certificate_issuer: Annotated[
+        str, typer.Option(help="With --certificates Issuer: cert-manager's KIND.GROUP/NAME.")
+    ] = "",
+    certificate_hours: Annotated[
+        float, typer.Option(min=0.001, help="Life of a certificate; it is renewed when two thirds are over.")
+    ] = DEFAULT_CERTIFICATE_HOURS,
+    authority_hours: Annotated[
+        float, typer.Option(min=0.001, help="Life of the authority that signs them; likewise replaced.")
+    ] = DEFAULT_AUTHORITY_HOURS,
+    certificate_settle_seconds: Annotated[
+        float, typer.Option(min=1, help="Longest time until every pod has read a Secret that was written.")
+    ] = DEFAULT_SETTLE_SECONDS,
 ) -> None:
     """Reconcile the prfaas resources of one namespace. Example: prfaas-operator --namespace prfaas."""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    logging.getLogger("kopf").setLevel(logging.WARNING)
-    # A line for every event of every object, and a warning for each loop that it cancels on purpose.
-    logging.getLogger("kopf.objects").setLevel(logging.ERROR)
     try:
-        asyncio.run(serve(namespace, http.Endpoints(host, metrics_port, health_port)))
+        logs.configure(log_format)
+        terms = (certificate_hours, authority_hours, certificate_settle_seconds)
+        options = Options(
+            namespace, leader_elect, member_token_days, settings_of(certificates, certificate_issuer, *terms)
+        )
+        asyncio.run(serve(options, http.Endpoints(host, metrics_port, health_port)))
     except (PrfaasError, OSError) as error:
         log.error("%s", error)
         sys.exit(1)

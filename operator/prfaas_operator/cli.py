@@ -4,16 +4,20 @@ import asyncio
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from prfaas.api import MemberCluster
 from prfaas_operator import join as work
+from prfaas_operator.check import check
 from prfaas_operator.join import Place
+from prfaas_operator.plan.check import is_well
 from prfaas_operator.plan.conditions import REACHABLE, READY
+from prfaas_operator.plan.tokens import DEFAULT_TOKEN_DAYS
 from prfaas_operator.render.account import Registration
 
 app = typer.Typer(help="Register member clusters in the hub.", no_args_is_help=True, rich_markup_mode=None)
@@ -39,6 +43,14 @@ Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of 
 MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the member cluster; the hub's if not given.")]
 Context = Annotated[str | None, typer.Option(help="Kubeconfig context of the member cluster.")]
 Kubeconfig = Annotated[Path | None, typer.Option(help="Kubeconfig file of the member cluster.")]
+TokenDays = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=3650,
+        help="Days that the token is asked for; renewed at half of them, it outlives an outage of half.",
+    ),
+]
 WaitSeconds = Annotated[float, typer.Option(min=0, help="How long to wait for the operator.")]
 OutputFormat = Annotated[Output, typer.Option("--output", "-o", help="How to print the result.")]
 
@@ -60,6 +72,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     addressing: Annotated[Addressing, typer.Option(help="How the hub reaches worker pods.")] = Addressing.POD_IP,
     datacenter: Annotated[str, typer.Option(help="Name that policies use in prefer and forbid.")] = "",
     region: Annotated[str, typer.Option(help="Free text.")] = "",
+    token_days: TokenDays = DEFAULT_TOKEN_DAYS,
     wait_seconds: WaitSeconds = 30,
     output: OutputFormat = Output.TABLE,
 ) -> None:
@@ -71,12 +84,14 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         name, place.namespace, link_mbps, round_trip_millis, addressing.value, datacenter, region
     )
     hub = Place(hub_kubeconfig, hub_context, namespace)
-    live = asyncio.run(work.join(hub, place, registration, server, wait_seconds))
+    live = asyncio.run(work.join(hub, place, registration, server, token_days, wait_seconds))
     cluster = MemberCluster.model_validate(live)
     if output is Output.JSON:
         typer.echo(json.dumps(_facts(cluster, ())))
     else:
-        typer.echo(f"{name} joined: {cluster.status.server_version}, {link_mbps} Mbit/s; use spec.clusterName: {name}")
+        status = cluster.status
+        typer.echo(f"{name} joined: {status.server_version}, {link_mbps} Mbit/s; use spec.clusterName: {name}")
+        typer.echo(f"its token ends {status.token_expiration_time}; the operator renews it at half of its life")
 
 
 @app.command("list")
@@ -115,6 +130,34 @@ def _facts(cluster: MemberCluster, pools: tuple[str, ...]) -> dict:
         "datacenter": cluster.spec.datacenter,
         "pools": list(pools),
     }
+
+
+MARKS: Final = {"ok": "ok", "warning": "WARNING", "failed": "FAILED"}
+
+
+@app.command("check")
+def check_members(
+    name: Annotated[
+        str | None, typer.Argument(help="Which MemberCluster; all if not given.", show_default=False)
+    ] = None,
+    hub_context: HubContext = None,
+    hub_kubeconfig: HubKubeconfig = None,
+    namespace: Namespace = "prfaas",
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Tell whether members can be used, question by question; exit code 1 if not. Example: prfaas cluster check eu."""
+    reports = asyncio.run(check(Place(hub_kubeconfig, hub_context, namespace), name))
+    well = all(is_well(report.findings) for report in reports)
+    if output is Output.JSON:
+        found = {report.cluster: [finding._asdict() for finding in report.findings] for report in reports}
+        typer.echo(json.dumps({"well": well, "clusters": found}))
+    else:
+        table = Table("CLUSTER", "CHECK", "", "WHAT WAS FOUND", box=None)
+        for report in reports:
+            for finding in report.findings:
+                table.add_row(report.cluster, finding.check, MARKS[finding.level], Text(finding.message))
+        Console().print(table)
+    raise typer.Exit(0 if well else 1)
 
 
 @app.command("leave")

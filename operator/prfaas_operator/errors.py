@@ -23,10 +23,22 @@ class UnauthorizedError(ConfigError):
     reason: ClassVar = "Unauthorized"
 
 
+class TokenExpiredError(ConfigError):
+    """The token of a member's kubeconfig has come to its end."""
+
+    reason: ClassVar = "TokenExpired"
+
+
 class ForbiddenError(ConfigError):
     """The API server knows us and refuses this call."""
 
     reason: ClassVar = "Forbidden"
+
+
+class NotLeaderError(PeerError):
+    """Another replica may lead by now, so that this one writes nothing."""
+
+    reason: ClassVar = "NotLeader"
 
 
 class InvalidObjectError(ConfigError):
@@ -59,10 +71,28 @@ class KubeconfigRefusedError(ConfigError):
     reason: ClassVar = "KubeconfigRefused"
 
 
+class ForbiddenSecretError(ConfigError):
+    """A pool would read a Secret that is the operator's own."""
+
+    reason: ClassVar = "ForbiddenSecret"
+
+
 class ChildConflictError(ConfigError):
     """An object that the operator would own exists already and belongs to somebody else."""
 
     reason: ClassVar = "ChildConflict"
+
+
+class AuthorityDamagedError(ConfigError):
+    """The hub's Secret of authorities cannot be read."""
+
+    reason: ClassVar = "AuthorityDamaged"
+
+
+class CertificateNotReadyError(ConfigError):
+    """A cluster's instances cannot start, because its certificate is not there yet."""
+
+    reason: ClassVar = "CertificateNotReady"
 
 
 class ConflictError(PeerError):

@@ -12,6 +12,7 @@ import kopf
 from prfaas.names import FINALIZER, GROUP, VERSION
 from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Kind
 from prfaas_operator.plan.conditions import READY
+from prfaas_operator.progress import DiffBase, Progress
 from prfaas_operator.reconcile.loop import JUDGES, keep
 from prfaas_operator.reconcile.runtime import Runtime
 from prfaas_operator.reconcile.wakers import Ref
@@ -32,8 +33,8 @@ def settings() -> kopf.OperatorSettings:
     """Return kopf's settings: our finalizer and annotations, bounded waits, no cluster-wide watching."""
     chosen = kopf.OperatorSettings()
     chosen.persistence.finalizer = FINALIZER
-    chosen.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=ANNOTATION_PREFIX)
-    chosen.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=ANNOTATION_PREFIX)
+    chosen.persistence.progress_storage = Progress(prefix=ANNOTATION_PREFIX)
+    chosen.persistence.diffbase_storage = DiffBase(prefix=ANNOTATION_PREFIX)
     chosen.posting.enabled = False
     chosen.scanning.disabled = True
     chosen.networking.request_timeout = REQUEST_SECONDS

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 import prometheus_client
@@ -10,6 +10,19 @@ from aiohttp import web
 
 SHUTDOWN_SECONDS = 1.0
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+
+
+def no_obstacle() -> str:
+    """Say that nothing hinders the process."""
+    return ""
+
+
+class Health:
+    """What the probes are answered: `ready` once set, `obstacle` names what will not end by itself, or is empty."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.obstacle: Callable[[], str] = no_obstacle
 
 
 class Endpoints(NamedTuple):
@@ -21,17 +34,18 @@ class Endpoints(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def serving(endpoints: Endpoints, ready: asyncio.Event) -> AsyncIterator[None]:
-    """Serve both ports; /healthz answers while the event loop turns, /readyz once `ready` is set."""
+async def serving(endpoints: Endpoints, health: Health) -> AsyncIterator[None]:
+    """Serve two ports: /healthz answers while the event loop turns and no object is stuck, /readyz once it is ready."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=prometheus_client.generate_latest(), headers={"Content-Type": CONTENT_TYPE})
 
     async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        obstacle = health.obstacle()
+        return web.Response(text=f"{obstacle or 'ok'}\n", status=503 if obstacle else 200)
 
     async def readyz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n") if ready.is_set() else web.Response(text="starting\n", status=503)
+        return web.Response(text="ok\n") if health.ready.is_set() else web.Response(text="starting\n", status=503)
 
     async with (
         _port(endpoints.host, endpoints.metrics_port, [web.get("/metrics", metrics)]),

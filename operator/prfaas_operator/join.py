@@ -1,7 +1,6 @@
 """What `prfaas cluster` does: register a member cluster in the hub, list what is registered, and take it out again."""
 
 import asyncio
-import base64
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,11 +17,13 @@ from prfaas_operator.errors import ConflictError
 from prfaas_operator.plan import kubeconfig
 from prfaas_operator.plan.conditions import READY
 from prfaas_operator.plan.member import users_of
+from prfaas_operator.plan.tokens import SECONDS_PER_DAY
 from prfaas_operator.render import account
 from prfaas_operator.render.account import Registration
 
 POLL_SECONDS: Final = 0.3
-TOKEN_SECONDS: Final = 30.0
+AUTHORITY_SECONDS: Final = 30.0
+ROOT_CA: Final = "kube-root-ca.crt"
 
 
 class Place(NamedTuple):
@@ -44,44 +45,52 @@ async def at(place: Place) -> AsyncIterator[Terminal]:
 
 
 async def join(
-    hub: Place, member: Place, registration: Registration, server: str | None, wait_seconds: float
+    hub: Place, member: Place, registration: Registration, server: str | None, token_days: int, wait_seconds: float
 ) -> Object:
     """Make the account in the member, the Secret and the MemberCluster in the hub; return the latter when it is Ready.
 
-    Running it again renews the token and the registration.
+    Running it again renews the token and the registration. The token ends, after `token_days` or when the member's API
+    server says; the operator renews it long before.
 
     Raises:
         ConfigError: a cluster refused something, or the operator did not find the member usable within `wait_seconds`.
 
     """
     async with at(member) as there, at(hub) as here:
-        token, authority = await _account(there.cluster)
-        document = account.kubeconfig(registration.name, server or there.server, there.ca_pem or authority, token)
+        await _make_account(there.cluster)
+        token = await there.cluster.create_token(account.ACCOUNT, token_days * SECONDS_PER_DAY)
+        authority = there.ca_pem or await _authority(there.cluster)
+        document = account.kubeconfig(registration.name, server or there.server, authority, token)
         kubeconfig.parse(document.encode())  # whatever the operator would refuse is better refused here
         await here.cluster.apply(account.secret(registration.name, document))
         await here.cluster.apply(account.member_cluster(registration))
         return await _until_ready(here.cluster, registration.name, wait_seconds)
 
 
-async def _account(member: KubernetesCluster) -> tuple[str, str]:
-    """Make what is missing of the member's account; return its token and the cluster's CA."""
+async def _make_account(member: KubernetesCluster) -> None:
+    """Make what is missing of the member's account, and bring up to date what an earlier join made of it."""
     for manifest in account.member_account(member.namespace):
-        kind = api.BY_NAME[manifest["kind"]]
-        if await member.get(kind, manifest["metadata"]["name"]) is None:
+        kind, name = api.BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
+        live = await member.get(kind, name)
+        if live is None:
             try:
                 await member.create(kind, manifest)
             except ConflictError:
                 continue  # somebody was faster
-    deadline = time.monotonic() + TOKEN_SECONDS
+        elif _is_own(live):
+            await member.apply(manifest)
+    await _delete_own(member, api.SECRET, account.OLD_TOKEN_SECRET)
+
+
+async def _authority(member: KubernetesCluster) -> str:
+    """Return the cluster's CA as Kubernetes publishes it in every namespace."""
+    deadline = time.monotonic() + AUTHORITY_SECONDS
     while time.monotonic() < deadline:
-        secret = await member.get(api.SECRET, account.TOKEN_SECRET)
-        data = (secret or {}).get("data") or {}
-        if "token" in data:
-            return base64.b64decode(data["token"]).decode(), base64.b64decode(data.get("ca.crt", "")).decode()
+        published = await member.get(api.CONFIG_MAP, ROOT_CA)
+        if published is not None:
+            return published["data"]["ca.crt"]
         await asyncio.sleep(POLL_SECONDS)
-    raise ConfigError(
-        f"Secret {account.TOKEN_SECRET} got no token in {TOKEN_SECONDS:g} s; is the controller manager up?"
-    )
+    raise ConfigError(f"ConfigMap {ROOT_CA} is not there after {AUTHORITY_SECONDS:g} s; is the controller manager up?")
 
 
 async def _until_ready(hub: KubernetesCluster, name: str, wait_seconds: float) -> Object:
@@ -115,6 +124,10 @@ async def leave(hub: Place, member: Place | None, name: str, wait_seconds: float
         live = await here.cluster.get(api.MEMBER_CLUSTER, name)
         if live is None:
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace}")
+        pools = [PrefillPool.model_validate(pool) for pool in await here.cluster.list_all(api.PREFILL_POOL)]
+        if users := users_of(name, pools):
+            named = ", ".join(f"PrefillPool {user}" for user in users)
+            raise ConfigError(f"MemberCluster {name} is used by {named}: delete what is to go, then leave")
         await here.cluster.delete(api.MEMBER_CLUSTER, name)
         await _until_gone(here.cluster, name, wait_seconds)
         await _delete_own(here.cluster, api.SECRET, MemberCluster.model_validate(live).spec.kubeconfig_secret_ref.name)
@@ -138,9 +151,13 @@ async def _until_gone(hub: KubernetesCluster, name: str, wait_seconds: float) ->
 async def _delete_own(cluster: KubernetesCluster, kind: api.Kind, name: str) -> None:
     """Delete an object that `join` made; one that Helm or a person made stays."""
     live = await cluster.get(kind, name)
-    labels = (live or {}).get("metadata", {}).get("labels") or {}
-    if all(labels.get(label) == value for label, value in account.LABELS.items()):
+    if live is not None and _is_own(live):
         await cluster.delete(kind, name)
+
+
+def _is_own(live: Object) -> bool:
+    labels = live["metadata"].get("labels") or {}
+    return all(labels.get(label) == value for label, value in account.LABELS.items())
 
 
 async def members(hub: Place) -> list[tuple[MemberCluster, tuple[str, ...]]]:

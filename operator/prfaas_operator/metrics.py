@@ -1,9 +1,16 @@
-"""What Prometheus is told about the operator: how long reconciles take, what fails, and how old each contact is."""
+"""What Prometheus is told about the operator: how long reconciles take, what fails, and how old each contact is.
+
+A label `cluster` is every scraped target's own: what is about a cluster, the hub included, has `member_cluster`.
+"""
 
 import time
+from datetime import datetime
 
 import prometheus_client
 from prometheus_client import Counter, Gauge, Histogram
+
+from prfaas.api import PrfaaSPolicy
+from prfaas.capacity.longloop import Decision
 
 prometheus_client.disable_created_metrics()
 
@@ -26,12 +33,93 @@ CONTACT_AGE = Gauge(
     ("member_cluster",),
 )
 
+OBJECT_READY = Gauge("prfaas_operator_object_ready", "Whether an object's condition Ready holds.", ("kind", "name"))
+LEADER = Gauge("prfaas_operator_leader", "Whether this replica works: it holds the Lease, or there is no election.")
+API_REQUESTS = Counter(
+    "prfaas_operator_api_requests_total",
+    "Calls to API servers, by HTTP status; `none` where no answer came.",
+    ("member_cluster", "verb", "code"),
+)
+QUEUE_WAIT_SECONDS = Histogram(
+    "prfaas_operator_queue_wait_seconds",
+    "How long an object that was woken waited until it was looked at.",
+    ("kind",),
+    buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30),
+)
+QUEUE_DEPTH = Gauge("prfaas_operator_queue_depth", "Objects that were woken and not looked at yet.")
+DRIFT_HEALED = Counter(
+    "prfaas_operator_drift_healed_total", "Children that somebody else had changed or deleted, put back.", ("kind",)
+)
+TOKEN_EXPIRES = Gauge(
+    "prfaas_operator_member_token_expires_timestamp_seconds",
+    "When the token of a member cluster's kubeconfig ends, as Unix time.",
+    ("member_cluster",),
+)
+
+
+def count_request(cluster: str, verb: str, code: str) -> None:
+    """Count one call to an API server."""
+    API_REQUESTS.labels(cluster, verb, code).inc()
+
+
+CERTIFICATE_EXPIRES = Gauge(
+    "prfaas_operator_certificate_expires_timestamp_seconds",
+    "When the certificate that a cluster's instances hold ends, as Unix time.",
+    ("member_cluster",),
+)
+AUTHORITY_EXPIRES = Gauge(
+    "prfaas_operator_authority_expires_timestamp_seconds",
+    "When the authority that signs the clusters' certificates ends, as Unix time.",
+)
+POOL_CHANGES = Counter(
+    "prfaas_operator_pool_changes_total", "Conversions and changes in number that policies made.", ("name", "reason")
+)
+LOAD_SHARE = Gauge("prfaas_operator_policy_load", "What arrives, as a share of what a stage can do.", ("name", "stage"))
+STAGES = ("prefill", "decode")
+
 
 def contacted(cluster: str, now: float) -> None:
     """Note that a member answered at monotonic second `now`; the gauge grows by itself from there."""
     CONTACT_AGE.labels(cluster).set_function(lambda: time.monotonic() - now)
 
 
+def judged(kind: str, name: str, *, ready: bool) -> None:
+    """Note how a look at an object ended."""
+    OBJECT_READY.labels(kind, name).set(ready)
+
+
+def balanced(name: str, decision: Decision) -> None:
+    """Report the loads that a policy's long loop decided on; none while they are not known."""
+    for stage in STAGES:
+        if decision.now is None:
+            LOAD_SHARE.remove(name, stage)
+        else:
+            load = decision.now.prefill_load if stage == "prefill" else decision.now.decode_load
+            LOAD_SHARE.labels(name, stage).set(load)
+
+
+def forget_object(kind: str, name: str) -> None:
+    """Stop reporting an object that is no more; only policies have loads."""
+    if kind == PrfaaSPolicy.kind_name:
+        for stage in STAGES:
+            LOAD_SHARE.remove(name, stage)
+    OBJECT_READY.remove(kind, name)
+
+
+def forget_certificate(cluster: str) -> None:
+    """Stop reporting the certificate of a cluster that is no more."""
+    CERTIFICATE_EXPIRES.remove(cluster)
+
+
 def forget_member(cluster: str) -> None:
     """Stop reporting a member that is no more."""
     CONTACT_AGE.remove(cluster)
+    TOKEN_EXPIRES.remove(cluster)
+
+
+def token_expires(cluster: str, moment: datetime | None) -> None:
+    """Report when a member's token ends; None where nothing ends."""
+    if moment is None:
+        TOKEN_EXPIRES.remove(cluster)
+    else:
+        TOKEN_EXPIRES.labels(cluster).set(moment.timestamp())

@@ -11,7 +11,7 @@ import yaml
 from prfaas_sandbox.build import ensure_tools
 
 CHARTS = Path(__file__).parents[2] / "charts"
-HELM_TIMEOUT_SECONDS = 30
+HELM_TIMEOUT_SECONDS = 90
 
 Manifest = dict[str, Any]
 

@@ -9,6 +9,7 @@ import yaml
 
 from prfaas.api import PrfaaSPolicy
 from prfaas_operator import __main__ as operator
+from prfaas_operator.logs import LogFormat
 from prfaas_operator.render import access
 
 ROOT = Path(__file__).parents[2]
@@ -21,8 +22,8 @@ def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [each for each in objects if each["kind"] == kind]
 
 
-def only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    (found,) = of_kind(objects, kind)
+def only(objects: list[dict[str, Any]], kind: str, name: str = "prfaas-operator") -> dict[str, Any]:
+    (found,) = (each for each in of_kind(objects, kind) if each["metadata"]["name"] == name)
     return found
 
 
@@ -36,11 +37,10 @@ def container(hub: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def granted(objects: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
-    """Return all rights of the Roles as (group, resource, verb)."""
+    """Return all rights of the operator's Role as (group, resource, verb)."""
     return {
         (group, resource, verb)
-        for role in of_kind(objects, "Role")
-        for rule in role["rules"]
+        for rule in only(objects, "Role")["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
@@ -74,12 +74,16 @@ def test_operator_is_started_by_flags_that_it_knows(hub):
     assert container(hub)["command"] == ["prfaas-operator"]
     command = typer.main.get_command(_app())
     context = command.make_context("prfaas-operator", list(container(hub)["args"]))
-    assert context.params == {
+    chosen = {
         "namespace": "$(POD_NAMESPACE)",
         "host": "$(POD_IP)",
         "metrics_port": 9090,
         "health_port": 8081,
+        "leader_elect": True,
+        "member_token_days": 30,
+        "log_format": LogFormat.TEXT,
     }
+    assert chosen.items() <= context.params.items()
 
 
 def _app() -> typer.Typer:
@@ -113,9 +117,11 @@ def test_selector_finds_the_pods_and_no_version_is_in_it(hub):
     assert labels["app.kubernetes.io/part-of"] == "prfaas"  # Prometheus finds pods by it
 
 
-def test_two_operators_never_work_at_once(hub):
-    spec = only(hub, "Deployment")["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+def test_replicas_elect_a_leader_and_the_next_is_there_before_the_last_goes(render):
+    spec = only(render("prfaas", "--set", "operator.replicas=2"), "Deployment")["spec"]
+    assert spec["replicas"] == 2
+    assert "--leader-elect" in spec["template"]["spec"]["containers"][0]["args"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
 
 
 @both_charts
@@ -127,19 +133,29 @@ def test_nothing_reaches_beyond_the_namespace(render, chart):
 
 @both_charts
 def test_no_wildcards_and_no_way_up(render, chart):
-    rights = granted(render(chart))
-    assert rights
-    for group, resource, verb in rights:
-        assert "*" not in (group, resource, verb)
-        assert verb not in ("escalate", "bind", "impersonate", "deletecollection")
+    roles = of_kind(render(chart), "Role")
+    assert roles
+    for rule in (rule for role in roles for rule in role["rules"]):
+        assert "*" not in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])
+        assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"])
 
 
-def test_operator_reads_secrets_by_name_only(hub):
-    assert {verb for _, resource, verb in granted(hub) if resource == "secrets"} == {"get", "patch"}
+def secret_rules(objects: list[dict[str, Any]]) -> dict[tuple[str, ...], set[str]]:
+    """Return the verbs on Secrets by the names that a rule is limited to; () is no limit."""
+    rules = [rule for rule in only(objects, "Role")["rules"] if "secrets" in rule["resources"]]
+    return {tuple(rule.get("resourceNames", ())): set(rule["verbs"]) for rule in rules}
+
+
+def test_operator_reads_secrets_by_name_only_and_makes_none_but_its_own(hub):
+    rules = secret_rules(hub)
+    assert rules.pop(()) == {"get", "patch"}
+    assert rules.keys() <= {("prfaas-ca", "prfaas-tls")}
+    assert all(verbs == {"create"} for verbs in rules.values())
 
 
 def test_operator_starts_no_pods_and_enters_none(hub):
-    assert {verb for _, resource, verb in granted(hub) if resource.startswith("pods")} == {"list", "watch"}
+    pods = {(resource, verb) for _, resource, verb in granted(hub) if resource.startswith("pods")}
+    assert pods == {("pods", "list"), ("pods", "watch"), ("pods", "patch"), ("pods/status", "patch")}
 
 
 def test_operator_holds_what_it_grants_to_a_gateway(hub):
@@ -156,9 +172,19 @@ def test_operator_holds_what_it_grants_to_a_gateway(hub):
     assert grants <= granted(hub)
 
 
-def test_member_lets_the_hub_run_deployments_and_no_more(member):
+def test_member_lets_the_hub_keep_pools_and_what_belongs_to_them_and_no_more(member):
     deployments = {("apps", "deployments", verb) for verb in ("get", "list", "watch", "create", "patch", "delete")}
-    assert granted(member) == deployments | {("", "pods", "list"), ("", "pods", "watch")}
+    settings = {("", "configmaps", verb) for verb in ("get", "list", "watch", "create", "patch", "delete")}
+    pods = {("", "pods", verb) for verb in ("list", "watch")}
+    budgets = {("policy", "poddisruptionbudgets", verb) for verb in ("get", "list", "watch", "create", "patch")}
+    secrets = {right for right in granted(member) if right[1] == "secrets"}
+    token = {("", "serviceaccounts/token", "create")}
+    assert granted(member) == deployments | settings | pods | budgets | token | secrets
+
+
+def test_member_lets_the_hub_touch_no_secret_but_the_instances_certificate(member):
+    assert secret_rules(member).keys() <= {("prfaas-tls",)}
+    assert not {"list", "watch"} & {verb for verbs in secret_rules(member).values() for verb in verbs}
 
 
 @both_charts
@@ -178,11 +204,10 @@ def test_only_the_operators_pod_gets_the_accounts_token(hub):
     assert pod(hub)["automountServiceAccountToken"] is True
 
 
-def test_member_has_the_token_that_join_reads(member):
-    secret = only(member, "Secret")
-    assert secret["type"] == "kubernetes.io/service-account-token"
-    assert secret["metadata"]["name"] == "prfaas-operator-token"
-    assert secret["metadata"]["annotations"] == {"kubernetes.io/service-account.name": "prfaas-operator"}
+def test_no_token_without_an_end_is_made_and_the_account_may_renew_its_own_alone(member):
+    assert not of_kind(member, "Secret")
+    (rule,) = [rule for rule in only(member, "Role")["rules"] if "serviceaccounts/token" in rule["resources"]]
+    assert (rule["verbs"], rule["resourceNames"]) == (["create"], ["prfaas-operator"])
 
 
 def test_crds_are_the_generated_ones(hub):
@@ -220,47 +245,3 @@ def test_placement_and_resources_reach_the_pod(render):
     assert pod(chosen)["tolerations"] == [{"operator": "Exists"}]
     assert pod(chosen)["imagePullSecrets"] == [{"name": "s"}]
     assert container(chosen)["resources"]["limits"] == {"memory": "1Gi"}
-
-
-@pytest.mark.parametrize(
-    ("chart", "value", "complaint"),
-    [
-        ("prfaas", "operator.image.pullPolicy=Sometimes", "'/operator/image/pullPolicy': value must be one of"),
-        ("prfaas", "operator.image.repository=", "'/operator/image/repository': minLength: got 0, want 1"),
-        ("prfaas", "crds.keep=maybe", "'/crds/keep': got string, want boolean"),
-        ("prfaas", "operator.imagePullSecrets[0]=registry", "'/operator/imagePullSecrets/0': got string, want object"),
-        ("prfaas", "operator.nodeSelector.gpu=true", "'/operator/nodeSelector/gpu': got boolean, want string"),
-        ("prfaas", "operator.replica=2", "additional properties 'replica' not allowed"),
-        ("prfaas", "image.tag=1", "additional properties 'image' not allowed"),
-        ("prfaas-member", "namespace=x", "additional properties 'namespace' not allowed"),
-    ],
-)
-def test_wrong_value_is_refused_and_named(render, chart, value, complaint):
-    with pytest.raises(Exception, match="values don't meet the specifications") as refused:
-        render(chart, "--set", value)
-    assert complaint in str(refused.value)
-
-
-def test_every_value_stands_in_the_schema_and_the_other_way_round():
-    folder = ROOT / "charts/prfaas"
-    values = yaml.safe_load((folder / "values.yaml").read_text())
-    schema = yaml.safe_load((folder / "values.schema.json").read_text())
-
-    def of_values(node: Any, path: str) -> set[str]:
-        children = node.items() if isinstance(node, dict) else ()
-        return {path}.union(*(of_values(child, f"{path}.{key}") for key, child in children))
-
-    def of_schema(node: Any, path: str) -> set[str]:
-        return {path}.union(*(of_schema(child, f"{path}.{key}") for key, child in node.get("properties", {}).items()))
-
-    known = of_schema(schema, "") - {".global"}
-    free = (".operator.resources", ".operator.nodeSelector")  # what Kubernetes itself defines
-    assert {path for path in of_values(values, "") if not path.startswith(free) or path in free} == known
-
-
-def test_notes_give_the_next_command(helm):
-    hub = helm("install", "release", ROOT / "charts/prfaas", "-n", "here", "--dry-run=client")
-    assert "kubectl -n here rollout status deployment/prfaas-operator" in hub
-    assert "prfaas cluster join NAME --context MEMBER" in hub
-    member = helm("install", "release", ROOT / "charts/prfaas-member", "-n", "here", "--dry-run=client")
-    assert "prfaas cluster join NAME --context THIS_CLUSTER" in member

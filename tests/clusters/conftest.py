@@ -17,7 +17,7 @@ from prfaas_sandbox.build import ensure_tools
 from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.tools import Tools
 
-KUBECTL_TIMEOUT_SECONDS = 30
+KUBECTL_TIMEOUT_SECONDS = 90
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def test_server_reports_the_pinned_version(hub):
 
 def test_controllers_run(hub):
     hub.kubectl("create", "deployment", "echo", "--image=none", "--replicas=2")
-    hub.kubectl("wait", "--for=jsonpath={.status.replicas}=2", "deployment/echo", "--timeout=20s")
+    hub.kubectl("wait", "--for=jsonpath={.status.replicas}=2", "deployment/echo", "--timeout=60s")
 
 
 def test_clusters_share_nothing(hub, member):

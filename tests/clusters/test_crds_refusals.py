@@ -61,7 +61,16 @@ POOLS = [
     ("model.name", "a b", "spec.model.name", "start with a letter or digit"),
     ("model.source", "models/kimi", "spec.model.source", "must be an absolute directory such as /models/kimi"),
     ("model.source", "builtin:", "spec.model.source", "or builtin:NAME"),
-    ("engine.type", "vllm", 'Unsupported value: "vllm": supported values: "prfaas"', ""),
+    ("engine.type", "triton", 'Unsupported value: "triton": supported values: "prfaas", "vllm", "sglang"', ""),
+    ("engine", {"type": "vllm"}, "spec.engine.image: Required value", "name an image of that engine"),
+    ("engine", {"type": "sglang", "image": "x"}, "spec.model.source", "run in that alone"),
+    ("engine.connector", "Nixl", "spec.engine.connector: Forbidden", "belongs to type vllm"),
+    (
+        "engine",
+        {"type": "vllm", "image": "x", "args": ["--kv_transfer_config={}"]},
+        "spec.engine.args: Forbidden",
+        "what the operator sets for vllm and sglang",
+    ),
     ("engine.image", "my image", "spec.engine.image", "without spaces"),
     ("engine.args", ["--host=0.0.0.0"], "spec.engine.args: Forbidden", "change the pool's own fields"),
     ("engine.args", ["--role", "decode"], "spec.engine.args: Forbidden", "change the pool's own fields"),
@@ -70,11 +79,21 @@ POOLS = [
     ("replicas", -1, "spec.replicas", "should be greater than or equal to 0"),
     ("replicas", "2", "spec.replicas", "must be of type integer"),
     ("drainSeconds", 3601, "spec.drainSeconds", "should be less than or equal to 3600"),
+    ("rollout.maxSurge", -1, "spec.rollout.maxSurge", "must be a number of instances such as 1, or a percentage"),
+    ("rollout.maxSurge", "101%", "spec.rollout.maxSurge", "up to 100% such as 25%"),
+    ("rollout.maxUnavailable", "3", "spec.rollout.maxUnavailable", "must be a number of instances such as 1"),
+    ("rollout", {"maxSurge": "0%"}, "spec.rollout.maxSurge", "cannot both be 0"),
     ("template.hostNetwork", True, 'unknown field "spec.template.hostNetwork"', ""),
     ("template.labels", {"prfaas.io/role": "decode"}, "spec.template.labels: Forbidden", "use another prefix"),
     ("template.labels", {"a": "b c"}, "spec.template.labels[a]", "must be a label value"),
     ("template.labels", {"a b": "c"}, "spec.template.labels", "keys must be NAME or PREFIX/NAME"),
     ("template.labels", TOO_MANY, "spec.template.labels", "must have at most 32 items"),
+    ("template.nodeAffinity", [{"key": "a b", "values": ["x"]}], "nodeAffinity[0].key", "must be NAME or PREFIX/NAME"),
+    ("template.nodeAffinity", [{"key": "a"}], "nodeAffinity[0].values", "In, NotIn, Gt and Lt need values"),
+    ("template.nodeAffinity", [{"key": "a", "operator": "Gt", "values": ["x"]}], "nodeAffinity[0].values", "one value"),
+    ("template.topologySpread", [{"topologyKey": ""}], "topologySpread[0].topologyKey", "at least 1 chars long"),
+    ("template.topologySpread", [{"topologyKey": "z", "maxSkew": 0}], "maxSkew", "greater than or equal to 1"),
+    ("template.schedulerName", "My Scheduler", "template.schedulerName", "must be the name of an object"),
     ("template.resources.requests", {"cpu": "lots"}, "requests[cpu]", "such as 2, 500m or 8Gi"),
     ("template.resources.requests", {"cpu": "-1"}, "requests[cpu]", "must be a quantity of zero or more"),
     ("template.resources", {"requests": {"cpu": 2}, "limits": {"cpu": "500m"}}, "requests", "raise limits"),
@@ -95,6 +114,8 @@ POOLS = [
 ]
 DECODE_POOLS = [
     ("clusterName", "eu", "spec.clusterName: Forbidden", "leave clusterName empty"),
+    ("maxBatch", 8, "spec.maxBatch: Required value", "give both"),
+    ("stepMillis", 30, "spec.maxBatch: Required value", "give both"),
 ]
 POLICIES = [
     ("metadata.name", "9", "metadata.name: Invalid value", "start with a letter"),
@@ -105,7 +126,7 @@ POLICIES = [
     ("prefillPools", GONE, "spec.prefillPools: Required value", "name one, or set threshold.mode to Disabled"),
     ("prefillPools", ["p", "p"], 'spec.prefillPools[1]: Duplicate value: "p"', ""),
     ("prefillPools", [f"p{i}" for i in range(17)], "spec.prefillPools", "must have at most 16 items"),
-    ("threshold.mode", "auto", 'supported values: "Auto", "Fixed", "Disabled"', ""),
+    ("threshold.mode", "auto", 'supported values: "Auto", "Priced", "Fixed", "Disabled"', ""),
     ("threshold", {"min": 5000, "max": 4000}, "spec.threshold.min", "lower min or raise max"),
     ("threshold", {"max": 1024}, "spec.threshold.tokens", "threshold.tokens (default 2048) must lie between"),
     ("threshold.tokens", -1, "spec.threshold.tokens", "should be greater than or equal to 0"),
@@ -125,9 +146,16 @@ POLICIES = [
     ("onOffloadFailure", "Retry", 'supported values: "PrefillLocally", "Reject"', ""),
     ("datacenters", {"prefer": ["a"], "forbid": ["a"]}, "spec.datacenters.prefer", "remove it from one"),
     ("datacenters.forbid", [""], "spec.datacenters.forbid[0]", "must be letters, digits"),
+    ("gateway.apiKeysSecretRef", {}, "spec.gateway.apiKeysSecretRef.name: Required value", ""),
+    ("gateway.apiKeysSecretRef.name", "A_b", "spec.gateway.apiKeysSecretRef.name", "must be the name of an object"),
     ("gateway.replicas", 101, "spec.gateway.replicas", "should be less than or equal to 100"),
     ("gateway.resources.limits", {"cpu": "x"}, "spec.gateway.resources.limits[cpu]", "must be a quantity"),
-    ("scaling", {}, 'unknown field "spec.scaling"', ""),
+    ("autoscaling", {}, 'unknown field "spec.autoscaling"', ""),
+    ("conversion.minDecode", 0, "spec.conversion.minDecode", "should be greater than or equal to 1"),
+    ("scaling.mode", "Hpa", 'supported values: "None", "Auto"', ""),
+    ("scaling.targetLoadPercent", 101, "spec.scaling.targetLoadPercent", "should be less than or equal to 100"),
+    ("intervals.longSeconds", 9, "spec.intervals.longSeconds", "should be greater than or equal to 10"),
+    ("slo.ttftMillis", 0, "spec.slo.ttftMillis", "should be greater than or equal to 1"),
 ]
 LINES = [
     (kind, *line)
@@ -145,7 +173,7 @@ LINES = [
 def crds(hub):
     """The hub with the committed CRDs."""
     hub.kubectl("apply", "--server-side", "-f", str(Path(__file__).parents[2] / "crds"))
-    hub.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=20s")
+    hub.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
     return hub
 
 

@@ -7,3 +7,8 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
+
+{{/* Namespace of the pools. */}}
+{{- define "prfaas-member.namespace" -}}
+{{ .Values.namespace.name | default .Release.Namespace }}
+{{- end }}

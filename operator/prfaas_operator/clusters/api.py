@@ -44,8 +44,12 @@ DEPLOYMENT: Final = Kind("apps/v1", "Deployment", "deployments")
 ROLE: Final = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING: Final = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 LEASE: Final = Kind("coordination.k8s.io/v1", "Lease", "leases")
+CUSTOM_RESOURCE: Final = Kind(
+    "apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False
+)
 DISRUPTION_BUDGET: Final = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 NETWORK_POLICY: Final = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+CERTIFICATE: Final = Kind("cert-manager.io/v1", "Certificate", "certificates")
 
 BY_NAME: Final = {
     kind.name: kind
@@ -67,6 +71,7 @@ BY_NAME: Final = {
         LEASE,
         DISRUPTION_BUDGET,
         NETWORK_POLICY,
+        CERTIFICATE,
     )
 }
 
@@ -107,16 +112,35 @@ class Cluster(Protocol):
         """Return one page of objects by label selector; `after` is the previous page's `next_page`."""
         ...
 
+    async def try_list(self, kind: Kind, *, selector: str = "") -> None:
+        """Ask for one object of a kind, for the rights alone."""
+        ...
+
     async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:
         """Return all objects by label selector."""
         ...
 
-    async def apply(self, body: Object, *, subresource: str = "") -> Object:
-        """Apply a manifest under the connection's field manager, taking over contested fields; return it live."""
+    async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
+        """Apply a manifest under the connection's field manager, taking over contested fields; return it live.
+
+        With `dry_run` the server does all but store it: it fills in, checks, asks its webhooks and its quotas.
+        """
         ...
 
     async def create(self, kind: Kind, body: Object) -> Object:
         """Create an object; ConflictError when it exists."""
+        ...
+
+    async def merge(self, kind: Kind, name: str, patch: Object) -> Object:
+        """Apply a JSON merge patch; ConflictError when it names a resourceVersion that is not the present one."""
+        ...
+
+    async def create_token(self, account: str, seconds: int) -> str:
+        """Return a new token of a ServiceAccount for `seconds`, or for as long as the server allows."""
+        ...
+
+    def use_token(self, token: str) -> None:
+        """Send another bearer token from the next call on."""
         ...
 
     async def delete(self, kind: Kind, name: str, *, uid: str = "") -> None:

@@ -6,11 +6,14 @@ raise becomes an error of ours with the server's own sentence in it.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -21,7 +24,8 @@ from kubernetes.aio.watch import Watch
 
 from prfaas.names import FIELD_MANAGER_OPERATOR
 from prfaas_operator import errors
-from prfaas_operator.clusters.api import BY_NAME, Kind, Object, Page, WatchEvent
+from prfaas_operator.clusters.api import BY_NAME, SERVICE_ACCOUNT, Kind, Object, Page, WatchEvent
+from prfaas_operator.clusters.throttle import Throttle, asked_rest_seconds
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +34,32 @@ CALL_SECONDS: Final = 5.0
 WATCH_SECONDS: Final = 60
 WATCH_SLACK_SECONDS: Final = 5.0
 PAGE_LIMIT: Final = 500
+TRIES: Final = 3
+MIN_TOKEN_SECONDS: Final = 600  # an API server refuses to grant less
 
 NOT_FOUND: Final = 404
 CONFLICT: Final = 409
 GONE: Final = 410
 TOO_BUSY: Final = frozenset({429, 502, 503, 504})
+
+
+class Probe(NamedTuple):
+    """An answer to the simplest question: the server's version and clock (whole seconds), when and how long it took."""
+
+    version: str
+    date: datetime
+    asked_at: datetime
+    seconds: float
+
+
+class Gate(NamedTuple):
+    """What stands between a process and its writes, and who is told of its calls: (cluster, verb, code)."""
+
+    may_write: Callable[[], bool]
+    count: Callable[[str, str, str], None]
+
+
+OPEN: Final = Gate(lambda: True, lambda *_: None)
 
 
 class KubernetesCluster:
@@ -46,18 +71,29 @@ class KubernetesCluster:
         label: how error messages call this cluster, for example "cluster prefill-eu".
         field_manager: who owns the fields that `apply` sends; every writer needs its own, because an apply removes
             what the same manager sent before and leaves out now.
+        gate: whether writing is allowed, asked right before each write; and who counts the calls.
 
     """
 
-    def __init__(self, client: ApiClient, namespace: str, label: str, field_manager: str = FIELD_MANAGER_OPERATOR):
+    def __init__(
+        self,
+        client: ApiClient,
+        namespace: str,
+        label: str,
+        field_manager: str = FIELD_MANAGER_OPERATOR,
+        *,
+        gate: Gate = OPEN,
+    ):
         self.namespace = namespace
+        self._gate = gate
         self._label = label
         self._field_manager = field_manager
         self._client = client
         self._dynamic = DynamicClient(client)
+        self._throttle = Throttle()
 
     async def version(self) -> str:  # noqa: D102  # documented in the Protocol, as are the methods below
-        return str((await self._call("get", "/version", "version")).get("gitVersion", ""))
+        return str((await self._call("get", "/version", "version", at_once=True)).get("gitVersion", ""))
 
     async def get(self, kind: Kind, name: str) -> Object | None:  # noqa: D102
         try:
@@ -82,6 +118,10 @@ class KubernetesCluster:
         metadata = answer["metadata"]
         return Page(answer.get("items") or [], metadata.get("resourceVersion", ""), metadata.get("continue", ""))
 
+    async def try_list(self, kind: Kind, *, selector: str = "") -> None:  # noqa: D102
+        path = kind.path(self.namespace)
+        await self._call("get", path, kind.plural, at_once=True, label_selector=selector or None, limit=1)
+
     async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:  # noqa: D102
         page = await self.page(kind, selector=selector)
         items = page.items
@@ -90,7 +130,7 @@ class KubernetesCluster:
             items += page.items
         return items
 
-    async def apply(self, body: Object, *, subresource: str = "") -> Object:  # noqa: D102
+    async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:  # noqa: D102
         kind = BY_NAME[body["kind"]]
         name = body["metadata"]["name"]
         try:
@@ -102,6 +142,7 @@ class KubernetesCluster:
                 content_type="application/apply-patch+yaml",
                 field_manager=self._field_manager,
                 force_conflicts=True,
+                dry_run="All" if dry_run else None,
             )
         except _NotFoundError as error:
             raise self._missing(subresource, error) from error
@@ -111,6 +152,31 @@ class KubernetesCluster:
             return await self._call("post", kind.path(self.namespace), f"{kind.name}", body=body)
         except _NotFoundError as error:
             raise self._missing("", error) from error
+
+    async def merge(self, kind: Kind, name: str, patch: Object) -> Object:  # noqa: D102
+        try:
+            return await self._call(
+                "patch",
+                kind.path(self.namespace, name),
+                f"{kind.name} {name}",
+                body=patch,
+                content_type="application/merge-patch+json",
+            )
+        except _NotFoundError as error:
+            raise errors.ConflictError(str(error)) from error
+
+    async def create_token(self, account: str, seconds: int) -> str:  # noqa: D102
+        request = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"expirationSeconds": max(seconds, MIN_TOKEN_SECONDS)},
+        }
+        path = SERVICE_ACCOUNT.path(self.namespace, account, "token")
+        answer = await self._call("post", path, f"token of ServiceAccount {account}", body=request)
+        return str(answer["status"]["token"])
+
+    def use_token(self, token: str) -> None:  # noqa: D102
+        self._client.configuration.api_key["BearerToken"] = f"Bearer {token}"
 
     async def delete(self, kind: Kind, name: str, *, uid: str = "") -> None:  # noqa: D102
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
@@ -127,24 +193,83 @@ class KubernetesCluster:
         limit = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_SLACK_SECONDS, sock_connect=CONNECT_SECONDS)
         read = partial(self._dynamic.request, "get", kind.path(self.namespace), serialize=False, _request_timeout=limit)
         try:
-            with self._translate(f"watch of {kind.plural}"):
+            if not await self._throttle.turn():
+                raise self._overdue(f"watch of {kind.plural}")
+            with self._translate(f"watch of {kind.plural}"), self._counted("watch") as answer:
                 async for event in watch.stream(
                     read, label_selector=selector, resource_version=since, timeout_seconds=WATCH_SECONDS
                 ):
                     if not isinstance(event, dict):
                         raise ValueError(f"a watch line is no JSON: {event[:100]!r}")  # noqa: TRY004  # not a type of ours
+                    answer["code"] = "200"
                     yield WatchEvent(event["type"], event["object"])
         finally:
             await watch.close()
 
+    async def probe(self) -> Probe:
+        """Return what a server says of itself, how long that took, and what its clock says."""
+        limit = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
+        asked_at, started = datetime.now(UTC), time.monotonic()
+        with self._translate("version"):
+            response = await self._dynamic.request("get", "/version", serialize=False, _request_timeout=limit)
+            seconds = time.monotonic() - started
+            date = parsedate_to_datetime(response.headers["Date"])
+            answer = msgspec.json.decode(await response.read())
+        return Probe(str(answer.get("gitVersion", "")), date, asked_at, seconds)
+
+    async def may(self, attributes: Mapping[str, str]) -> bool:
+        """Ask whether these credentials may do something in the namespace; fields as in a SelfSubjectAccessReview."""
+        spec = {"resourceAttributes": {**attributes, "namespace": self.namespace}}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        return bool((await self._call("post", path, "access review", body=review))["status"]["allowed"])
+
+    async def try_create(self, kind: Kind, body: Object) -> None:
+        """Go through everything that creating an object goes through, without creating it; raises as `create` does."""
+        try:
+            await self._call("post", kind.path(self.namespace), kind.name, body=body, dry_run="All")
+        except _NotFoundError as error:
+            raise self._missing("", error) from error
+
     async def close(self) -> None:  # noqa: D102
         await self._client.close()
 
-    async def _call(self, method: str, path: str, what: str, **parameters: Any) -> Object:
+    async def _call(self, method: str, path: str, what: str, *, at_once: bool = False, **parameters: Any) -> Object:
+        """Make a call in its turn, and again where the server had no time for it: then nothing has been done."""
+        for _ in range(TRIES):
+            # Those who wait in line have not begun: a thousand objects at once are no sign of a dead server.
+            async with self._throttle.under_way(at_once=at_once) as may_call:
+                if not may_call:
+                    raise self._overdue(what)
+                if method != "get" and not self._gate.may_write():
+                    raise errors.NotLeaderError(f"{self._label}, {what}: not written, another replica may lead by now")
+                with contextlib.suppress(_BusyError):
+                    return await self._call_once(method, path, what, **parameters)
+        raise errors.ClusterUnreachableError(f"{self._label} is too busy, also after {TRIES} tries ({what})")
+
+    def _overdue(self, what: str) -> errors.ClusterUnreachableError:
+        rest = self._throttle.rests_for_seconds
+        why = f"asks to be left alone for {rest:.0f} s" if rest else "does not keep up with the calls of this operator"
+        return errors.ClusterUnreachableError(f"{self._label} {why} ({what})")
+
+    async def _call_once(self, method: str, path: str, what: str, **parameters: Any) -> Object:
         limit = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
-        with self._translate(what):
+        with self._translate(what), self._counted(method) as answer:
             response = await self._dynamic.request(method, path, serialize=False, _request_timeout=limit, **parameters)
+            answer["code"] = str(response.status)
             return msgspec.json.decode(await response.read())
+
+    @contextlib.contextmanager
+    def _counted(self, verb: str) -> Iterator[dict[str, str]]:
+        """Tell of a call once it has ended; the caller writes down the `code` of an answer that is no error."""
+        answer = {"code": "none"}
+        try:
+            yield answer
+        except ApiException as error:
+            answer["code"] = str(error.status or "none")
+            raise
+        finally:
+            self._gate.count(self._label.removeprefix("cluster "), verb, answer["code"])
 
     def _missing(self, subresource: str, error: Exception) -> Exception:
         """Say what a 404 on a write means: the namespace is missing, or the object of a subresource has gone."""
@@ -154,7 +279,7 @@ class KubernetesCluster:
             f"{self._label}: namespace {self.namespace} does not exist; create it, or set spec.namespace ({error})"
         )
 
-    @contextmanager
+    @contextlib.contextmanager
     def _translate(self, what: str) -> Iterator[None]:
         """Turn whatever the client or the network raises into an error of ours."""
         try:
@@ -172,6 +297,10 @@ class KubernetesCluster:
 
     def _refusal(self, what: str, error: ApiException) -> Exception:
         status = error.status or 0
+        rest_seconds = asked_rest_seconds(status, error.headers)
+        if rest_seconds is not None:
+            self._throttle.rest(rest_seconds)
+            return _BusyError(f"{self._label} is too busy: {_server_message(error)} ({what})")
         message = f"{self._label}, {what}: {_server_message(error)}"
         if status in TOO_BUSY:
             return errors.ClusterUnreachableError(message)
@@ -188,6 +317,10 @@ class KubernetesCluster:
 
 class _NotFoundError(errors.ConflictError):
     """404; every call says itself what that means."""
+
+
+class _BusyError(errors.ClusterUnreachableError):
+    """The server asked to be left alone for a while, which all calls to it heed."""
 
 
 def _server_message(error: ApiException) -> str:

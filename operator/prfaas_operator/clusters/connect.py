@@ -15,7 +15,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config.config_exception import ConfigException
 
 from prfaas.errors import ConfigError
-from prfaas_operator.clusters.client import KubernetesCluster
+from prfaas_operator.clusters.client import OPEN, Gate, KubernetesCluster
+from prfaas_operator.clusters.lease import LeaseCalls
 from prfaas_operator.errors import KubeconfigRefusedError
 from prfaas_operator.plan.kubeconfig import Access
 
@@ -23,8 +24,17 @@ FIELD_MANAGER_CLI: Final = "prfaas-cli"
 CONNECTIONS: Final = 32  # watches hold two each; reconciles of different objects run side by side
 
 
-async def connect_hub(namespace: str) -> KubernetesCluster:
+async def connect_hub(namespace: str, gate: Gate = OPEN) -> KubernetesCluster:
     """Connect to the cluster that this process runs in, or to the one of $KUBECONFIG where that is set."""
+    return _cluster(await _hub_configuration(), namespace, "hub", gate)
+
+
+async def connect_lease() -> LeaseCalls:
+    """Connect to the hub as `connect_hub` does, with connections of its own: a Lease waits behind no other call."""
+    return LeaseCalls(ApiClient(await _hub_configuration()))
+
+
+async def _hub_configuration() -> Configuration:
     configuration = Configuration()
     try:
         if os.environ.get("KUBECONFIG"):
@@ -35,7 +45,7 @@ async def connect_hub(namespace: str) -> KubernetesCluster:
         raise ConfigError(
             f"no access to the hub: {error}; run in a pod with a service account, or set KUBECONFIG"
         ) from error
-    return _cluster(configuration, namespace, "hub")
+    return configuration
 
 
 class Terminal(NamedTuple):
@@ -61,7 +71,7 @@ async def connect_context(kubeconfig: Path | None, context: str | None, namespac
     return Terminal(cluster, str(configuration.host), Path(ca_file).read_text() if ca_file else "")
 
 
-async def connect_member(name: str, namespace: str, access: Access) -> KubernetesCluster:
+async def connect_member(name: str, namespace: str, access: Access, gate: Gate = OPEN) -> KubernetesCluster:
     """Connect to a member cluster with what its kubeconfig was reduced to.
 
     Raises:
@@ -76,16 +86,16 @@ async def connect_member(name: str, namespace: str, access: Access) -> Kubernete
         configuration.api_key["BearerToken"] = f"Bearer {access.token}"
     try:
         # Building a TLS context reads files and parses certificates.
-        return await asyncio.to_thread(_member, configuration, namespace, name, access)
+        return await asyncio.to_thread(_member, configuration, namespace, f"cluster {name}", access, gate)
     except (OSError, ValueError) as error:
         raise KubeconfigRefusedError(
             f"kubeconfig of {name}: CA, client certificate or key cannot be loaded: {error}"
         ) from error
 
 
-def _member(configuration: Configuration, namespace: str, name: str, access: Access) -> KubernetesCluster:
+def _member(configuration: Configuration, namespace: str, label: str, access: Access, gate: Gate) -> KubernetesCluster:
     if not access.client_certificate_pem:
-        return _cluster(configuration, namespace, f"cluster {name}")
+        return _cluster(configuration, namespace, label, gate)
     # The ssl module loads certificates from files only; they are gone again before the first call.
     with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
         certificate, key = Path(directory, "tls.crt"), Path(directory, "tls.key")
@@ -93,9 +103,9 @@ def _member(configuration: Configuration, namespace: str, name: str, access: Acc
             path.touch(mode=0o600)
             path.write_text(content)
         configuration.cert_file, configuration.key_file = str(certificate), str(key)
-        return _cluster(configuration, namespace, f"cluster {name}")
+        return _cluster(configuration, namespace, label, gate)
 
 
-def _cluster(configuration: Configuration, namespace: str, label: str) -> KubernetesCluster:
+def _cluster(configuration: Configuration, namespace: str, label: str, gate: Gate) -> KubernetesCluster:
     configuration.connection_pool_maxsize = CONNECTIONS
-    return KubernetesCluster(ApiClient(configuration), namespace, label)
+    return KubernetesCluster(ApiClient(configuration), namespace, label, gate=gate)

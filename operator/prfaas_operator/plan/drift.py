@@ -4,18 +4,79 @@ A live object never equals its manifest: the server adds defaults and writes qua
 the live object seen through the manifest, compared with the same view right after our last apply.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from prfaas.names import FIELD_MANAGER_OPERATOR
 
 LIST_KEYS = ("name", "containerPort", "port", "mountPath", "type", "uid")
 """Fields that name an element of a list of objects, in the order in which they are tried."""
+MAX_PATHS: Final = 4
+KEPT_METADATA: Final = ("name", "namespace", "uid", "generation", "resourceVersion", "labels")
+Path = tuple[str | tuple[str, Any], ...]
+"""Where a field stands: names of fields, and (key, value) for the element of a list that it names."""
 
 
-class Applied(NamedTuple):
-    """What was applied last, and how the live object looked through it then."""
+class Applied:
+    """What was applied last, and how the live object looked through it then.
 
-    manifest: Mapping[str, Any]
-    view: Any
+    Thousands of these are kept and few are ever read, so both are packed: as dicts they would take most of the
+    operator's memory.
+
+    Args:
+        manifest: what was applied.
+        seen: the live object seen through it.
+        live: the live object.
+
+    """
+
+    __slots__ = ("_digest", "_packed", "live")
+
+    def __init__(self, manifest: Mapping[str, Any], seen: Any, live: Mapping[str, Any] | None = None):
+        self._digest = _digest(manifest)
+        self._packed = zlib.compress(msgspec.json.encode((manifest, seen)), level=1)
+        self.live: Mapping[str, Any] = keep(live) if live is not None else {}
+        """What is kept of the live object: who it is and how it fares, not what it is made of."""
+
+    def is_of(self, manifest: Mapping[str, Any]) -> bool:
+        """Tell whether this very manifest was applied."""
+        return self._digest == _digest(manifest)
+
+    def read(self) -> tuple[Mapping[str, Any], Any]:
+        """Return manifest and view."""
+        manifest, seen = msgspec.json.decode(zlib.decompress(self._packed))
+        return manifest, seen
+
+    @property
+    def version(self) -> str:
+        """The version of the live object that looked so; empty where nothing is kept of it."""
+        return self.live.get("metadata", {}).get("resourceVersion", "")
+
+
+class Edit(NamedTuple):
+    """What somebody changed of what we had applied, and under which name, as far as the server knows one."""
+
+    manager: str
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.paths) - MAX_PATHS} more" if len(self.paths) > MAX_PATHS else ""
+        return f"{self.manager or 'somebody'} changed {', '.join(self.paths[:MAX_PATHS])}{more}"
+
+
+def keep(live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is worth keeping of a live object between looks."""
+    metadata = {key: live["metadata"][key] for key in KEPT_METADATA if key in live["metadata"]}
+    return {"kind": live.get("kind", ""), "metadata": metadata, "status": live.get("status") or {}}
+
+
+def _digest(manifest: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(manifest, order="deterministic")).digest()
 
 
 def view(live: Any, manifest: Any) -> Any:
@@ -43,9 +104,64 @@ def _list_key(manifest: Sequence[Any]) -> str | None:
 
 def needs_apply(live: Mapping[str, Any] | None, manifest: Mapping[str, Any], last: Applied | None) -> bool:
     """Tell whether the manifest must be applied: new, changed, or the live object was edited since."""
-    return live is None or last is None or last.manifest != manifest or last.view != view(live, manifest)
+    return live is None or last is None or not last.is_of(manifest) or last.read()[1] != view(live, manifest)
 
 
 def status_differs(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Tell whether a status apply would change anything; statuses have no defaults, so plain equality serves."""
     return view(live, wanted) != wanted
+
+
+def edit(live: Mapping[str, Any], last: Applied) -> Edit | None:
+    """Return who changed an object since our last apply, and what; None when it is as we left it."""
+    manifest, seen = last.read()
+    paths = tuple(_differences(seen, view(live, manifest), manifest))
+    return Edit(_editor(live, paths), tuple(_text(path) for path in paths)) if paths else None
+
+
+def _differences(before: Any, now: Any, manifest: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield where two views through one manifest differ, as deep as both say something."""
+    if isinstance(manifest, Mapping) and isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key, part in manifest.items():
+            yield from _differences(before.get(key), now.get(key), part, (*path, str(key)))
+    elif isinstance(manifest, list) and (key := _list_key(manifest)) and before and now:
+        for index, part in enumerate(manifest):
+            yield from _differences(before[index], now[index], part, (*path, (key, part[key])))
+    elif before != now:
+        yield path
+
+
+def _text(path: Path) -> str:
+    """Return a path as people write it, such as spec.containers[worker].image."""
+    return "".join(f".{step}" if isinstance(step, str) else f"[{step[1]}]" for step in path).removeprefix(".")
+
+
+def _editor(live: Mapping[str, Any], paths: Sequence[Path]) -> str:
+    """Return the manager who owns one of the fields now; of a field that was removed, whoever wrote last."""
+    entries = [
+        entry
+        for entry in live["metadata"].get("managedFields") or ()
+        if entry.get("manager") != FIELD_MANAGER_OPERATOR and not entry.get("subresource")
+    ]
+    entries.sort(key=lambda entry: entry.get("time", ""), reverse=True)
+    owners = [entry for entry in entries if any(_owns(entry.get("fieldsV1") or {}, path) for path in paths)]
+    return next((str(entry.get("manager", "")) for entry in (*owners, *entries)), "")
+
+
+def _owns(fields: Mapping[str, Any], path: Path) -> bool:
+    """Tell whether a managedFields entry names a field; a leaf above it owns all that is below."""
+    for step in path:
+        below = fields.get(f"f:{step}") if isinstance(step, str) else _element(fields, *step)
+        if below is None:
+            return False
+        if not below:
+            return True
+        fields = below
+    return True
+
+
+def _element(fields: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any] | None:
+    for name, below in fields.items():
+        if name.startswith("k:") and json.loads(name[2:]).get(key) == value:
+            return below
+    return None

@@ -8,6 +8,7 @@ that the current context does not use.
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -80,6 +81,15 @@ def parse(document: bytes) -> Access:
         tls_server_name=_text(cluster, "tls-server-name"),
         **_credential(user),
     )
+
+
+def with_token(document: bytes, token: str) -> bytes:
+    """Return a kubeconfig that `parse` accepts with another token, as JSON, which is YAML."""
+    config = yaml.safe_load(document)
+    context = next(entry["context"] for entry in config["contexts"] if entry["name"] == config["current-context"])
+    user = next(entry["user"] for entry in config["users"] if entry["name"] == context["user"])
+    user["token"] = token
+    return json.dumps(config, indent=1).encode()
 
 
 def _refuse(what: str) -> KubeconfigRefusedError:

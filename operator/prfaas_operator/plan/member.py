@@ -1,22 +1,34 @@
 """MemberCluster: what its Secret, its API server's answer and the pools that name it say about it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timedelta
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prfaas.api import MemberCluster, PrefillPool
 from prfaas.errors import PrfaasError
 from prfaas_operator.errors import ClusterUnreachableError, reason_of
 from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, Verdict, no, rfc3339, yes
+from prfaas_operator.plan.tokens import TokenFacts
 
+UNSTEADY: Final = frozenset({"managedFields", "resourceVersion", "annotations"})
 CONTACT_TIME_STEP: Final = timedelta(minutes=1)
 
 
+def project(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reduce a MemberCluster to what others go by: itself without its status."""
+    metadata = {key: value for key, value in body["metadata"].items() if key not in UNSTEADY}
+    return {"metadata": metadata, "spec": body.get("spec") or {}}
+
+
 class Contact(NamedTuple):
-    """What came of the last try to speak with a member's API server. `error` None means that it answered."""
+    """What came of the last try to speak with a member's API server, and with which token.
+
+    `error` None means that it answered; `token` None that the credential is none, or has no end.
+    """
 
     server_version: str = ""
     error: PrfaasError | None = None
+    token: TokenFacts | None = None
 
 
 def users_of(cluster: str, pools: Iterable[PrefillPool]) -> tuple[str, ...]:
@@ -24,10 +36,12 @@ def users_of(cluster: str, pools: Iterable[PrefillPool]) -> tuple[str, ...]:
     return tuple(sorted(pool.metadata.name for pool in pools if pool.spec.cluster_name == cluster))
 
 
-def secret_is_needed(secret: str, clusters: Iterable[MemberCluster], pools: Iterable[PrefillPool]) -> bool:
-    """Tell whether a kubeconfig Secret must stay, because a pool still runs in a cluster that is reached with it."""
-    served = {cluster.metadata.name for cluster in clusters if cluster.spec.kubeconfig_secret_ref.name == secret}
-    return any(pool.spec.cluster_name in served for pool in pools)
+def secret_is_needed(secret: str, kubeconfigs: Mapping[str, str], in_use: Collection[str]) -> bool:
+    """Tell whether a kubeconfig Secret must stay, because a pool still runs in a cluster that is reached with it.
+
+    `kubeconfigs` are the Secrets by cluster, `in_use` the clusters that pools name.
+    """
+    return any(cluster in in_use for cluster, named in kubeconfigs.items() if named == secret)
 
 
 def verdicts(cluster: MemberCluster, contact: Contact, users: tuple[str, ...]) -> Mapping[str, Verdict]:
@@ -48,7 +62,7 @@ def _reachable(contact: Contact) -> Verdict:
         return yes("Answered", f"the API server answered, version {contact.server_version}")
     if isinstance(error, ClusterUnreachableError):
         return no(error.reason, str(error))
-    if reason_of(error) in {"Forbidden", "Unauthorized"}:
+    if reason_of(error) in {"Forbidden", "Unauthorized", "TokenExpired"}:
         return yes("Answered", "the API server answered, but refused the call; see condition Ready")
     return Verdict("Unknown", reason_of(error), "not tried; see condition Ready")
 

@@ -1,14 +1,36 @@
 """What the operator keeps of a worker or gateway pod: a few fields of the tens of kilobytes that the server sends."""
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prfaas import names
+from prfaas_operator.plan.seats import Seat, project_seat
 
 MAX_PROBLEM_CHARS = 300
+CRASHES: Final = 2
+"""A container that ended so often before it was ready is crashing, also in the moments in which it runs."""
+
+UNSCHEDULABLE: Final = "Unschedulable"
+CRASH_LOOPING: Final = "CrashLooping"
+WAITING_REASONS: Final = {
+    "ErrImagePull": "ImagePullFailed",
+    "ImagePullBackOff": "ImagePullFailed",
+    "ErrImageNeverPull": "ImagePullFailed",
+    "InvalidImageName": "ImagePullFailed",
+    "ImageInspectError": "ImagePullFailed",
+    "RegistryUnavailable": "ImagePullFailed",
+    "CreateContainerConfigError": "ContainerNotCreated",
+    "CreateContainerError": "ContainerNotCreated",
+    "RunContainerError": "ContainerNotCreated",
+    "CrashLoopBackOff": CRASH_LOOPING,
+}
+"""What the kubelet says of a waiting container, and the one cause behind words between which it alternates."""
 
 
 class PodFacts(NamedTuple):
-    """One pod. `problem` says why it is not ready, in the words of whoever holds it up; empty for a ready pod."""
+    """One pod. `problem` says why it is not ready, in the words of whoever holds it up; empty for a ready pod.
+
+    `cause` is the CamelCase reason of a problem that does not pass by waiting, empty for all others.
+    """
 
     name: str
     pool_uid: str
@@ -18,6 +40,9 @@ class PodFacts(NamedTuple):
     ready: bool
     terminating: bool
     problem: str
+    cause: str = ""
+    scheme: str = "http"
+    seat: Seat = Seat()
 
 
 def project(pod: dict[str, Any]) -> PodFacts:
@@ -31,12 +56,27 @@ def project(pod: dict[str, Any]) -> PodFacts:
         name=metadata["name"],
         pool_uid=labels.get(names.LABEL_POOL_UID, ""),
         role=labels.get(names.LABEL_ROLE, ""),
+        scheme=(metadata.get("annotations") or {}).get(names.ANNOTATION_SCHEME, "http"),
         pod_ip=status.get("podIP") or "",
         host_ip=status.get("hostIP") or "",
         ready=ready,
         terminating=terminating,
         problem="" if ready else _problem(status, conditions, terminating=terminating)[:MAX_PROBLEM_CHARS],
+        cause="" if ready or terminating else _cause(status, conditions),
+        seat=project_seat(pod, conditions),
     )
+
+
+def _cause(status: dict[str, Any], conditions: dict[str, Any]) -> str:
+    if conditions.get("PodScheduled", {}).get("status") == "False":
+        return UNSCHEDULABLE
+    for container in status.get("containerStatuses") or ():
+        waiting = container.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") in WAITING_REASONS:
+            return WAITING_REASONS[waiting["reason"]]
+        if not container.get("ready") and container.get("restartCount", 0) >= CRASHES:
+            return CRASH_LOOPING
+    return ""
 
 
 def _problem(status: dict[str, Any], conditions: dict[str, Any], *, terminating: bool) -> str:

@@ -8,7 +8,8 @@ from prfaas.errors import PrfaasError
 from prfaas.wire.routes import RoutingTable
 from prfaas_operator.errors import reason_of
 from prfaas_operator.plan.conditions import Verdict, no, yes
-from prfaas_operator.plan.pool import Counts, Pool
+from prfaas_operator.plan.pool import Counts, Pool, engine_name
+from prfaas_operator.plan.sharing import refusal, sharer_of
 
 
 class PolicyFacts(NamedTuple):
@@ -31,6 +32,12 @@ class PolicyFacts(NamedTuple):
         """The pools that serve the policy's model; no request ever goes to another model."""
         return tuple(pool for pool in self.named_pools if pool.spec.model.name == self.policy.spec.model)
 
+    def home_uid(self, pool: Pool) -> str:
+        """Return the uid that the labels of a routed pool's pods name: its own, or its DecodePool's where it shares."""
+        if isinstance(pool, PrefillPool) and pool.spec.share_with:
+            return self.decode_pools[pool.spec.share_with].metadata.uid
+        return pool.metadata.uid
+
 
 def readiness(
     facts: PolicyFacts, table: RoutingTable, gateway: Counts, child_errors: Sequence[PrfaasError] = ()
@@ -38,7 +45,9 @@ def readiness(
     """Return the condition Ready of a policy; `child_errors` are those of its children that could not be applied."""
     failures = (
         _missing_pool(facts),
+        _unshared_pool(facts),
         _model_mismatch(facts),
+        _engine_mismatch(facts),
         no(reason_of(child_errors[0]), str(child_errors[0])) if child_errors else None,
         _idle_pool(facts, table),
         _gateway(facts, gateway),
@@ -61,6 +70,16 @@ def _missing_pool(facts: PolicyFacts) -> Verdict | None:
     return None
 
 
+def _unshared_pool(facts: PolicyFacts) -> Verdict | None:
+    sharers = [sharer_of(pool) for pool in facts.prefill_pools.values()]
+    for pool in facts.named_pools:
+        if isinstance(pool, PrefillPool) and pool.spec.share_with:
+            refused = refusal(sharer_of(pool), facts.decode_pools.get(pool.spec.share_with), sharers)
+            if refused is not None:
+                return refused._replace(message=f"PrefillPool {pool.metadata.name}: {refused.message}")
+    return None
+
+
 def _model_mismatch(facts: PolicyFacts) -> Verdict | None:
     wanted = facts.policy.spec.model
     for pool in facts.named_pools:
@@ -69,6 +88,19 @@ def _model_mismatch(facts: PolicyFacts) -> Verdict | None:
             return no(
                 "ModelMismatch",
                 f"{what} serves {pool.spec.model.name}, the policy {wanted}; {what} gets no request until both agree",
+            )
+    return None
+
+
+def _engine_mismatch(facts: PolicyFacts) -> Verdict | None:
+    """Caches of one kind of engine are nothing to another."""
+    for pool in facts.routed_pools[1:]:
+        first, name = facts.routed_pools[0], engine_name(pool)
+        if name != engine_name(first):
+            return no(
+                "EngineMismatch",
+                f"{pool.kind_name} {pool.metadata.name} runs {name} and {first.kind_name} {first.metadata.name} "
+                f"{engine_name(first)}; they serve nothing together until both have one engine",
             )
     return None
 

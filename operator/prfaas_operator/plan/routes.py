@@ -13,7 +13,7 @@ from prfaas.names import HUB, WORKER_API_PORT
 from prfaas.wire import routes
 from prfaas_operator.plan.pods import PodFacts
 from prfaas_operator.plan.policy import PolicyFacts
-from prfaas_operator.plan.pool import Pool, role_of
+from prfaas_operator.plan.pool import Pool, engine_name, role_of
 
 
 class ClusterView(NamedTuple):
@@ -91,7 +91,8 @@ def _instances(
         if pods is None:
             found += _carried(pool, name, previous)
         else:
-            found += _of_pool(pool, name, pods, facts.clusters.get(name))
+            mine = [pod for pod in pods if (pod.pool_uid, pod.role) == (facts.home_uid(pool), role_of(pool))]
+            found += _of_pool(pool, name, mine, facts.clusters.get(name))
     return tuple(sorted(found, key=lambda instance: (instance.cluster, instance.pool, instance.name)))
 
 
@@ -105,7 +106,7 @@ def _of_pool(pool: Pool, cluster: str, pods: Iterable[PodFacts], member: MemberC
     instances: list[routes.Instance] = []
     for pod in pods:
         address = pod.host_ip if by_host else pod.pod_ip
-        if pod.pool_uid != pool.metadata.uid or not address or not (pod.ready or pod.terminating):
+        if not address or not (pod.ready or pod.terminating):
             continue
         instances.append(
             routes.Instance(
@@ -113,8 +114,10 @@ def _of_pool(pool: Pool, cluster: str, pods: Iterable[PodFacts], member: MemberC
                 pool=pool.metadata.name,
                 cluster=cluster,
                 role=role_of(pool),
-                url=f"http://{_host(address)}:{WORKER_API_PORT}",
+                url=f"{pod.scheme}://{_host(address)}:{WORKER_API_PORT}",
                 state="Draining" if pod.terminating else "Ready",
+                convertible=pod.seat.gated and engine_name(pool) == "prfaas",
+                engine=engine_name(pool),
             )
         )
     return instances

@@ -13,10 +13,13 @@ from typing import Final
 from pydantic import ValidationError
 
 from prfaas.errors import PrfaasError
-from prfaas_operator import metrics
+from prfaas.names import HUB
+from prfaas.wire.trace import NO_TRACE
+from prfaas_operator import logs, metrics
 from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Kind, Object
-from prfaas_operator.errors import reason_of
-from prfaas_operator.plan.conditions import READY, no
+from prfaas_operator.errors import NotLeaderError, reason_of
+from prfaas_operator.plan import annotations
+from prfaas_operator.plan.conditions import READY, Verdict, no
 from prfaas_operator.reconcile import member, policy, pool, status
 from prfaas_operator.reconcile.runtime import RESYNC_SECONDS, RETRY_SECONDS, Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
@@ -30,23 +33,36 @@ JUDGES: Final[Mapping[Kind, Judge]] = {
     DECODE_POOL: pool.judge_decode,
     POLICY: policy.judge,
 }
-REST_SECONDS: Final[Mapping[Kind, float]] = {POLICY: 1.0}
-"""A routing table is written at most once a second, however fast pods come and go."""
+REST_SECONDS: Final[Mapping[Kind, float]] = {POLICY: 1.0, MEMBER_CLUSTER: 1.0}
+"""A routing table is written, and a member probed, at most once a second, however fast pods and pools come and go."""
+
+PAUSED: Final = Verdict(
+    "Unknown", "Paused", f"nothing that belongs to it is changed; remove the annotation {annotations.PAUSED} to go on"
+)
 
 
 async def keep(runtime: Runtime, ref: Ref, uid: str) -> None:
     """Reconcile an object until nothing of it is left."""
+    logs.about(kind=ref.kind.name, namespace=runtime.hub.namespace, name=ref.name, uid=uid)
     waker = runtime.wakers.of(ref, uid)
     async with waker.turn:
         while True:
-            waker.event.clear()
-            report = await reconcile(runtime, ref, uid)
+            async with runtime.place(ref):
+                with waker.looking():
+                    report = await reconcile(runtime, ref, uid)
             if report.gone:
+                metrics.forget_object(ref.kind.name, ref.name)
                 runtime.wakers.forget(ref, uid)
                 runtime.applied.pop(ref, None)
+                runtime.seen.pop(ref, None)
                 return
             await asyncio.sleep(REST_SECONDS.get(ref.kind, 0))
             await waker.wait(_pause_seconds(report))
+
+
+def _is_ready(report: Report) -> bool:
+    ready = report.conditions.get(READY)
+    return ready is not None and ready.good
 
 
 def _pause_seconds(report: Report) -> float:
@@ -60,12 +76,20 @@ async def reconcile(runtime: Runtime, ref: Ref, uid: str) -> Report:
     started = time.monotonic()
     report = Report(again_seconds=RETRY_SECONDS)
     try:
-        live = await runtime.hub.get(ref.kind, ref.name)
-        if live is None or live["metadata"]["uid"] != uid:
-            return Report(gone=True)
-        report = await _judge(runtime, ref, live)
-        if not report.gone:
-            await status.write(runtime.hub, ref.kind, live, report)
+        with runtime.tracing.start("reconcile", NO_TRACE) as span:
+            span.set(kind=ref.kind.name, namespace=runtime.hub.namespace, name=ref.name, uid=uid)
+            live = await runtime.hub.get(ref.kind, ref.name)
+            if live is None or live["metadata"]["uid"] != uid:
+                return Report(gone=True)
+            logs.add(cluster=_cluster(ref, live))
+            runtime.seen[ref] = subject_of(live)
+            report = await _judge(runtime, ref, live)
+            if any(verdict.reason == NotLeaderError.reason for verdict in report.conditions.values()):
+                return Report(again_seconds=RETRY_SECONDS)  # what another replica sees counts, not that we may not act
+            span.set(**{type_: verdict.reason for type_, verdict in report.conditions.items()})
+            if not report.gone:
+                metrics.judged(ref.kind.name, ref.name, ready=_is_ready(report))
+                await status.write(runtime.hub, ref.kind, live, report)
     except PrfaasError as error:
         _count(ref, reason_of(error))
         log.warning("%s: %s; again soon", ref, error)
@@ -74,8 +98,21 @@ async def reconcile(runtime: Runtime, ref: Ref, uid: str) -> Report:
     return report
 
 
+def subject_of(live: Object) -> Object:
+    """Return what is kept of an object between looks: what Events and annotations are about."""
+    metadata = {key: value for key, value in live["metadata"].items() if key != "managedFields"}
+    return {"apiVersion": live["apiVersion"], "kind": live["kind"], "metadata": metadata}
+
+
+def _cluster(ref: Ref, live: Object) -> str:
+    """Return the cluster that an object is about."""
+    return ref.name if ref.kind == MEMBER_CLUSTER else live["spec"].get("clusterName") or HUB
+
+
 async def _judge(runtime: Runtime, ref: Ref, live: Object) -> Report:
     """Call the kind's reconcile; whatever it raises becomes the condition Ready."""
+    if annotations.says_yes(live, annotations.PAUSED) and "deletionTimestamp" not in live["metadata"]:
+        return Report({READY: PAUSED})
     try:
         return await JUDGES[ref.kind](runtime, live)
     except PrfaasError as error:

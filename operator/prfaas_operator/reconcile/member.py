@@ -1,16 +1,20 @@
 """Reconcile a MemberCluster: probe it, keep its Secret while pools need it, sweep up what no pool owns any more."""
 
+import asyncio
 import logging
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
 from prfaas import names
-from prfaas.api import MemberCluster, PrefillPool
+from prfaas.api import MemberCluster
 from prfaas.api.base import Resource
-from prfaas_operator.clusters.api import DEPLOYMENT, MEMBER_CLUSTER, PREFILL_POOL, SECRET, Cluster, Kind, Object
+from prfaas_operator.clusters.api import PREFILL_POOL, SECRET, Cluster, Kind, Object
 from prfaas_operator.plan import member as plan
+from prfaas_operator.plan.conditions import rfc3339
+from prfaas_operator.reconcile.members import Owned
 from prfaas_operator.reconcile.runtime import Report, Runtime
 
 log = logging.getLogger(__name__)
@@ -24,61 +28,85 @@ async def judge(runtime: Runtime, live: Object) -> Report:
     """Reconcile a MemberCluster."""
     hub, member = runtime.hub, MemberCluster.model_validate(live)
     secret = await hub.get(SECRET, member.spec.kubeconfig_secret_ref.name)
-    contact, deployments = await runtime.members.contact(member, secret)
-    # Pools are listed after their Deployments: whatever has no pool now had lost it before.
-    pools = await read_all(hub, PREFILL_POOL, PrefillPool)
+    contact = await runtime.members.contact(member, secret)
     if secret is not None:
-        await _guard_secret(hub, secret, pools)
-    orphans = await _sweep(runtime, member, deployments, pools)
-    users = plan.users_of(member.metadata.name, pools)
-    if member.metadata.deletion_timestamp and not users and not orphans:
+        await _guard_secret(runtime, secret)
+    orphans = await _sweep(runtime, member) if contact.error is None else []
+    leaving = member.metadata.deletion_timestamp is not None
+    users = await _users(hub, member) if leaving else ()
+    if leaving and not users and not orphans:
+        await runtime.certificates.leave(member.metadata.name, member.metadata.uid)
         await runtime.members.drop(member.metadata.name)
         return Report(gone=True)
-    fields = {}
+    fields: dict[str, str | None] = {
+        "tokenExpirationTime": rfc3339(contact.token.expires_at) if contact.token else None
+    }
     if contact.error is None:
         known = member.status.last_contact_time
-        fields = {
-            "serverVersion": contact.server_version,
-            "lastContactTime": plan.contact_time(known, datetime.now(UTC)),
-        }
-    return Report(plan.verdicts(member, contact, users), fields, again_seconds=PROBE_SECONDS)
+        fields["serverVersion"] = contact.server_version
+        fields["lastContactTime"] = plan.contact_time(known, datetime.now(UTC))
+        if secret is not None and contact.token is not None:
+            there = await runtime.members.cluster(member.metadata.name)
+            await runtime.renewals.renew(hub, there, live, secret, contact.token)
+    conditions = {**plan.verdicts(member, contact, users), **runtime.certificates.conditions(member.metadata.name)}
+    return Report(conditions, fields, again_seconds=PROBE_SECONDS)
 
 
-async def _guard_secret(hub: Cluster, secret: Object, pools: list[PrefillPool]) -> None:
+async def _guard_secret(runtime: Runtime, secret: Object) -> None:
     """Keep our finalizer on the Secret exactly while a pool is reached through it."""
     metadata = secret["metadata"]
-    clusters = await read_all(hub, MEMBER_CLUSTER, MemberCluster)
-    needed = plan.secret_is_needed(metadata["name"], clusters, pools)
+    needed = plan.secret_is_needed(metadata["name"], runtime.kubeconfigs(), runtime.clusters_in_use())
     guarded = names.FINALIZER in metadata.get("finalizers", ())
     if needed == guarded or (needed and "deletionTimestamp" in metadata):
         return
     ours = {"finalizers": [names.FINALIZER]} if needed else {}
     # The uid keeps the apply from making an empty Secret where the old one has just gone.
     body = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"], **ours}
-    await hub.apply({"apiVersion": "v1", "kind": "Secret", "metadata": body})
+    await runtime.hub.apply({"apiVersion": "v1", "kind": "Secret", "metadata": body})
 
 
-async def _sweep(
-    runtime: Runtime, member: MemberCluster, deployments: list[Object], pools: list[PrefillPool]
-) -> list[Object]:
-    """Delete Deployments whose pool gave up on them while the cluster was not reached; return them."""
-    owners = {pool.metadata.uid for pool in pools}
-    orphans = [one for one in deployments if one["metadata"]["labels"].get(names.LABEL_POOL_UID) not in owners]
+async def _sweep(runtime: Runtime, member: MemberCluster) -> Owned:
+    """Delete what pools gave up on while the cluster was not reached; return it.
+
+    What watches tell only raises the suspicion: of a pool that was just made they may tell in the wrong order.
+    """
+    suspected = runtime.members.owners(member.metadata.name)
+    if suspected is not None and suspected <= {pool.uid for pool in runtime.sharers.items.values()}:
+        return []
+    owned = await runtime.members.owned(member.metadata.name)
+    # Pools are listed after what they own: whatever has no pool now had lost it before.
+    owners = {pool["metadata"]["uid"] for pool in await runtime.hub.list_all(PREFILL_POOL)}
+    orphans = [(kind, one) for kind, one in owned if one["metadata"]["labels"].get(names.LABEL_POOL_UID) not in owners]
     if orphans:
         cluster = await runtime.members.cluster(member.metadata.name)
-        for orphan in orphans:
-            metadata = orphan["metadata"]
-            log.info(
-                "MemberCluster %s: removing Deployment %s, its pool is gone", member.metadata.name, metadata["name"]
-            )
-            await cluster.delete(DEPLOYMENT, metadata["name"], uid=metadata["uid"])
+        for kind, orphan in orphans:
+            metadata, where = orphan["metadata"], member.metadata.name
+            log.info("MemberCluster %s: removing %s %s, its pool is gone", where, kind.name, metadata["name"])
+            await cluster.delete(kind, metadata["name"], uid=metadata["uid"])
     return orphans
+
+
+async def _users(hub: Cluster, member: MemberCluster) -> tuple[str, ...]:
+    """Return the pools that run in a cluster, those among them that this version cannot read."""
+    pools = await hub.list_all(PREFILL_POOL)
+    in_it = (pool for pool in pools if (pool.get("spec") or {}).get("clusterName") == member.metadata.name)
+    return tuple(sorted(pool["metadata"]["name"] for pool in in_it))
 
 
 async def read_all(hub: Cluster, kind: Kind, model: type[R]) -> list[R]:
     """List and read all objects of a kind; one that cannot be read is left out here and reports itself."""
+    return _readable(kind, model, await hub.list_all(kind))
+
+
+async def read_named(hub: Cluster, kind: Kind, model: type[R], names_: Iterable[str]) -> dict[str, R]:
+    """Get and read some objects of a kind by their names; what is missing or cannot be read is left out."""
+    found = await asyncio.gather(*(hub.get(kind, name) for name in sorted(set(names_))))
+    return {one.metadata.name: one for one in _readable(kind, model, filter(None, found))}
+
+
+def _readable(kind: Kind, model: type[R], items: Iterable[Object]) -> list[R]:
     found: list[R] = []
-    for item in await hub.list_all(kind):
+    for item in items:
         try:
             found.append(model.model_validate(item))
         except ValidationError as error:

@@ -9,20 +9,29 @@ import base64
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from prfaas import names
 from prfaas.api import MemberCluster
 from prfaas.errors import PrfaasError
 from prfaas_operator import metrics
-from prfaas_operator.clusters.api import DEPLOYMENT, POD, POLICY, PREFILL_POOL, Cluster, Object
+from prfaas_operator.clusters.api import CONFIG_MAP, DEPLOYMENT, POD, POLICY, PREFILL_POOL, Cluster, Kind, Object
 from prfaas_operator.clusters.informer import Informer
-from prfaas_operator.errors import ClusterUnreachableError, SecretNotFoundError
-from prfaas_operator.plan import kubeconfig
+from prfaas_operator.errors import (
+    ClusterUnreachableError,
+    SecretNotFoundError,
+    TokenExpiredError,
+    UnauthorizedError,
+)
+from prfaas_operator.plan import kubeconfig, tokens
+from prfaas_operator.plan.conditions import rfc3339
 from prfaas_operator.plan.kubeconfig import Access
 from prfaas_operator.plan.member import Contact
 from prfaas_operator.plan.pods import PodFacts, project
 from prfaas_operator.plan.routes import ClusterView
+from prfaas_operator.plan.tokens import TokenFacts
+from prfaas_operator.reconcile.sight import Sight
 from prfaas_operator.reconcile.wakers import Wakers
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, selector_text
 
@@ -32,24 +41,38 @@ Connect = Callable[[str, str, Access], Awaitable[Cluster]]
 FIRST_CONTACT_SECONDS: Final = 8.0  # a little more than one probe may take
 
 
+OWNED_KINDS: Final = (DEPLOYMENT, CONFIG_MAP)
+Owned = list[tuple[Kind, Object]]
+"""What pools have in a member cluster."""
+
+
 class Connection:
     """One member cluster that was reached with one set of credentials."""
 
     def __init__(self, member: MemberCluster, access: Access, cluster: Cluster, wakers: Wakers):
         self.made_for = fingerprint(member, access)
         self.cluster = cluster
+        self._token = access.token
         self.selector = children_selector(member)
         self._wakers = wakers
         self.pods = Informer(cluster, POD, self.selector, project, self._pod_changed)
-        self._deployments = Informer(cluster, DEPLOYMENT, self.selector, owner_and_version, self._deployment_changed)
+        self.sight = Sight(cluster, self.selector, lambda child: wakers.wake_uid(child.pool_uid))
         self._tasks: list[asyncio.Task[None]] = []
+
+    def use(self, access: Access) -> None:
+        """Go on with another token; what is being watched goes on as well."""
+        if access.token != self._token:
+            self._token = access.token
+            self.cluster.use_token(access.token)
 
     async def follow(self, *, afresh: bool) -> None:
         """Watch pods and Deployments; `afresh` after a silence, through which an old watch may have lost its peer."""
         if afresh:
             await self._stop()
         if not self._tasks:
-            self._tasks = [asyncio.create_task(informer.run()) for informer in (self.pods, self._deployments)]
+            self._tasks = [
+                asyncio.create_task(informer.run()) for informer in (self.pods, *self.sight.followed.values())
+            ]
 
     async def close(self) -> None:
         """Stop watching and close the connections."""
@@ -65,9 +88,6 @@ class Connection:
     def _pod_changed(self, pod: PodFacts) -> None:
         self._wakers.wake_uid(pod.pool_uid)
         self._wakers.wake_kinds(POLICY)
-
-    def _deployment_changed(self, seen: tuple[str, str]) -> None:
-        self._wakers.wake_uid(seen[0])
 
 
 class Members:
@@ -86,21 +106,43 @@ class Members:
         self._contacts: dict[str, Contact] = {}
         self._contacted = asyncio.Condition()
 
-    async def contact(self, member: MemberCluster, secret: Object | None) -> tuple[Contact, list[Object]]:
-        """Speak with a member's API server; return what came of it, and the Deployments that we own there."""
-        name, deployments = member.metadata.name, []
+    async def contact(self, member: MemberCluster, secret: Object | None) -> Contact:
+        """Speak with a member's API server; return what came of it."""
+        name, token = member.metadata.name, None
         try:
-            connection = await self._connection(member, access_from(member, secret))
+            access = access_from(member, secret)
+            token = tokens.read(access.token)
+            connection = await self._connection(member, access)
             version = await connection.cluster.version()
-            deployments = await connection.cluster.list_all(DEPLOYMENT, selector=connection.selector)
+            for kind in OWNED_KINDS:
+                await connection.cluster.try_list(kind, selector=connection.selector)
             before = self._contacts.get(name)
             await connection.follow(afresh=before is not None and before.error is not None)
-            contact = Contact(server_version=version)
+            contact = Contact(server_version=version, token=token)
             metrics.contacted(name, time.monotonic())
+        except UnauthorizedError as error:
+            contact = Contact(error=_expired(member, token) or error, token=token)
         except PrfaasError as error:
-            contact = Contact(error=error)
+            contact = Contact(error=error, token=token)
+        metrics.token_expires(name, token.expires_at if token else None)
         await self._remember(name, contact)
-        return contact, deployments
+        return contact
+
+    def owners(self, name: str) -> set[str] | None:
+        """Return the uids of the pools that have anything in a member; None while that is not known."""
+        connection = self._connections.get(name)
+        return connection.sight.pool_uids(*OWNED_KINDS) if connection else None
+
+    async def owned(self, name: str) -> Owned:
+        """Return what pools have in a member that was just contacted.
+
+        Raises:
+            PrfaasError: it does not answer any more.
+
+        """
+        connection = self._connections[name]
+        lists = [(kind, await connection.cluster.list_all(kind, selector=connection.selector)) for kind in OWNED_KINDS]
+        return [(kind, one) for kind, found in lists for one in found]
 
     async def cluster(self, name: str) -> Cluster:
         """Return a member to work in.
@@ -119,6 +161,10 @@ class Members:
         if error is not None:
             raise error
         return self._connections[name].cluster
+
+    def sight_of(self, cluster: Cluster) -> Sight | None:
+        """Return what is seen of the children in a member, None where it has just been left."""
+        return next((one.sight for one in self._connections.values() if one.cluster is cluster), None)
 
     def view(self, name: str) -> ClusterView:
         """Return what is known of a member's pods; the last known ones while it does not answer."""
@@ -140,10 +186,11 @@ class Members:
         await asyncio.gather(*(self.drop(name) for name in list(self._connections)))
 
     async def _connection(self, member: MemberCluster, access: Access) -> Connection:
-        """Return the connection made with these very credentials; a new one takes the place of another."""
+        """Return the connection to this very server; where it is another than before a new one takes its place."""
         name = member.metadata.name
         old = self._connections.get(name)
         if old is not None and old.made_for == fingerprint(member, access):
+            old.use(access)
             return old
         cluster = await self._connect(name, member.spec.namespace, access)
         self._connections[name] = Connection(member, access, cluster, self._wakers)
@@ -189,11 +236,15 @@ def children_selector(member: MemberCluster) -> str:
 
 
 def fingerprint(member: MemberCluster, access: Access) -> tuple[str, str, Access]:
-    """Return what a connection depends on."""
-    return member.metadata.uid, member.spec.namespace, access
+    """Return what a connection depends on: all but the token, which may change under it."""
+    return member.metadata.uid, member.spec.namespace, access._replace(token="set" if access.token else "")
 
 
-def owner_and_version(deployment: Object) -> tuple[str, str]:
-    """Project a Deployment to the uid of its pool and its resource version."""
-    metadata = deployment["metadata"]
-    return (metadata.get("labels") or {}).get(names.LABEL_POOL_UID, ""), metadata["resourceVersion"]
+def _expired(member: MemberCluster, token: TokenFacts | None) -> TokenExpiredError | None:
+    """Say that a token has ended, where that is why the server refuses it."""
+    if token is None or not tokens.has_expired(token, datetime.now(UTC)):
+        return None
+    return TokenExpiredError(
+        f"the token in Secret {member.spec.kubeconfig_secret_ref.name} ended at {rfc3339(token.expires_at)}; "
+        f"run `prfaas cluster join {member.metadata.name}` again"
+    )

@@ -1,5 +1,7 @@
 """Reconcile a PrfaaSPolicy: its gateway with all that belongs to it, and its routing table."""
 
+import math
+import time
 from collections.abc import Iterable
 from typing import Final
 
@@ -9,15 +11,17 @@ from prfaas.errors import PrfaasError
 from prfaas.wire.routes import RoutingTable
 from prfaas_operator.clusters import api
 from prfaas_operator.clusters.api import Object
+from prfaas_operator.errors import CertificateNotReadyError
 from prfaas_operator.plan import policy as plan
-from prfaas_operator.plan import routes
-from prfaas_operator.plan.conditions import DELETING, READY, no
+from prfaas_operator.plan import routes, sharing
+from prfaas_operator.plan.conditions import DELETING, READY, Verdict, no
+from prfaas_operator.plan.longloop import Look
 from prfaas_operator.plan.pool import Counts, counts
-from prfaas_operator.reconcile import children
-from prfaas_operator.reconcile.member import read_all
-from prfaas_operator.reconcile.runtime import Report, Runtime
+from prfaas_operator.reconcile import children, longloop
+from prfaas_operator.reconcile.member import read_all, read_named
+from prfaas_operator.reconcile.runtime import RESYNC_SECONDS, RETRY_SECONDS, Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
-from prfaas_operator.render import access, gateway, protection, service
+from prfaas_operator.render import access, certificates, gateway, protection, service
 from prfaas_operator.render import routes as render_routes
 from prfaas_operator.render.common import Manifest
 
@@ -42,25 +46,46 @@ async def judge(runtime: Runtime, live: Object) -> Report:
         waiting = no(DELETING, "waiting until the gateway has ended")
         return Report({READY: waiting}) if remaining else Report(gone=True)
     facts = await _observe(runtime, policy)
-    table = await _table(runtime, facts)
-    gateway_counts, failures = await _apply(runtime, policy, _manifests(policy, table))
+    table, tls = await _table(runtime, facts), runtime.certificates.gateway_uses_tls(facts.clusters)
+    gateway_counts, failures = await _apply(runtime, policy, _manifests(policy, table, tls=tls))
+    if tls and gateway_counts.ready < policy.spec.gateway.replicas:
+        try:
+            await runtime.certificates.wait_delivered(names.HUB)
+        except CertificateNotReadyError as error:
+            failures.append(error)  # pods that mount the Secret wait for it
+    look = await longloop.balance(runtime, facts, live)
+    readiness = plan.readiness(facts, table, gateway_counts, failures)
     return Report(
-        conditions={READY: plan.readiness(facts, table, gateway_counts, failures)},
+        conditions={READY: readiness, **look.conditions},
         fields={
             "readyPrefill": routes.ready_by_role(table, "prefill"),
             "readyDecode": routes.ready_by_role(table, "decode"),
+            **look.fields,
         },
+        again_seconds=_again_seconds(readiness, look),
     )
 
 
+def _again_seconds(readiness: Verdict, look: Look) -> float | None:
+    """Return when to look again, where the long loop wants to sooner than others; None: as ever."""
+    if math.isinf(look.again_at_seconds):
+        return None
+    left_seconds = max(0.0, look.again_at_seconds - time.monotonic())
+    return min(left_seconds, RESYNC_SECONDS if readiness.good else RETRY_SECONDS)
+
+
 async def _observe(runtime: Runtime, policy: PrfaaSPolicy) -> plan.PolicyFacts:
-    decode = await read_all(runtime.hub, api.DECODE_POOL, DecodePool)
-    prefill = await read_all(runtime.hub, api.PREFILL_POOL, PrefillPool)
+    """Read the policy's own pools, and those that share instances with one of these: of a thousand pools a few."""
+    prefill = await read_named(runtime.hub, api.PREFILL_POOL, PrefillPool, policy.spec.prefill_pools)
+    homes = {policy.spec.decode_pool, *(pool.spec.share_with for pool in prefill.values() if pool.spec.share_with)}
+    sharing_too = [pool.name for pool in runtime.sharers.items.values() if pool.share_with in homes]
+    prefill |= await read_named(runtime.hub, api.PREFILL_POOL, PrefillPool, set(sharing_too) - prefill.keys())
+    decode = await read_named(runtime.hub, api.DECODE_POOL, DecodePool, homes)
     clusters = await read_all(runtime.hub, api.MEMBER_CLUSTER, MemberCluster)
     return plan.PolicyFacts(
         policy,
-        {pool.metadata.name: pool for pool in decode},
-        {pool.metadata.name: pool for pool in prefill},
+        decode,
+        {pool.metadata.name: pool for pool in sharing.resolved(prefill.values(), decode)},
         {cluster.metadata.name: cluster for cluster in clusters},
     )
 
@@ -71,8 +96,9 @@ async def _table(runtime: Runtime, facts: plan.PolicyFacts) -> RoutingTable:
     return routes.table(facts, views, render_routes.read_config_map(standing))
 
 
-def _manifests(policy: PrfaaSPolicy, table: RoutingTable) -> list[Manifest]:
-    """Return all children in the order in which they need each other."""
+def _manifests(policy: PrfaaSPolicy, table: RoutingTable, *, tls: bool) -> list[Manifest]:
+    """Return all children in the order in which they need each other; `tls`: workers may be inside TLS."""
+    deployment = gateway.deployment(policy)
     budget = protection.disruption_budget(policy)
     return [
         render_routes.config_map(policy, table),
@@ -80,9 +106,9 @@ def _manifests(policy: PrfaaSPolicy, table: RoutingTable) -> list[Manifest]:
         access.role(policy),
         access.role_binding(policy),
         access.lease(policy),
-        gateway.deployment(policy),
+        certificates.gateway_in_tls(deployment) if tls else deployment,
         service.service(policy),
-        protection.network_policy(policy),
+        protection.network_policy(policy, {one.engine for one in table.instances}),
         *([budget] if budget else []),
     ]
 
@@ -90,18 +116,22 @@ def _manifests(policy: PrfaaSPolicy, table: RoutingTable) -> list[Manifest]:
 async def _apply(
     runtime: Runtime, policy: PrfaaSPolicy, manifests: Iterable[Manifest]
 ) -> tuple[Counts, list[PrfaasError]]:
-    """Apply every child that can be applied; return the gateway's instances and what failed."""
-    ref, failures, gateway_counts = Ref(api.POLICY, policy.metadata.name), [], Counts()
-    wanted = set()
+    """Apply all children; return the gateway's instances and what could not be applied.
+
+    The routing table goes alone: whatever is wrong with the gateway's own objects, requests follow the instances.
+    """
+    ref = Ref(api.POLICY, policy.metadata.name)
+    table: list[Manifest] = []
+    gateway_objects: list[Manifest] = []
     for manifest in manifests:
-        wanted.add(manifest["kind"])
+        (table if manifest["kind"] == api.CONFIG_MAP.name else gateway_objects).append(manifest)
+    applied: list[Object] = []
+    failures: list[PrfaasError] = []
+    for together in (table, gateway_objects):
         try:
-            live = await children.apply(runtime, ref, runtime.hub, manifest)
+            applied += await children.apply_all(runtime, ref, runtime.hub, together)
         except PrfaasError as error:
             failures.append(error)
-            continue
-        if manifest["kind"] == api.DEPLOYMENT.name:
-            gateway_counts = counts(live)
-    if api.DISRUPTION_BUDGET.name not in wanted:
+    if all(manifest["kind"] != api.DISRUPTION_BUDGET.name for manifest in gateway_objects):
         await children.remove(runtime.hub, (api.DISRUPTION_BUDGET,), f"{names.LABEL_POLICY_UID}={policy.metadata.uid}")
-    return gateway_counts, failures
+    return next((counts(one) for one in applied if one["kind"] == api.DEPLOYMENT.name), Counts()), failures

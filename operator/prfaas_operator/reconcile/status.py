@@ -12,18 +12,21 @@ from prfaas_operator import metrics
 from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Cluster, Kind, Object
 from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, merge, rfc3339, turned
 from prfaas_operator.plan.drift import status_differs
+from prfaas_operator.plan.pool import INSTANCES_NOT_READY, ROLLING_OUT
 from prfaas_operator.reconcile import events
 from prfaas_operator.reconcile.runtime import Report
 
 log = logging.getLogger(__name__)
 
-POOL_FIELDS: Final = ("replicas", "readyReplicas", "selector")
+POOL_FIELDS: Final = ("replicas", "readyReplicas", "selector", "replicasOwner")
 OWN_FIELDS: Final[Mapping[Kind, tuple[str, ...]]] = {
-    MEMBER_CLUSTER: ("serverVersion", "lastContactTime"),
+    MEMBER_CLUSTER: ("serverVersion", "lastContactTime", "tokenExpirationTime"),
     PREFILL_POOL: POOL_FIELDS,
     DECODE_POOL: POOL_FIELDS,
-    POLICY: ("readyPrefill", "readyDecode"),
+    POLICY: ("readyPrefill", "readyDecode", "capacity", "plan"),
 }
+PASSING: Final = {DELETING, ROLLING_OUT, INSTANCES_NOT_READY}
+"""Reasons not to be Ready that pass by themselves: no warnings. What does not pass has a reason of its own."""
 OWN_CONDITIONS: Final = (REACHABLE, READY)
 CONDITIONS: Final = TypeAdapter(list[Condition])
 
@@ -44,8 +47,9 @@ async def write(hub: Cluster, kind: Kind, live: Object, report: Report) -> None:
         if condition.type in OWN_CONDITIONS and condition.type not in report.conditions
     ]
     kept = {name: current[name] for name in OWN_FIELDS[kind] if name in current}
-    wanted: dict[str, Any] = {**kept, **report.fields, "observedGeneration": generation, "conditions": conditions}
-    if not status_differs(current, wanted):
+    fields = {name: value for name, value in {**kept, **report.fields}.items() if value is not None}
+    wanted: dict[str, Any] = {**fields, "observedGeneration": generation, "conditions": conditions}
+    if not status_differs(current, wanted) and kept.keys() <= fields.keys():
         return
     body = {
         "apiVersion": kind.api_version,
@@ -58,7 +62,7 @@ async def write(hub: Cluster, kind: Kind, live: Object, report: Report) -> None:
     metrics.STATUS_WRITES.labels(kind.name).inc()
     ready = report.conditions.get(READY)
     if ready is not None and turned(known, READY, ready):
-        expected = ready.good or ready.reason == DELETING
+        expected = ready.good or ready.reason in PASSING
         level = logging.INFO if expected else logging.WARNING
         log.log(level, "%s %s: %s: %s", kind.name, metadata["name"], ready.reason, ready.message)
         await events.post(hub, live, "Normal" if expected else "Warning", ready.reason, ready.message)

@@ -8,12 +8,15 @@ import json
 from typing import Final, NamedTuple
 
 from prfaas import names
+from prfaas_operator.render import certificates
 from prfaas_operator.render.common import Manifest
 
 ACCOUNT: Final = "prfaas-operator"
-TOKEN_SECRET: Final = "prfaas-operator-token"  # noqa: S105  # a name
+OLD_TOKEN_SECRET: Final = "prfaas-operator-token"  # noqa: S105  # a name
+"""Where a token without an end may lie that an earlier version made; joining removes it."""
+MADE_BY_JOIN: Final = "prfaas-cli"
 RBAC_GROUP: Final = "rbac.authorization.k8s.io"
-LABELS: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: "prfaas-cli"}
+LABELS: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: MADE_BY_JOIN}
 
 
 class Registration(NamedTuple):
@@ -29,18 +32,11 @@ class Registration(NamedTuple):
 
 
 def member_account(namespace: str) -> list[Manifest]:
-    """Return namespace, account, token and rights in the member cluster, in the order in which they need each other."""
+    """Return namespace, account and rights in the member cluster, in the order in which they need each other."""
     metadata = {"name": ACCOUNT, "namespace": namespace, "labels": LABELS}
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": LABELS}},
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata, "automountServiceAccountToken": False},
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": metadata
-            | {"name": TOKEN_SECRET, "annotations": {"kubernetes.io/service-account.name": ACCOUNT}},
-            "type": "kubernetes.io/service-account-token",
-        },
         {
             "apiVersion": f"{RBAC_GROUP}/v1",
             "kind": "Role",
@@ -48,6 +44,14 @@ def member_account(namespace: str) -> list[Manifest]:
             "rules": [
                 _rule("apps", "deployments", "get", "list", "watch", "create", "patch", "delete"),
                 _rule("", "pods", "list", "watch"),
+                # What a pool's instances read again while they run: their share of its egress cap.
+                _rule("", "configmaps", "get", "list", "watch", "create", "patch", "delete"),
+                # Its instances' certificate. By server-side apply, RBAC limits even `create` to one name.
+                _rule("", "secrets", "get", "create", "patch", "delete") | {"resourceNames": [certificates.SECRET]},
+                # Its own next token, and nobody else's.
+                _rule("", "serviceaccounts/token", "create") | {"resourceNames": [ACCOUNT]},
+                # Keeps all but a tenth of a pool up while nodes are drained.
+                _rule("policy", "poddisruptionbudgets", "get", "list", "watch", "create", "patch"),
             ],
         },
         {
@@ -80,7 +84,7 @@ def kubeconfig(name: str, server: str, ca_pem: str, token: str) -> str:
 
 def secret_name(member: str) -> str:
     """Return the name of the Secret that `join` keeps a member's kubeconfig in."""
-    return f"{member}-kubeconfig"
+    return member + names.KUBECONFIG_SECRET_SUFFIX
 
 
 def secret(member: str, document: str) -> Manifest:

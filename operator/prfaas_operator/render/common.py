@@ -5,7 +5,7 @@ from typing import Any, Final
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
 from prfaas.api.base import Resource
-from prfaas.api.pool import Resources
+from prfaas.api.template import Resources
 
 Manifest = dict[str, Any]
 
@@ -29,6 +29,9 @@ CONTAINER_SECURITY: Final[Manifest] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+NOTICE_SECONDS: Final = 5
+"""How long a pod that is to end goes on serving as before, at most: until everybody who sends to it knows that it
+leaves. A routing table takes up to a second to be written and as long to arrive, and so do a Service's endpoints."""
 POD_FIELDS: Final = (
     ("POD_IP", "status.podIP"),
     ("POD_NAME", "metadata.name"),
@@ -50,6 +53,20 @@ def owner_reference(owner: Resource) -> Manifest:
 def pod_environment() -> list[Manifest]:
     """Return the downward API variables that every process addresses itself by."""
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS]
+
+
+def notice(drain_seconds: int) -> int:
+    """Return how many seconds a pod serves on after it was told to end; a pod that does not drain ends at once."""
+    return min(NOTICE_SECONDS, drain_seconds)
+
+
+def on_leaving(drain_seconds: int) -> Manifest:
+    """Return a container's `lifecycle`: SIGTERM comes only after the notice; nothing where there is none to wait for.
+
+    By exec, because the kind `sleep` needs Kubernetes 1.30.
+    """
+    seconds = notice(drain_seconds)
+    return {"lifecycle": {"preStop": {"exec": {"command": ["sleep", str(seconds)]}}}} if seconds else {}
 
 
 def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> Manifest:

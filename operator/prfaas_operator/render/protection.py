@@ -1,9 +1,11 @@
-"""PodDisruptionBudget and NetworkPolicy of a policy's gateway."""
+"""PodDisruptionBudgets of gateways and pools, and the NetworkPolicy of a policy's gateway."""
 
+from collections.abc import Set
 from urllib.parse import urlsplit
 
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
+from prfaas.wire.routes import EngineName
 from prfaas_operator.render.common import Manifest, child_metadata, gateway_selector
 
 DNS_PORT = 53
@@ -22,9 +24,41 @@ def disruption_budget(policy: PrfaaSPolicy) -> Manifest | None:
     }
 
 
-def network_policy(policy: PrfaaSPolicy) -> Manifest:
-    """Return what may reach gateway pods, and what they may reach: DNS, API server, workers and Prometheus, by port."""
-    egress = [*API_SERVER_PORTS, names.WORKER_API_PORT, *_prometheus_port(policy)]
+def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
+    """Return the budget that lets a node's drain, or an upgrade of all, take a tenth of a pool at a time, at least one.
+
+    It pins nothing down: one of one may go as well. The Deployment owns it, so that it goes with that in any cluster.
+
+    Args:
+        deployment: manifest of the pool's Deployment.
+        live: the same as the API server has it.
+
+    """
+    metadata = deployment["metadata"]
+    owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": live["metadata"]["uid"]}
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": metadata["name"], "labels": metadata["labels"], "ownerReferences": [owner]},
+        "spec": {
+            "maxUnavailable": "10%",
+            "selector": deployment["spec"]["selector"],
+            # An instance that is not ready serves nobody: it must not hold up the drain of its node.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset()) -> Manifest:
+    """Return what may reach gateway pods, and what they may reach: DNS, API server, workers and Prometheus, by port.
+
+    Args:
+        policy: whose gateway it is.
+        engines: what its instances run; those of others are asked at more ports than ours.
+
+    """
+    others = () if engines <= {"prfaas"} else (names.BOOTSTRAP_PORT, names.KV_EVENTS_PORT, names.KV_EVENTS_PORT + 1)
+    egress = [*API_SERVER_PORTS, names.WORKER_API_PORT, *others, *_prometheus_port(policy)]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

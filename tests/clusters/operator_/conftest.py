@@ -4,7 +4,6 @@ Each test module gets fresh namespaces in both clusters and an operator of its o
 controller manager makes pods, and a test that needs one ready writes its status, as a kubelet would.
 """
 
-import base64
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pytest
@@ -27,6 +27,8 @@ CHILD_KINDS = (
     "deployments,replicasets,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases,"
     "poddisruptionbudgets"
 )
+PATIENCE_SECONDS = 60.0
+"""For what takes a second: a machine may be busy, and waiting for what comes soon costs nothing."""
 MODEL = {"name": "kimi-linear-tiny", "source": "builtin:kimi-linear-tiny"}
 
 
@@ -38,11 +40,17 @@ class Cluster(Protocol):
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str: ...
 
 
-def eventually(check: Callable[[], Any], what: str, timeout_seconds: float = 20.0) -> Any:
-    """Return what `check` returns once that is true; fail with `what` when it never is."""
+def eventually(
+    check: Callable[[], Any],
+    what: str,
+    timeout_seconds: float = PATIENCE_SECONDS,
+    found: Callable[[], object] = lambda: "",
+) -> Any:
+    """Return what `check` returns once that is true; fail with `what`, and with what is `found`, when it never is."""
     deadline = time.monotonic() + timeout_seconds
     while not (result := check()):
-        assert time.monotonic() < deadline, f"not within {timeout_seconds:g} s: {what}"
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_seconds:g} s: {what}\n{found()}")
         time.sleep(0.1)
     return result
 
@@ -73,14 +81,17 @@ class Namespace:
         conditions = self.get(kind, name).get("status", {}).get("conditions", [])
         return next((one for one in conditions if one["type"] == type_), {"status": "", "reason": "", "message": ""})
 
-    def wait_reason(self, kind: str, name: str, reason: str, timeout_seconds: float = 20.0) -> dict[str, Any]:
+    def wait_reason(
+        self, kind: str, name: str, reason: str, timeout_seconds: float = PATIENCE_SECONDS
+    ) -> dict[str, Any]:
         """Return the condition Ready once it has a reason."""
 
         def reached() -> dict[str, Any] | None:
             found = self.condition(kind, name)
             return found if found["reason"] == reason else None
 
-        return eventually(reached, f"{kind} {name} has reason {reason}", timeout_seconds)
+        what = f"{kind} {name} has reason {reason}"
+        return eventually(reached, what, timeout_seconds, lambda: json.dumps(self.get(kind, name).get("status")))
 
     def set_pod(self, name: str, *, address: str, ready: bool = True) -> None:
         """Write a pod's status the way a kubelet does."""
@@ -130,18 +141,20 @@ class World:
 
     def kubeconfig(self, server: str | None = None) -> dict[str, Any]:
         """Return a kubeconfig for the member that is accepted: the chart's account, by token."""
-        account = eventually(
-            lambda: self.member.get("secret", "prfaas-operator-token").get("data", {}).get("token"), "a token"
-        )
+        token = self.member.kubectl("create", "token", "prfaas-operator", "--duration=2h").strip()
         cluster = yaml.safe_load(self.member.cluster.kubeconfig.read_text())["clusters"][0]["cluster"]
         return {
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "c", "cluster": cluster | ({"server": server} if server else {})}],
-            "users": [{"name": "u", "user": {"token": base64.b64decode(account).decode()}}],
+            "users": [{"name": "u", "user": {"token": token}}],
             "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
             "current-context": "x",
         }
+
+    def administrator(self) -> str:
+        """Return the member's own kubeconfig, with a client certificate, as JSON."""
+        return json.dumps(yaml.safe_load(self.member.cluster.kubeconfig.read_text()))
 
     def secret(self, name: str, kubeconfig: dict[str, Any]) -> dict[str, Any]:
         document = json.dumps(kubeconfig)
@@ -229,13 +242,22 @@ class Tap:
             side.close()
 
 
-@pytest.fixture
-def tap(member: Cluster) -> Iterator[Tap]:
-    server = yaml.safe_load(member.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
+def tapped(cluster: Cluster) -> Iterator[Tap]:
+    server = yaml.safe_load(cluster.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
     host, port = server.removeprefix("https://").rsplit(":", 1)
     made = Tap((host, int(port)))
     yield made
     made.close()
+
+
+@pytest.fixture
+def tap(member: Cluster) -> Iterator[Tap]:
+    yield from tapped(member)
+
+
+@pytest.fixture
+def hub_tap(hub: Cluster) -> Iterator[Tap]:
+    yield from tapped(hub)
 
 
 def free_ports(count: int) -> list[int]:
@@ -262,11 +284,13 @@ def operator_kubeconfig(hub: Namespace, path: Path) -> Path:
     return path
 
 
-def start_operator(namespace: str, kubeconfig: Path, log: Path, ports: list[int]) -> subprocess.Popen[bytes]:
+def start_operator(
+    namespace: str, kubeconfig: Path, log: Path, ports: list[int], *flags: str, **variables: str
+) -> subprocess.Popen[bytes]:
     """Start the operator and wait until it is ready."""
     command = [sys.executable, "-m", "prfaas_operator", "--namespace", namespace, "--host", "127.0.0.1"]
-    command += ["--metrics-port", str(ports[0]), "--health-port", str(ports[1])]
-    environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+    command += ["--metrics-port", str(ports[0]), "--health-port", str(ports[1]), *flags]
+    environment = {**os.environ, "KUBECONFIG": str(kubeconfig), **variables}
     with log.open("ab") as sink:
         process = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT)
 
@@ -278,27 +302,43 @@ def start_operator(namespace: str, kubeconfig: Path, log: Path, ports: list[int]
         except OSError:
             return False
 
-    eventually(is_ready, "the operator is ready", 60)
+    eventually(is_ready, "the operator is ready", 180)
     return process
 
 
 @pytest.fixture(scope="module")
-def world(
-    hub: Cluster, member: Cluster, tools: Any, request: pytest.FixtureRequest, tmp_path_factory
-) -> Iterator[World]:
+def ground(hub: Cluster, member: Cluster, tools: Any, request: pytest.FixtureRequest) -> World:
+    """Both namespaces as the charts leave them, without an operator."""
     name = request.module.__name__.rsplit(".", 1)[-1].removeprefix("test_").replace("_", "-")
     here, there = Namespace(hub, f"{name}-hub"), Namespace(member, f"{name}-member")
     for place in (here, there):
         place.cluster.kubectl("create", "namespace", place.name)
     hub.kubectl("apply", "-f", str(ROOT / "crds"))
-    hub.kubectl("wait", "--for=condition=Established", "-f", str(ROOT / "crds"), "--timeout=20s")
+    hub.kubectl("wait", "--for=condition=Established", "-f", str(ROOT / "crds"), "--timeout=60s")
     here.kubectl("apply", "-f", "-", stdin=render(tools, "prfaas", here.name, "rbac.yaml"))
     there.kubectl("apply", "-f", "-", stdin=render(tools, "prfaas-member", there.name))
-    folder = tmp_path_factory.mktemp(name)
+    return World(here, there, Path(os.devnull), 0)
+
+
+@pytest.fixture
+def operators(ground: World) -> SimpleNamespace:
+    """Return how to start operators on the ground, several and with flags."""
+    return SimpleNamespace(start=start_operator, kubeconfig=operator_kubeconfig, free_ports=free_ports)
+
+
+@pytest.fixture(scope="module")
+def operator_flags() -> tuple[str, ...]:
+    """Flags of the operator that `world` starts; a module may have its own."""
+    return ()
+
+
+@pytest.fixture(scope="module")
+def world(ground: World, tmp_path_factory, operator_flags: tuple[str, ...]) -> Iterator[World]:
+    here, folder = ground.hub, tmp_path_factory.mktemp("operator")
     ports = free_ports(2)
     log = folder / "operator.log"
-    process = start_operator(here.name, operator_kubeconfig(here, folder / "kubeconfig"), log, ports)
-    yield World(here, there, log, ports[0])
+    process = start_operator(here.name, operator_kubeconfig(here, folder / "kubeconfig"), log, ports, *operator_flags)
+    yield World(here, ground.member, log, ports[0])
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 0, log.read_text()
+    assert process.wait(timeout=100) == 0, log.read_text()
     assert "Traceback" not in log.read_text(), log.read_text()

@@ -45,7 +45,7 @@ def pod(name: str, pool: str, **more: Any) -> PodFacts:
     facts = {
         "name": name,
         "pool_uid": f"uid-{pool}",
-        "role": "prefill",
+        "role": "decode" if pool == "decode" else "prefill",
         "pod_ip": "10.0.0.1",
         "host_ip": "192.168.0.1",
         "ready": True,

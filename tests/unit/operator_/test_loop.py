@@ -3,16 +3,20 @@
 # ruff: noqa: ARG002  # the fakes take what the Protocol passes
 import asyncio
 import copy
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from prfaas_operator.clusters.api import DECODE_POOL, POD, SECRET, Kind, Object, Page, WatchEvent
-from prfaas_operator.clusters.informer import Informer
-from prfaas_operator.errors import ChildConflictError, ClusterUnreachableError, ConflictError, ExpiredError
+from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, PREFILL_POOL, SECRET, Kind, Object
+from prfaas_operator.errors import (
+    ChildConflictError,
+    ClusterUnreachableError,
+    InvalidObjectError,
+    NotLeaderError,
+)
+from prfaas_operator.plan.sharing import Sharer
 from prfaas_operator.reconcile import children, loop
-from prfaas_operator.reconcile.runtime import Report, Runtime
+from prfaas_operator.reconcile.runtime import LOOKS_AT_ONCE, Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
 
 REF = Ref(DECODE_POOL, "decode")
@@ -26,6 +30,8 @@ class MemoryCluster:
     def __init__(self, *objects: Object):
         self.objects = {(one["kind"], one["metadata"]["name"]): one for one in objects}
         self.applied: list[Object] = []
+        self.tried: list[str] = []
+        self.refuses = ""
         self.failure: Exception | None = None
 
     async def get(self, kind: Kind, name: str) -> Object | None:
@@ -36,7 +42,12 @@ class MemoryCluster:
     async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:
         return [one for (name, _), one in self.objects.items() if name == kind.name]
 
-    async def apply(self, body: Object, *, subresource: str = "") -> Object:
+    async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
+        if dry_run:
+            self.tried.append(body["kind"])
+            if body["kind"] == self.refuses:
+                raise InvalidObjectError("not here")
+            return body
         self.applied.append(body)
         key = (body["kind"], body["metadata"]["name"])
         live = self.objects.setdefault(key, {"metadata": {"uid": "u", "generation": 1, "resourceVersion": "1"}})
@@ -77,7 +88,7 @@ async def test_a_second_look_at_an_unchanged_object_writes_nothing():
     hub = MemoryCluster(decode_pool())
     runtime = runtime_over(hub)
     await loop.reconcile(runtime, REF, "u")
-    assert [body["kind"] for body in hub.applied] == ["Deployment", "DecodePool", "Event"]
+    assert [body["kind"] for body in hub.applied] == ["Deployment", "PodDisruptionBudget", "DecodePool", "Event"]
     hub.applied.clear()
     await loop.reconcile(runtime, REF, "u")
     assert hub.applied == []
@@ -93,6 +104,23 @@ async def test_a_bug_becomes_a_condition_and_the_loop_goes_on(monkeypatch: pytes
     assert not report.gone
     assert (ready(hub)["status"], ready(hub)["reason"]) == ("False", "InternalError")
     assert "surprise" in ready(hub)["message"]
+
+
+async def test_a_paused_object_changes_nothing_but_its_status_until_it_is_deleted():
+    hub = MemoryCluster(decode_pool(annotations={"prfaas.io/paused": "true"}))
+    runtime = runtime_over(hub)
+    assert not (await loop.reconcile(runtime, REF, "u")).gone
+    assert [body["kind"] for body in hub.applied] == ["DecodePool", "Event"]
+    assert (ready(hub)["status"], ready(hub)["reason"]) == ("Unknown", "Paused")
+    hub.objects["DecodePool", "decode"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert (await loop.reconcile(runtime, REF, "u")).gone
+
+
+@pytest.mark.parametrize("value", ["false", "True", "yes", ""])
+async def test_only_the_word_true_pauses(value: str):
+    hub = MemoryCluster(decode_pool(annotations={"prfaas.io/paused": value}))
+    await loop.reconcile(runtime_over(hub), REF, "u")
+    assert ("Deployment", "decode") in hub.objects
 
 
 async def test_an_object_of_a_newer_version_is_reported_as_invalid():
@@ -121,6 +149,40 @@ async def test_a_hub_that_is_not_reached_ends_no_loop():
     assert report.again_seconds is not None
 
 
+async def test_objects_that_wait_for_a_place_have_not_begun(monkeypatch: pytest.MonkeyPatch):
+    hub = MemoryCluster()
+    runtime = runtime_over(hub)
+    begun: list[str] = []
+    gate = asyncio.Event()
+
+    async def slow(_: Runtime, ref: Ref, uid: str) -> Report:
+        begun.append(ref.name)
+        await gate.wait()
+        return Report(gone=True)
+
+    monkeypatch.setattr(loop, "reconcile", slow)
+    refs = [Ref(DECODE_POOL, f"pool-{number}") for number in range(LOOKS_AT_ONCE + 3)]
+    tasks = [asyncio.create_task(loop.keep(runtime, ref, ref.name)) for ref in refs]
+    for _ in range(10):  # turns of the event loop, each far more than a task needs to get there
+        await asyncio.sleep(0)
+    assert len(begun) == LOOKS_AT_ONCE
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert sorted(begun) == sorted(ref.name for ref in refs)
+
+
+def test_a_cluster_holds_up_its_own_pools_alone_and_no_probe():
+    runtime = runtime_over(MemoryCluster())
+    for name, cluster in (("near", ""), ("far", "eu"), ("far-too", "eu"), ("elsewhere", "us")):
+        runtime.sharers.items[name] = Sharer("", name, name, "", 1, deleting=False, cluster=cluster)
+    near, far, far_too, elsewhere = (
+        runtime.place(Ref(PREFILL_POOL, name)) for name in ("near", "far", "far-too", "elsewhere")
+    )
+    assert far is far_too
+    probes = [runtime.place(Ref(MEMBER_CLUSTER, name)) for name in ("eu", "us")]
+    assert len({id(one) for one in (near, far, elsewhere, *probes)}) == 5
+
+
 async def test_an_object_that_is_gone_or_has_a_namesake_ends_its_loop():
     assert (await loop.reconcile(runtime_over(MemoryCluster()), REF, "u")).gone
     assert (await loop.reconcile(runtime_over(MemoryCluster(decode_pool(uid="new"))), REF, "u")).gone
@@ -136,6 +198,33 @@ async def test_a_deleted_pool_takes_its_deployment_along_before_it_goes():
     assert (await loop.reconcile(runtime, REF, "u")).gone
 
 
+def pair(value: str) -> list[Object]:
+    """Return manifests of two children that belong together."""
+    return [{"kind": kind, "metadata": {"name": "c", "labels": {}}, "data": value} for kind in ("ConfigMap", "Secret")]
+
+
+async def test_what_stands_changes_only_when_every_change_is_accepted():
+    hub = MemoryCluster()
+    runtime = runtime_over(hub)
+    await children.apply_all(runtime, REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
+    assert hub.tried == [], "what is new may need other new ones"
+    hub.refuses = "Secret"
+    with pytest.raises(InvalidObjectError):
+        await children.apply_all(runtime, REF, hub, pair("new"))  # pyright: ignore[reportArgumentType]
+    assert {one["data"] for one in hub.objects.values()} == {"old"}
+    hub.refuses = ""
+    await children.apply_all(runtime, REF, hub, pair("new"))  # pyright: ignore[reportArgumentType]
+    assert {one["data"] for one in hub.objects.values()} == {"new"}
+
+
+async def test_a_start_tries_nothing_that_is_as_it_should_be():
+    hub = MemoryCluster()
+    await children.apply_all(runtime_over(hub), REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
+    hub.applied.clear()
+    await children.apply_all(runtime_over(hub), REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
+    assert (hub.tried, len(hub.applied)) == ([], 2)
+
+
 async def test_an_object_of_somebody_else_is_never_applied_over():
     hub = MemoryCluster({"kind": "Secret", "metadata": {"name": "s", "labels": {}}})
     manifest = {"kind": "Secret", "metadata": {"name": "s", "labels": {"app.kubernetes.io/managed-by": "x"}}}
@@ -145,78 +234,11 @@ async def test_an_object_of_somebody_else_is_never_applied_over():
     assert SECRET.path("ns", "s") == "/api/v1/namespaces/ns/secrets/s"
 
 
-class Script:
-    """A server whose lists and watches follow a script; an exception in it is raised."""
+async def test_not_leading_any_more_is_nobodys_condition(monkeypatch: pytest.MonkeyPatch):
+    async def silenced(*_: Any) -> Report:
+        raise NotLeaderError("not written")
 
-    def __init__(self, lists: list[Any], watches: list[Any]):
-        self._lists = iter(lists)
-        self._watches = iter(watches)
-        self.done = asyncio.Event()
-
-    async def page(self, kind: Kind, *, selector: str = "", after: str = "") -> Page:
-        answer = next(self._lists)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async def watch(self, kind: Kind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
-        step = next(self._watches, None)
-        if step is None:
-            self.done.set()
-            await asyncio.Event().wait()
-        for event in step or ():
-            if isinstance(event, Exception):
-                raise event
-            yield event
-
-
-def thing(name: str, version: str) -> Object:
-    return {"metadata": {"name": name, "resourceVersion": version}}
-
-
-async def run(script: Script) -> tuple[dict[str, str], list[str]]:
-    """Run an informer to the end of a script; return its items and whom it told about."""
-    told: list[str] = []
-    informer = Informer(
-        script,  # pyright: ignore[reportArgumentType]
-        POD,
-        "",
-        lambda one: f"{one['metadata']['name']}@{one['metadata']['resourceVersion']}",
-        told.append,
-    )
-    task = asyncio.create_task(informer.run())
-    await asyncio.wait_for(script.done.wait(), 5)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    return informer.items, told
-
-
-async def test_an_informer_follows_pages_and_events():
-    script = Script(
-        [Page([thing("a", "1")], "1", "more"), Page([thing("b", "2")], "2", "")],
-        [[WatchEvent("MODIFIED", thing("a", "3")), WatchEvent("DELETED", thing("b", "4"))], []],
-    )
-    items, told = await run(script)
-    assert items == {"a": "a@3"}
-    assert sorted(told[:2]) + told[2:] == ["a@1", "b@2", "a@3", "b@4"]
-
-
-async def test_an_informer_lists_again_when_its_version_expired_and_tells_what_it_missed():
-    script = Script(
-        [Page([thing("a", "1"), thing("b", "1")], "1", ""), Page([thing("a", "5")], "5", "")],
-        [[ExpiredError("too old")]],
-    )
-    items, told = await run(script)
-    assert items == {"a": "a@5"}
-    assert sorted(told[2:]) == ["a@5", "b@1"]
-
-
-async def test_an_informer_keeps_what_it_saw_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prfaas_operator.clusters.informer.FIRST_BACKOFF_SECONDS", 0)
-    cut = ClusterUnreachableError("cut")
-    script = Script(
-        [Page([thing("a", "1")], "1", ""), cut, ConflictError("x"), Page([thing("a", "1")], "9", "")], [[cut]]
-    )
-    items, told = await run(script)
-    assert items == {"a": "a@1"}
-    assert told == ["a@1"], "nothing changed, nobody is told"
+    monkeypatch.setitem(loop.JUDGES, DECODE_POOL, silenced)
+    hub = MemoryCluster(decode_pool())
+    assert not (await loop.reconcile(runtime_over(hub), REF, "u")).gone
+    assert hub.applied == []

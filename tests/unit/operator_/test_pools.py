@@ -49,6 +49,25 @@ def test_a_pod_that_is_not_ready_says_why(status, said):
     assert project(raw_pod(status)).problem == said
 
 
+@pytest.mark.parametrize(
+    ("status", "cause"),
+    [
+        ({"phase": "Pending"}, ""),
+        ({"conditions": [{"type": "PodScheduled", "status": "False"}]}, "Unschedulable"),
+        (container(state={"waiting": {"reason": "ContainerCreating"}}), ""),
+        (container(state={"waiting": {"reason": "ErrImagePull"}}), "ImagePullFailed"),
+        (container(state={"waiting": {"reason": "ImagePullBackOff"}}), "ImagePullFailed"),
+        (container(state={"waiting": {"reason": "CreateContainerConfigError"}}), "ContainerNotCreated"),
+        (container(state={"waiting": {"reason": "CrashLoopBackOff"}}), "CrashLooping"),
+        (container(state={"running": {}}, restartCount=1), ""),
+        (container(state={"running": {}}, restartCount=2), "CrashLooping"),
+        (container(ready=True, state={"running": {}}, restartCount=9), ""),
+    ],
+)
+def test_a_cause_that_does_not_pass_by_waiting_has_a_reason_that_does_not_flap(status, cause):
+    assert project(raw_pod(status)).cause == cause
+
+
 def test_a_ready_pod_has_no_problem_and_both_addresses():
     status = {"conditions": [{"type": "Ready", "status": "True"}], "podIP": "10.0.0.1", "hostIP": "192.168.0.1"}
     facts = project(raw_pod(status))
@@ -88,10 +107,37 @@ def test_the_first_waiting_pod_is_cited_and_a_terminating_one_is_not(make):
     assert verdict.message == "0 of 2 instances ready, 0 of the present template; pod b: is Pending"
 
 
-def test_the_controllers_complaint_comes_before_any_pod(make):
-    failing = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": "quota exceeded"}]}
-    pods = (make.pod("b", "offload", ready=False, problem="is Pending"),)
-    assert readiness(make.prefill_pool(), deployment(**failing), pods).message.endswith("; quota exceeded")
+def test_a_pod_with_a_cause_is_cited_before_one_that_only_waits(make):
+    pods = (
+        make.pod("a", "offload", ready=False, problem="is Pending"),
+        make.pod("b", "offload", ready=False, problem="0/3 nodes", cause="Unschedulable"),
+    )
+    verdict = readiness(make.prefill_pool(), deployment(replicas=2), pods)
+    assert verdict.reason == "Unschedulable"
+    assert verdict.message.endswith("; pod b: 0/3 nodes")
+
+
+def test_a_pool_that_serves_while_its_instances_are_replaced_is_rolling_out(make):
+    pods = (make.pod("a", "offload", ready=False, problem="is Pending"),)
+    rolling = deployment(**{**FULL, "replicas": 3, "updatedReplicas": 1})
+    assert readiness(make.prefill_pool(), rolling, pods).reason == "RollingOut"
+    stuck = (make.pod("a", "offload", ready=False, problem="0/3 nodes", cause="Unschedulable"),)
+    assert readiness(make.prefill_pool(), rolling, stuck).reason == "Unschedulable"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ('pods "x" is forbidden: exceeded quota: q, requested: pods=1', "QuotaExceeded"),
+        ('pods "x" is forbidden: no PriorityClass with name top was found', "PodsRefused"),
+    ],
+)
+def test_the_controllers_complaint_comes_before_any_pod(make, message, reason):
+    failing = {"conditions": [{"type": "ReplicaFailure", "status": "True", "message": message}]}
+    pods = (make.pod("b", "offload", ready=False, problem="0/3 nodes", cause="Unschedulable"),)
+    verdict = readiness(make.prefill_pool(), deployment(**failing), pods)
+    assert verdict.reason == reason
+    assert verdict.message.endswith(f"; {message}")
 
 
 def test_a_deployment_without_status_counts_nothing():
@@ -130,9 +176,10 @@ def test_a_member_that_is_being_deleted_names_the_pools_that_hold_it(make):
 def test_a_secret_is_needed_while_any_pool_is_reached_through_it(make):
     pools = [make.prefill_pool("a", clusterName="eu"), make.prefill_pool("b", clusterName="")]
     assert users_of("eu", pools) == ("a",)
-    assert secret_is_needed("s", [make.member("us"), make.member("eu")], pools)
-    assert not secret_is_needed("s", [make.member("us")], pools)
-    assert not secret_is_needed("t", [make.member("eu")], pools)
+    in_use = {pool.spec.cluster_name for pool in pools}
+    assert secret_is_needed("s", {"us": "s", "eu": "s"}, in_use)
+    assert not secret_is_needed("s", {"us": "s"}, in_use)
+    assert not secret_is_needed("t", {"eu": "s"}, in_use)
 
 
 def test_the_time_of_contact_moves_in_steps_of_a_minute():

@@ -45,6 +45,7 @@ def test_a_worker_is_started_with_the_flags_of_its_pool(make):
         "--pool": "offload",
         "--role": "prefill",
         "--drain-seconds": "45",
+        "--egress-file": "/etc/prfaas/settings/egress-mbps",
     }
     assert {port["name"]: port["containerPort"] for port in worker["ports"]} == {"api": 8000, "data": 8001}
     assert [variable["name"] for variable in worker["env"]] == ["POD_IP", "POD_NAME", "POD_NAMESPACE"]
@@ -74,8 +75,73 @@ def test_a_worker_is_hardened_and_has_no_account(make):
     assert {"name": "prfaas-tmp", "mountPath": "/tmp"} in pod["containers"][0]["volumeMounts"]
 
 
-def test_the_kubelet_waits_longer_than_the_worker_drains(make):
-    assert pod_of(pool.deployment(make.prefill_pool(drainSeconds=30), None))["terminationGracePeriodSeconds"] == 40
+@pytest.mark.parametrize(
+    ("cap", "replicas", "share"), [(1000, 3, "333"), (1000, 1, "1000"), (2, 5, "1"), (7, 0, "7"), (None, 3, None)]
+)
+def test_each_instance_is_told_its_share_of_the_pools_egress(make, cap, replicas, share):
+    spec = {"replicas": replicas} | ({} if cap is None else {"egressMbps": cap})
+    settings = pool.settings(make.prefill_pool(**spec), make.member())
+    assert settings["metadata"] == {"name": "offload-settings", "labels": OWN_LABELS}
+    assert settings["data"] == ({} if share is None else {"egress-mbps": share})
+
+
+def test_a_changed_cap_or_number_of_instances_leaves_the_pods_template_as_it_is(make):
+    specs = ({"replicas": 1}, {"replicas": 4, "egressMbps": 100}, {"replicas": 2, "egressMbps": 900})
+    templates = [pool.deployment(make.prefill_pool(**spec), make.member())["spec"]["template"] for spec in specs]
+    assert templates[0] == templates[1] == templates[2]
+
+
+def test_the_file_that_a_worker_reads_its_cap_from_is_a_key_of_the_settings(make):
+    offload = make.prefill_pool(egressMbps=10)
+    manifest = pool.deployment(offload, None)
+    folder, _, key = flags_of(worker_of(manifest))["--egress-file"].rpartition("/")
+    (mount,) = [mount for mount in worker_of(manifest)["volumeMounts"] if mount["mountPath"] == folder]
+    (volume,) = [volume for volume in pod_of(manifest)["volumes"] if volume["name"] == mount["name"]]
+    settings = pool.settings(offload, None)
+    assert volume["configMap"] == {"name": settings["metadata"]["name"], "optional": True}
+    assert list(settings["data"]) == [key]
+    assert "subPath" not in mount
+    assert settings["metadata"]["ownerReferences"][0]["uid"] == "uid-offload"
+
+
+def test_a_decode_pool_has_no_settings(make):
+    manifest = pool.deployment(make.decode_pool(), None)
+    assert "--egress-file" not in worker_of(manifest)["args"]
+    assert all("configMap" not in volume for volume in pod_of(manifest)["volumes"])
+
+
+@pytest.mark.parametrize(("drain_seconds", "notice_seconds"), [(30, 5), (2, 2), (0, 0)])
+def test_a_worker_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for_both(
+    make, drain_seconds, notice_seconds
+):
+    manifest = pool.deployment(make.prefill_pool(drainSeconds=drain_seconds), None)
+    hook = {"preStop": {"exec": {"command": ["sleep", str(notice_seconds)]}}}
+    assert worker_of(manifest).get("lifecycle", {}) == (hook if notice_seconds else {})
+    assert pod_of(manifest)["terminationGracePeriodSeconds"] == notice_seconds + drain_seconds + 10
+
+
+def test_a_gateway_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for_both(make):
+    manifest = gateway.deployment(make.policy(gateway={"drainSeconds": 90}))
+    router = pod_of(manifest)["containers"][0]
+    assert router["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "5"]}}}
+    assert flags_of(router)["--drain-seconds"] == "90"
+    assert pod_of(manifest)["terminationGracePeriodSeconds"] == 105
+
+
+@pytest.mark.parametrize(
+    ("rollout", "plain", "by_host"),
+    [
+        ({}, ("25%", 0), (0, 1)),
+        ({"maxSurge": 0, "maxUnavailable": "10%"}, (0, "10%"), (0, "10%")),
+        ({"maxSurge": 3, "maxUnavailable": "0%"}, (3, "0%"), (0, 1)),
+    ],
+)
+def test_no_instance_is_missing_during_a_rollout_unless_it_must_or_may_be(make, rollout, plain, by_host):
+    wanted = make.prefill_pool(rollout=rollout)
+    for member, (surge, unavailable) in ((make.member(), plain), (make.member(addressing="HostIP"), by_host)):
+        strategy = pool.deployment(wanted, member)["spec"]["strategy"]
+        rolling = {"maxSurge": surge, "maxUnavailable": unavailable}
+        assert strategy == {"type": "RollingUpdate", "rollingUpdate": rolling}
 
 
 def test_labels_of_the_operator_win_over_those_of_the_owner(make):
@@ -85,12 +151,9 @@ def test_labels_of_the_operator_win_over_those_of_the_owner(make):
     assert manifest["metadata"]["labels"] == OWN_LABELS
 
 
-def test_the_selector_is_what_scale_reports(make):
+def test_a_role_stands_in_the_selector_that_scale_reports_and_not_in_that_of_the_deployment(make):
     manifest = pool.deployment(make.prefill_pool(), None)
-    assert manifest["spec"]["selector"]["matchLabels"] == {
-        "prfaas.io/pool-uid": "uid-offload",
-        "prfaas.io/role": "prefill",
-    }
+    assert manifest["spec"]["selector"]["matchLabels"] == {"prfaas.io/pool-uid": "uid-offload"}
     assert pool.scale_selector(make.prefill_pool()) == "prfaas.io/pool-uid=uid-offload,prfaas.io/role=prefill"
 
 
@@ -100,13 +163,11 @@ def test_only_hub_children_have_an_owner(make):
     assert (owner["kind"], owner["uid"]) == ("PrefillPool", "uid-offload")
 
 
-def test_host_addressing_takes_the_nodes_ports_and_never_surges(make):
+def test_host_addressing_takes_the_nodes_ports(make):
     manifest = pool.deployment(make.prefill_pool(), make.member(addressing="HostIP"))
     assert [port["hostPort"] for port in worker_of(manifest)["ports"]] == [8000, 8001]
-    assert manifest["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     plain = pool.deployment(make.prefill_pool(), make.member())
     assert all("hostPort" not in port for port in worker_of(plain)["ports"])
-    assert "strategy" not in plain["spec"]
 
 
 def test_the_whole_template_reaches_the_pod(make):
@@ -128,6 +189,14 @@ def test_the_whole_template_reaches_the_pod(make):
         "env": [{"name": "A", "value": ""}, {"name": "B", "valueFrom": {"secretKeyRef": {"name": "t", "key": "k"}}}],
         "imagePullSecrets": [{"name": "pull"}],
         "priorityClassName": "high",
+        "serviceAccountName": "weights-reader",
+        "runtimeClassName": "nvidia",
+        "schedulerName": "gang",
+        "nodeAffinity": [
+            {"key": "gpu", "operator": "In", "values": ["h100", "h200"]},
+            {"key": "spot", "operator": "DoesNotExist"},
+        ],
+        "topologySpread": [{"topologyKey": "rack", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}],
     }
     manifest = pool.deployment(make.prefill_pool(template=template), None)
     pod, worker = pod_of(manifest), worker_of(manifest)
@@ -136,15 +205,37 @@ def test_the_whole_template_reaches_the_pod(make):
     assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"gpu": "h200"}, "high")
     assert pod["tolerations"] == template["tolerations"]
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("weights-reader", False)
+    assert (pod["runtimeClassName"], pod["schedulerName"]) == ("nvidia", "gang")
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"] == [{"values": [], **one} for one in template["nodeAffinity"]]
+    (spread,) = pod["topologySpreadConstraints"]
+    assert spread == template["topologySpread"][0] | {
+        "labelSelector": manifest["spec"]["selector"],
+        "matchLabelKeys": ["pod-template-hash"],
+    }
     assert pod["volumes"] == [
         {"name": "weights", "persistentVolumeClaim": {"claimName": "w", "readOnly": True}},
         *template["volumes"][1:],
+        {"name": "prfaas-settings", "configMap": {"name": "offload-settings", "optional": True}},
     ]
     assert worker["volumeMounts"] == [
         {"name": "weights", "mountPath": "/weights", "readOnly": True},
         {"name": "scratch", "mountPath": "/tmp", "readOnly": False},
+        {"name": "prfaas-settings", "mountPath": "/etc/prfaas/settings", "readOnly": True},
     ], "an owner's own /tmp takes the place of ours"
     assert worker["env"][3:] == template["env"]
+
+
+def test_instances_spread_over_zones_and_nodes_unless_the_pool_says_otherwise(make):
+    spread = pod_of(pool.deployment(make.prefill_pool(), None))["topologySpreadConstraints"]
+    wanted = [(one["topologyKey"], one["maxSkew"], one["whenUnsatisfiable"]) for one in spread]
+    assert wanted == [
+        ("topology.kubernetes.io/zone", 1, "ScheduleAnyway"),
+        ("kubernetes.io/hostname", 1, "ScheduleAnyway"),
+    ]
+    nowhere = make.prefill_pool(template={"topologySpread": []})
+    assert "topologySpreadConstraints" not in pod_of(pool.deployment(nowhere, None))
 
 
 def test_the_gateway_pod_has_router_and_scheduler_on_one_socket(make):
@@ -157,6 +248,7 @@ def test_the_gateway_pod_has_router_and_scheduler_on_one_socket(make):
         "--policy": "kimi",
         "--namespace": "$(POD_NAMESPACE)",
         "--control-socket": "/run/prfaas/control.sock",
+        "--drain-seconds": "60",
     }
     assert flags_of(scheduler) == {
         "--control-socket": "/run/prfaas/control.sock",

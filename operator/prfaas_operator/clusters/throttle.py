@@ -1,0 +1,82 @@
+"""How fast one API server is asked: never faster than it bears, and not at all while it asks to be left alone.
+
+An API server that is overloaded answers 429, or 503, with the seconds to stay away. Whoever tries again at once makes
+it worse for everybody. All calls to one server share a throttle, so that what one was told holds for all of them.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final
+
+CALLS_PER_SECOND: Final = 200.0
+"""More than what a thousand pools need within a minute of a start, and a part of what one API server serves."""
+BURST_CALLS: Final = 400
+CALLS_AT_ONCE: Final = 20
+"""Calls under way; more would wait for a connection, and their time for an answer would run meanwhile."""
+PATIENCE_SECONDS: Final = 30.0
+"""A call that would wait longer fails instead: its object says so, and asks again later."""
+DEFAULT_REST_SECONDS: Final = 1.0
+LONGEST_REST_SECONDS: Final = 60.0
+"""A server that names an hour, or a proxy in its place, is asked again after this."""
+
+
+class Throttle:
+    """The pace of all calls to one API server."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._due = self._rest_until = float("-inf")
+        self._line = asyncio.Semaphore(CALLS_AT_ONCE)
+
+    @contextlib.asynccontextmanager
+    async def under_way(self, *, at_once: bool = False) -> AsyncIterator[bool]:
+        """Wait in line and for a turn, and hold a place among the calls under way for as long as the block runs.
+
+        Gives False where patience did not last; then no call may be made. A probe goes `at_once`, past the line: that a
+        server is dead has to be found while others wait for it.
+        """
+        if at_once:
+            yield await self.turn()
+            return
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await self._line.acquire()
+        except TimeoutError:
+            yield False
+            return
+        try:
+            yield await self.turn()
+        finally:
+            self._line.release()
+
+    async def turn(self) -> bool:
+        """Wait until a call may be made; return False at once where that takes longer than patience lasts."""
+        now = self._clock()
+        due = max(self._due, now - BURST_CALLS / CALLS_PER_SECOND) + 1 / CALLS_PER_SECOND
+        if max(due, self._rest_until) > now + PATIENCE_SECONDS:
+            return False
+        self._due = due
+        # Whoever waits may learn meanwhile that it has to wait for longer.
+        while (left := max(due, self._rest_until) - self._clock()) > 0:  # noqa: ASYNC110  # for time to pass
+            await asyncio.sleep(left)
+        return True
+
+    def rest(self, seconds: float) -> None:
+        """Make no call for a while."""
+        self._rest_until = max(self._rest_until, self._clock() + min(seconds, LONGEST_REST_SECONDS))
+
+    @property
+    def rests_for_seconds(self) -> float:
+        """How much longer no call is made; 0 while calls are."""
+        return max(0.0, self._rest_until - self._clock())
+
+
+def asked_rest_seconds(status: int, headers: Mapping[str, str] | None) -> float | None:
+    """Return for how long an answer asks to be left alone, None for one that does not: 429, or 503 with a time."""
+    named = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), None)
+    if status not in {429, 503} or (status == 503 and named is None):  # the two statuses with a time
+        return None
+    # The header may hold a date as well, which no API server sends.
+    return float(named) if named and named.isdecimal() else DEFAULT_REST_SECONDS

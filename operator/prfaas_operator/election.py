@@ -1,0 +1,169 @@
+"""One of several replicas works: the one that holds the Lease. The others stand by, and take over.
+
+What is hard is to stop. A replica that was frozen, or cut off from its API server, believes for a while what is no
+longer so, and meanwhile another one has taken over. Three things keep the two from writing at once, each with its own
+delay after the last renewal:
+
+    10 s  no call of ours writes any more (`may_write`, asked right before each), whatever the rest of the process does
+    14 s  the process ends hard, from a thread of its own, when its work has not ended by itself until then: the library
+          that follows our kinds writes finalizers with a client of its own
+    15 s  another replica may take the Lease; a call under way has ended by then, its timeout is 5 s
+
+A container that is started again under its pod's name goes on at once: nobody else has that name, and its predecessor
+is dead.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from prfaas.errors import PeerError
+from prfaas.kube.lease import Caller, LeaseHolder
+from prfaas_operator import metrics
+
+log = logging.getLogger(__name__)
+
+LEASE: Final = "prfaas-operator"
+LEASE_SECONDS: Final = 15
+RENEW_SECONDS: Final = 2.0
+STANDBY_SECONDS: Final = 1.0
+CALL_SECONDS: Final = 4.0
+"""A renewal is two calls, so that one which begins in time ends before the Lease is lost, also on a busy server."""
+RELEASE_SECONDS: Final = 2.0
+HARD_END_SECONDS: Final = 14.0
+WATCH_SECONDS: Final = 0.25
+HARD_END_CODE: Final = 70
+
+Work = Callable[[asyncio.Event], Awaitable[None]]
+"""Works until the event is set, or until the process is asked to end."""
+
+
+def identity() -> str:
+    """Return what this replica is called in the Lease: its pod's name, or one that no other process has."""
+    return os.environ.get("POD_NAME") or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+
+
+class Ending:
+    """Hears SIGTERM and SIGINT; `term` is the event that tells the present work to stop."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.term = asyncio.Event()
+
+    def listen(self) -> None:
+        """Install the handlers; kopf replaces them while it runs."""
+        for each in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(each, self._ask)
+
+    def _ask(self) -> None:
+        self.asked.set()
+        self.term.set()
+
+
+class Election:
+    """One candidate. `may_write` is asked before every write, also those of calls that were prepared long before.
+
+    Args:
+        session: calls the hub's API server.
+        namespace: of the Lease.
+        ready: set once this replica is of use: standing by is.
+
+    """
+
+    def __init__(self, session: Caller, namespace: str, ready: asyncio.Event):
+        self._holder = LeaseHolder(session, namespace, LEASE, identity(), duration_seconds=LEASE_SECONDS)
+        self._ready = ready
+        self._renewed_at = 0.0
+        self._works = False
+
+    def may_write(self) -> bool:
+        """Tell whether nobody else can hold the Lease now."""
+        return self._holder.is_holder
+
+    async def run(self, work: Work, ending: Ending) -> None:
+        """Work whenever this replica leads, until the process is asked to end; then let the next one lead at once."""
+        watched = threading.Event()
+        threading.Thread(target=self._watch, args=(watched,), name="lease-watch", daemon=True).start()
+        try:
+            while await self._stand_by(ending):
+                lost = await self._lead(work, ending)
+                if not lost:
+                    return
+                ending.listen()
+        finally:
+            watched.set()
+            await self._holder.release(RELEASE_SECONDS)
+            metrics.LEADER.set(0)
+
+    async def _stand_by(self, ending: Ending) -> bool:
+        """Wait until this replica leads; False when it is asked to end before."""
+        told = False
+        while not ending.asked.is_set():
+            if await self._renew():
+                return True
+            self._ready.set()
+            if not told:
+                log.info("standing by: another replica holds the Lease %s", LEASE)
+                told = True
+            await _wait(ending.asked, STANDBY_SECONDS)
+        return False
+
+    async def _lead(self, work: Work, ending: Ending) -> bool:
+        """Work while the Lease is renewed; tell whether it was lost, rather than the process asked to end."""
+        log.info("leading: this replica holds the Lease %s", LEASE)
+        ending.term = asyncio.Event()
+        self._works = True
+        metrics.LEADER.set(1)
+        renewing = asyncio.create_task(self._keep_renewed(ending.term))
+        try:
+            await work(ending.term)
+        finally:
+            self._works = False
+            lost = renewing.done()
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            metrics.LEADER.set(0)
+        return lost
+
+    async def _keep_renewed(self, term: asyncio.Event) -> None:
+        """Renew until the Lease is lost, then stop the work."""
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            # A refusal can mean that somebody touched the Lease in between: the second look tells.
+            if not (await self._renew() or self.may_write() or await self._renew()):
+                break
+        log.error("the Lease %s is lost: no more writes, standing by", LEASE)
+        term.set()
+
+    async def _renew(self) -> bool:
+        started = time.monotonic()
+        try:
+            held = await self._holder.acquire_or_renew(CALL_SECONDS)
+        except PeerError as error:
+            log.warning("the Lease %s cannot be renewed: %s", LEASE, error)
+            return False
+        if held:
+            self._renewed_at = started
+        return held
+
+    def _watch(self, done: threading.Event) -> None:
+        """End the process where its event loop cannot: frozen, or held up by work that does not stop."""
+        while not done.wait(WATCH_SECONDS):
+            if self._works and time.monotonic() > self._renewed_at + HARD_END_SECONDS:
+                log.critical("the Lease %s was lost %g s ago and the work goes on: ending", LEASE, HARD_END_SECONDS)
+                os._exit(HARD_END_CODE)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,237 @@
+"""Which authority signs, which are trusted, and whose certificate is written anew: the next step, from what is there.
+
+Two instances accept each other while the authority of each one's certificate is among those that the other trusts. What
+is hard is that nobody sees a Secret when it is written: every instance reads it some time later, at a time of its own,
+and a cluster that is not reached not at all. So an authority passes three states, and each step waits until what the
+step before it wrote has *settled* in every cluster:
+
+    next        trusted; signs nothing yet
+    current     trusted by every instance; signs
+    previous    trusted; signs nothing any more
+
+    ANNOUNCE  -> next        a successor is made, or the issuer begins to sign with another authority
+    PROMOTE   next -> current, current -> previous       once every cluster has trusted it for the settling time
+    RETIRE    previous -> gone                           once no cluster has shown a certificate of it for as long
+
+All three are trusted, and nothing but a current authority's certificate is ever written, so Secrets one step apart
+accept each other. The states lie in one Secret of the hub: what a member's Secret says about authorities is believed by
+nobody. Authorities are known by their fingerprints here; keys and texts are the caller's.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from typing import Final, NamedTuple
+
+from prfaas import identity
+from prfaas_operator.plan.conditions import Verdict, no, rfc3339, yes
+
+MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
+"""A Secret that claims to be written later than this from now lies, or its writer's clock did: it is written anew."""
+
+
+class Step(Enum):
+    """What becomes of the authorities."""
+
+    ANNOUNCE = "Announce"
+    PROMOTE = "Promote"
+    RETIRE = "Retire"
+
+
+class Terms(NamedTuple):
+    """How long things last. `by_issuer`: certificates come from somebody else, who renews them."""
+
+    life: timedelta
+    authority_life: timedelta
+    settling: timedelta
+    by_issuer: bool = False
+
+
+class Leaf(NamedTuple):
+    """A cluster's certificate. `authority` is the one that vouches for it; `serial` tells it from another."""
+
+    cluster: str
+    authority: str
+    validity: identity.Validity
+    serial: str = ""
+
+
+class Held(NamedTuple):
+    """What a cluster's Secret holds. Without `leaf` there is none that could be used; `problem` says why."""
+
+    leaf: Leaf | None = None
+    trusted: frozenset[str] = frozenset()
+    written: datetime | None = None
+    problem: str = ""
+
+
+class Holder(NamedTuple):
+    """One cluster. `held` None: it is not reached. `issued`: what the issuer has for it, where there is one."""
+
+    cluster: str
+    held: Held | None
+    issued: Leaf | None = None
+
+
+class Authorities(NamedTuple):
+    """Fingerprints by state; `ends` is when the current one does, and `signs` whether its key is at hand."""
+
+    current: frozenset[str] = frozenset()
+    next: frozenset[str] = frozenset()
+    previous: frozenset[str] = frozenset()
+    ends: datetime | None = None
+    signs: bool = False
+
+    @property
+    def trusted(self) -> frozenset[str]:
+        """All whose certificates are to be accepted."""
+        return self.current | self.next | self.previous
+
+
+class Moment(NamedTuple):
+    """Now, and since when this operator looks: what it did not see before that, it does not count."""
+
+    now: datetime
+    since: datetime
+
+
+def step(authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: Moment) -> Step | None:
+    """Return what is next for the authorities, None while nothing is due or the last step has not settled."""
+    if terms.by_issuer:
+        announced = offered_by(holders) - authorities.current
+        promotes = offered_by(holders) not in (frozenset(), authorities.current)
+        announces = promotes and announced != authorities.next
+    else:
+        promotes = bool(authorities.next)
+        announces = not promotes and _successor_is_due(authorities, terms, moment.now)
+    if announces:
+        return Step.ANNOUNCE
+    if promotes:
+        return None if waiting_for(authorities, holders, terms, moment) else Step.PROMOTE
+    if authorities.previous and _is_out_of_use(authorities.previous, holders, terms, moment):
+        return Step.RETIRE
+    return None
+
+
+def after(authorities: Authorities, chosen: Step, announced: frozenset[str]) -> Authorities:
+    """Return the states after a step; `announced` are the authorities that it brings in, or that it promotes."""
+    current, previous = authorities.current, authorities.previous
+    if chosen is Step.ANNOUNCE:
+        return authorities._replace(next=announced - current, previous=previous - announced)
+    if chosen is Step.PROMOTE:
+        return Authorities(announced, frozenset(), (current | previous | authorities.next) - announced)
+    return authorities._replace(previous=frozenset())
+
+
+def offered_by(holders: Iterable[Holder]) -> frozenset[str]:
+    """Return the authorities of what an issuer made; none while it has not made everything, because it may change."""
+    issued = [holder.issued for holder in holders]
+    return frozenset() if None in issued else frozenset(leaf.authority for leaf in issued if leaf is not None)
+
+
+def waiting_for(authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: Moment) -> tuple[str, ...]:
+    """Return the clusters that a promotion waits for, sorted: not reached, or written to a short while ago.
+
+    Those that are not reached hold it up only until everybody else's certificates are at stake.
+    """
+    patient = moment.now < _end_of_patience(authorities, holders, terms)
+
+    def is_behind(holder: Holder) -> bool:
+        if holder.held is None:
+            return patient
+        if holder.held.leaf is None:
+            # Without any Secret no instance has started there; with a damaged one, they remember what it was.
+            remembers = holder.held.written is not None or bool(holder.held.trusted)
+            return (remembers and patient) or wanted(authorities, holder, terms, moment.now) is Wanted.CERTIFICATE
+        return not (authorities.next <= holder.held.trusted and _settled(holder.held, terms, moment))
+
+    return tuple(sorted(holder.cluster for holder in holders if is_behind(holder)))
+
+
+def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms: Terms) -> datetime:
+    """Return when an authority can no more sign whole certificates, or an issuer's renewals are long overdue."""
+    if not terms.by_issuer and authorities.ends is not None:
+        return authorities.ends - terms.life
+    ends = [holder.held.leaf.validity.not_after for holder in holders if holder.held and holder.held.leaf]
+    return min(ends, default=datetime.max.replace(tzinfo=UTC)) - terms.life / 6
+
+
+def _successor_is_due(authorities: Authorities, terms: Terms, now: datetime) -> bool:
+    if not authorities.signs or authorities.ends is None:
+        return True
+    return now >= authorities.ends - terms.authority_life * (1 - identity.RENEW_AFTER)
+
+
+def _is_out_of_use(authorities: frozenset[str], holders: Iterable[Holder], terms: Terms, moment: Moment) -> bool:
+    """Tell whether no instance shows a certificate of these any more."""
+    return all(
+        holder.held is not None
+        and (holder.held.leaf is None or holder.held.leaf.authority not in authorities)
+        and _settled(holder.held, terms, moment)
+        for holder in holders
+    )
+
+
+def _settled(held: Held, terms: Terms, moment: Moment) -> bool:
+    """Tell whether every instance has had the time to read a Secret."""
+    written = held.written
+    return written is not None and moment.now - max(written, moment.since) >= terms.settling
+
+
+class Wanted(Enum):
+    """What a cluster's Secret should be given."""
+
+    NOTHING = "it is as it should be"
+    TRUST = "the same certificate, other authorities"
+    CERTIFICATE = "another certificate"
+
+
+def wanted(authorities: Authorities, holder: Holder, terms: Terms, now: datetime) -> Wanted:
+    """Return what to write into the Secret of a cluster that is reached."""
+    held = holder.held or Held()
+    if _wants_certificate(authorities, held.leaf, holder, terms, now):
+        return Wanted.CERTIFICATE
+    if held.leaf is None:
+        return Wanted.NOTHING  # and nothing can be had yet
+    stale = held.written is None or held.written > now + MAX_CLOCK_ERROR
+    return Wanted.TRUST if held.trusted != authorities.trusted or stale else Wanted.NOTHING
+
+
+def _wants_certificate(
+    authorities: Authorities, leaf: Leaf | None, holder: Holder, terms: Terms, now: datetime
+) -> bool:
+    """Tell whether another certificate is needed and can be had: under a current authority, and no other."""
+    if terms.by_issuer:
+        return holder.issued is not None and holder.issued != leaf and holder.issued.authority in authorities.current
+    if not authorities.signs:
+        return False
+    return (
+        leaf is None
+        or leaf.cluster != holder.cluster
+        or leaf.authority not in authorities.current
+        or _is_due(leaf, now)
+    )
+
+
+def _is_due(leaf: Leaf, now: datetime) -> bool:
+    """Tell whether two thirds of a certificate's life are over; what it reaches back for slow clocks is not lived."""
+    begin = min(leaf.validity.not_before + identity.CLOCK_SKEW, leaf.validity.not_after)
+    return now >= identity.when_to_renew(begin, leaf.validity.not_after)
+
+
+def verdict(authorities: Authorities, holder: Holder, held_up_by: Sequence[str], now: datetime) -> Verdict:
+    """Return the condition CertificateReady of a cluster that has been looked after."""
+    if holder.held is None:
+        return Verdict("Unknown", "ClusterUnreachable", "not seen; see condition Ready")
+    leaf = holder.held.leaf
+    if leaf is None:
+        return no("CertificatePending", holder.held.problem or "no certificate has been issued yet")
+    ends = rfc3339(leaf.validity.not_after)
+    if not authorities.trusted >= {leaf.authority} or leaf.validity.not_after < now:
+        return no(
+            "CertificateRefused", f"peers refuse the certificate in use (until {ends}), and there is no other yet"
+        )
+    if held_up_by:
+        message = f"in use until {ends}; the next authority waits for {', '.join(held_up_by)} to trust it"
+        return yes("AuthorityChanging", message)
+    return yes("Issued", f"the certificate in use is good until {ends}")

@@ -1,0 +1,172 @@
+"""What Secrets say about certificates and authorities, and what they should hold.
+
+A cluster's Secret is judged by the hub's authorities, never by its own `ca.crt`. What cannot be read is a finding like
+any other: a damaged certificate is written anew, a damaged authority is left alone until a person has looked, because
+a new one in its place would cut every instance off.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple
+
+from prfaas import identity
+from prfaas.errors import PrfaasError
+from prfaas_operator.errors import AuthorityDamagedError
+from prfaas_operator.plan.certificates import Authorities, Held, Leaf, Step, Terms, after
+
+CERTIFICATE: Final = "tls.crt"
+KEY: Final = "tls.key"
+TRUSTED: Final = "ca.crt"
+NEXT: Final = "next.crt"
+NEXT_KEY: Final = "next.key"
+PREVIOUS: Final = "previous.crt"
+WRITTEN_AT: Final = "prfaas.io/written-at"
+
+Secret = Mapping[str, Any]
+DAY: Final = timedelta(days=1)
+
+
+class Store(NamedTuple):
+    """The hub's Secret of authorities: certificates (PEM) by fingerprint, and the keys of those that sign or will."""
+
+    authorities: Authorities
+    certificates: Mapping[str, bytes]
+    key: bytes = b""
+    next_key: bytes = b""
+
+    @property
+    def bundle(self) -> bytes:
+        """All trusted authorities, in an order that does not change by itself."""
+        return self.texts(self.authorities.trusted)
+
+    def texts(self, fingerprints: frozenset[str]) -> bytes:
+        """Return some of the certificates as one text."""
+        return b"".join(self.certificates[one] for one in sorted(fingerprints))
+
+    @property
+    def data(self) -> dict[str, bytes]:
+        """What the Secret holds; an empty state or key has no entry."""
+        states = self.authorities
+        entries = {
+            CERTIFICATE: self.texts(states.current),
+            KEY: self.key,
+            NEXT: self.texts(states.next),
+            NEXT_KEY: self.next_key,
+            PREVIOUS: self.texts(states.previous),
+        }
+        return {name: content for name, content in entries.items() if content}
+
+    def __repr__(self) -> str:
+        """Show the states alone: the rest holds keys."""
+        return f"Store({self.authorities!r})"
+
+
+def content(secret: Secret, name: str) -> bytes:
+    """Return an entry of a Secret, empty where there is none that can be read."""
+    try:
+        return base64.b64decode((secret.get("data") or {}).get(name, ""), validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        return b""
+
+
+def read_store(secret: Secret, now: datetime) -> Store:
+    """Read the Secret of authorities.
+
+    Raises:
+        AuthorityDamagedError: it holds no authority, or a key that is not its certificate's.
+
+    """
+    texts = {name: content(secret, name) for name in (CERTIFICATE, KEY, NEXT, NEXT_KEY, PREVIOUS)}
+    try:
+        current, following, previous = (identity.fingerprints(texts[name]) for name in (CERTIFICATE, NEXT, PREVIOUS))
+        ends = None
+        if texts[KEY]:
+            signer = identity.signing_certificate(identity.KeyPair(texts[CERTIFICATE], texts[KEY]))
+            ends = identity.validity_of(signer).not_after
+        if texts[NEXT_KEY]:
+            identity.signing_certificate(identity.KeyPair(texts[NEXT], texts[NEXT_KEY]))
+        if not current:
+            raise AuthorityDamagedError(f"it has no {CERTIFICATE}")
+        ends = ends or min(identity.validity_of_pem(text).not_after for text in current.values())
+    except PrfaasError as error:
+        raise AuthorityDamagedError(
+            f"{error}; restore it from a backup. Certificates in use go on until they end; none is renewed meanwhile"
+        ) from error
+    states = Authorities(
+        frozenset(current),
+        frozenset(following) - frozenset(current),
+        frozenset(previous) - frozenset(current) - frozenset(following),
+        ends,
+        signs=bool(texts[KEY]) and now < ends,
+    )
+    return Store(states, {**current, **following, **previous}, texts[KEY], texts[NEXT_KEY])
+
+
+def first_store(certificates: Mapping[str, bytes], key: bytes = b"") -> Store:
+    """Return the store of an installation that has had no authority before."""
+    return Store(Authorities(frozenset(certificates), signs=bool(key)), certificates, key)
+
+
+def advance(store: Store, step: Step, newcomers: Mapping[str, bytes], key: bytes = b"") -> Store:
+    """Return the store after a step; `newcomers` are announced or promoted, `key` is the one that signs for them."""
+    states = after(store.authorities, step, frozenset(newcomers))
+    known = {**store.certificates, **newcomers}
+    certificates = {one: known[one] for one in sorted(states.trusted)}
+    if step is Step.ANNOUNCE:
+        return Store(states, certificates, store.key, key)
+    return Store(states, certificates, key if step is Step.PROMOTE else store.key)
+
+
+def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:
+    """Return a new authority."""
+    return identity.make_authority(name, identity.valid_for(now, terms.authority_life / DAY))
+
+
+def issue(store: Store, cluster: str, now: datetime, terms: Terms) -> identity.KeyPair:
+    """Return a new certificate of the current authority, which it never outlives."""
+    validity = identity.valid_for(now, terms.life / DAY)
+    if store.authorities.ends is not None:
+        validity = validity._replace(not_after=min(validity.not_after, store.authorities.ends))
+    return identity.issue(identity.KeyPair(store.texts(store.authorities.current), store.key), cluster, validity)
+
+
+def read_held(secret: Secret | None, store: Store, now: datetime) -> Held:
+    """Read a cluster's Secret as the hub judges it."""
+    if secret is None:
+        return Held()
+    try:
+        trusted = frozenset(identity.fingerprints(content(secret, TRUSTED)))
+    except PrfaasError:
+        trusted = frozenset()
+    try:
+        leaf, problem = _leaf(secret, store.bundle, now), ""
+    except PrfaasError as error:
+        leaf, problem = None, str(error)
+    return Held(leaf, trusted, _written_at(secret), problem)
+
+
+def read_issued(secret: Secret, now: datetime) -> Leaf:
+    """Read what an issuer made for a cluster.
+
+    Raises:
+        PrfaasError: it cannot be used.
+
+    """
+    return _leaf(secret, content(secret, TRUSTED), now)
+
+
+def _leaf(secret: Secret, trusted: bytes, now: datetime) -> Leaf:
+    certificate = content(secret, CERTIFICATE)
+    facts = identity.check(certificate, content(secret, KEY), trusted, now)
+    return Leaf(facts.cluster, facts.authority, facts.validity, next(iter(identity.fingerprints(certificate))))
+
+
+def _written_at(secret: Secret) -> datetime | None:
+    text = (secret["metadata"].get("annotations") or {}).get(WRITTEN_AT, "")
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else None

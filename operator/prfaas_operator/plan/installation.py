@@ -1,0 +1,147 @@
+"""A policy's installation for the capacity model, from the objects of the hub alone: specs, and what status says.
+
+The scheduler's summary in the policy's status is all that is known of load, profiles and links. An offload pool behind
+a link that is not alive is left out, as if it were not there: what it could do comes to nobody. One that has no
+instance shows no link at all, so its link counts as declared.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
+from prfaas.api.policystatus import Observed, ObservedPool
+from prfaas.capacity import observed as wire
+from prfaas.capacity.installation import Installation, Load, Pool
+from prfaas.capacity.system import Link
+from prfaas.wire.profile import Profile
+from prfaas.wire.routes import Threshold
+from prfaas_operator.plan.policy import PolicyFacts
+from prfaas_operator.plan.pool import Pool as AnyPool
+from prfaas_operator.plan.pool import role_of
+
+MIN_PROMPTS: Final = 50
+"""Fewer say too little of lengths to move instances by."""
+
+
+def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installation:
+    """Return the policy's installation; `refusals` say, by pool, why its replicas are not the policy's to write.
+
+    The policy's DecodePool must exist.
+    """
+    policy = facts.policy
+    seen = policy.status.observed
+    links = _links(facts, seen)
+    alive = {link.name for link in links}
+    spec = policy.spec.threshold
+    return Installation(
+        pools=tuple(
+            _pool(one, policy.spec.decode_pool, seen, refusals.get(one.metadata.name, ""))
+            for one in facts.routed_pools
+            if not one.spec.cluster_name or one.spec.cluster_name in alive
+        ),
+        links=links,
+        threshold=Threshold(mode=spec.mode, tokens=spec.tokens, min_tokens=spec.min, max_tokens=spec.max),
+        load=_load(policy, facts.decode_pools[policy.spec.decode_pool], seen),
+    )
+
+
+def arrivals_per_second(policy: PrfaaSPolicy) -> float:
+    """Return the requests that arrive at all gateways: each sees its share."""
+    seen = policy.status.observed
+    return seen.gateway_arrival_milli_per_second / 1000 * max(1, policy.spec.gateway.replicas) if seen else 0.0
+
+
+def waiting_prefills(policy: PrfaaSPolicy) -> int:
+    """Return how many prefills wait, in all pools."""
+    return sum(pool.waiting_prefills for pool in policy.status.observed.pools) if policy.status.observed else 0
+
+
+def unknown(found: Installation, facts: PolicyFacts) -> str:
+    """Return what is not known well enough to plan with, as a sentence; empty when all is."""
+    policy = facts.policy
+    seen, decode = policy.status.observed, facts.decode_pools[policy.spec.decode_pool]
+    if seen is None:
+        return "the gateway's scheduler has not summed up what it measures yet: give it a minute of requests"
+    if seen.prompts < MIN_PROMPTS:
+        return f"{seen.prompts} prompts in the last minutes say too little of their lengths, {MIN_PROMPTS} would do"
+    if seen.output_milli_tokens is None:
+        return "no answer was finished in the last minutes, so their length is not known"
+    if _batch(decode, seen) is None or _step_seconds(decode, seen) is None:
+        return (
+            f"what a decode step takes was not measured; give maxBatch and stepMillis of DecodePool "
+            f"{decode.metadata.name}, or see whether Prometheus scrapes its instances"
+        )
+    if missing := found.unmeasured():
+        return f"no profile of pool {missing[0]} is known: does Prometheus scrape its instances?"
+    return ""
+
+
+def _pool(pool: AnyPool, decode_pool: str, seen: Observed | None, refusal: str) -> Pool:
+    spec = pool.spec
+    home = pool.spec.share_with if isinstance(pool, PrefillPool) else ""
+    return Pool(
+        name=pool.metadata.name,
+        role=role_of(pool),
+        replicas=spec.replicas,
+        link=spec.cluster_name,
+        shares=home == decode_pool,
+        least=spec.min_replicas,
+        most=spec.max_replicas,
+        profile=_profile(home or pool.metadata.name, seen),
+        refusal=refusal,
+    )
+
+
+def _profile(name: str, seen: Observed | None) -> Profile | None:
+    one = next((pool for pool in (seen.pools if seen else ()) if pool.name == name), ObservedPool(name=name))
+    points = [wire.Point(point.tokens, point.prefill_micros / 1e6, point.cache_bytes) for point in one.profile]
+    return wire.profile_through(points, one.samples)
+
+
+def _links(facts: PolicyFacts, seen: Observed | None) -> tuple[Link, ...]:
+    measured = {link.cluster_name: link.effective_mbps for link in (seen.links if seen else ())}
+    return tuple(
+        Link(name=name, capacity_mbps=float(mbps))
+        for name, pools in sorted(_by_cluster(facts.routed_pools).items())
+        if (mbps := measured.get(name, 0) or _declared_mbps(facts, name, pools))
+    )
+
+
+def _by_cluster(pools: Iterable[AnyPool]) -> dict[str, list[AnyPool]]:
+    found: dict[str, list[AnyPool]] = {}
+    for pool in pools:
+        if pool.spec.cluster_name:
+            found.setdefault(pool.spec.cluster_name, []).append(pool)
+    return found
+
+
+def _declared_mbps(facts: PolicyFacts, cluster: str, pools: Iterable[AnyPool]) -> int:
+    """Return a link's declared capacity where nobody is there who could be seen; 0 for a link that is not alive."""
+    if cluster not in facts.clusters or any(pool.spec.replicas for pool in pools):
+        return 0
+    return facts.clusters[cluster].spec.link.capacity_mbps
+
+
+def _load(policy: PrfaaSPolicy, decode: DecodePool, seen: Observed | None) -> Load | None:
+    if seen is None or not seen.length_tokens or not seen.output_milli_tokens:
+        return None
+    batch, step_seconds = _batch(decode, seen), _step_seconds(decode, seen)
+    if batch is None or step_seconds is None:
+        return None
+    return Load(
+        workload=wire.workload_of(seen.length_tokens),
+        arrivals_per_second=arrivals_per_second(policy),
+        output_tokens=seen.output_milli_tokens / 1000,
+        max_batch=batch,
+        step_seconds=step_seconds,
+    )
+
+
+def _batch(decode: DecodePool, seen: Observed) -> int | None:
+    return decode.spec.max_batch or seen.decode_batch or None
+
+
+def _step_seconds(decode: DecodePool, seen: Observed) -> float | None:
+    if decode.spec.step_millis is not None:
+        return decode.spec.step_millis / 1000
+    return seen.decode_step_micros / 1e6 if seen.decode_step_micros else None

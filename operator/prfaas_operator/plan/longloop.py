@@ -1,0 +1,199 @@
+"""The policy's long loop between custom resources and `prfaas.capacity.longloop`: facts on the way in, status out.
+
+Only what Kubernetes adds is decided here: who else writes a pool's replicas, whether pools have become what was asked
+of them, and whether a change of two pools was cut off between its two writes. That last one is read from times: a pool
+whose replicas were last written before the plan, and are not what the plan says, has not heard of it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+from prfaas.api import PrfaaSPolicy
+from prfaas.capacity.installation import Installation, ttft_p90_seconds
+from prfaas.capacity.longloop import Decision, Moment, Rules
+from prfaas_operator.plan import annotations, replicas
+from prfaas_operator.plan import installation as installed
+from prfaas_operator.plan.conditions import READY, Verdict
+from prfaas_operator.plan.policy import PolicyFacts
+from prfaas_operator.plan.pool import Pool
+
+BALANCED: Final = "Balanced"
+METRICS_FRESH: Final = "MetricsFresh"
+MAX_AGE_SECONDS: Final = 120.0
+"""A summary is renewed every half minute."""
+NEVER: Final = 2**31 - 1
+
+
+class Look(NamedTuple):
+    """What the long loop last said of a policy, and until when that stands, in monotonic seconds."""
+
+    generation: int
+    again_at_seconds: float
+    conditions: Mapping[str, Verdict]
+    fields: Mapping[str, Any]
+
+
+class PoolSeen(NamedTuple):
+    """One of the policy's pools: as read, and as the API server gave it."""
+
+    pool: Pool
+    live: Mapping[str, Any]
+
+
+def acts(policy: PrfaaSPolicy) -> bool:
+    """Tell whether the policy converts or scales at all."""
+    return policy.spec.conversion.enabled or policy.spec.scaling.mode == "Auto"
+
+
+def rules(policy: PrfaaSPolicy) -> Rules:
+    """Return the policy's part of a decision."""
+    conversion, scaling, slo = policy.spec.conversion, policy.spec.scaling, policy.spec.slo
+    return Rules(
+        converts=conversion.enabled,
+        min_prefill=conversion.min_prefill,
+        min_decode=conversion.min_decode,
+        conversion_cooldown_seconds=conversion.cooldown_seconds,
+        scales=scaling.mode == "Auto",
+        target_load=scaling.target_load_percent / 100,
+        scaling_cooldown_seconds=scaling.cooldown_seconds,
+        ttft_seconds=slo.ttft_millis / 1000 if slo.ttft_millis is not None else None,
+    )
+
+
+def refusals(policy: PrfaaSPolicy, pools: Iterable[PoolSeen], policies: Iterable[PrfaaSPolicy]) -> dict[str, str]:
+    """Return, by pool, why its replicas are not this policy's to write."""
+    others = [other for other in policies if acts(other) and _precedes(other, policy)]
+    found = {one.pool.metadata.name: _refusal(one, others) for one in pools}
+    return {name: why for name, why in found.items() if why}
+
+
+def _precedes(other: PrfaaSPolicy, policy: PrfaaSPolicy) -> bool:
+    first, second = other.metadata, policy.metadata
+    return (first.creation_timestamp, first.name) < (second.creation_timestamp, second.name)
+
+
+def _refusal(one: PoolSeen, others: Sequence[PrfaaSPolicy]) -> str:
+    name, kind = one.pool.metadata.name, one.pool.kind_name
+    for other in others:
+        if name in (other.spec.decode_pool, *other.spec.prefill_pools):
+            return f"replicas of {kind} {name} are PrfaaSPolicy {other.metadata.name}'s"
+    writer = replicas.owner(one.live)
+    if writer == "Autoscaler":
+        return f"replicas of {kind} {name} are an autoscaler's: delete that, or take the pool out of the policy"
+    given = annotations.says_yes(one.live, annotations.SCALED_BY_POLICY)
+    if writer == "User" and not replicas.is_default(one.live) and not given:
+        give = f"kubectl annotate {type(one.pool).plural} {name} {annotations.SCALED_BY_POLICY}=true"
+        return f"replicas of {kind} {name} are its user's: give them to the policy with `{give}`"
+    return ""
+
+
+def moment(facts: PolicyFacts, found: Installation, now: datetime) -> Moment:
+    """Return how the policy's pools stand."""
+    policy = facts.policy
+    plan = policy.status.plan
+    restless = next((one for one in map(_unsettled, _within(facts, found)) if one is not None), None)
+    return Moment(
+        arrivals_per_second=installed.arrivals_per_second(policy) if policy.status.observed else None,
+        waiting_prefills=installed.waiting_prefills(policy),
+        since_change_seconds=_age_seconds(plan.last_change_time, now) if plan else math.inf,
+        stale=_stale(policy, now),
+        unknown=installed.unknown(found, facts),
+        under_way=restless[1] if restless else "",
+        ours=restless is not None and plan is not None and plan.replicas.get(restless[0]) is not None,
+    )
+
+
+def _within(facts: PolicyFacts, found: Installation) -> list[Pool]:
+    counted = {pool.name for pool in found.pools}
+    return [pool for pool in facts.routed_pools if pool.metadata.name in counted]
+
+
+def _stale(policy: PrfaaSPolicy, now: datetime) -> str:
+    seen = policy.status.observed
+    fresh = next((one for one in policy.status.conditions if one.type == METRICS_FRESH), None)
+    if fresh is not None and fresh.status == "False":
+        return f"measurements are stale ({fresh.reason}, see the condition {METRICS_FRESH})"
+    if seen is not None and (age_seconds := _age_seconds(seen.time, now)) > MAX_AGE_SECONDS:
+        return f"the scheduler's last summary is {age_seconds:.0f} s old"
+    return ""
+
+
+def _age_seconds(time: str, now: datetime) -> float:
+    return max(0.0, (now.astimezone(UTC) - datetime.fromisoformat(time)).total_seconds())
+
+
+def _unsettled(pool: Pool) -> tuple[str, str] | None:
+    """Return a pool's name and what it lacks; None when it is what its spec asks for, and serves."""
+    name, status = pool.metadata.name, pool.status
+    ready = next((one for one in status.conditions if one.type == READY), None)
+    if ready is None or ready.observed_generation != pool.metadata.generation:
+        return name, f"{pool.kind_name} {name} has a change that was not looked at yet"
+    if ready.status != "True":
+        return name, f"{pool.kind_name} {name} is not settled ({ready.reason}: {ready.message})"
+    if not status.replicas == status.ready_replicas == pool.spec.replicas:
+        counted = f"{status.ready_replicas} of {pool.spec.replicas} instances serve, {status.replicas} exist"
+        return name, f"{pool.kind_name} {name} is not settled ({counted})"
+    return None
+
+
+def unfinished(policy: PrfaaSPolicy, pools: Iterable[PoolSeen]) -> dict[str, int]:
+    """Return what the last plan asked of pools that have not heard of it: its writes were cut off."""
+    plan = policy.status.plan
+    if plan is None:
+        return {}
+    decided = datetime.fromisoformat(plan.last_change_time)
+    return {
+        name: wanted
+        for one in pools
+        if (wanted := plan.replicas.get(name := one.pool.metadata.name)) is not None
+        and wanted != one.pool.spec.replicas
+        and replicas.written_before(one.live, decided)
+    }
+
+
+def verdict(decision: Decision) -> Verdict:
+    """Return the condition Balanced."""
+    passing = decision.reason in {"Converting", "Scaling", "PoolsNotSettled"}
+    return Verdict("Unknown" if passing else decision.status, decision.reason, decision.message)
+
+
+def plan_fields(found: Installation, decision: Decision, now: str) -> dict[str, Any]:
+    """Return status.plan after a decision that changes something."""
+    counts = {**found.counts, **decision.changes}
+    return {
+        "prefill": found.hub_prefill(counts),
+        "decode": counts[found.decode.name],
+        "replicas": dict(sorted(decision.changes.items())),
+        "lastChangeTime": now,
+    }
+
+
+def capacity_fields(found: Installation, decision: Decision) -> dict[str, Any] | None:
+    """Return status.capacity; None while it is not known."""
+    now, best = decision.now, decision.best
+    if now is None or best is None or now.plan is None:
+        return None
+    p90 = ttft_p90_seconds(found, now)
+    return {
+        "arrivalMilliPerSecond": _milli(now.arrivals_per_second),
+        "maxMilliPerSecond": _milli(now.lambda_max),
+        "offloadMilliPerSecond": _milli(now.plan.theta_prfaas),
+        "prefillMilliPerSecond": _milli(now.plan.theta_pd_p),
+        "decodeMilliPerSecond": _milli(now.plan.theta_pd_d),
+        "prefillLoadPercent": _percent(now.prefill_load),
+        "decodeLoadPercent": _percent(now.decode_load),
+        **({"ttftP90Millis": round(1000 * p90)} if math.isfinite(p90) else {}),
+        "bestPrefill": found.hub_prefill(best.counts),
+        "bestDecode": best.counts[found.decode.name],
+        "bestMilliPerSecond": _milli(best.lambda_max),
+    }
+
+
+def _milli(rate: float) -> int:
+    return min(round(1000 * rate), NEVER) if math.isfinite(rate) else NEVER
+
+
+def _percent(share: float) -> int:
+    return min(round(100 * share), NEVER) if math.isfinite(share) else NEVER

@@ -1,0 +1,47 @@
+"""Who decides how many instances a pool has: read from who wrote spec.replicas last, as the API server remembers it.
+
+There is one owner at a time. Each writes the same field, by /scale or with the whole object, and the last one wins; the
+status names them, so that two who take turns are seen.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final, Literal
+
+from prfaas.names import FIELD_MANAGER_OPERATOR
+
+Owner = Literal["User", "Autoscaler", "Policy"]
+AUTOSCALERS: Final = ("kube-controller-manager", "horizontal-pod-autoscaler", "keda-operator")
+"""Field managers of autoscalers that write /scale; the one of Kubernetes runs in its controller manager."""
+
+
+def owner(live: Mapping[str, Any]) -> Owner:
+    """Return who wrote an object's spec.replicas last; a value that nobody wrote is the user's."""
+    last = _last_writer(live)
+    if last is None:
+        return "User"
+    if last.get("manager") == FIELD_MANAGER_OPERATOR:
+        return "Policy"
+    scales = last.get("subresource") == "scale"
+    return "Autoscaler" if scales and last.get("manager") in AUTOSCALERS else "User"
+
+
+def is_default(live: Mapping[str, Any]) -> bool:
+    """Tell whether nobody ever wrote an object's spec.replicas."""
+    return _last_writer(live) is None
+
+
+def written_before(live: Mapping[str, Any], moment: datetime) -> bool:
+    """Tell whether spec.replicas is surely older than a moment; of a write by /scale the API server keeps no time."""
+    last = _last_writer(live)
+    time = live["metadata"]["creationTimestamp"] if last is None else last.get("time")
+    return bool(time) and datetime.fromisoformat(time) < moment
+
+
+def _last_writer(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    writers = [
+        entry
+        for entry in live["metadata"].get("managedFields") or ()
+        if "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {})
+    ]
+    return max(writers, key=lambda entry: entry.get("time", ""), default=None)

@@ -1,0 +1,88 @@
+"""What `prfaas plan --from-cluster` plans with: a running installation, as the hub's objects tell of it.
+
+Registered under the entry point group `prfaas.plan_sources`, because core, which has the command, knows no cluster. The
+figures are those that the operator's long loop decides on; shared instances may be divided anew, as in a file.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
+from prfaas.capacity.installation import system_of
+from prfaas.capacity.planfile import PlanFile, Slo
+from prfaas.capacity.system import check
+from prfaas.errors import ConfigError
+from prfaas_operator.clusters import api
+from prfaas_operator.clusters.client import KubernetesCluster
+from prfaas_operator.join import Place, at
+from prfaas_operator.plan import sharing
+from prfaas_operator.plan.installation import installation, unknown
+from prfaas_operator.plan.policy import PolicyFacts
+
+MAX_NAMED: Final = 10
+
+
+def read(kubeconfig: Path | None, context: str | None, namespace: str, policy: str | None) -> PlanFile:
+    """Return the system that a policy's pools make, and what it is asked to do.
+
+    Args:
+        kubeconfig: of the hub; the usual one if None.
+        context: in it; the current one if None.
+        namespace: where prfaas is installed.
+        policy: which PrfaaSPolicy; None for the only one.
+
+    Raises:
+        ConfigError: there is no such policy, or not enough is measured; the message says what.
+        PeerError: the API server is not reached, or refuses.
+
+    """
+    return asyncio.run(_read(Place(kubeconfig, context, namespace), policy))
+
+
+async def _read(place: Place, policy: str | None) -> PlanFile:
+    async with at(place) as there:
+        return plan_file(await _facts(there.cluster, policy))
+
+
+async def _facts(hub: KubernetesCluster, name: str | None) -> PolicyFacts:
+    kinds = (api.POLICY, api.DECODE_POOL, api.PREFILL_POOL, api.MEMBER_CLUSTER)
+    policies, decode, prefill, members = await asyncio.gather(*(hub.list_all(kind) for kind in kinds))
+    policy = _chosen([PrfaaSPolicy.model_validate(one) for one in policies], name, hub.namespace)
+    decode_pools = {one.metadata.name: one for one in map(DecodePool.model_validate, decode)}
+    prefill_pools = sharing.resolved([PrefillPool.model_validate(one) for one in prefill], decode_pools)
+    return PolicyFacts(
+        policy,
+        decode_pools,
+        {one.metadata.name: one for one in prefill_pools},
+        {one.metadata.name: one for one in map(MemberCluster.model_validate, members)},
+    )
+
+
+def _chosen(policies: list[PrfaaSPolicy], name: str | None, namespace: str) -> PrfaaSPolicy:
+    names = sorted(one.metadata.name for one in policies)
+    named = f"namespace {namespace} has {', '.join(names[:MAX_NAMED]) or 'none'}"
+    if name is None and len(policies) != 1:
+        raise ConfigError(f"--policy says which PrfaaSPolicy to plan; {named}")
+    for policy in policies:
+        if name in (None, policy.metadata.name):
+            return policy
+    raise ConfigError(f"--policy is {name!r}, which is no PrfaaSPolicy; {named}")
+
+
+def plan_file(facts: PolicyFacts) -> PlanFile:
+    """Return what `prfaas plan` reads from a file, for a policy; raises ConfigError where too little is known."""
+    policy = facts.policy
+    if policy.spec.decode_pool not in {pool.metadata.name for pool in facts.routed_pools}:
+        raise ConfigError(f"DecodePool {policy.spec.decode_pool} does not exist, or has not the policy's model")
+    found = installation(facts, {})
+    missing = unknown(found, facts)
+    if found.load is None or missing:
+        raise ConfigError(f"PrfaaSPolicy {policy.metadata.name} cannot be planned yet: {missing}")
+    return PlanFile(
+        system=check(system_of(found, found.load, found.counts, divided=False)),
+        workload=found.load.workload,
+        slo=Slo(ttft_millis=policy.spec.slo.ttft_millis),
+        published={},
+        simulation={},
+    )

@@ -1,0 +1,112 @@
+"""Secrets with certificates, cert-manager's Certificates, and what a pod needs to use one of either.
+
+No manifest names a Secret's type: those that people restore or made themselves keep theirs, and it cannot be changed.
+"""
+
+import base64
+from collections.abc import Mapping
+from copy import deepcopy
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from prfaas import names
+from prfaas.identity import URI_PREFIX, KeyPair
+from prfaas_operator.plan.certificates_read import CERTIFICATE, KEY, TRUSTED, WRITTEN_AT
+from prfaas_operator.plan.certificates_settings import Issuer
+from prfaas_operator.plan.conditions import rfc3339
+from prfaas_operator.render.common import LABEL_CLUSTER_UID, PART_OF, Manifest
+
+SECRET: Final = names.TLS_SECRET
+AUTHORITY_SECRET: Final = names.AUTHORITY_SECRET
+VOLUME: Final = "prfaas-tls"
+PATH: Final = "/etc/prfaas/tls"
+MODE: Final = 0o440  # the pods' group alone: what they run is not root
+PURPOSES: Final = ("client auth", "server auth", "digital signature")
+
+
+def worker_in_tls(deployment: Manifest) -> Manifest:
+    """Return a pool's Deployment whose instances are inside TLS with their cluster's certificate."""
+    changed = gateway_in_tls(deployment)
+    container = changed["spec"]["template"]["spec"]["containers"][0]
+    for probe in ("readinessProbe", "livenessProbe"):
+        container[probe]["httpGet"]["scheme"] = "HTTPS"
+    return changed
+
+
+def gateway_in_tls(deployment: Manifest) -> Manifest:
+    """Return a gateway's Deployment whose router reaches workers inside TLS with the hub's certificate."""
+    changed = deepcopy(deployment)
+    template = changed["spec"]["template"]
+    template["metadata"].setdefault("annotations", {})[names.ANNOTATION_SCHEME] = "https"
+    template["spec"]["volumes"].append({"name": VOLUME, "secret": {"secretName": SECRET, "defaultMode": MODE}})
+    container = template["spec"]["containers"][0]
+    container["args"] += ["--tls-dir", PATH]
+    # The whole folder: the kubelet never updates a file that is mounted alone.
+    container["volumeMounts"].append({"name": VOLUME, "mountPath": PATH, "readOnly": True})
+    return changed
+
+
+def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
+    """Return the labels of a cluster's Secret; `member_uid` is its MemberCluster's, none for the hub."""
+    mine = {**PART_OF, names.LABEL_CLUSTER: cluster}
+    return mine | ({LABEL_CLUSTER_UID: member_uid} if member_uid else {})
+
+
+def cluster_secret(wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Manifest:
+    """Return the Secret that a cluster's instances mount."""
+    data = {CERTIFICATE: pair.certificate, KEY: pair.key, TRUSTED: trusted}
+    return _secret(SECRET, wanted_labels, data) | {
+        "metadata": {"name": SECRET, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
+    }
+
+
+def authority_secret(data: Mapping[str, bytes], live: Mapping[str, Any] | None) -> Manifest:
+    """Return the hub's Secret of authorities, to be written only over the very version that was read."""
+    manifest = _secret(AUTHORITY_SECRET, PART_OF, data)
+    if live is not None:
+        metadata = live["metadata"]
+        manifest["metadata"] |= {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+    return manifest
+
+
+def _secret(name: str, wanted_labels: Mapping[str, str], data: Mapping[str, bytes]) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "labels": dict(wanted_labels)},
+        "data": {entry: base64.b64encode(content).decode() for entry, content in data.items()},
+    }
+
+
+def certificate_name(cluster: str) -> str:
+    """Return the name of a cluster's Certificate."""
+    return f"prfaas-{cluster}"
+
+
+def issued_secret(cluster: str) -> str:
+    """Return the name of the hub's Secret that an issuer's certificate for a cluster comes in."""
+    return f"prfaas-{cluster}-issued"
+
+
+def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Manifest:
+    """Return cert-manager's Certificate for a cluster, in the hub."""
+    return {
+        "apiVersion": "cert-manager.io/v1",
+        "kind": "Certificate",
+        "metadata": {"name": certificate_name(cluster), "labels": labels(cluster)},
+        "spec": {
+            "secretName": issued_secret(cluster),
+            "uris": [URI_PREFIX + cluster],
+            "usages": list(PURPOSES),
+            "duration": _duration(life),
+            "renewBefore": _duration(life / 3),
+            "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+            "issuerRef": issuer._asdict(),
+        },
+    }
+
+
+def _duration(length: timedelta) -> str:
+    """Return a duration as Go writes it, or the API server's copy would differ from ours for ever."""
+    minutes, seconds = divmod(int(length.total_seconds()), 60)
+    return f"{minutes // 60}h{minutes % 60}m{seconds}s"

@@ -1,0 +1,116 @@
+"""`prfaas status`, which is also `kubectl prfaas status`: what runs where, and what is wrong, from the hub alone."""
+
+import asyncio
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
+from prfaas.errors import PeerError
+from prfaas_operator import screen
+from prfaas_operator.cli import Output
+from prfaas_operator.clusters import api
+from prfaas_operator.clusters.client import KubernetesCluster
+from prfaas_operator.join import Place, at
+from prfaas_operator.plan.overview import Overview, Seen, overview
+
+WATCH_SECONDS: Final = 1.0
+
+app = typer.Typer(help="Show what runs where, and what is wrong.", invoke_without_command=True, rich_markup_mode=None)
+
+
+async def look(hub: KubernetesCluster) -> Overview:
+    """Read the objects of the hub's namespace once."""
+    kinds = (api.MEMBER_CLUSTER, api.PREFILL_POOL, api.DECODE_POOL, api.POLICY)
+    members, prefill, decode, policies = await asyncio.gather(*(hub.list_all(kind) for kind in kinds))
+    seen = Seen(
+        hub.namespace,
+        [MemberCluster.model_validate(one) for one in members],
+        [*map(DecodePool.model_validate, decode), *map(PrefillPool.model_validate, prefill)],
+        [PrfaaSPolicy.model_validate(one) for one in policies],
+    )
+    return overview(seen, datetime.now(UTC))
+
+
+@app.callback()
+def status(
+    context: Annotated[
+        str | None, typer.Option(help="Kubeconfig context of the hub; the current one if not given.")
+    ] = None,
+    kubeconfig: Annotated[
+        Path | None, typer.Option(help="Kubeconfig file of the hub; the usual one if not given.")
+    ] = None,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Namespace where prfaas is installed.")
+    ] = "prfaas",
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C, showing what changes.")] = False,
+    output: Annotated[
+        Output, typer.Option("--output", "-o", help="table, or json (with --watch one line a change).")
+    ] = Output.TABLE,
+) -> None:
+    """Show both clusters, pools, link, threshold and what is wrong. Example: prfaas status --watch."""
+    place = Place(kubeconfig, context, namespace)
+    console = Console()
+    try:
+        asyncio.run(_follow(place, console, output) if watch else _once(place, console, output))
+    except KeyboardInterrupt:
+        if not watch:
+            raise
+
+
+async def _once(place: Place, console: Console, output: Output) -> None:
+    async with at(place) as there:
+        view = await look(there.cluster)
+    _show(view, console, output)
+
+
+def _show(view: Overview, console: Console, output: Output) -> None:
+    if output is Output.JSON:
+        typer.echo(json.dumps(view.to_dict()))
+    elif console.is_terminal:
+        console.print(screen.drawn(view, _title(view)))
+    else:
+        typer.echo("\n".join(screen.lines(view, _title(view))))
+
+
+def _title(view: Overview) -> str:
+    return f"prfaas in namespace {view.namespace}, {datetime.now():%H:%M:%S}"
+
+
+async def _follow(place: Place, console: Console, output: Output) -> None:
+    """Show the present state again and again; an API server that does not answer is said, and waited for."""
+    async with at(place) as there:
+        if output is Output.JSON or not console.is_terminal:
+            await _follow_changes(there.cluster, console, output)
+            return
+        view = await look(there.cluster)
+        with Live(screen.drawn(view, _title(view)), console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                try:
+                    view = await look(there.cluster)
+                    live.update(screen.drawn(view, _title(view)), refresh=True)
+                except PeerError as error:
+                    live.update(screen.drawn(view, f"{_title(view)}: not fresh, {error}"), refresh=True)
+                await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _follow_changes(hub: KubernetesCluster, console: Console, output: Output) -> None:
+    known: Overview | None = None
+    while True:
+        view = await look(hub)
+        if known is None or _without_ages(view) != _without_ages(known):
+            _show(view, console, output)
+        known = view
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+def _without_ages(view: Overview) -> dict:
+    facts = view.to_dict()
+    for cluster in facts["clusters"]:
+        cluster["contact_seconds"] = None
+    return facts

@@ -1,0 +1,126 @@
+"""Proves what the Dockerfile claims, by reading it: targets that run as nobody and are made of what the lock binds.
+
+That they build and run is shown where there is a Docker daemon, on kind.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from prfaas_operator.render.common import USER_ID
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("operator", "gateway", "worker")
+INSTALLS = re.compile(r"pip install (?!.*--no-deps /dist/)[^&|;\n]*")
+
+
+class Stage(NamedTuple):
+    """A stage of the Dockerfile: what it is made from, its name, and its instructions as (word, rest)."""
+
+    base: str
+    name: str
+    instructions: list[tuple[str, str]]
+
+    def all(self, word: str) -> list[str]:
+        return [rest for each, rest in self.instructions if each == word]
+
+
+def read() -> tuple[dict[str, str], dict[str, Stage]]:
+    """Return the global arguments and the stages by name."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    arguments: dict[str, str] = {}
+    stages: dict[str, Stage] = {}
+    stage: Stage | None = None
+    for line in text.splitlines():
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            base, _, name = rest.partition(" AS ")
+            stages[name] = stage = Stage(base, name, [])
+        elif word == "ARG" and stage is None:
+            name, _, default = rest.partition("=")
+            arguments[name] = default
+        elif word and not word.startswith("#") and stage is not None:
+            stage.instructions.append((word, rest))
+    return arguments, stages
+
+
+ARGUMENTS, STAGES = read()
+
+
+def lineage(name: str, torch: str = "pypi") -> list[Stage]:
+    """Return the stages that a target consists of, the first one first."""
+    stage = STAGES[name]
+    base = stage.base.replace("${TORCH}", torch)
+    return [*lineage(base, torch), stage] if base in STAGES else [stage]
+
+
+each_target = pytest.mark.parametrize("target", TARGETS)
+each_torch = pytest.mark.parametrize("torch", ["pypi", "debian"])
+
+
+@each_target
+@each_torch
+def test_an_image_ends_as_a_numbered_user_who_is_not_root(target, torch):
+    users = [user for stage in lineage(target, torch) for user in stage.all("USER")]
+    assert users[-1] == f"{USER_ID}:{USER_ID}"
+    uid, _, gid = users[-1].partition(":")
+    assert int(uid) > 0
+    assert int(gid) > 0
+
+
+@each_target
+def test_an_image_stands_on_the_base_that_the_builder_names(target):
+    assert lineage(target)[0].base == "${BASE}"
+    assert ":" in ARGUMENTS["BASE"], "the default base has a version"
+    assert not ARGUMENTS["BASE"].endswith(":latest")
+
+
+@each_target
+def test_an_image_gets_an_environment_and_no_sources(target):
+    copied = [rest for stage in lineage(target) for rest in stage.all("COPY")]
+    assert len(copied) == 1
+    assert re.fullmatch(r"--from=build-\w+ /opt/venv /opt/venv", copied[0])
+
+
+@each_target
+def test_an_image_says_what_it_is_and_keeps_no_secret(target):
+    labels = " ".join(label for stage in lineage(target) for label in stage.all("LABEL"))
+    assert "org.opencontainers.image.title=" in labels
+    assert "org.opencontainers.image.licenses=Apache-2.0" in labels
+    words = [word for stage in STAGES.values() for key in ("ENV", "ARG") for word in stage.all(key)]
+    assert not [word for word in words if re.search("token|password|secret", word, re.IGNORECASE)]
+
+
+def test_nothing_is_fetched_but_by_the_lock():
+    """Every installation of packages names the lock, whose hashes uv checks; nothing is added from an address."""
+    instructions = [each for stage in STAGES.values() for each in stage.instructions]
+    assert not [rest for word, rest in instructions if word == "ADD"]
+    commands = [rest for word, rest in instructions if word == "RUN"]
+    assert not [command for command in commands if re.search(r"\b(curl|wget|git clone)\b", command)]
+    installs = [found for command in commands for found in INSTALLS.findall(command)]
+    assert len(installs) >= 4
+    for install in installs:
+        assert "--require-hashes" in install or "--constraints requirements.lock.txt" in install, install
+
+
+def test_the_lock_binds_every_package_by_hash():
+    lines = (ROOT / "requirements.lock.txt").read_text().splitlines()
+    pinned = [number for number, line in enumerate(lines) if re.match(r"[a-z0-9][a-z0-9._-]*==", line)]
+    assert len(pinned) > 50
+    assert all("--hash=sha256:" in lines[number + 1] for number in pinned)
+
+
+def test_packages_of_the_distribution_leave_no_lists_behind():
+    commands = [rest for stage in STAGES.values() for rest in stage.all("RUN") if "apt-get install" in rest]
+    for command in commands:
+        assert "--no-install-recommends" in command
+        assert "rm -rf /var/lib/apt/lists/*" in command
+
+
+def test_the_builder_is_not_sent_what_no_image_is_made_of():
+    ignored = set((ROOT / ".dockerignore").read_text().split())
+    assert {".git", ".venv", ".prfaas", "tests", "tools", "docs", "**/__pycache__"} <= ignored
+    sources = {word for stage in STAGES.values() for copy in stage.all("COPY") for word in copy.split()[:-1]}
+    assert not sources & ignored

@@ -1,0 +1,138 @@
+"""Proves that NetworkPolicies deny what they do not name, and name what the parts need of each other.
+
+Whether they are enforced is the cluster network's business; here their rules are read against the labels that pods
+carry and the ports that processes listen on.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prfaas import names
+from prfaas_operator.render.common import PART_OF
+
+ROOT = Path(__file__).parents[2]
+VARIANTS = sorted((ROOT / "charts").glob("*/ci/*-values.yaml"))
+WORKER = {**PART_OF, names.LABEL_COMPONENT: "worker"}
+GATEWAY = {**PART_OF, names.LABEL_COMPONENT: "gateway"}
+WORKER_PORTS = {names.WORKER_API_PORT, names.WORKER_DATA_PORT}
+
+
+def policies(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = (each for each in objects if each["kind"] == "NetworkPolicy")
+    return {each["metadata"]["name"]: each["spec"] for each in found}
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    return selector["matchLabels"].items() <= labels.items()
+
+
+def ports_open_to(policy: dict[str, Any], labels: dict[str, str]) -> set[int]:
+    """Return the ports that pods of the same namespace with these labels may reach."""
+    return {
+        port["port"]
+        for rule in policy["ingress"]
+        for port in rule["ports"]
+        if "from" not in rule
+        or any(
+            selects(peer["podSelector"], labels)
+            for peer in rule["from"]
+            if "podSelector" in peer and "namespaceSelector" not in peer
+        )
+    }
+
+
+def ports_open_to_namespace(policy: dict[str, Any], name: str) -> set[int]:
+    wanted = {"matchLabels": {"kubernetes.io/metadata.name": name}}
+    return {
+        port["port"]
+        for rule in policy["ingress"]
+        for port in rule["ports"]
+        if any(peer.get("namespaceSelector") == wanted for peer in rule.get("from", ()))
+    }
+
+
+def ports_reached(policy: dict[str, Any]) -> set[int]:
+    return {port["port"] for rule in policy["egress"] for port in rule["ports"]}
+
+
+def test_operator_hears_prometheus_and_the_helm_test_alone(hub):
+    policy = policies(hub)["prfaas-operator"]
+    (test,) = (each for each in hub if each["kind"] == "Pod")
+    assert ports_open_to_namespace(policy, "monitoring") == {names.OPERATOR_METRICS_PORT}
+    health = {names.OPERATOR_METRICS_PORT, names.OPERATOR_HEALTH_PORT}
+    assert ports_open_to(policy, test["metadata"]["labels"]) == health
+    assert ports_open_to(policy, WORKER) == ports_open_to(policy, GATEWAY) == set()
+
+
+def test_operator_reaches_names_and_api_servers_alone(hub):
+    assert ports_reached(policies(hub)["prfaas-operator"]) == {53, 443, 6443}
+
+
+def test_operators_policy_is_about_the_operators_pods(hub):
+    (deployment,) = (each for each in hub if each["kind"] == "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert selects(policies(hub)["prfaas-operator"]["podSelector"], labels)
+    assert not selects(policies(hub)["prfaas-operator"]["podSelector"], WORKER)
+
+
+def test_workers_of_the_hub_hear_gateways_each_other_and_prometheus(hub):
+    policy = policies(hub)["prfaas-workers"]
+    assert selects(policy["podSelector"], WORKER)
+    assert not selects(policy["podSelector"], GATEWAY)
+    assert ports_open_to(policy, WORKER) == ports_open_to(policy, GATEWAY) == WORKER_PORTS
+    assert ports_open_to(policy, {"app": "neighbour"}) == set()
+    assert ports_open_to_namespace(policy, "monitoring") == {names.WORKER_API_PORT}
+    assert ports_open_to_namespace(policy, "default") == set()
+    assert ports_reached(policy) == {53} | WORKER_PORTS
+
+
+def test_workers_of_a_member_hear_the_hub_and_each_other(render):
+    (policy,) = policies(render("prfaas-member", "--set", "networkPolicy.hubCidrs={192.0.2.0/24}")).values()
+    assert selects(policy["podSelector"], WORKER)
+    blocks = [peer["ipBlock"]["cidr"] for rule in policy["ingress"] for peer in rule["from"] if "ipBlock" in peer]
+    assert blocks == ["192.0.2.0/24"]
+    assert ports_open_to(policy, WORKER) == WORKER_PORTS
+    assert ports_open_to(policy, {"app": "neighbour"}) == set()
+
+
+def test_workers_of_a_member_need_no_route_back(member):
+    """Nothing but names and other workers of the same namespace."""
+    (policy,) = policies(member).values()
+    assert all(list(peer) == ["podSelector"] for rule in policy["egress"] for peer in rule.get("to", ()))
+    assert {port["port"] for rule in policy["egress"] if "to" not in rule for port in rule["ports"]} == {53}
+
+
+def test_without_the_hubs_addresses_a_member_opens_its_two_ports_to_all(member):
+    """The one rule of both charts without a source; the notes say so, and TLS decides."""
+    (policy,) = policies(member).values()
+    assert ports_open_to(policy, {"app": "anybody"}) == WORKER_PORTS
+
+
+@pytest.mark.parametrize("values", VARIANTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_every_policy_denies_both_ways_and_every_rule_names_its_ports(render, values):
+    for policy in policies(render(values.parts[-3], "--values", str(values))).values():
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        rules = [*policy["ingress"], *policy["egress"]]
+        assert rules
+        assert all(rule["ports"] for rule in rules)
+        assert all(rule["from"] for rule in policy["ingress"] if "from" in rule), "an empty list would mean everybody"
+
+
+def test_nobody_scrapes_where_nobody_is_named(render):
+    found = policies(render("prfaas", "--set-json", "networkPolicy.metricsFrom=[]"))
+    assert ports_open_to_namespace(found["prfaas-operator"], "monitoring") == set()
+    assert ports_open_to(found["prfaas-workers"], {"app": "neighbour"}) == set()
+
+
+@pytest.mark.parametrize(
+    ("chart", "off", "left"),
+    [
+        ("prfaas", "networkPolicy.enabled=false", ["prfaas-workers"]),
+        ("prfaas", "workers.networkPolicy.enabled=false", ["prfaas-operator"]),
+        ("prfaas-member", "networkPolicy.enabled=false", []),
+    ],
+)
+def test_policies_can_be_left_to_somebody_else(render, chart, off, left):
+    assert sorted(policies(render(chart, "--set", off))) == left

@@ -1,0 +1,176 @@
+"""Proves on real API servers that certificates reach the clusters, are kept there, and survive what people do to them.
+
+The operator runs with the charts' rights, so RBAC is the real one. Every Secret is judged as the instances will: by
+`prfaas.identity`.
+"""
+
+import base64
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from prfaas import identity
+from prfaas.errors import PrfaasError
+
+pytestmark = pytest.mark.clusters
+
+SECRET, AUTHORITY = "prfaas-tls", "prfaas-ca"
+
+
+@pytest.fixture(scope="module")
+def joined(world):
+    world.join("eu")
+    world.hub.apply(world.pool("PrefillPool", "away", clusterName="eu"), world.pool("DecodePool", "home"))
+    for place in (world.hub, world.member):
+        world.eventually(lambda place=place: place.exists("secret", SECRET), f"{place.name} has a certificate")
+    return world
+
+
+def read(place, name: str = SECRET) -> dict[str, bytes]:
+    return {key: base64.b64decode(value) for key, value in place.get("secret", name)["data"].items()}
+
+
+def facts(files: dict[str, bytes]) -> identity.Facts:
+    return identity.check(files["tls.crt"], files["tls.key"], files["ca.crt"], datetime.now(UTC))
+
+
+def usable(place, cluster: str) -> bool:
+    """Tell whether a Secret holds what instances of a cluster can use."""
+    if not place.exists("secret", SECRET):
+        return False
+    try:
+        return facts(read(place)).cluster == cluster
+    except (KeyError, ValueError, PrfaasError):
+        return False
+
+
+def patch(place, name: str, data: dict[str, str | None]) -> None:
+    place.kubectl("patch", "secret", name, "--type=merge", "-p", json.dumps({"data": data}))
+
+
+def events(place) -> set[str]:
+    return {event["reason"] for event in json.loads(place.kubectl("get", "events", "-o", "json"))["items"]}
+
+
+def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays_in_the_hub(joined):
+    hub, member, authority = read(joined.hub), read(joined.member), read(joined.hub, AUTHORITY)
+    assert (facts(hub).cluster, facts(member).cluster) == ("hub", "eu")
+    assert facts(hub).authority == facts(member).authority == next(iter(identity.fingerprints(authority["tls.crt"])))
+    assert hub["tls.key"] != member["tls.key"]
+    assert set(member) == {"tls.crt", "tls.key", "ca.crt"}
+    assert authority["tls.key"] not in {*hub.values(), *member.values()}
+    assert facts(member).validity.not_before < datetime.now(UTC) - identity.CLOCK_SKEW * 0.5
+    condition = lambda: joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == "Issued"  # noqa: E731
+    joined.eventually(condition, "the condition says so")
+    assert {"AuthorityCreated", "CertificateIssued"} <= events(joined.hub)
+    told = {name: value for name, value in joined.metrics().items() if "_expires_timestamp" in name}
+    assert told['prfaas_operator_certificate_expires_timestamp_seconds{member_cluster="eu"}'] == (
+        facts(member).validity.not_after.timestamp()
+    ), told
+
+
+def test_instances_mount_it_their_probes_speak_tls_and_the_gateway_has_the_hubs(joined):
+    joined.eventually(lambda: joined.member.exists("deployment", "away"), "the pool runs")
+    joined.eventually(lambda: joined.hub.exists("deployment", "home"), "the hub's too")
+    for place, pool in ((joined.member, "away"), (joined.hub, "home")):
+        pod = place.get("deployment", pool)["spec"]["template"]
+        worker = pod["spec"]["containers"][0]
+        assert worker["args"][-2:] == ["--tls-dir", "/etc/prfaas/tls"]
+        assert {worker[probe]["httpGet"]["scheme"] for probe in ("readinessProbe", "livenessProbe")} == {"HTTPS"}
+        assert pod["metadata"]["annotations"]["prfaas.io/scheme"] == "https"
+        volume = next(volume for volume in pod["spec"]["volumes"] if "secret" in volume)
+        assert volume["secret"] == {"secretName": SECRET, "defaultMode": 0o440}
+
+
+def test_what_is_edited_or_deleted_is_put_right(joined):
+    foreign = identity.make_authority("foreign", identity.valid_for(datetime.now(UTC), 9))
+    stranger = identity.issue(foreign, "eu", identity.valid_for(datetime.now(UTC), 5))
+    encoded = {
+        name: base64.b64encode(text).decode()
+        for name, text in zip(
+            ("tls.crt", "tls.key", "ca.crt"), (stranger.certificate, stranger.key, foreign.certificate), strict=True
+        )
+    }
+    own = identity.fingerprints(read(joined.hub)["ca.crt"])
+
+    def is_right() -> bool:
+        return usable(joined.member, "eu") and identity.fingerprints(read(joined.member)["ca.crt"]) == own
+
+    for change in (encoded, {"ca.crt": encoded["ca.crt"]}, {"tls.key": "bm90IGEga2V5"}, {"tls.crt": None}):
+        patch(joined.member, SECRET, change)
+        joined.eventually(is_right, f"{sorted(change)} are put right")
+        assert identity.fingerprints(read(joined.hub)["ca.crt"]) == own, "a member's word counts nothing in the hub"
+    for place, cluster in ((joined.member, "eu"), (joined.hub, "hub")):
+        place.kubectl("delete", "secret", SECRET)
+        joined.eventually(lambda place=place, cluster=cluster: usable(place, cluster), f"{cluster} has one again")
+
+
+def test_a_lost_or_damaged_authority_is_said_and_never_replaced_by_itself(joined):
+    backup = joined.hub.get("secret", AUTHORITY)
+    before = read(joined.hub), read(joined.member)
+    damaged = {"data": {**backup["data"], "tls.key": "bm90IGEga2V5"}}
+    joined.hub.kubectl("patch", "secret", AUTHORITY, "--type=merge", "-p", json.dumps(damaged))
+
+    def says(reason: str) -> bool:
+        return joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == reason
+
+    joined.eventually(lambda: says("AuthorityDamaged"), "a damaged authority is said")
+    joined.hub.kubectl("delete", "secret", AUTHORITY)
+    joined.eventually(lambda: says("AuthorityMissing"), "a lost authority is said")
+    assert not joined.hub.exists("secret", AUTHORITY)
+    assert (read(joined.hub), read(joined.member)) == before
+    assert {"AuthorityDamaged", "AuthorityMissing"} <= events(joined.hub)
+    restored = {**backup, "metadata": {"name": AUTHORITY, "labels": backup["metadata"]["labels"]}}
+    joined.hub.apply(restored)
+    joined.eventually(lambda: says("Issued"), "restored from a backup, all is well")
+    assert (read(joined.hub), read(joined.member)) == before
+
+
+def test_another_hubs_certificate_is_left_alone_and_pools_say_why(world, joined):
+    label = ("prfaas.io/cluster-uid=somebody-elses", "--overwrite")
+    joined.member.kubectl("label", "secret", SECRET, *label)
+
+    def says() -> bool:
+        return joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == "ChildConflict"
+
+    joined.eventually(says, "the conflict is said")
+    theirs = read(joined.member)
+    joined.hub.apply(joined.pool("PrefillPool", "late", clusterName="eu"))
+    message = joined.hub.wait_reason("pfpool", "late", "CertificateNotReady")["message"]
+    assert "belongs to somebody else" in message
+    assert read(joined.member) == theirs
+    joined.member.kubectl("delete", "secret", SECRET)
+    joined.eventually(lambda: joined.member.exists("deployment", "late"), "and heals with its deletion")
+    joined.hub.kubectl("delete", "pfpool", "late", "--timeout=60s")
+
+
+def test_a_cluster_that_is_registered_twice_is_told_whose_certificate_it_would_overwrite(joined):
+    theirs = read(joined.member)
+    joined.hub.apply(
+        joined.member_cluster("twin", "eu-kubeconfig"), joined.pool("PrefillPool", "second", clusterName="twin")
+    )
+    message = joined.hub.wait_reason("pfpool", "second", "CertificateNotReady")["message"]
+    assert "twin shares its namespace with MemberCluster eu" in message
+    assert "give twin another spec.namespace" in message
+    assert read(joined.member) == theirs
+    joined.hub.kubectl("delete", "pfpool/second", "pmc/twin", "--timeout=60s")
+    assert read(joined.member) == theirs, "and it takes along nothing that is not its own"
+
+
+def test_a_policy_says_that_its_gateway_waits_for_a_certificate(joined):
+    authority = joined.hub.get("secret", AUTHORITY)
+    joined.hub.kubectl("delete", "secret", AUTHORITY, SECRET)
+    policy = {"model": "kimi-linear-tiny", "decodePool": "home", "threshold": {"mode": "Disabled"}}
+    joined.hub.apply(joined.resource("PrfaaSPolicy", "early", **policy))
+    message = joined.hub.wait_reason("prfaas", "early", "CertificateNotReady")["message"]
+    assert "Secret prfaas-tls is not in cluster hub: AuthorityMissing" in message
+    joined.hub.apply({**authority, "metadata": {"name": AUTHORITY, "labels": authority["metadata"]["labels"]}})
+    joined.hub.wait_reason("prfaas", "early", "NoReadyInstances")
+    joined.hub.kubectl("delete", "prfaas", "early", "--timeout=60s")
+
+
+def test_a_member_that_leaves_takes_its_certificate_along(joined):
+    joined.hub.kubectl("delete", "pfpool", "away", "--timeout=60s")
+    joined.hub.kubectl("delete", "pmc", "eu", "--timeout=60s")
+    assert not joined.member.exists("secret", SECRET)

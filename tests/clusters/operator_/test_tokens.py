@@ -1,0 +1,117 @@
+"""Proves on real API servers that the operator renews a member's token in time, and that an ended one heals.
+
+An API server grants ten minutes at the least. To have a token that is old now, the tests sign what the server would
+have granted earlier, with the server's own key.
+"""
+
+import base64
+import json
+import time
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, utils
+
+from prfaas_operator.plan import tokens
+from prfaas_operator.render import account
+
+pytestmark = pytest.mark.clusters
+
+MADE_BY_JOIN = {"app.kubernetes.io/managed-by": account.MADE_BY_JOIN}
+
+
+def unpadded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def dated(world, token: str, issued: int, expires: int) -> str:
+    """Return the token as if the member had granted it `issued` seconds from now, until `expires` seconds from now."""
+    head, body, _ = token.split(".")
+    claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+    now = int(time.time())
+    claims |= {"iat": now + issued, "nbf": now + issued, "exp": now + expires}
+    signed = f"{head}.{unpadded(json.dumps(claims).encode())}"
+    key_file = world.member.cluster.kubeconfig.parent / "pki" / "service-account.key"
+    key = serialization.load_pem_private_key(key_file.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    parts = utils.decode_dss_signature(key.sign(signed.encode(), ec.ECDSA(hashes.SHA256())))
+    return f"{signed}.{unpadded(b''.join(part.to_bytes(32, 'big') for part in parts))}"
+
+
+def secret_with(world, name: str, issued: int, expires: int, labels: dict[str, str]) -> dict[str, Any]:
+    document = world.kubeconfig()
+    user = document["users"][0]["user"]
+    user["token"] = dated(world, user["token"], issued, expires)
+    body = world.secret(name, document)
+    body["metadata"]["labels"] = labels
+    return body
+
+
+def document_of(world, secret: str) -> dict[str, Any]:
+    return json.loads(base64.b64decode(world.hub.get("secret", secret)["data"]["kubeconfig"]))
+
+
+def token_of(world, secret: str) -> str:
+    return document_of(world, secret)["users"][0]["user"]["token"]
+
+
+def test_a_token_past_half_its_life_is_replaced_and_nothing_else(world):
+    body = secret_with(world, "ageing", -3600, 900, MADE_BY_JOIN)
+    world.hub.apply(
+        body, world.member_cluster("ageing", "ageing"), world.pool("PrefillPool", "p", clusterName="ageing")
+    )
+    before = json.loads(body["stringData"]["kubeconfig"])
+    old = before["users"][0]["user"]["token"]
+    world.eventually(lambda: token_of(world, "ageing") != old, "a new token")
+    after = document_of(world, "ageing")
+    assert tokens.read(after["users"][0]["user"]["token"]).lifetime.days == 30
+    after["users"][0]["user"]["token"] = old
+    assert after == before
+    world.hub.wait_reason("pmc", "ageing", "AllReady")
+    finalizers = lambda: world.hub.get("secret", "ageing")["metadata"].get("finalizers")  # noqa: E731
+    world.eventually(lambda: finalizers() == ["prfaas.io/cleanup"], "the Secret is guarded for the pool")
+    world.hub.kubectl("delete", "pfpool", "p", "--timeout=60s")
+    world.eventually(lambda: not finalizers(), "and let go, with what is in it")
+    assert tokens.read(token_of(world, "ageing")) is not None
+    expires = world.eventually(lambda: world.hub.get("pmc", "ageing")["status"].get("tokenExpirationTime"), "its end")
+    assert expires > time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 29 * 86_400))
+    metric = 'prfaas_operator_member_token_expires_timestamp_seconds{member_cluster="ageing"}'
+    world.eventually(lambda: world.metrics()[metric] > time.time() + 29 * 86_400, "the metric follows")
+
+
+def test_a_secret_that_somebody_else_keeps_is_left_as_it_is_and_its_end_is_told(world):
+    body = secret_with(world, "theirs", -3600, 900, {})
+    world.hub.apply(body, world.member_cluster("theirs", "theirs"))
+    world.hub.wait_reason("pmc", "theirs", "AllReady")
+    assert world.hub.get("pmc", "theirs")["status"]["tokenExpirationTime"]
+    assert token_of(world, "theirs") == json.loads(body["stringData"]["kubeconfig"])["users"][0]["user"]["token"]
+
+
+def test_a_renewal_that_is_refused_is_an_event_and_changes_nothing_else(world):
+    rules = world.member.get("role", "prfaas-operator")["rules"]
+    without = [rule for rule in rules if "serviceaccounts/token" not in rule["resources"]]
+    world.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": without}))
+    world.hub.apply(secret_with(world, "kept", -3600, 900, MADE_BY_JOIN), world.member_cluster("kept", "kept"))
+    chosen = "reason=TokenNotRenewed,involvedObject.name=kept"
+    told = lambda: world.hub.kubectl("get", "events", "--field-selector", chosen, "-o", "jsonpath={..message}")  # noqa: E731
+    assert "prfaas cluster join kept" in world.eventually(told, "an Event")
+    world.hub.wait_reason("pmc", "kept", "AllReady")
+    world.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": rules}))
+
+
+def test_an_ended_token_is_told_apart_with_what_to_do_and_a_new_one_heals_it_without_a_restart(world):
+    world.hub.apply(secret_with(world, "ended", -3600, -60, MADE_BY_JOIN), world.member_cluster("ended", "ended"))
+    found = world.hub.wait_reason("pmc", "ended", "TokenExpired")
+    assert "run `prfaas cluster join ended` again" in found["message"]
+    assert world.hub.condition("pmc", "ended", "Reachable")["status"] == "True"
+    world.hub.apply(world.secret("ended", world.kubeconfig()))
+    world.hub.wait_reason("pmc", "ended", "AllReady")
+    assert "eyJ" not in world.log.read_text(), "no token in the log"
+
+
+def test_a_credential_without_an_end_has_none_in_the_status(world):
+    world.hub.apply(world.secret("ended", json.loads(world.administrator())))
+    gone = lambda: "tokenExpirationTime" not in world.hub.get("pmc", "ended")["status"]  # noqa: E731
+    world.eventually(gone, "the end of the old credential is forgotten")
+    world.hub.wait_reason("pmc", "ended", "AllReady")

@@ -1,0 +1,291 @@
+"""Proves that no order of events makes two instances refuse each other while authorities and certificates change.
+
+A model of clusters is driven by the plan: instances see each Secret late, each at a time of its own; clusters fall
+silent, operators restart, Secrets are deleted, issuers change their minds. After every event each version that any
+instance may hold is set against each other's. A negative control shows that a plan that does not wait is caught.
+"""
+
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.identity import CLOCK_SKEW, Validity
+from prfaas_operator.plan import certificates as plan
+from prfaas_operator.plan.certificates import Authorities, Held, Holder, Leaf, Moment, Step, Terms, Wanted
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+CLUSTERS = ("hub", "eu", "us")
+TERMS = Terms(life=30 * MINUTE, authority_life=300 * MINUTE, settling=5 * MINUTE)
+
+
+class Version(NamedTuple):
+    """One version of a cluster's Secret."""
+
+    written: datetime
+    leaf: Leaf
+    trusted: frozenset[str]
+
+
+class World:
+    """Clusters, their Secrets' histories, and the operator's passes. `lag` is how late an instance may be."""
+
+    def __init__(self, terms: Terms, lag: timedelta = TERMS.settling):
+        self.terms, self.lag = terms, lag
+        self.now = self.since = START
+        self.made = 0
+        self.history: dict[str, list[Version]] = {name: [] for name in CLUSTERS}
+        self.deleted: set[str] = set()
+        self.silent: set[str] = set()
+        self.left_behind: set[str] = set()
+        self.steps: list[Step] = []
+        self.issued: dict[str, Leaf | None] = dict.fromkeys(CLUSTERS)
+        self.authorities = Authorities() if terms.by_issuer else self._own(self._name())
+        if terms.by_issuer:
+            self.issuer = self._name()
+            self.authorities = Authorities(frozenset({self.issuer}))
+            for name in CLUSTERS:
+                self.issue(name)
+
+    def _name(self) -> str:
+        self.made += 1
+        return f"ca{self.made}"
+
+    def _own(self, name: str) -> Authorities:
+        self.ends = self.now + self.terms.authority_life
+        return Authorities(frozenset({name}), ends=self.ends, signs=True)
+
+    def _leaf(self, cluster: str, authority: str) -> Leaf:
+        self.made += 1
+        return Leaf(cluster, authority, Validity(self.now - CLOCK_SKEW, self.now + self.terms.life), str(self.made))
+
+    def issue(self, cluster: str) -> None:
+        self.issued[cluster] = self._leaf(cluster, self.issuer)
+
+    def holders(self) -> list[Holder]:
+        return [Holder(name, self._held(name), self.issued[name]) for name in CLUSTERS]
+
+    def _held(self, name: str) -> Held | None:
+        if name in self.silent:
+            return None
+        if name in self.deleted or not self.history[name]:
+            return Held()
+        last = self.history[name][-1]
+        leaf = last.leaf if last.leaf.validity.not_after > self.now else None
+        return Held(leaf, last.trusted, last.written)
+
+    def tick(self) -> None:
+        """Do what the operator does in one pass: write Secrets, then take one step."""
+        for holder in self.holders():
+            if holder.held is not None:
+                self._write(holder)
+        moment = Moment(self.now, self.since)
+        chosen = plan.step(self.authorities, self.holders(), self.terms, moment)
+        if chosen is None:
+            return
+        self.steps.append(chosen)
+        if chosen is Step.PROMOTE:
+            self.left_behind |= self.silent
+        if self.terms.by_issuer:
+            self.authorities = plan.after(self.authorities, chosen, plan.offered_by(self.holders()))
+        elif chosen is Step.ANNOUNCE:
+            self.authorities = plan.after(self.authorities, chosen, frozenset({self._name()}))
+            self.next_ends = self.now + self.terms.authority_life
+        else:
+            done = plan.after(self.authorities, chosen, self.authorities.next)
+            if chosen is Step.PROMOTE:
+                self.ends = self.next_ends
+            self.authorities = done._replace(ends=self.ends, signs=True)
+
+    def _write(self, holder: Holder) -> None:
+        name, held = holder.cluster, holder.held or Held()
+        what = plan.wanted(self.authorities, holder, self.terms, self.now)
+        if what is Wanted.NOTHING:
+            if name in self.deleted:  # nothing can be put in its place yet: it counts as a new cluster's
+                self.history[name].clear()
+            return
+        if what is Wanted.TRUST:
+            assert held.leaf is not None
+            leaf = held.leaf
+        else:
+            leaf = holder.issued or self._leaf(name, *self.authorities.current)
+        self.history[name].append(Version(self.now, leaf, self.authorities.trusted))
+        self.deleted.discard(name)
+
+    def possible(self, name: str) -> list[Version]:
+        """Return every version of a Secret that some instance may hold now."""
+        versions = self.history[name]
+        newer = [version for version in versions if version.written > self.now - self.lag]
+        present = versions[: len(versions) - len(newer)][-1:] + newer
+        # With a certificate that has ended an instance talks to nobody.
+        return [version for version in present if version.leaf.validity.not_after > self.now]
+
+    def refusals(self) -> list[str]:
+        present = [name for name in CLUSTERS if name not in self.left_behind]
+        return [
+            f"{one} (trusts {sorted(mine.trusted)}) refuses {other} of {theirs.leaf.authority} after {self.steps}"
+            for one in present
+            for other in present
+            for mine in self.possible(one)
+            for theirs in self.possible(other)
+            if theirs.leaf.authority not in mine.trusted
+        ]
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(("pass", "pass", "silence", "speak", "restart", "delete", "issue", "change")),
+        st.sampled_from(CLUSTERS),
+        st.integers(0, 9),
+    ),
+    min_size=5,
+    max_size=50,
+)
+
+
+def happen(world: World, event: str, cluster: str, minutes: int) -> None:
+    world.now += minutes * MINUTE
+    if event == "silence" and cluster != "hub":
+        world.silent.add(cluster)
+    elif event == "speak":
+        world.silent.discard(cluster)
+    elif event == "restart":
+        world.since = world.now
+    elif event == "delete":
+        world.deleted.add(cluster)
+    elif event == "change" and world.terms.by_issuer:
+        world.issuer = world._name()
+    elif event == "issue" and world.terms.by_issuer:
+        world.issue(cluster)
+    world.tick()
+
+
+@pytest.mark.parametrize("by_issuer", [False, True])
+@given(story=events, due=st.integers(0, 210))
+@settings(max_examples=60, deadline=None)
+def test_whatever_happens_no_instance_refuses_another(by_issuer, story, due):
+    world = World(TERMS._replace(by_issuer=by_issuer))
+    world.tick()
+    world.now += due * MINUTE  # so that stories begin everywhere in an authority's life
+    for event, cluster, minutes in story:
+        happen(world, event, cluster, minutes)
+        assert world.refusals() == []
+
+
+def test_a_plan_that_does_not_wait_is_caught_by_this_model():
+    world = World(TERMS._replace(settling=timedelta(0)))
+    found = []
+    for _ in range(300):
+        happen(world, "pass", "hub", 1)
+        found += world.refusals()
+    assert Step.PROMOTE in world.steps
+    assert found
+
+
+@pytest.mark.parametrize("by_issuer", [False, True])
+def test_authorities_change_in_three_steps_again_and_again_and_no_certificate_runs_out(by_issuer):
+    world = World(TERMS._replace(by_issuer=by_issuer))
+    for minute in range(1000):
+        if by_issuer and minute % 200 == 100:
+            world.issuer = world._name()
+        if by_issuer and minute % 10 == 0:
+            for name in CLUSTERS:
+                world.issue(name)
+        happen(world, "pass", "hub", 1)
+        assert world.refusals() == []
+        assert all(world.history[name][-1].leaf.validity.not_after > world.now for name in CLUSTERS)
+    assert world.steps[:6] == [Step.ANNOUNCE, Step.PROMOTE, Step.RETIRE] * 2
+    assert len(world.steps) >= 12
+    assert world.authorities.previous == frozenset()
+
+
+def test_a_silent_cluster_holds_the_step_and_is_named_until_everybody_elses_certificates_are_at_stake():
+    world = World(TERMS)
+    world.tick()
+    world.silent.add("us")
+    world.now += 201 * MINUTE
+    promoted = None
+    while promoted is None:
+        happen(world, "pass", "hub", 1)
+        if Step.PROMOTE in world.steps:
+            promoted = world.now
+        else:
+            assert plan.waiting_for(world.authorities, world.holders(), TERMS, Moment(world.now, START)) != ()
+    assert promoted == START + 270 * MINUTE, "300 of the authority less 30 of a whole certificate"
+    assert "us" in world.left_behind
+    world.silent.clear()
+    for _ in range(20):
+        happen(world, "pass", "hub", 1)
+    assert world.history["us"][-1].leaf.authority in world.authorities.current
+
+
+def leaf(authority: str = "a", cluster: str = "eu", **more: timedelta) -> Leaf:
+    begin, end = more.get("begin", -CLOCK_SKEW), more.get("end", 30 * MINUTE)
+    return Leaf(cluster, authority, Validity(START + begin, START + end))
+
+
+STEADY = Authorities(frozenset("a"), ends=START + 300 * MINUTE, signs=True)
+
+
+@pytest.mark.parametrize(
+    ("held", "what"),
+    [
+        (Held(), Wanted.CERTIFICATE),
+        (Held(problem="damaged"), Wanted.CERTIFICATE),
+        (Held(leaf(), frozenset("a"), START), Wanted.NOTHING),
+        (Held(leaf(), frozenset("ax"), START), Wanted.TRUST),
+        (Held(leaf(), frozenset("a"), None), Wanted.TRUST),
+        (Held(leaf(), frozenset("a"), START + 365 * 24 * 60 * MINUTE), Wanted.TRUST),
+        (Held(leaf(cluster="hub"), frozenset("a"), START), Wanted.CERTIFICATE),
+        (Held(leaf("x"), frozenset("a"), START), Wanted.CERTIFICATE),
+        (Held(leaf(end=10 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START), Wanted.CERTIFICATE),
+        (Held(leaf(end=11 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START), Wanted.NOTHING),
+    ],
+)
+def test_a_secret_is_written_exactly_when_something_is_wrong_with_it(held, what):
+    assert plan.wanted(STEADY, Holder("eu", held), TERMS, START) is what
+
+
+def test_a_lost_key_brings_a_successor_and_meanwhile_nothing_is_taken_away():
+    keyless = STEADY._replace(signs=False)
+    holders = [Holder("eu", Held(leaf(), frozenset("a"), START))]
+    assert plan.step(keyless, holders, TERMS, Moment(START, START)) is Step.ANNOUNCE
+    due = Held(leaf(end=MINUTE, begin=-99 * MINUTE), frozenset("a"), START)
+    assert plan.wanted(keyless, Holder("eu", due), TERMS, START) is Wanted.NOTHING
+
+
+def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
+    terms, moment = TERMS._replace(by_issuer=True), Moment(START + 60 * MINUTE, START)
+    holder = Holder("eu", Held(leaf("a"), frozenset("a"), START), leaf("b"))
+    assert plan.wanted(STEADY, holder, terms, START) is Wanted.NOTHING
+    assert plan.step(STEADY, [holder], terms, moment) is Step.ANNOUNCE
+    announced = plan.after(STEADY, Step.ANNOUNCE, frozenset("b"))
+    assert plan.wanted(announced, holder, terms, START) is Wanted.TRUST
+    trusting = holder._replace(held=Held(leaf("a"), frozenset("ab"), START))
+    assert plan.step(announced, [trusting], terms, moment) is Step.PROMOTE
+    promoted = plan.after(announced, Step.PROMOTE, frozenset("b"))
+    assert plan.wanted(promoted, trusting, terms, START) is Wanted.CERTIFICATE
+    assert promoted.trusted == frozenset("ab")
+
+
+@pytest.mark.parametrize(
+    ("holder", "status", "reason"),
+    [
+        (Holder("eu", None), "Unknown", "ClusterUnreachable"),
+        (Holder("eu", Held(problem="why")), "False", "CertificatePending"),
+        (Holder("eu", Held(leaf("x"), frozenset("a"), START)), "False", "CertificateRefused"),
+        (Holder("eu", Held(leaf(end=-MINUTE), frozenset("a"), START)), "False", "CertificateRefused"),
+        (Holder("eu", Held(leaf(), frozenset("a"), START)), "True", "Issued"),
+    ],
+)
+def test_the_condition_tells_causes_apart(holder, status, reason):
+    assert plan.verdict(STEADY, holder, (), START)[:2] == (status, reason)
+
+
+def test_the_condition_names_whom_a_change_of_authority_waits_for():
+    found = plan.verdict(STEADY, Holder("eu", Held(leaf(), frozenset("a"), START)), ("us",), START)
+    assert (found.status, found.reason) == ("True", "AuthorityChanging")
+    assert "waits for us" in found.message

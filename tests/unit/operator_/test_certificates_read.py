@@ -1,0 +1,140 @@
+"""Proves what is made of Secrets with certificates: what is good, what is damaged, what each step leaves in them."""
+
+import base64
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from prfaas import identity
+from prfaas.errors import ConfigError
+from prfaas_operator.errors import AuthorityDamagedError
+from prfaas_operator.plan import certificates_read as read
+from prfaas_operator.plan.certificates import Step, Terms
+from prfaas_operator.plan.certificates_settings import Mode, settings_of
+from prfaas_operator.render import certificates as render
+
+NOW = datetime.now(UTC).replace(microsecond=0)
+DAY = timedelta(days=1)
+TERMS = Terms(life=30 * DAY, authority_life=365 * DAY, settling=timedelta(minutes=3))
+ONE, TWO = (read.make_authority(name, NOW, TERMS) for name in ("one", "two"))
+
+
+def secret(data: dict[str, bytes], **metadata) -> dict:
+    encoded = {name: base64.b64encode(content).decode() for name, content in data.items()}
+    return {"metadata": {"name": "s", **metadata}, "data": encoded}
+
+
+def store_of(pair: identity.KeyPair) -> read.Store:
+    first = read.first_store(identity.fingerprints(pair.certificate), pair.key)
+    return read.read_store(secret(first.data), NOW)
+
+
+def test_an_authority_passes_its_three_states_and_leaves_nothing_behind():
+    store = store_of(ONE)
+    [old], [new] = identity.fingerprints(ONE.certificate), identity.fingerprints(TWO.certificate)
+    announced = read.advance(store, Step.ANNOUNCE, identity.fingerprints(TWO.certificate), TWO.key)
+    announced = read.read_store(secret(announced.data), NOW)
+    assert announced.authorities[:3] == ({old}, {new}, set())
+    assert (announced.key, announced.next_key) == (ONE.key, TWO.key)
+    promoted = read.advance(announced, Step.PROMOTE, {new: announced.certificates[new]}, announced.next_key)
+    promoted = read.read_store(secret(promoted.data), NOW)
+    assert promoted.authorities[:3] == ({new}, set(), {old})
+    assert (promoted.key, promoted.next_key) == (TWO.key, b"")
+    retired = read.advance(promoted, Step.RETIRE, {}, b"")
+    assert retired.data == store_of(TWO).data
+    assert promoted.bundle == announced.bundle
+
+
+def test_what_an_authority_signs_is_for_its_cluster_and_ends_before_it_does():
+    store = store_of(ONE)
+    pair = read.issue(store, "eu", NOW, TERMS)
+    facts = identity.check(pair.certificate, pair.key, store.bundle, NOW)
+    assert (facts.cluster, facts.validity.not_after) == ("eu", NOW + 30 * DAY)
+    late = read.issue(store, "eu", NOW + 350 * DAY, TERMS)
+    assert identity.validity_of_pem(late.certificate).not_after == store.authorities.ends
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"tls.key": ONE.key},
+        {"tls.crt": b"not a certificate", "tls.key": ONE.key},
+        {"tls.crt": ONE.certificate, "tls.key": TWO.key},
+        {"tls.crt": ONE.certificate, "tls.key": b"no key"},
+        {"tls.crt": ONE.certificate, "tls.key": ONE.key, "next.crt": TWO.certificate, "next.key": ONE.key},
+        {"tls.crt": ONE.certificate, "tls.key": ONE.key, "previous.crt": b"nothing"},
+    ],
+)
+def test_a_damaged_authority_is_told_from_a_good_one_and_no_key_is_in_the_words(data):
+    with pytest.raises(AuthorityDamagedError) as raised:
+        read.read_store(secret(data), NOW)
+    assert "PRIVATE" not in str(raised.value)
+
+
+def test_an_authority_without_a_key_or_past_its_end_signs_nothing():
+    assert not read.read_store(secret({"tls.crt": ONE.certificate}), NOW).authorities.signs
+    data = {"tls.crt": ONE.certificate, "tls.key": ONE.key}
+    assert read.read_store(secret(data), NOW).authorities.signs
+    assert not read.read_store(secret(data), NOW + 366 * DAY).authorities.signs
+
+
+def test_no_key_is_in_what_a_log_would_print():
+    assert "PRIVATE" not in repr(store_of(ONE))
+    assert "PRIVATE" not in repr(ONE)
+
+
+def test_a_clusters_secret_is_judged_by_the_hubs_authorities_and_not_by_its_own():
+    store, pair = store_of(ONE), read.issue(store_of(ONE), "eu", NOW, TERMS)
+    manifest = render.cluster_secret(render.labels("eu"), pair, store.bundle, NOW)
+    held = read.read_held(manifest, store, NOW)
+    assert held.leaf is not None
+    assert (held.leaf.cluster, held.trusted, held.written) == ("eu", store.authorities.trusted, NOW)
+    stranger = read.issue(store_of(TWO), "eu", NOW, TERMS)
+    forged = render.cluster_secret(render.labels("eu"), stranger, TWO.certificate, NOW)
+    found = read.read_held(forged, store, NOW)
+    assert found.leaf is None
+    assert "not trusted" in found.problem
+    assert read.read_held(None, store, NOW) == read.Held()
+    assert read.read_held(secret({"tls.crt": b"?"}, annotations={read.WRITTEN_AT: "soon"}), store, NOW).written is None
+
+
+def test_a_template_inside_tls_changes_nothing_that_was_there():
+    container = {
+        "args": ["--x", "1"],
+        "volumeMounts": [],
+        "readinessProbe": {"httpGet": {}},
+        "livenessProbe": {"httpGet": {}},
+    }
+    plain = {"spec": {"template": {"metadata": {"labels": {}}, "spec": {"containers": [container], "volumes": []}}}}
+    changed = render.worker_in_tls(plain)
+    template = changed["spec"]["template"]
+    assert template["spec"]["containers"][0]["args"] == ["--x", "1", "--tls-dir", "/etc/prfaas/tls"]
+    assert template["metadata"]["annotations"] == {"prfaas.io/scheme": "https"}
+    assert container["args"] == ["--x", "1"]
+    assert "annotations" not in plain["spec"]["template"]["metadata"]
+
+
+def test_cert_manager_is_asked_for_the_uri_both_usages_and_a_renewal_at_two_thirds():
+    settings = settings_of(Mode.ISSUER, "ClusterIssuer.cert-manager.io/ours", 2160, 0.1, 60)
+    assert settings.issuer is not None
+    spec = render.certificate("eu", settings.issuer, settings.terms.life)["spec"]
+    assert spec["uris"] == ["spiffe://prfaas.io/cluster/eu"]
+    assert {"client auth", "server auth"} <= set(spec["usages"])
+    assert (spec["duration"], spec["renewBefore"]) == ("2160h0m0s", "720h0m0s")
+    assert spec["issuerRef"] == {"name": "ours", "kind": "ClusterIssuer", "group": "cert-manager.io"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "issuer", "hours", "authority_hours"),
+    [
+        (Mode.ISSUER, "", 90, 900),
+        (Mode.OPERATOR, "Issuer.cert-manager.io/x", 90, 900),
+        (Mode.ISSUER, "x", 90, 900),
+        (Mode.ISSUER, "Issuer/x", 90, 900),
+        (Mode.OPERATOR, "", 90, 200),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(mode, issuer, hours, authority_hours):
+    with pytest.raises(ConfigError):
+        settings_of(mode, issuer, hours, authority_hours, 60)

@@ -1,0 +1,126 @@
+"""Proves what an informer keeps: what the server said last, whatever order the news of it comes in."""
+
+# ruff: noqa: ARG002  # the fake takes what the Protocol passes
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from prfaas_operator.clusters.api import POD, Kind, Object, Page, WatchEvent
+from prfaas_operator.clusters.informer import Informer
+from prfaas_operator.errors import ClusterUnreachableError, ConflictError, ExpiredError
+
+
+class Script:
+    """A server whose lists and watches follow a script; an exception in it is raised."""
+
+    def __init__(self, lists: list[Any], watches: list[Any]):
+        self._lists = iter(lists)
+        self._watches = iter(watches)
+        self.done = asyncio.Event()
+
+    async def page(self, kind: Kind, *, selector: str = "", after: str = "") -> Page:
+        answer = next(self._lists)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def watch(self, kind: Kind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
+        step = next(self._watches, None)
+        if step is None:
+            self.done.set()
+            await asyncio.Event().wait()
+        for event in step or ():
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+
+def thing(name: str, version: str) -> Object:
+    return {"metadata": {"name": name, "resourceVersion": version}}
+
+
+def informer_of(script: Script, told: list[str]) -> Informer[str]:
+    return Informer(
+        script,  # pyright: ignore[reportArgumentType]
+        POD,
+        "",
+        lambda one: f"{one['metadata']['name']}@{one['metadata']['resourceVersion']}",
+        told.append,
+    )
+
+
+async def run(script: Script, *written: Object) -> tuple[dict[str, str], list[str]]:
+    """Run an informer to the end of a script, and have it learn; return its items and whom it told about."""
+    told: list[str] = []
+    informer = informer_of(script, told)
+    task = asyncio.create_task(informer.run())
+    await asyncio.wait_for(script.done.wait(), 5)
+    for one in written:
+        informer.learn(one)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return informer.items, told
+
+
+async def test_an_informer_follows_pages_and_events():
+    script = Script(
+        [Page([thing("a", "1")], "1", "more"), Page([thing("b", "2")], "2", "")],
+        [[WatchEvent("MODIFIED", thing("a", "3")), WatchEvent("DELETED", thing("b", "4"))], []],
+    )
+    items, told = await run(script)
+    assert items == {"a": "a@3"}
+    assert sorted(told[:2]) + told[2:] == ["a@1", "b@2", "a@3", "b@4"]
+
+
+async def test_an_informer_lists_again_when_its_version_expired_and_tells_what_it_missed():
+    script = Script(
+        [Page([thing("a", "1"), thing("b", "1")], "1", ""), Page([thing("a", "5")], "5", "")],
+        [[ExpiredError("too old")]],
+    )
+    items, told = await run(script)
+    assert items == {"a": "a@5"}
+    assert sorted(told[2:]) == ["a@5", "b@1"]
+
+
+async def test_an_informer_keeps_what_it_saw_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("prfaas_operator.clusters.informer.FIRST_BACKOFF_SECONDS", 0)
+    cut = ClusterUnreachableError("cut")
+    script = Script(
+        [Page([thing("a", "1")], "1", ""), cut, ConflictError("x"), Page([thing("a", "1")], "9", "")], [[cut]]
+    )
+    items, told = await run(script)
+    assert items == {"a": "a@1"}
+    assert told == ["a@1"], "nothing changed, nobody is told"
+
+
+async def test_an_answer_that_comes_after_newer_news_changes_nothing():
+    script = Script([Page([thing("a", "9")], "9", "")], [[WatchEvent("MODIFIED", thing("a", "11"))]])
+    items, told = await run(script, thing("a", "10"))
+    assert items == {"a": "a@11"}
+    assert told == ["a@9", "a@11"]
+
+
+async def test_what_was_written_is_known_before_the_watch_tells_and_nobody_is_told_twice():
+    script = Script([Page([thing("a", "9")], "9", "")], [[]])
+    items, told = await run(script, thing("a", "10"), thing("gone", "11"))
+    assert items == {"a": "a@10"}
+    assert told == ["a@9", "a@10"]
+
+
+async def test_news_older_than_what_was_written_changes_nothing():
+    class Late(Script):
+        async def watch(self, kind: Kind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
+            informer.learn(thing("a", "12"))
+            async for event in super().watch(kind, selector=selector, since=since):
+                yield event
+
+    script = Late([Page([thing("a", "9")], "9", "")], [[WatchEvent("MODIFIED", thing("a", "11"))]])
+    told: list[str] = []
+    informer = informer_of(script, told)
+    task = asyncio.create_task(informer.run())
+    await asyncio.wait_for(script.done.wait(), 5)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert told == ["a@9", "a@12"]

@@ -1,0 +1,246 @@
+"""The long loop between custom resources and the capacity model: what holds, who owns replicas, what was cut off."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from prfaas.api import PrfaaSPolicyStatus
+from prfaas.capacity.comparison import compare
+from prfaas.capacity.longloop import decide
+from prfaas.errors import ConfigError
+from prfaas_operator.plan import longloop, sharing
+from prfaas_operator.plan.installation import installation
+from prfaas_operator.plan.longloop import PoolSeen
+from prfaas_operator.plan_cli import plan_file
+
+NOW = datetime(2026, 5, 1, 12, 0, 0, tzinfo=UTC)
+MEASURES = {"prometheusUrl": "http://p:9090"}
+SPEC = {
+    "metrics": MEASURES,
+    "conversion": {"enabled": True},
+    "prefillPools": ["offload", "swing"],
+    "threshold": {"mode": "Auto"},
+}
+REPLICAS = {"f:spec": {"f:replicas": {}}}
+
+
+def at(seconds: float) -> str:
+    return (NOW + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def observed(**given: Any) -> dict[str, Any]:
+    """A summary: an instance prefills in a second a prompt and decodes an answer a second; the link carries a lot."""
+    points = [
+        {"tokens": n, "prefillMicros": 1_000_000 + n // 1024, "cacheBytes": 1000 * n} for n in (1024, 16_384, 131_072)
+    ]
+    return {
+        "time": at(-5),
+        "prompts": 500,
+        "gatewayArrivalMilliPerSecond": 900,
+        "lengthTokens": [500, 1000, 2000, 4000],
+        "outputMilliTokens": 1_000_000,
+        "decodeStepMicros": 10_000,
+        "decodeBatch": 10,
+        "links": [{"clusterName": "eu", "effectiveMbps": 10_000}],
+        "pools": [{"name": name, "samples": 9, "profile": points} for name in ("decode", "offload")],
+        **given,
+    }
+
+
+def status(ready: int, **conditions: Any) -> dict[str, Any]:
+    condition = {"type": "Ready", "status": "True", "reason": "AllReady", "observedGeneration": 3}
+    told = {**condition, "lastTransitionTime": at(-900), **conditions}
+    return {"replicas": ready, "readyReplicas": ready, "conditions": [told]}
+
+
+@pytest.fixture
+def built(make):
+    """Return how to build a policy's facts: 3 instances decode and 1 prefills, beside 1 in eu, all of them settled."""
+
+    def build(seen: dict[str, Any] | None, spec: dict[str, Any] | None = None, **plan: Any):
+        policy = make.policy(**{**SPEC, **(spec or {})})
+        known = {"observed": seen, **({"plan": plan} if plan else {})}
+        policy = policy.model_copy(update={"status": PrfaaSPolicyStatus.model_validate(known)})
+        decode = made(make.decode_pool(replicas=3), 3)
+        pools = [made(make.prefill_pool(replicas=1), 1), made(swing(make), 1)]
+        resolved = sharing.resolved(pools, {"decode": decode})
+        return make.facts(
+            policy=policy,
+            decode_pools={"decode": decode},
+            prefill_pools={one.metadata.name: one for one in resolved},
+        )
+
+    return build
+
+
+def swing(make):
+    pool = make.prefill_pool("swing", clusterName="", replicas=1)
+    return pool.model_copy(update={"spec": pool.spec.model_copy(update={"share_with": "decode"})})
+
+
+def made(pool, ready: int, **conditions: Any):
+    return type(pool).model_validate(pool.model_dump(by_alias=True) | {"status": status(ready, **conditions)})
+
+
+def decided(facts, refusals: dict[str, str] | None = None):
+    found = installation(facts, refusals or {})
+    return decide(longloop.rules(facts.policy), found, longloop.moment(facts, found, NOW))
+
+
+def test_a_settled_and_measured_policy_converts(built):
+    # Two prefill (one at home, one in eu) and three decode; five instances serve 2.5/s at best.
+    facts = built(observed(links=[]))
+    decision = decided(facts)
+    assert (decision.reason, decision.changes) == ("Converting", {"swing": 2, "decode": 2})
+    fields = longloop.plan_fields(installation(facts, {}), decision, at(0))
+    assert fields == {"prefill": 2, "decode": 2, "replicas": {"decode": 2, "swing": 2}, "lastChangeTime": at(0)}
+    assert longloop.verdict(decision)[:2] == ("Unknown", "Converting")
+
+
+def test_an_offload_pool_counts_while_its_link_is_alive(built):
+    decision = decided(built(observed()))
+    assert decision.changes == {}, "with the one in eu two prefill already"
+    assert decision.now is not None
+    assert decision.now.lambda_max == pytest.approx(2.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason", "words"),
+    [
+        (None, "NotMeasured", "scheduler has not summed up"),
+        ({"prompts": 49}, "NotMeasured", "49 prompts"),
+        ({"outputMilliTokens": None}, "NotMeasured", "no answer was finished"),
+        ({"decodeBatch": None}, "NotMeasured", "maxBatch and stepMillis of DecodePool decode"),
+        ({"pools": []}, "NotMeasured", "no profile of pool offload"),
+        ({"time": at(-121)}, "MetricsStale", "121 s old"),
+    ],
+)
+def test_what_is_not_known_or_old_holds_and_is_named(built, seen, reason, words):
+    decision = decided(built(observed(**seen) if seen is not None else None))
+    assert (decision.reason, decision.changes) == (reason, {})
+    assert words in decision.message
+
+
+def test_what_a_full_instance_does_may_be_given_in_place_of_measured(built, make):
+    facts = built(observed(links=[], decodeBatch=None, decodeStepMicros=None))
+    given = made(make.decode_pool(replicas=3, maxBatch=10, stepMillis=10), 3)
+    assert decided(facts._replace(decode_pools={"decode": given})).changes == {"swing": 2, "decode": 2}
+
+
+def test_arrivals_are_those_of_all_gateways(built):
+    found = installation(built(observed(), {"gateway": {"replicas": 3}}), {})
+    assert found.load is not None
+    assert found.load.arrivals_per_second == pytest.approx(2.7)
+
+
+@pytest.mark.parametrize(
+    "unsettled",
+    [
+        {"ready": 2},
+        {"ready": 3, "status": "False", "reason": "RollingOut"},
+        {"ready": 3, "observedGeneration": 2},
+    ],
+    ids=["an instance is missing", "a rollout", "a change not looked at"],
+)
+def test_nothing_is_changed_while_a_pool_is_not_what_its_spec_says(built, make, unsettled):
+    facts = built(observed(links=[]))
+    pool = made(make.decode_pool(replicas=3), **unsettled)
+    decision = decided(facts._replace(decode_pools={"decode": pool}))
+    assert (decision.reason, decision.changes) == ("PoolsNotSettled", {})
+    assert "DecodePool decode" in decision.message
+
+
+def test_the_cooldown_counts_from_the_plan_in_the_status(built):
+    plan = {"prefill": 1, "decode": 3, "lastChangeTime": at(-299)}
+    assert decided(built(observed(links=[]), **plan)).reason == "Cooldown"
+    assert decided(built(observed(links=[]), **(plan | {"lastChangeTime": at(-300)}))).reason == "Converting"
+
+
+def live(name: str, *entries: dict[str, Any], **annotations: str) -> dict[str, Any]:
+    given = {f"prfaas.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
+    return {
+        "metadata": {
+            "name": name, "annotations": given, "managedFields": list(entries), "creationTimestamp": at(-9000),
+        }
+    }  # fmt: skip
+
+
+def wrote(manager: str, seconds: float = -600, **more: str) -> dict[str, Any]:
+    return {"manager": manager, "time": at(seconds), "fieldsV1": REPLICAS, **more}
+
+
+HPA = wrote("kube-controller-manager", subresource="scale")
+
+
+@pytest.mark.parametrize(
+    ("entries", "annotations", "refusal"),
+    [
+        ([], {}, ""),
+        ([wrote("prfaas-operator")], {}, ""),
+        ([wrote("kubectl")], {}, "kubectl annotate decodepools decode prfaas.io/scaled-by-policy=true"),
+        ([wrote("kubectl")], {"scaled_by_policy": "true"}, ""),
+        ([HPA], {"scaled_by_policy": "true"}, "an autoscaler's"),
+    ],
+    ids=["nobody wrote", "the policy did", "a person did", "a person gave them", "an autoscaler did"],
+)
+def test_replicas_belong_to_whoever_wrote_them_last(built, entries, annotations, refusal):
+    facts = built(observed())
+    seen = PoolSeen(facts.decode_pools["decode"], live("decode", *entries, **annotations))
+    found = longloop.refusals(facts.policy, [seen], [facts.policy])
+    assert refusal in found.get("decode", "")
+    assert bool(found) == bool(refusal)
+
+
+def test_of_two_policies_over_one_pool_the_older_scales_it(built, make):
+    facts = built(observed())
+    seen = PoolSeen(facts.decode_pools["decode"], live("decode"))
+    older = make.policy("elder", **SPEC)
+    older = older.model_copy(update={"metadata": older.metadata.model_copy(update={"name": "a-first"})})
+    idle = make.policy("a-idle", metrics=MEASURES)
+    assert longloop.refusals(facts.policy, [seen], [facts.policy, idle]) == {}
+    assert "PrfaaSPolicy a-first's" in longloop.refusals(facts.policy, [seen], [facts.policy, older])["decode"]
+
+
+def test_a_change_that_was_cut_off_between_its_writes_is_finished_and_a_later_one_by_hand_is_not(built):
+    plan = {"prefill": 2, "decode": 2, "replicas": {"swing": 2, "decode": 2}, "lastChangeTime": at(-60)}
+    facts = built(observed(), **plan)
+    decode, swinging = facts.decode_pools["decode"], facts.prefill_pools["swing"]
+
+    by_scale = {"manager": "kubectl", "subresource": "scale", "fieldsV1": REPLICAS}  # of which no time is kept
+
+    def left(writer: dict[str, Any]) -> dict[str, int]:
+        return longloop.unfinished(
+            facts.policy, [PoolSeen(decode, live("decode", writer)), PoolSeen(swinging, live("swing", by_scale))]
+        )
+
+    assert left(wrote("kubectl", -600)) == {"decode": 2}
+    assert left(wrote("kubectl", -30)) == {}
+    assert left(by_scale) == {}
+
+
+def test_status_fields_are_what_the_custom_resource_declares(built):
+    facts = built(observed())
+    found, decision = installation(facts, {}), decided(facts)
+    fields = {
+        "capacity": longloop.capacity_fields(found, decision),
+        "plan": longloop.plan_fields(found, decision, at(0)),
+    }
+    parsed = PrfaaSPolicyStatus.model_validate(fields, extra="forbid")
+    assert parsed.capacity is not None
+    assert (parsed.capacity.arrival_milli_per_second, parsed.capacity.decode_load_percent) == (900, 30)
+
+
+def test_a_running_installation_is_planned_like_a_file(built):
+    planned = plan_file(built(observed()))
+    assert [(pool.name, pool.instances) for pool in planned.system.offload] == [("offload", 1)]
+    (hub,) = planned.system.hub
+    assert (hub.name, hub.instances, hub.min_prefill, hub.min_decode) == ("decode", 4, 0, 0)
+    result = compare(planned)
+    assert result.prfaas_pd is not None
+    assert (result.prfaas_pd.n_prfaas, result.prfaas_pd.n_p + result.prfaas_pd.n_d) == (1, 4)
+
+
+def test_an_installation_that_is_not_measured_yet_is_no_plan(built):
+    with pytest.raises(ConfigError, match="scheduler has not summed up"):
+        plan_file(built(None))

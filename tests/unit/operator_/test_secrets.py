@@ -1,0 +1,52 @@
+"""Proves that no pool reads what opens other clusters: kubeconfigs, the authority, other clusters' certificates."""
+
+import pytest
+
+from prfaas.api.template import PodTemplate
+from prfaas_operator.errors import ForbiddenSecretError
+from prfaas_operator.plan import secrets
+from prfaas_operator.render import account, certificates
+
+KUBECONFIGS = {"named-by-a-member"}
+RESERVED = (
+    certificates.AUTHORITY_SECRET,
+    certificates.SECRET,
+    certificates.issued_secret("eu"),
+    account.secret_name("eu"),
+    "named-by-a-member",
+)
+
+
+def mounting(name: str) -> PodTemplate:
+    return PodTemplate.model_validate({"volumes": [{"name": "v", "secret": {"secretName": name}}]})
+
+
+def reading(name: str) -> PodTemplate:
+    source = {"secretKeyRef": {"name": name, "key": "k"}}
+    return PodTemplate.model_validate({"env": [{"name": "E", "valueFrom": source}]})
+
+
+@pytest.mark.parametrize("name", RESERVED)
+@pytest.mark.parametrize(("use", "where"), [(mounting, r"template\.volumes\[v\]"), (reading, r"template\.env\[E\]")])
+def test_a_template_that_would_read_it_is_refused_with_its_name_and_place(name, use, where):
+    with pytest.raises(ForbiddenSecretError, match=f"Secret {name} .* remove it from {where}"):
+        secrets.check(use(name), KUBECONFIGS)
+
+
+@pytest.mark.parametrize("name", ["huggingface", "prfaas", "prfaas-cache", "prfaas-ca-2", "kubeconfig", "my-issued"])
+def test_other_secrets_are_their_owners_to_read(name):
+    for use in (mounting, reading):
+        secrets.check(use(name), KUBECONFIGS)
+
+
+def test_files_and_variables_from_elsewhere_are_none_of_its_business():
+    template = PodTemplate.model_validate(
+        {
+            "volumes": [{"name": "v", "configMap": {"name": "prfaas-ca"}}, {"name": "w", "emptyDir": {}}],
+            "env": [
+                {"name": "A", "value": "prfaas-ca"},
+                {"name": "B", "valueFrom": {"configMapKeyRef": {"name": "x-kubeconfig", "key": "k"}}},
+            ],
+        }
+    )
+    secrets.check(template, KUBECONFIGS)

@@ -1,0 +1,178 @@
+"""Proves that an API server that asks to be left alone is, by all calls to it, and that none is asked too fast."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+
+from prfaas_operator.clusters.api import SECRET
+from prfaas_operator.clusters.client import TRIES, KubernetesCluster
+from prfaas_operator.clusters.throttle import (
+    BURST_CALLS,
+    CALLS_AT_ONCE,
+    CALLS_PER_SECOND,
+    LONGEST_REST_SECONDS,
+    PATIENCE_SECONDS,
+    Throttle,
+    asked_rest_seconds,
+)
+from prfaas_operator.errors import ClusterUnreachableError
+
+Answer = tuple[int, dict[str, str]]
+BUSY: Answer = (429, {"Retry-After": "1"})
+
+
+class Server:
+    """An API server that answers every call by script, and well when that is over; it keeps when it was called."""
+
+    def __init__(self, *script: Answer):
+        self._script = list(script)
+        self.called_at: list[float] = []
+        self.refused_at: list[float] = []
+
+    async def handle(self, _: web.Request) -> web.Response:
+        self.called_at.append(time.monotonic())
+        status, headers = self._script.pop(0) if self._script else (200, {})
+        if status != 200:
+            self.refused_at.append(self.called_at[-1])
+        return web.json_response({"message": "not now"} if status != 200 else {}, status=status, headers=headers)
+
+
+@asynccontextmanager
+async def reached(server: Server) -> AsyncIterator[KubernetesCluster]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    configuration = Configuration()
+    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    cluster = KubernetesCluster(ApiClient(configuration), "ns", "cluster eu")
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+        await runner.cleanup()
+
+
+async def test_a_call_that_came_at_a_busy_time_is_made_again_after_as_long_as_was_asked():
+    server = Server(BUSY)
+    async with reached(server) as cluster:
+        await cluster.get(SECRET, "s")
+    first, second = server.called_at
+    assert second - first >= 0.99
+
+
+async def test_what_one_call_was_told_holds_for_all():
+    server = Server(BUSY)
+    async with reached(server) as cluster:
+        await cluster.get(SECRET, "s")
+        refused = server.refused_at[0]
+        await asyncio.gather(*(cluster.get(SECRET, str(number)) for number in range(5)))
+    assert [at for at in server.called_at if 0 < at - refused < 0.99] == []
+    assert len(server.called_at) == 7
+
+
+async def test_a_server_that_stays_busy_is_told_as_such():
+    server = Server(*[BUSY] * TRIES)
+    async with reached(server) as cluster:
+        with pytest.raises(ClusterUnreachableError, match="too busy"):
+            await cluster.get(SECRET, "s")
+    assert len(server.called_at) == TRIES
+
+
+async def test_a_server_that_asks_for_a_long_rest_is_not_called_and_its_objects_say_so():
+    server = Server((503, {"Retry-After": "3600"}))
+    async with reached(server) as cluster:
+        for _ in range(2):
+            with pytest.raises(ClusterUnreachableError, match=r"asks to be left alone for [56]\d s"):
+                await cluster.get(SECRET, "s")
+    assert len(server.called_at) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "seconds"),
+    [
+        (429, {"Retry-After": "7"}, 7),
+        (429, {"retry-after": "7"}, 7),
+        (429, {}, 1),
+        (429, None, 1),
+        (429, {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, 1),
+        (503, {"Retry-After": "2"}, 2),
+        (503, {}, None),
+        (500, {"Retry-After": "2"}, None),
+        (409, {"Retry-After": "2"}, None),
+    ],
+)
+def test_what_an_answer_asks_for(status, headers, seconds):
+    assert asked_rest_seconds(status, headers) == seconds
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.now_seconds
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
+    """Have sleep move a clock, so that no time passes."""
+
+    def use(clock: Clock) -> None:
+        async def sleep(seconds: float) -> None:
+            clock.now_seconds += seconds
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+
+    return use
+
+
+async def test_many_calls_begin_at_once_and_go_on_at_the_pace(slept):
+    clock = Clock()
+    slept(clock)
+    throttle = Throttle(clock)
+    for _ in range(BURST_CALLS):
+        assert await throttle.turn()
+    assert clock.now_seconds == 0
+    for _ in range(int(CALLS_PER_SECOND)):
+        assert await throttle.turn()
+    assert clock.now_seconds == pytest.approx(1, abs=0.02)
+
+
+async def test_those_who_wait_in_line_have_not_begun_and_a_probe_goes_past_them():
+    throttle, gate, begun = Throttle(), asyncio.Event(), 0
+
+    async def call() -> None:
+        nonlocal begun
+        async with throttle.under_way() as may_call:
+            assert may_call
+            begun += 1
+            await gate.wait()
+
+    calls = [asyncio.create_task(call()) for _ in range(CALLS_AT_ONCE + 5)]
+    while begun < CALLS_AT_ONCE:  # noqa: ASYNC110  # a turn of the loop each
+        await asyncio.sleep(0)
+    async with throttle.under_way(at_once=True) as may_call:
+        assert may_call
+    assert begun == CALLS_AT_ONCE
+    gate.set()
+    await asyncio.gather(*calls)
+    assert begun == len(calls)
+
+
+async def test_a_turn_that_is_too_far_away_is_none():
+    clock = Clock()
+    throttle = Throttle(clock)
+    throttle.rest(10 * LONGEST_REST_SECONDS)
+    assert not await throttle.turn()
+    clock.now_seconds = LONGEST_REST_SECONDS - PATIENCE_SECONDS / 2
+    assert throttle.rests_for_seconds == PATIENCE_SECONDS / 2
+    clock.now_seconds = LONGEST_REST_SECONDS
+    assert await throttle.turn()
