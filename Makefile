@@ -8,10 +8,10 @@ PYTEST ?= $(BIN)/python -m pytest
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools demo test unit lint format lock crds clean
+.PHONY: help setup tools browser demo kind kind-down test test-kind unit lint format lock crds charts clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## Create .venv and install the locked dependencies
 
@@ -27,17 +27,32 @@ $(STAMP): requirements.lock.txt pyproject.toml
 tools: $(STAMP) ## Build etcd, Kubernetes, Helm and Prometheus from their Go modules (cached)
 	@prfaas sandbox build
 
+browser: ## Chromium, for the tests of the live page (Debian's package; elsewhere install it yourself)
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { echo "Installing Chromium"; \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null; } \
+		|| echo "Chromium could not be installed: the tests of the live page will be skipped"
+
 demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leaves it running
 	@prfaas demo $(if $(KEEP),--keep,)
 
-test: lint tools ## Everything: lint, types, unit, model parity, API server, whole system
+kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to try; again reuses what is there
+	@prfaas kind up
+
+kind-down: $(STAMP) ## Remove the kind clusters and all they left; PURGE=1 removes the images, too
+	@prfaas kind down $(if $(PURGE),--purge,)
+
+test: lint tools browser ## Everything but kind: lint, types, unit, model parity, API server, whole system
 	$(PYTEST) -n 3 --dist loadfile -m "not e2e"
-	$(PYTEST) -m e2e
+	$(PYTEST) -m "e2e and not kind"
+
+test-kind: tools ## The whole system once more, in containers on two kind clusters; says loudly where Docker is missing
+	$(PYTEST) -m kind -s
 
 unit: $(STAMP) ## The tests that need no cluster
 	$(PYTEST) tests/unit
 
 lint: $(STAMP) ## Style, types and import contracts
+	@! git grep -nE '^(<{7}|>{7}) ' || { echo "the lines above are left over from a merge"; exit 1; }
 	ruff check .
 	ruff format --check .
 	pyright
@@ -53,6 +68,9 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 
 crds: $(STAMP) ## Generate crds/ and the chart's copies from the models
 	prfaas crds write
+
+charts: $(STAMP) ## Bring the charts' schemas and READMEs in line with their values.yaml
+	$(BIN)/python charts/describe.py
 
 clean: ## Remove the virtual environment and the demo's state (not the tools' cache)
 	rm -rf .venv .prfaas

@@ -48,11 +48,35 @@ def ensure_tools(report: Report) -> Tools:
         PeerError: the build failed; the message carries the compiler's last lines.
 
     """
-    source = source_folder()
+    return ensure_modules(MODULES, report)
+
+
+def ensure_modules(modules: Iterable[GoModule], report: Report) -> Tools:
+    """Return the programs of some modules; otherwise like `ensure_tools`."""
     paths: dict[str, Path] = {}
-    for module in MODULES:
-        paths |= _ensure_module(module, source / module.name, report)
+    for module in modules:
+        paths |= _ensure_module(module, source_folder() / module.name, report)
     return Tools(paths)
+
+
+def module_folder(module: GoModule, name: str, report: Report) -> Path:
+    """Return the folder in Go's module cache of a dependency of `module`, downloaded when it is not there."""
+    source = source_folder() / module.name
+    go = _go(required_go((source / "go.mod").read_text()), report)
+    for command in ([go, "mod", "download", name], [go, "list", "-m", "-f", "{{.Dir}}", name]):
+        environment = os.environ | {"GOWORK": "off"}
+        done = subprocess.run(
+            command,
+            cwd=source,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            raise PeerError(f"Go module {name} could not be downloaded: {done.stderr.strip()}")
+    return Path(done.stdout.strip())
 
 
 def _ensure_module(module: GoModule, source: Path, report: Report) -> dict[str, Path]:
@@ -81,7 +105,8 @@ def build_flags(module: GoModule, version: str) -> list[str]:
 
 def _stamp(source: Path, flags: list[str]) -> str:
     digest = hashlib.sha256()
-    for part in ((source / "go.mod").read_bytes(), (source / "go.sum").read_bytes(), "\0".join(flags).encode()):
+    sources = [source / "go.mod", source / "go.sum", *sorted(source.rglob("*.go"))]
+    for part in (*(path.read_bytes() for path in sources), "\0".join(flags).encode()):
         digest.update(len(part).to_bytes(8) + part)
     return digest.hexdigest()[:12]
 
@@ -90,7 +115,7 @@ def _on_path(module: GoModule, go_mod: str) -> dict[str, Path] | None:
     """Return the module's programs from PATH when all are there in exactly the pinned version, else None."""
     found: dict[str, Path] = {}
     for program in module.programs:
-        path = shutil.which(program.name)
+        path = shutil.which(program.name) if program.version_command else None
         if path is None or not _has_version(path, program, pinned_version(go_mod, program.pin or module.pin)):
             return None
         found[program.name] = Path(path).absolute()
@@ -164,7 +189,10 @@ def _go_version(go: str | Path) -> tuple[int, int]:
 def _go_install(name: str, go: Path, source: Path, target: tuple[Path, list[str]], report: Report) -> None:
     """Run `go install tool` in `source`; `target` is the folder for the binaries and the build flags."""
     folder, flags = target
-    environment = os.environ | {"GOBIN": str(folder), "CGO_ENABLED": "0", "GOWORK": "off"}
+    flags_of_go = (
+        f"{os.environ.get('GOFLAGS', '')} -buildvcs=false".strip()
+    )  # our own programs are no release of theirs
+    environment = os.environ | {"GOBIN": str(folder), "CGO_ENABLED": "0", "GOWORK": "off", "GOFLAGS": flags_of_go}
     command = ["setpriv", "--pdeathsig", "TERM", go, "install", "-v", *flags, "tool"]
     seen = {"downloaded": 0, "compiled": 0}
     last: deque[str] = deque(maxlen=15)

@@ -5,8 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,19 +19,19 @@ from prfaas_sandbox.api import Api
 from prfaas_sandbox.build import ensure_tools
 from prfaas_sandbox.control import change_link, link_rate
 from prfaas_sandbox.kubeconfig import read_kubeconfig
+from prfaas_sandbox.place import ClusterAccess
 from prfaas_sandbox.processes import tail
-from prfaas_sandbox.sandbox import DEFAULT_LINK_MBPS, ClusterAccess, Description, Sandbox
+from prfaas_sandbox.progress import console, progress
+from prfaas_sandbox.sandbox import DEFAULT_LINK_MBPS, Description, Sandbox
 from prfaas_sandbox.state import StateFolder
 
 DOWN_TIMEOUT_SECONDS = 15.0
 POLL_SECONDS = 0.1
-QUIET_SECONDS = 15.0
 
 app = typer.Typer(
     help="Two real Kubernetes control planes with process nodes and a shaped link. Example: prfaas sandbox up",
     no_args_is_help=True,
 )
-console = Console(stderr=True, highlight=False)
 
 StateOption = Annotated[Path, typer.Option("--state", help="Folder of the sandbox's sockets, kubeconfigs and logs.")]
 DEFAULT_STATE = Path(".prfaas/sandbox")
@@ -48,28 +47,10 @@ class Output(StrEnum):
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="Format of the output.")]
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Show progress: on a terminal as one line that changes, elsewhere as a line now and then."""
-    if console.is_terminal:
-        with console.status("") as status:
-            yield status.update
-        return
-    shown = float("-inf")
-
-    def report(line: str) -> None:
-        nonlocal shown
-        if not line.startswith("building") or time.monotonic() - shown >= QUIET_SECONDS:
-            shown = time.monotonic()
-            console.print(line)
-
-    yield report
-
-
 @app.command()
 def build() -> None:
     """Build etcd, Kubernetes, Helm and Prometheus from tools/*/go.mod, once. Example: prfaas sandbox build."""
-    with _progress() as report:
+    with progress() as report:
         tools = ensure_tools(report)
     for name, path in tools.paths.items():
         typer.echo(f"{name}\t{path}")
@@ -81,7 +62,7 @@ def up(
     link_mbps: Annotated[float, typer.Option("--link-mbps", help="Rate of the link, each way.")] = DEFAULT_LINK_MBPS,
 ) -> None:
     """Start both clusters and keep them until Ctrl-C. Example: prfaas sandbox up --link-mbps 200."""
-    with _progress() as report:
+    with progress() as report:
         ensure_tools(report)  # before asyncio takes the signals over, so that Ctrl-C also ends a build
     asyncio.run(_up(state, link_mbps))
 
@@ -107,7 +88,7 @@ async def _up(state: Path, link_mbps: float) -> None:
 
 async def _run(state: Path, link_mbps: float) -> None:
     async with AsyncExitStack() as stack:
-        with _progress() as report:
+        with progress() as report:
             sandbox = await stack.enter_async_context(Sandbox.start(state, link_mbps=link_mbps, report=report))
         _show(sandbox.description, link_mbps)
         console.print("Ctrl-C stops everything.")

@@ -1,4 +1,4 @@
-"""The host's side of the control sockets: change the link, kill a pod."""
+"""The host's side of the control sockets: change the link, cut it, kill a pod."""
 
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,11 @@ async def change_link(state: StateFolder, mbps: float) -> None:
 async def link_rate(state: StateFolder) -> float:
     """Return the link's rate in Mbit/s."""
     return (await _call(state.link, "GET", "/link"))["mbps"]
+
+
+async def cut_link(state: StateFolder, *, cut: bool) -> None:
+    """Stop everything on the link, or let it pass again."""
+    await _call(state.link, "PUT", "/link/cut", {"cut": cut})
 
 
 async def kill_pod(cluster: ClusterFolder, namespace: str, pod: str) -> None:

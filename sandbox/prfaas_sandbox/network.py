@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LINK = "link0"
+NOBODY = "02:00:00:00:00:01"
 # Long enough for a full bucket at any rate, short enough that TCP feels the link instead of filling a queue.
 QUEUE_MILLIS = 50
 BURST_MILLIS = 20
@@ -81,18 +82,33 @@ def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> li
     return [enter(namespace, command) for command in commands]
 
 
+def cut_link(hub: Path, member: Path, *, cut: bool) -> list[Command]:
+    """Return the commands after which each end loses what it sends to the other, or does not any more."""
+    ends = ((hub, MEMBER), (member, HUB))
+    return [enter(end, command) for end, other in ends for command in lose(other.address, LINK, lost=cut)]
+
+
+def lose(address: str, device: str, *, lost: bool) -> list[Command]:
+    """Return the commands after which whatever goes by way of a neighbour is lost, or arrives again.
+
+    It is sent to a hardware address that nobody has, so that no sender is told, as on a line that is cut somewhere.
+    """
+    wrong = ["ip", "neighbour", "replace", address, "lladdr", NOBODY, "nud", "permanent", "dev", device]
+    return [wrong] if lost else [wrong, ["ip", "neighbour", "del", address, "dev", device]]
+
+
 def shape_link(namespaces: tuple[Path, ...], mbps: float) -> list[Command]:
     """Return the commands that limit what leaves each end of the link; they also change a limit that is there."""
     return [enter(namespace, token_bucket(mbps)) for namespace in namespaces]
 
 
-def token_bucket(mbps: float) -> Command:
-    """Return the tc command for a rate in Mbit/s."""
+def token_bucket(mbps: float, device: str = LINK) -> Command:
+    """Return the tc command that limits what leaves a device to a rate in Mbit/s."""
     burst_bytes = min(max(_bytes_in(mbps, BURST_MILLIS), SMALLEST_BURST_BYTES), LARGEST_BURST_BYTES)
     burst_bytes = max(burst_bytes, _bytes_in(mbps, 1))
     rate = f"{round(mbps * 1_000_000)}bit"
     shape = ["rate", rate, "burst", f"{burst_bytes}b", "latency", f"{QUEUE_MILLIS}ms"]
-    return ["tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *shape]
+    return ["tc", "qdisc", "replace", "dev", device, "root", "tbf", *shape]
 
 
 def _bytes_in(mbps: float, millis: int) -> int:

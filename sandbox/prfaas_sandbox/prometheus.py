@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from prfaas.names import HUB, LABEL_CLUSTER, LABEL_POLICY, LABEL_POOL, LABEL_ROLE
+from prfaas.names import ANNOTATION_SCHEME, HUB, LABEL_CLUSTER, LABEL_POLICY, LABEL_POOL, LABEL_ROLE
 from prfaas_sandbox.api import Object
 from prfaas_sandbox.network import HUB as HUB_NETWORK
 
@@ -32,17 +32,33 @@ def _job(cluster: str, kubeconfig: Path) -> Object:
         {"source_labels": [_pod_label("app.kubernetes.io/part-of")], "regex": "prfaas", "action": "keep"},
         {"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": SCRAPED_PORTS, "action": "keep"},
         {"source_labels": ["__meta_kubernetes_pod_phase"], "regex": "Succeeded|Failed", "action": "drop"},
+        {
+            "source_labels": [_pod_annotation(ANNOTATION_SCHEME), "__meta_kubernetes_pod_container_port_name"],
+            "regex": "https;api",
+            "target_label": "__scheme__",
+            "replacement": "https",
+        },
         {"target_label": "cluster", "replacement": HUB},
         # A pod without the label keeps the hub's name: the hub's own parts are not in any MemberCluster.
         {"source_labels": [_pod_label(LABEL_CLUSTER)], "regex": "(.+)", "target_label": "cluster"},
         *({"source_labels": [source], "target_label": target} for target, source in _TARGET_LABELS.items()),
     ]
     discovery = {"role": "pod", "kubeconfig_file": str(kubeconfig)}
-    return {"job_name": cluster, "kubernetes_sd_configs": [discovery], "relabel_configs": rules}
+    # A worker's certificate names its cluster, not its address; figures are no secret that another could be told.
+    tls = {"insecure_skip_verify": True}
+    return {"job_name": cluster, "kubernetes_sd_configs": [discovery], "relabel_configs": rules, "tls_config": tls}
 
 
 def _pod_label(name: str) -> str:
-    return "__meta_kubernetes_pod_label_" + "".join(letter if letter.isalnum() else "_" for letter in name)
+    return "__meta_kubernetes_pod_label_" + _sanitised(name)
+
+
+def _pod_annotation(name: str) -> str:
+    return "__meta_kubernetes_pod_annotation_" + _sanitised(name)
+
+
+def _sanitised(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
 
 
 _TARGET_LABELS = {

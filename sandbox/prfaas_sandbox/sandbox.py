@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,11 +26,12 @@ from prfaas_sandbox import prometheus
 from prfaas_sandbox.api import Api
 from prfaas_sandbox.build import ensure_tools
 from prfaas_sandbox.cluster import API_PORT
-from prfaas_sandbox.control import change_link, kill_pod
+from prfaas_sandbox.control import change_link, cut_link, kill_pod
 from prfaas_sandbox.kubeconfig import read_kubeconfig
 from prfaas_sandbox.messages import Message, parse
 from prfaas_sandbox.namespaces import search_path, unshare_command
 from prfaas_sandbox.network import CLUSTERS, HUB, ClusterNetwork
+from prfaas_sandbox.place import ClusterAccess, Images, run_in
 from prfaas_sandbox.processes import tail
 from prfaas_sandbox.relay import Forwards, Target
 from prfaas_sandbox.services import endpoints
@@ -40,26 +41,9 @@ from prfaas_sandbox.tools import Tools
 
 DEFAULT_LINK_MBPS = 100
 START_TIMEOUT_SECONDS = 120.0
-COMMAND_TIMEOUT_SECONDS = 300.0
 STOP_TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.1
 HTTP_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-
-
-@dataclass(frozen=True)
-class ClusterAccess:
-    """How to reach one cluster.
-
-    Args:
-        name: hub or member.
-        kubeconfig: the administrator's, for use on the host, everything inline.
-        internal_server: URL of the API server for use inside, also from the other cluster.
-
-    """
-
-    name: str
-    kubeconfig: Path
-    internal_server: str
 
 
 @dataclass(frozen=True)
@@ -97,7 +81,7 @@ class Description:
 
 
 class Sandbox:
-    """A sandbox that is up; get one from `Sandbox.start`.
+    """A sandbox that is up; get one from `Sandbox.start`. It is a `Place`.
 
     Attributes:
         description: where everything is.
@@ -105,6 +89,9 @@ class Sandbox:
         prometheus_url, prometheus_internal_url: as in the description.
 
     """
+
+    command = "sandbox"
+    images: Images | None = None
 
     def __init__(self, inside: "_Inside", tools: Tools, forwards: Forwards, description: Description):
         self._inside = inside
@@ -175,6 +162,14 @@ class Sandbox:
         """Change the rate of the link, both ways; connections stay."""
         await change_link(self._state, mbps)
 
+    async def cut_link(self) -> None:
+        """Let nothing cross the link, and no connection notice by itself; again is harmless."""
+        await cut_link(self._state, cut=True)
+
+    async def heal_link(self) -> None:
+        """Undo `cut_link`; again is harmless."""
+        await cut_link(self._state, cut=False)
+
     async def kill_pod(self, cluster: ClusterAccess, namespace: str, pod: str) -> None:
         """Kill all processes of a pod with SIGKILL; the node then restarts its containers, as after any crash."""
         await kill_pod(self._state.cluster(cluster.name), namespace, pod)
@@ -185,33 +180,11 @@ class Sandbox:
 
     async def kubectl(self, cluster: ClusterAccess, *arguments: str, stdin: str | None = None) -> str:
         """Run kubectl against a cluster and return what it prints; raise PeerError with its message when it fails."""
-        return await self._run("kubectl", cluster, arguments, stdin)
+        return await run_in(self._tools["kubectl"], cluster, arguments, stdin)
 
     async def helm(self, cluster: ClusterAccess, *arguments: str) -> str:
         """Run Helm against a cluster and return what it prints; raise PeerError with its message when it fails."""
-        return await self._run("helm", cluster, arguments, None)
-
-    async def _run(self, program: str, cluster: ClusterAccess, arguments: Sequence[str], stdin: str | None) -> str:
-        process = await asyncio.create_subprocess_exec(
-            self._tools[program],
-            *arguments,
-            env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig)},
-            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        shown = f"{program} {' '.join(arguments)} ({cluster.name})"
-        try:
-            async with asyncio.timeout(COMMAND_TIMEOUT_SECONDS):
-                output, errors = await process.communicate(None if stdin is None else stdin.encode())
-        except TimeoutError as error:
-            raise UnreachableError(f"{shown} did not end within {COMMAND_TIMEOUT_SECONDS:.0f} s") from error
-        finally:
-            if process.returncode is None:
-                process.kill()
-        if process.returncode:
-            raise PeerError(f"{shown}: {errors.decode(errors='replace').strip()}")
-        return output.decode()
+        return await run_in(self._tools["helm"], cluster, arguments)
 
 
 class _Inside:

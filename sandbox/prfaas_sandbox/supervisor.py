@@ -17,7 +17,7 @@ from aiohttp import web
 from prfaas.errors import BadInputError, InternalError, PeerError
 from prfaas_sandbox import prometheus
 from prfaas_sandbox.messages import Message
-from prfaas_sandbox.network import CLUSTERS, HUB, Command, create_link, enter, shape_link
+from prfaas_sandbox.network import CLUSTERS, HUB, Command, create_link, cut_link, enter, shape_link
 from prfaas_sandbox.processes import Child
 from prfaas_sandbox.state import StateFolder
 
@@ -118,7 +118,7 @@ class Supervisor:
         return Child("Prometheus", entered, self._state.logs / "prometheus.log")
 
     async def _serve_link(self) -> None:
-        """Serve GET and PUT of {"mbps": rate} at the link's socket."""
+        """Serve GET and PUT of {"mbps": rate}, and PUT of {"cut": whether}, at the link's socket."""
 
         async def put(request: web.Request) -> web.Response:
             try:
@@ -129,11 +129,16 @@ class Supervisor:
             self._mbps = mbps
             return await get(request)
 
+        async def put_cut(request: web.Request) -> web.Response:
+            cut = bool((await request.json())["cut"])
+            await _run(cut_link(*self._namespaces.values(), cut=cut))
+            return web.json_response({"cut": cut})
+
         async def get(_: web.Request) -> web.Response:
             return web.json_response({"mbps": self._mbps})
 
         application = web.Application()
-        application.add_routes([web.get("/link", get), web.put("/link", put)])
+        application.add_routes([web.get("/link", get), web.put("/link", put), web.put("/link/cut", put_cut)])
         runner = web.AppRunner(application)
         await runner.setup()
         await web.UnixSite(runner, str(self._state.link)).start()

@@ -18,7 +18,7 @@ class Program:
     Args:
         name: what we, and PATH, call it.
         binary: what `go install` calls it.
-        version_command: arguments that print the version.
+        version_command: arguments that print the version; none if the program is always built, never taken from PATH.
         version_pattern: regular expression that the output must match; `{version}` stands for the pin without its `v`.
         pin: the Go module that the program's version comes from, when it is not its GoModule's.
 
@@ -26,8 +26,8 @@ class Program:
 
     name: str
     binary: str
-    version_command: tuple[str, ...]
-    version_pattern: str
+    version_command: tuple[str, ...] = ()
+    version_pattern: str = ""
     pin: str = ""
 
 
@@ -52,7 +52,31 @@ class GoModule:
 
 
 _KUBERNETES_VERSION = r"Kubernetes v{version}$"
+# Without the stamps the server calls itself v0.0.0 and kubectl warns about the distance.
+_KUBERNETES_LDFLAGS = (
+    "-s -w -X k8s.io/component-base/version.gitVersion=v{version} -X k8s.io/client-go/pkg/version.gitVersion=v{version}"
+)
 
+HELM = GoModule("helm", "helm.sh/helm/v4", (Program("helm", "helm", ("version", "--short"), r"^v{version}\b"),))
+PROMETHEUS = GoModule(
+    "prometheus",
+    "github.com/prometheus/prometheus",
+    # Module v0.315.0 is release 3.15.0, so the pin never appears in the program's own output: always built.
+    (Program("prometheus", "prometheus"), Program("promtool", "promtool")),
+    # Only the service discovery that we use: a third of the build time of all of them.
+    tags="netgo,remove_all_sd,enable_kubernetes_sd",
+)
+KIND = GoModule("kind", "sigs.k8s.io/kind", (Program("kind", "kind", ("version",), r"^kind v{version}\b"),))
+# What a node of kind is made of, where its published image cannot be pulled.
+NODE = GoModule(
+    "node",
+    "k8s.io/kubernetes",
+    (Program("kube", "kube"), Program("pause", "pause")),
+    ldflags=_KUBERNETES_LDFLAGS,
+)
+COREDNS = GoModule("coredns", "github.com/coredns/coredns", (Program("coredns", "coredns"),))
+
+# What the sandbox runs.
 MODULES = (
     GoModule(
         "kubernetes",
@@ -64,19 +88,10 @@ MODULES = (
             Program("kube-scheduler", "kube-scheduler", ("--version",), _KUBERNETES_VERSION),
             Program("kubectl", "kubectl", ("version", "--client"), r"Client Version: v{version}$"),
         ),
-        # Without the stamps the server calls itself v0.0.0 and kubectl warns about the distance.
-        ldflags="-s -w -X k8s.io/component-base/version.gitVersion=v{version}"
-        " -X k8s.io/client-go/pkg/version.gitVersion=v{version}",
+        ldflags=_KUBERNETES_LDFLAGS,
     ),
-    GoModule("helm", "helm.sh/helm/v4", (Program("helm", "helm", ("version", "--short"), r"^v{version}\b"),)),
-    GoModule(
-        "prometheus",
-        "github.com/prometheus/prometheus",
-        # Module v0.315.0 is release 3.15.0, so the pin never appears in the program's own output: always built.
-        (Program("prometheus", "prometheus", (), r"(?!)"),),
-        # Only the service discovery that we use: a third of the build time of all of them.
-        tags="netgo,remove_all_sd,enable_kubernetes_sd",
-    ),
+    HELM,
+    PROMETHEUS,
 )
 
 

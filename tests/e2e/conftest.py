@@ -1,16 +1,73 @@
-"""One running sandbox with prfaas installed, shared by all whole-system tests: starting it is the expensive part."""
+"""One installation of prfaas in each place, shared by all whole-system tests there: starting it is the expensive part.
 
-from collections.abc import AsyncIterator
+The sandbox runs on any machine. kind needs Docker: where that cannot be had, its tests say so in a section of their own
+at the end of the run, and count as skipped.
+"""
+
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
 
-from prfaas_sandbox.demo.install import Installation
+from prfaas.errors import ConfigError
+from prfaas_sandbox.demo.install import NAMESPACE, POLICY, Installation, repository_root
+from prfaas_sandbox.kind.clusters import remove_everything
+from prfaas_sandbox.kind.daemon import ensure_daemon
+from prfaas_sandbox.kind.layout import Layout
+from prfaas_sandbox.kind.place import KindPlace
+from prfaas_sandbox.place import Place
+from prfaas_sandbox.progress import progress
 from prfaas_sandbox.sandbox import Sandbox
 
+LINK_MBPS = 100
+# The fixtures have limits of their own; building images takes longer than any test may.
+TIMEOUT = pytest.mark.timeout(300, func_only=True)
+PLACES = (pytest.param("sandbox", marks=TIMEOUT), pytest.param("kind", marks=[TIMEOUT, pytest.mark.kind]))
+WHY_NOT_KIND = pytest.StashKey[str]()
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def installation(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Installation]:
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=PLACES)
+async def installation(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Installation]:
     """Install prfaas as the README says, into two fresh clusters joined by a link of 100 Mbit/s."""
-    async with Sandbox.start(tmp_path_factory.mktemp("sandbox"), link_mbps=100, report=print) as sandbox:
-        yield await Installation.create(sandbox, report=print)
+    state = tmp_path_factory.mktemp(request.param)
+    if request.param == "sandbox":
+        async with Sandbox.start(state, link_mbps=LINK_MBPS, report=print) as sandbox:
+            yield await created(sandbox, report=print)
+        return
+    layout = Layout(repository_root(), state, "prfaas-e2e")
+    await require_docker(layout, request.config)
+    with progress() as report:
+        async with KindPlace.running(layout, link_mbps=LINK_MBPS, report=report) as place:
+            yield await created(place, report=report)
+
+
+async def created(place: Place, report: Callable[[str], None]) -> Installation:
+    """Install, and bound the threshold: what many short prompts make of it must not keep at home what a test sends."""
+    installation = await Installation.create(place, report=report)
+    patch = json.dumps({"spec": {"threshold": {"max": 4096}}})
+    await place.kubectl(place.hub, "-n", NAMESPACE, "patch", "prfaas", POLICY, "--type=merge", "-p", patch)
+    return installation
+
+
+async def require_docker(layout: Layout, config: pytest.Config) -> None:
+    """Skip, and have it told at the end, when this machine cannot run kind."""
+    layout.logs.mkdir(parents=True)
+    try:
+        await ensure_daemon(layout, lambda line: print(line, file=sys.stderr))
+    except ConfigError as error:
+        config.stash[WHY_NOT_KIND] = str(error)
+        pytest.skip(f"kind cannot run here: {error}")
+    await remove_everything(layout)  # what a run that was killed left
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell loudly that the tests on kind did not run."""
+    why = config.stash.get(WHY_NOT_KIND, "")
+    if why:
+        terminalreporter.section("THE TESTS ON KIND DID NOT RUN", sep="!", red=True, bold=True)
+        terminalreporter.line(why)
+        terminalreporter.line("Nothing was tested in real containers. `make test-kind` runs these tests alone.")

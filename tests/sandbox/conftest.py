@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from prfaas_sandbox.sandbox import ClusterAccess, Sandbox
+from prfaas_sandbox.place import ClusterAccess
+from prfaas_sandbox.sandbox import Sandbox
 
-EVENTUALLY_SECONDS = 20.0
+EVENTUALLY_SECONDS = 60.0
 
 
 class Pods:
@@ -43,10 +44,10 @@ class Pods:
 
     async def until(self, name: str, phase: str) -> None:
         """Wait for a phase of the pod."""
-        await self.kubectl("wait", f"--for=jsonpath={{.status.phase}}={phase}", f"pod/{name}", "--timeout=20s")
+        await self.kubectl("wait", f"--for=jsonpath={{.status.phase}}={phase}", f"pod/{name}", "--timeout=60s")
 
     async def ready(self, name: str) -> None:
-        await self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=20s")
+        await self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=60s")
 
     async def output(self, name: str, *command: str, **more: Any) -> str:
         """Run a pod to its end and return its log; it must succeed."""

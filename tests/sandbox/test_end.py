@@ -21,7 +21,7 @@ from prfaas_sandbox.network import LINK
 
 pytestmark = pytest.mark.clusters
 
-UP_SECONDS, GONE_SECONDS = 90, 10
+UP_SECONDS, GONE_SECONDS = 240, 60
 NOBODY = 65534
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ class Running:
     def kubectl(self, cluster: str, *arguments: str, stdin: str | None = None) -> str:
         kubectl = ensure_tools(print)["kubectl"]
         command = [kubectl, "--kubeconfig", self.description[cluster]["kubeconfig"], *arguments]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True, timeout=30).stdout
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True, timeout=120).stdout
 
     def run_pod(self, cluster: str) -> None:
         """Start a pod with a volume and a process that only SIGKILL ends."""
@@ -49,7 +49,7 @@ class Running:
         spec = {"containers": [container], "volumes": [{"name": "data", "emptyDir": {}}]}
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "sleeper"}, "spec": spec}
         self.kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(body))
-        self.kubectl(cluster, "wait", "--for=condition=Ready", "pod/sleeper", "--timeout=20s")
+        self.kubectl(cluster, "wait", "--for=condition=Ready", "pod/sleeper", "--timeout=60s")
 
 
 def prfaas(*arguments: str) -> list[str]:
@@ -158,17 +158,17 @@ def test_when_a_part_breaks_all_ends_and_the_reason_is_told(up, tmp_path):
 def test_one_state_folder_holds_one_sandbox_and_the_commands_speak_of_it(up):
     running = up()
     second = subprocess.run(
-        prfaas("up", "--state", str(running.state)), capture_output=True, text=True, timeout=30, check=False
+        prfaas("up", "--state", str(running.state)), capture_output=True, text=True, timeout=120, check=False
     )
     assert second.returncode == 1
     assert f"runs in {running.state} already (process {running.process.pid})" in second.stderr
     assert run("status", running, "-o", "json")["clusters"]["member"]["state"] == "ready"
-    assert subprocess.run(prfaas("link", "7", "--state", str(running.state)), check=True, timeout=30).returncode == 0
+    assert subprocess.run(prfaas("link", "7", "--state", str(running.state)), check=True, timeout=120).returncode == 0
     assert run("status", running, "-o", "json")["link_mbps"] == 7
-    subprocess.run(prfaas("down", "--state", str(running.state)), check=True, timeout=30)
+    subprocess.run(prfaas("down", "--state", str(running.state)), check=True, timeout=120)
     assert running.process.wait(GONE_SECONDS) == 0
     gone = subprocess.run(
-        prfaas("status", "--state", str(running.state)), capture_output=True, text=True, timeout=30, check=False
+        prfaas("status", "--state", str(running.state)), capture_output=True, text=True, timeout=120, check=False
     )
     assert (gone.returncode, "no sandbox runs" in gone.stderr) == (1, True)
 
@@ -178,7 +178,7 @@ def run(command: str, running: Running, *arguments: str) -> dict:
         prfaas(command, "--state", str(running.state), *arguments),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=True,
     )
     return json.loads(done.stdout)
@@ -235,7 +235,7 @@ def test_where_namespaces_are_refused_one_sentence_says_so(tmp_path):
     command = shlex.join(prfaas("up", "--state", str(tmp_path / "state")))
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", f"{limit}; exec {command}"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("prfaas: neither root's rights nor user namespaces")

@@ -5,7 +5,7 @@ import ipaddress
 import pytest
 
 from prfaas.errors import BadInputError
-from prfaas_sandbox.network import CLUSTERS, HUB, MEMBER, token_bucket
+from prfaas_sandbox.network import CLUSTERS, HUB, MEMBER, lose, token_bucket
 from prfaas_sandbox.supervisor import checked_rate
 
 
@@ -41,3 +41,9 @@ def test_bucket(mbps, rate, burst_bytes):
 def test_rates_that_no_link_has_are_refused(mbps):
     with pytest.raises(BadInputError):
         checked_rate(mbps)
+
+
+def test_whatever_the_neighbour_was_before_it_is_lost_and_found_again():
+    lost, found = (lose("10.0.0.1", "eth0", lost=lost) for lost in (True, False))
+    assert found[:1] == lost  # so that there is one to delete
+    assert found[1] == ["ip", "neighbour", "del", "10.0.0.1", "dev", "eth0"]

@@ -77,13 +77,13 @@ def deployment() -> list[dict]:
 async def test_deployment_with_secret_configmap_and_shared_folder_becomes_ready(sandbox, request, cluster):
     pods = request.getfixturevalue(cluster)
     await pods.apply(*deployment())
-    await pods.kubectl("rollout", "status", "deployment/web", "--timeout=20s")
+    await pods.kubectl("rollout", "status", "deployment/web", "--timeout=60s")
     url = await sandbox.forward(pods.cluster, "default", "web", 80)
     status, body = await get(f"{url}/index.html")
     assert (status, body) == (200, b"hello \xff\x00\xfes3cret")
     assert "serving" in await pods.kubectl("logs", "deployment/web", "-c", "server")
-    await pods.kubectl("delete", "deployment/web", "--timeout=20s")
-    await pods.kubectl("wait", "--for=delete", "pod", "-l", "app=web", "--timeout=20s")
+    await pods.kubectl("delete", "deployment/web", "--timeout=60s")
+    await pods.kubectl("wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s")
     with pytest.raises((OSError, EOFError)):
         await get(f"{url}/index.html")
 
@@ -240,7 +240,7 @@ async def test_deletion_runs_the_hook_then_asks_then_waits_for_the_end(hub):
     await hub.ready("polite")
     logs = asyncio.create_task(hub.kubectl("logs", "-f", "polite"))
     await asyncio.sleep(0.5)
-    await hub.kubectl("delete", "pod", "polite", "--timeout=10s")
+    await hub.kubectl("delete", "pod", "polite", "--timeout=60s")
     assert (await logs).split() == ["started", "hook", "asked"]
 
 
@@ -248,8 +248,8 @@ async def test_a_process_that_ignores_the_request_is_killed_after_its_grace(hub)
     await hub.run("stubborn", "sleep", "1000", spec={"terminationGracePeriodSeconds": 1})
     await hub.ready("stubborn")
     started = asyncio.get_running_loop().time()
-    await hub.kubectl("delete", "pod", "stubborn", "--timeout=10s")
-    assert 1 <= asyncio.get_running_loop().time() - started < 5
+    await hub.kubectl("delete", "pod", "stubborn", "--timeout=60s")
+    assert 1 <= asyncio.get_running_loop().time() - started < 20
 
 
 async def test_failed_liveness_restarts_and_failed_readiness_does_not(hub):

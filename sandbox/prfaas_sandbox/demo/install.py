@@ -1,4 +1,4 @@
-"""Installs prfaas into the sandbox's two clusters the way a user would: Helm, `prfaas cluster join`, `kubectl apply`.
+"""Installs prfaas into the two clusters of a place the way a user would: Helm, `prfaas cluster join`, `kubectl apply`.
 
 Nothing is created by hand here: what these three commands cannot do, the product cannot do.
 """
@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
+
 from prfaas.errors import ConfigError, PeerError
-from prfaas_sandbox.sandbox import Sandbox
+from prfaas_sandbox.place import ClusterAccess, Images, Place
 
 NAMESPACE = "prfaas"
 MEMBER = "prefill-eu"
@@ -19,58 +21,54 @@ POLICY = "kimi"
 MODEL = "kimi-linear-tiny"
 OFFLOAD_POOL = "offload"
 EXAMPLE = "examples/two-clusters.yaml"
-COMMAND_TIMEOUT_SECONDS = 120.0
+COMMAND_TIMEOUT_SECONDS = 240.0
 
 
 class Installation:
-    """prfaas, installed and Ready in a running sandbox."""
+    """prfaas, installed and Ready in two clusters."""
 
     namespace = NAMESPACE
     member_name = MEMBER
 
-    def __init__(self, sandbox: Sandbox):
-        self.sandbox = sandbox
+    def __init__(self, place: Place):
+        self.place = place
         self.gateway_url = ""
 
     @classmethod
-    async def create(cls, sandbox: Sandbox, *, report: Callable[[str], None]) -> "Installation":
+    async def create(cls, place: Place, *, report: Callable[[str], None]) -> "Installation":
         """Install both charts, join the member cluster, apply the example and wait until its policy is Ready.
 
         Raises:
             PeerError: a command failed or something did not become Ready in time; the message carries its last words.
 
         """
-        self = cls(sandbox)
+        self = cls(place)
         report("helm install prfaas and prfaas-member")
-        charts = repository_root() / "charts"
         await asyncio.gather(
-            sandbox.helm(
-                sandbox.hub, "install", "prfaas", str(charts / "prfaas"), "-n", NAMESPACE, "--create-namespace"
-            ),
-            sandbox.helm(
-                sandbox.member,
-                "install",
-                "prfaas",
-                str(charts / "prfaas-member"),
-                "-n",
-                NAMESPACE,
-                "--create-namespace",
-            ),
+            self.helm_install(place.hub, "prfaas", *operator_values(place.images)),
+            self.helm_install(place.member, "prfaas-member"),
         )
         report(f"prfaas cluster join {MEMBER}")
         await self.join()
         report(f"kubectl apply -f {EXAMPLE}")
-        await sandbox.kubectl(sandbox.hub, "apply", "-f", str(repository_root() / EXAMPLE))
+        objects = example((repository_root() / EXAMPLE).read_text(), place.images)
+        await place.kubectl(place.hub, "apply", "-f", "-", stdin=objects)
         report("waiting for workers in both clusters, the gateway and the policy")
         await self.wait_ready("prfaaspolicy", POLICY, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
         # Ready serves requests; offload begins once the scheduler has seen the link.
         await self.wait_for("LinkHealthy", "prfaaspolicy", POLICY, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
-        self.gateway_url = await sandbox.forward(sandbox.hub, NAMESPACE, f"{POLICY}-gateway", 80)
+        self.gateway_url = await place.forward(place.hub, NAMESPACE, f"{POLICY}-gateway", 80)
         return self
+
+    async def helm_install(self, cluster: ClusterAccess, chart: str, *arguments: str) -> None:
+        """Install one of our charts as the release `prfaas`, or upgrade the release to it."""
+        path = str(repository_root() / "charts" / chart)
+        words = ("upgrade", "--install", "prfaas", path, "-n", NAMESPACE, "--create-namespace", *arguments)
+        await self.place.helm(cluster, *words)
 
     async def join(self) -> None:
         """Register the member cluster in the hub by the command users run."""
-        member, hub = self.sandbox.member, self.sandbox.hub
+        member, hub = self.place.member, self.place.hub
         command = [sys.executable, "-m", "prfaas.cli.main", "cluster", "join", MEMBER]
         command += [
             "--kubeconfig",
@@ -100,8 +98,8 @@ class Installation:
 
         """
         try:
-            await self.sandbox.kubectl(
-                self.sandbox.hub,
+            await self.place.kubectl(
+                self.place.hub,
                 "-n",
                 NAMESPACE,
                 "wait",
@@ -115,7 +113,7 @@ class Installation:
 
     async def _conditions(self) -> str:
         """Return the conditions of everything of prfaas in the hub, a line each."""
-        listing = await self.sandbox.kubectl(self.sandbox.hub, "-n", NAMESPACE, "get", "prfaas-all", "-o", "json")
+        listing = await self.place.kubectl(self.place.hub, "-n", NAMESPACE, "get", "prfaas-all", "-o", "json")
         return "\n".join(
             f"{item['kind']}/{item['metadata']['name']}: {c['type']}={c['status']} {c['reason']} {c.get('message', '')}"
             for item in json.loads(listing)["items"]
@@ -124,25 +122,46 @@ class Installation:
 
     async def ready_pod(self, pool: str) -> str:
         """Return the name of a Running worker pod of the offload pool in the member cluster."""
-        return await self.sandbox.kubectl(
-            self.sandbox.member, "-n", NAMESPACE, "get", "pods", "-l", f"prfaas.io/pool={pool}",
+        return await self.place.kubectl(
+            self.place.member, "-n", NAMESPACE, "get", "pods", "-l", f"prfaas.io/pool={pool}",
             "--field-selector=status.phase=Running", "-o", "jsonpath={.items[0].metadata.name}",
         )  # fmt: skip
 
-    def next_commands(self) -> str:
-        """Return what a person may try next, with the addresses of this run."""
-        hub, member = self.sandbox.hub.kubeconfig, self.sandbox.member.kubeconfig
-        kubectl = self.sandbox.program("kubectl")
+    def next_commands(self, opening: str) -> str:
+        """Return what a person may try next, with the addresses of this run, below an opening."""
+        hub, member = self.place.hub.kubeconfig, self.place.member.kubeconfig
+        kubectl = self.place.program("kubectl")
         prfaas = os.path.relpath(Path(sys.executable).with_name("prfaas"))
         return f"""
-Still running. Ctrl-C stops everything. In another terminal:
+{opening}
   curl {self.gateway_url}/v1/completions -H 'content-type: application/json' \\
        -d '{{"model": "{MODEL}", "prompt": "The with statement", "max_tokens": 40}}'
   {kubectl} --kubeconfig {hub} -n {NAMESPACE} get prfaas-all
   {kubectl} --kubeconfig {hub} -n {NAMESPACE} scale pfpool/local --replicas=2
   {kubectl} --kubeconfig {member} -n {NAMESPACE} logs deployment/{OFFLOAD_POOL} -f
-  {prfaas} sandbox link 5        # narrow the link to 5 Mbit/s
-  Prometheus: {self.sandbox.prometheus_url}"""
+  {prfaas} {self.place.command} link 5        # narrow the link to 5 Mbit/s
+  Prometheus: {self.place.prometheus_url}"""
+
+
+def operator_values(images: Images | None) -> list[str]:
+    """Return the flags with which Helm installs the operator from an image of ours, none for the chart's own."""
+    if images is None:
+        return []
+    repository, _, tag = images.operator.rpartition(":")
+    return ["--set", f"operator.image.repository={repository}", "--set", f"operator.image.tag={tag}"]
+
+
+def example(text: str, images: Images | None) -> str:
+    """Return the example's objects, as kubectl reads them, with images of ours in place of the published ones."""
+    if images is None:
+        return text
+    objects = list(yaml.safe_load_all(text))
+    for each in objects:
+        if each["kind"] == "PrfaaSPolicy":
+            each["spec"].setdefault("gateway", {})["image"] = images.gateway
+        else:
+            each["spec"].setdefault("engine", {})["image"] = images.worker
+    return yaml.safe_dump_all(objects)
 
 
 def repository_root() -> Path:

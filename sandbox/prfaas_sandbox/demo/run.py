@@ -41,7 +41,7 @@ async def run(show: Show, story: Story, *, state: Path, keep: bool) -> None:
             show.line(text)
         show.line(f"  report      {path}")
         if keep:
-            show.line(installation.next_commands())
+            show.line(installation.next_commands("Still running. Ctrl-C stops everything. In another terminal:"))
             await asyncio.Event().wait()
         show.line("  stopping everything")
 
@@ -54,7 +54,7 @@ async def _tell(installation: Installation, show: Show, story: Story) -> None:
         show.sample(sample)
 
     client = Client(installation.gateway_url, MODEL)
-    watch = Watch(installation.sandbox.prometheus_url, on_sample)
+    watch = Watch(installation.place.prometheus_url, on_sample)
     try:
         with show.live():
             async with watch.running():

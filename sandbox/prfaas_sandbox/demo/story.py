@@ -38,7 +38,7 @@ class Teller:
 
     def __init__(self, installation: Installation, client: Client, watch: Watch, story: Story, show: Show):
         self._installation = installation
-        self._sandbox = installation.sandbox
+        self._place = installation.place
         self._client = client
         self._watch = watch
         self._story = story
@@ -53,7 +53,7 @@ class Teller:
         await self._drill()
 
     async def _shape(self, mbps: int) -> None:
-        await self._sandbox.shape_link(mbps)
+        await self._place.shape_link(mbps)
         self._watch.link_mbps = mbps
 
     async def _ask(self, tokens: int, act: str, *, max_tokens: int = 24) -> RequestRecord:
@@ -113,7 +113,7 @@ class Teller:
             await asyncio.sleep(0.1)
             sent = (await self._watch.query(query) or 0.0) - before
         pod = await self._installation.ready_pod(OFFLOAD_POOL)
-        await self._sandbox.kill_pod(self._sandbox.member, self._installation.namespace, pod)
+        await self._place.kill_pod(self._place.member, self._installation.namespace, pod)
         killed_at = time.monotonic()
         sent_before_kill = 0 if request.done() else int(sent)
         self._show.line(f"  killed {pod}")

@@ -1,0 +1,211 @@
+"""A pair of kind clusters as a `Place`: brought up, used like the sandbox, and taken down so that nothing is left."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from prfaas.errors import ConfigError
+from prfaas_sandbox.build import ensure_modules, ensure_tools
+from prfaas_sandbox.kind import node, prometheus
+from prfaas_sandbox.kind.clusters import Clusters, remove_everything
+from prfaas_sandbox.kind.daemon import ensure_daemon, stop_daemon
+from prfaas_sandbox.kind.docker import daemon_answers, docker
+from prfaas_sandbox.kind.images import node_image, product_images, prometheus_image, remove_images
+from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
+from prfaas_sandbox.kind.workshop import Workshop, clear_work
+from prfaas_sandbox.place import ClusterAccess, Images, run_in
+from prfaas_sandbox.progress import Report
+from prfaas_sandbox.supervisor import checked_rate
+from prfaas_sandbox.tools import HELM, KIND
+
+INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
+ENOUGH_INOTIFY = 256
+OUTSIDE = "-outside"
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs that run on this machine, beside Docker's."""
+
+    kind: Path
+    helm: Path
+    kubectl: Path
+
+
+def programs(report: Report) -> Programs:
+    """Return the programs, built when needed; any kubectl on PATH will do."""
+    found = ensure_modules((KIND, HELM), report)
+    kubectl = shutil.which("kubectl")
+    return Programs(found["kind"], found["helm"], Path(kubectl) if kubectl else ensure_tools(report)["kubectl"])
+
+
+class KindPlace:
+    """A pair of kind clusters that is up; get one from `KindPlace.up` or `KindPlace.running`. It is a `Place`.
+
+    Attributes:
+        layout: names and files.
+
+    """
+
+    command = "kind"
+
+    def __init__(self, layout: Layout, used: Programs, access: tuple[ClusterAccess, ClusterAccess], images: Images):
+        self.layout = layout
+        self.images: Images | None = images
+        self.hub, self.member = access
+        self.prometheus_url = ""
+        self._programs = used
+
+    @classmethod
+    async def up(cls, layout: Layout, *, link_mbps: float, report: Report) -> Self:
+        """Bring up whatever is not: Docker's daemon, images, clusters, link and Prometheus.
+
+        Args:
+            layout: names and files of the pair.
+            link_mbps: rate of the link, each way.
+            report: gets lines of progress.
+
+        Raises:
+            ConfigError: this machine lacks something; the message says what to do.
+            PeerError: a step failed or took too long; the message carries its last words.
+
+        """
+        checked_rate(link_mbps)
+        layout.logs.mkdir(parents=True, exist_ok=True)
+        layout.state.chmod(0o700)
+        await ensure_daemon(layout, report)
+        used = await asyncio.to_thread(programs, report)
+        workshop = Workshop(layout, report)
+        _warn_of_inotify(report)
+        nodes = await node_image(workshop)
+        images, watcher = await product_images(workshop), await prometheus_image(workshop)
+        clusters = Clusters(layout, used.kind, used.kubectl, report)
+        await clusters.ensure(nodes)
+        await clusters.load(
+            {"hub": [images.operator, images.gateway, images.worker, watcher], "member": [images.worker]}
+        )
+        await node.shape_link(layout, link_mbps)
+        found = await node.addresses(layout)
+        hub, member = (cluster.access(found[cluster.role]) for cluster in layout.clusters)
+        self = cls(layout, used, (hub, member), images)
+        report("installing Prometheus in the hub")
+        await prometheus.install(str(used.kubectl), layout, (hub, member), watcher)
+        self.prometheus_url = await mapped(layout, PROMETHEUS_NODE_PORT)
+        return self
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, layout: Layout, *, link_mbps: float, report: Report) -> AsyncIterator[Self]:
+        """Bring a pair up for the length of the context, and take it down in the end, whatever happened."""
+        try:
+            yield await cls.up(layout, link_mbps=link_mbps, report=report)
+        finally:
+            await asyncio.shield(down(layout))
+
+    async def kubectl(self, cluster: ClusterAccess, *arguments: str, stdin: str | None = None) -> str:
+        """Run kubectl against a cluster and return what it prints; raise PeerError with its message when it fails."""
+        return await run_in(self._programs.kubectl, cluster, arguments, stdin)
+
+    async def helm(self, cluster: ClusterAccess, *arguments: str) -> str:
+        """Run Helm against a cluster and return what it prints; raise PeerError with its message when it fails."""
+        return await run_in(self._programs.helm, cluster, arguments)
+
+    async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
+        """Return a URL on 127.0.0.1 for a port of a Service of the hub; kube-proxy chooses a pod for each connection.
+
+        Raises:
+            ConfigError: it is a Service of the member, or as many as the hub's node has ways out for have one already.
+
+        """
+        if cluster != self.hub:
+            raise ConfigError("only Services of the hub can be reached from this machine")
+        found = json.loads(await self.kubectl(cluster, "-n", namespace, "get", "service", service, "-o", "json"))
+        way = next(way for way in found["spec"]["ports"] if port in (way["port"], way.get("name")))
+        node_port = await self._node_port(namespace, service)
+        outside = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": service + OUTSIDE, "namespace": namespace},
+            "spec": {
+                "type": "NodePort",
+                "selector": found["spec"]["selector"],
+                "ports": [{"port": way["port"], "targetPort": way["targetPort"], "nodePort": node_port}],
+            },
+        }
+        await self.kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(outside))
+        return await mapped(self.layout, node_port)
+
+    async def _node_port(self, namespace: str, service: str) -> int:
+        """Return the port of the hub's node by which a Service is reached, or a free one."""
+        listed = json.loads(await self.kubectl(self.hub, "get", "services", "-A", "-o", "json"))["items"]
+        taken = {
+            way["nodePort"]: (each["metadata"]["namespace"], each["metadata"]["name"])
+            for each in listed
+            for way in each["spec"].get("ports", ())
+            if "nodePort" in way
+        }
+        for port in NODE_PORTS:
+            if taken.get(port, (namespace, service + OUTSIDE)) == (namespace, service + OUTSIDE):
+                return port
+        raise ConfigError(
+            f"the hub's node has no way out left for Service {service}: delete one that ends in {OUTSIDE}"
+        )
+
+    async def shape_link(self, mbps: float) -> None:
+        """Change the rate of the link, both ways; connections stay."""
+        await node.shape_link(self.layout, checked_rate(mbps))
+
+    async def cut_link(self) -> None:
+        """Let nothing cross the link, and no connection notice by itself; again is harmless."""
+        await node.cut_link(self.layout)
+
+    async def heal_link(self) -> None:
+        """Undo `cut_link`; again is harmless."""
+        await node.open_link(self.layout)
+
+    async def kill_pod(self, cluster: ClusterAccess, namespace: str, pod: str) -> None:
+        """Kill all processes of a pod with SIGKILL; the node then restarts its containers, as after any crash."""
+        owner = self.layout.hub if cluster == self.hub else self.layout.member
+        await node.kill_pod(owner, namespace, pod)
+
+    def program(self, name: str) -> str:
+        """Return what a person types to run one of our programs: its name where PATH has it, else its path."""
+        return name if shutil.which(name) else str(getattr(self._programs, name))
+
+
+async def mapped(layout: Layout, node_port: int) -> str:
+    """Return the URL on 127.0.0.1 that leads to a port of the hub's node."""
+    address = (await docker("port", layout.hub.node, f"{node_port}/tcp")).splitlines()[0]
+    return f"http://{address}"
+
+
+async def down(layout: Layout, *, purge: bool = False) -> None:
+    """Remove clusters, network, helping containers and files, and end the daemon that we started; again is harmless.
+
+    Args:
+        layout: whose.
+        purge: also the images.
+
+    """
+    if await daemon_answers():
+        await remove_everything(layout)
+        if purge:
+            await remove_images()
+    elif purge:
+        raise ConfigError("Docker's daemon does not run, so its images cannot be removed: `make kind` starts it")
+    await asyncio.to_thread(stop_daemon, layout)
+    await asyncio.to_thread(clear_work)
+    await asyncio.to_thread(shutil.rmtree, layout.state, ignore_errors=True)
+
+
+def _warn_of_inotify(report: Report) -> None:
+    """Say what is behind `too many open files` in a node, before it happens."""
+    if INOTIFY.exists() and (limit := int(INOTIFY.read_text())) < ENOUGH_INOTIFY:
+        report(
+            f"fs.inotify.max_user_instances is {limit}, which may be too few for two nodes: sysctl -w raises it to 512"
+        )

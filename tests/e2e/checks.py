@@ -1,0 +1,67 @@
+"""What the whole-system tests ask of an installation."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from prfaas_sandbox.demo.client import Client
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, Installation
+from prfaas_sandbox.demo.records import RequestRecord
+from prfaas_sandbox.demo.texts import text_of
+
+_numbers = itertools.count()
+
+
+def fresh_text(tokens: int) -> str:
+    """Return a text that begins as no other one does, so that no cache holds any of it."""
+    beginning = f"{next(_numbers)} of those that were asked once. "
+    return beginning + text_of(tokens - len(beginning))
+
+
+async def eventually(check: Callable[[], Awaitable[bool]], what: str, timeout_seconds: float = 120.0) -> None:
+    """Wait until `check` holds; fail with `what` when it never does."""
+    deadline = time.monotonic() + timeout_seconds
+    while not await check():
+        assert time.monotonic() < deadline, f"not within {timeout_seconds:.0f} s: {what}"
+        await asyncio.sleep(0.3)
+
+
+async def apply(installation: Installation, body: dict) -> None:
+    """Apply one object in the hub."""
+    await installation.place.kubectl(installation.place.hub, "apply", "-f", "-", stdin=json.dumps(body))
+
+
+async def get(installation: Installation, kind: str, name: str) -> dict:
+    """Return one object of the hub."""
+    place = installation.place
+    return json.loads(await place.kubectl(place.hub, "-n", NAMESPACE, "get", kind, name, "-o", "json"))
+
+
+async def condition(installation: Installation, kind: str, name: str, type_: str = "Ready") -> dict:
+    """Return a condition of an object of the hub, or an empty one."""
+    conditions = (await get(installation, kind, name)).get("status", {}).get("conditions", [])
+    return next((c for c in conditions if c["type"] == type_), {"status": "", "reason": "", "message": ""})
+
+
+@asynccontextmanager
+async def asking(installation: Installation, tokens: int = 200) -> AsyncIterator[list[RequestRecord]]:
+    """Send one short prompt after the other as long as the block runs; give the list that collects the answers."""
+    records: list[RequestRecord] = []
+    stopped = asyncio.Event()
+    client = Client(installation.gateway_url, MODEL)
+
+    async def ask() -> None:
+        while not stopped.is_set():
+            text = text_of(tokens, start=400_000 + 31 * len(records))
+            records.append(await client.ask(text, act="meanwhile", max_tokens=8))
+
+    task = asyncio.create_task(ask())
+    try:
+        yield records
+    finally:
+        stopped.set()
+        await task
+        await client.close()

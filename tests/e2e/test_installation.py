@@ -1,0 +1,81 @@
+"""Proves on the running system that `helm test` finds an installation in order, that its alerts are quiet, and that the
+dashboards show what goes on.
+
+Alerts and queries are asked of the place's own Prometheus, which scrapes as docs/metrics.md says.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+import yaml
+
+from prfaas_sandbox.demo.client import Client
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, Installation
+from prfaas_sandbox.demo.texts import text_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+FILES = Path(__file__).parents[2] / "charts" / "prfaas" / "files"
+VARIABLES = {"$__rate_interval": "60s", "$cluster": ".*", "$pool": ".*"}
+TIMEOUT_SECONDS = 90.0
+MUST_SHOW = {
+    "prfaas-overview": {"Threshold", "Link utilisation", "Link traffic", "Requests by decision", "Time to first token"},
+    "prfaas-workers": {"Queue", "Time to first token, p99, by part", "Transfers", "Transfer time", "Cache in use"},
+    "prfaas-operator": {"Leaders", "Queue", "Reconcile time, p99", "Contact with member clusters", "Writes"},
+}
+"""Panels that have something to show once an offloaded request was answered. Others wait for trouble."""
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def prometheus(installation: Installation) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=installation.place.prometheus_url, timeout=20) as client:
+        yield client
+
+
+async def ask(prometheus: httpx.AsyncClient, query: str) -> list[dict]:
+    """Return the series that Prometheus answers to a query."""
+    for variable, value in VARIABLES.items():
+        query = query.replace(variable, value)
+    answer = await prometheus.get("/api/v1/query", params={"query": query})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"]["result"]
+
+
+async def test_helm_test_finds_everything_in_place(installation: Installation):
+    place = installation.place
+    said = await place.helm(place.hub, "test", "prfaas", "-n", NAMESPACE, "--timeout", "90s")
+    assert "Succeeded" in said
+    left = await place.kubectl(place.hub, "-n", NAMESPACE, "get", "pods", "-o", "name")
+    assert "pod/prfaas-test" not in left
+
+
+async def test_the_dashboards_show_a_request_that_was_offloaded(installation: Installation, prometheus):
+    client = Client(installation.gateway_url, MODEL)
+    await client.ask(text_of(6_000, start=4711), act="shown")
+    await client.close()
+    waiting = {(name, title) for name, titles in MUST_SHOW.items() for title in titles}
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while waiting:
+        for path in sorted((FILES / "dashboards").glob("*.json")):
+            for panel in json.loads(path.read_text())["panels"]:
+                answers = [await ask(prometheus, target["expr"]) for target in panel["targets"]]
+                if all(answers):
+                    waiting.discard((path.stem, panel["title"]))
+        assert time.monotonic() < deadline, f"nothing to see in {sorted(waiting)}"
+        await asyncio.sleep(1)
+
+
+async def test_no_alert_is_about_to_fire_on_a_system_that_works(prometheus):
+    groups = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
+    pending = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    assert len(pending) > 10
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while pending := {alert: query for alert, query in pending.items() if await ask(prometheus, query)}:
+        assert time.monotonic() < deadline, f"never quiet: {pending}"
+        await asyncio.sleep(1)

@@ -1,0 +1,86 @@
+"""Proves that an installation outlives what happens to it: an upgrade of the release, a member cluster cut off.
+
+Requests go on all the while, and each must be answered.
+"""
+
+import pytest
+
+from prfaas_sandbox.demo.client import Client
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, Installation, operator_values
+from prfaas_sandbox.demo.records import RequestRecord
+
+from .checks import asking, condition, eventually, fresh_text, get
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+
+def failed(records: list[RequestRecord]) -> list[RequestRecord]:
+    """Return the requests that were not answered whole."""
+    return [record for record in records if record.outcome.startswith("failed") or record.output_tokens == 0]
+
+
+async def test_an_upgrade_and_a_rollback_of_the_release_lose_no_request(installation: Installation):
+    place = installation.place
+
+    async def asked_memory() -> str:
+        operator = await get(installation, "deployment", "prfaas-operator")
+        return operator["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"]
+
+    async def settled() -> None:
+        await place.kubectl(
+            place.hub, "-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=120s"
+        )
+
+    before = await asked_memory()
+    workers = await worker_pods(installation)
+    async with asking(installation) as records:
+        values = ("--set", "operator.resources.requests.memory=100Mi")
+        await installation.helm_install(place.hub, "prfaas", *operator_values(place.images), *values)
+        await settled()
+        assert await asked_memory() == "100Mi"
+        await place.helm(place.hub, "rollback", "prfaas", "-n", NAMESPACE)
+        await settled()
+    assert await asked_memory() == before
+    assert await worker_pods(installation) == workers, "no worker was replaced"
+    assert records
+    assert failed(records) == []
+
+
+async def worker_pods(installation: Installation) -> list[str]:
+    """Return the names of the workers' pods in both clusters."""
+    place = installation.place
+    words = ("-n", NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/component=worker", "-o", "name")
+    return sorted("".join([await place.kubectl(each, *words) for each in (place.hub, place.member)]).split())
+
+
+async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_itself(installation: Installation):
+    place, client = installation.place, Client(installation.gateway_url, MODEL)
+    member = installation.member_name
+
+    async def ready() -> str:
+        return (await condition(installation, "pmc", member))["status"]
+
+    await place.cut_link()
+    try:
+        alone = await client.ask(fresh_text(9_000), act="cut off")
+
+        async def is_told() -> bool:
+            return await ready() != "True"
+
+        await eventually(is_told, "the MemberCluster says that it is not reachable", 180.0)
+        pool = await condition(installation, "pfpool", OFFLOAD_POOL)
+    finally:
+        await place.heal_link()
+
+    async def is_back() -> bool:
+        return await ready() == "True"
+
+    await eventually(is_back, "the MemberCluster is Ready again", 180.0)
+
+    async def offloads_again() -> bool:
+        return (await client.ask(fresh_text(9_000), act="healed")).prefilled_in == member
+
+    await eventually(offloads_again, "a long prompt is offloaded again", 180.0)
+    await client.close()
+    assert (alone.prefilled_in, alone.output_tokens) == ("hub", 24)
+    assert pool["status"] != "True" or pool["message"], "the pool tells what is known of it"

@@ -1,0 +1,146 @@
+"""Proves that an instance converts under load: no request is lost, no model is loaded, and its new legs soon come.
+
+The pools of this file are its own, beside those of the installation, and go in the end.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from prfaas.wire import headers
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, POLICY, Installation
+from prfaas_sandbox.demo.texts import text_of
+
+from .checks import apply, eventually, get
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+NAME = "swing"
+
+
+class Answer(NamedTuple):
+    """One request: when it was sent, what came, and who served it."""
+
+    sent_seconds: float
+    status: int
+    prefill: str
+    decode: str
+
+
+@asynccontextmanager
+async def asking(url: str) -> AsyncIterator[list[Answer]]:
+    """Keep three requests under way as long as the block runs; give the list that collects the answers."""
+    answers: list[Answer] = []
+    stopped = asyncio.Event()
+
+    async def ask(http: httpx.AsyncClient, start: int) -> None:
+        while not stopped.is_set():
+            body = {"model": MODEL, "prompt": text_of(300, start=start + 31 * len(answers)), "max_tokens": 8}
+            sent_seconds = time.monotonic()
+            got = await http.post("/v1/completions", json=body)
+            served = (got.headers.get(headers.PREFILL_INSTANCE, ""), got.headers.get(headers.DECODE_INSTANCE, ""))
+            answers.append(Answer(sent_seconds, got.status_code, *served))
+
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        tasks = [asyncio.create_task(ask(http, start)) for start in (1, 2, 3)]
+        try:
+            yield answers
+        finally:
+            stopped.set()
+            await asyncio.gather(*tasks)
+
+
+async def instances(installation: Installation) -> dict[str, tuple[str, str, int]]:
+    """Return role, container and restarts of the shared Deployment's pods by name."""
+    place = installation.place
+    words = ("-n", NAMESPACE, "get", "pods", "-l", f"prfaas.io/pool={NAME}-decode", "-o", "json")
+    found = {}
+    for pod in json.loads(await place.kubectl(place.hub, *words))["items"]:
+        (worker,) = pod["status"]["containerStatuses"]
+        role = pod["metadata"]["labels"]["prfaas.io/role"]
+        found[pod["metadata"]["name"]] = (role, worker["containerID"], worker["restartCount"])
+    return found
+
+
+async def scale(installation: Installation, prefill: int, decode: int) -> None:
+    """Scale both pools; the sum stays."""
+    place = installation.place
+    for pool, replicas in ((f"pfpool/{NAME}", prefill), (f"dcpool/{NAME}-decode", decode)):
+        await place.kubectl(place.hub, "-n", NAMESPACE, "scale", pool, f"--replicas={replicas}")
+
+
+async def test_an_instance_converts_under_load_without_loss_and_without_loading_a_model(installation: Installation):
+    place = installation.place
+    decode = {**(await get(installation, "dcpool", "decode"))["spec"], "replicas": 2}
+    policy = (await get(installation, "prfaas", POLICY))["spec"]
+    specs = {
+        # First, so that the Deployment is made in its shared form: sharing one that runs would replace its pods once.
+        ("PrefillPool", NAME): {"shareWith": f"{NAME}-decode", "replicas": 0},
+        ("DecodePool", f"{NAME}-decode"): decode,
+        ("PrfaaSPolicy", NAME): {
+            "model": MODEL,
+            "decodePool": f"{NAME}-decode",
+            "prefillPools": [NAME],
+            "threshold": {"mode": "Disabled"},
+            "gateway": policy["gateway"],
+        },
+    }
+    for (kind, name), spec in specs.items():
+        metadata = {"name": name, "namespace": NAMESPACE}
+        await apply(
+            installation, {"apiVersion": "prfaas.io/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec}
+        )
+    try:
+        await installation.wait_ready("dcpool", f"{NAME}-decode", timeout_seconds=180)
+        await place.kubectl(
+            place.hub, "-n", NAMESPACE, "rollout", "status", f"deployment/{NAME}-gateway", "--timeout=120s"
+        )
+        url = await place.forward(place.hub, NAMESPACE, f"{NAME}-gateway", 80)
+        before = await instances(installation)
+        assert sorted(role for role, _, _ in before.values()) == ["decode", "decode"]
+        async with asking(url) as answers:
+            await there_are(answers, 10)
+            await scale(installation, prefill=1, decode=1)
+            asked_seconds = time.monotonic()
+            converted = await first_leg(installation, answers, before)
+            leg = next(one for one in answers if one.prefill == converted != one.decode)
+            await there_are(answers, len(answers) + 10)
+            await scale(installation, prefill=0, decode=2)
+            await eventually(lambda: decodes(answers, converted), "the instance decodes again")
+        after = await instances(installation)
+    finally:
+        for kind, name in reversed(specs):
+            await place.kubectl(place.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=120s")
+    print(f"first leg in the new role after {leg.sent_seconds - asked_seconds:.2f} s; {len(answers)} requests")
+    assert {one.status for one in answers} == {200}, "no request failed"
+    assert after == before, "the same containers, none restarted, in the roles that they had"
+
+
+async def there_are(answers: list[Answer], count: int) -> None:
+    async def reached() -> bool:
+        return len(answers) >= count
+
+    await eventually(reached, f"{count} answers")
+
+
+async def first_leg(installation: Installation, answers: list[Answer], before: dict[str, tuple[str, str, int]]) -> str:
+    """Return the instance that prefills for another one, once a request was served so."""
+
+    async def served() -> bool:
+        return any(one.prefill != one.decode for one in answers)
+
+    await eventually(served, "a request is prefilled by the converted instance")
+    now = await instances(installation)
+    (converted,) = (name for name, (role, _, _) in now.items() if role == "prefill")
+    assert {name: facts[1:] for name, facts in now.items()} == {name: facts[1:] for name, facts in before.items()}
+    return converted
+
+
+async def decodes(answers: list[Answer], name: str) -> bool:
+    return answers[-1].decode == name

@@ -1,0 +1,45 @@
+"""A taker in a process of its own, for tests that kill or freeze it.
+
+    python -m tests.faults.taker_process PORT < GRANT
+
+Says "ready" when it can take a grant, "begins" when the first frame is there, and "whole" at a good end.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import msgspec
+
+from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.transfer import Manifest
+from prfaas_worker.transfer.layout import layer_groups
+
+from ..unit.worker import transfer_bench as bench
+
+
+def manifest_of(grant: PrefillGrant) -> Manifest:
+    """What a taker expects that knows the model."""
+    return Manifest(
+        fingerprint=bench.FINGERPRINT,
+        transfer_id=grant.transfer_id,
+        epoch=grant.epoch,
+        start_token=0,
+        end_token=grant.end_token,
+        groups=layer_groups(bench.LARGE.layers),
+        hidden_size=len(bench.HIDDEN),
+    )
+
+
+def main() -> None:
+    print("ready", flush=True)
+    grant = msgspec.json.decode(sys.stdin.readline(), type=PrefillGrant)
+    giver = SimpleNamespace(model=bench.LARGE, address=("127.0.0.1", int(sys.argv[1])))
+    taking = bench.Taking(giver, SimpleNamespace(manifest=manifest_of(grant)), grant)  # type: ignore[arg-type]
+    bench.eventually(lambda: taking.receipt.received_bytes > 0, seconds=20)
+    print("begins", flush=True)
+    taking.whole(seconds=60)
+    print("whole", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Ten thousand transfers that end at a random point, for any reason, on either side: nothing is stranded.
+
+Giver and taker hold real leases of pages and slots, which go back as an engine gives them back: the giver's when the
+offer says that it ended, the taker's when the fetch has. Both memories are so small that they are reused at once: bytes
+that arrive late would be found in one of the transfers in between that end well.
+"""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from prfaas.errors import PrfaasError
+from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.receipt import Receipt
+from prfaas_worker.cache.blocks import Lease
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.transfer import offers as offers_module
+from prfaas_worker.transfer.connections import Connections, Giver
+from prfaas_worker.transfer.counters import TransferCounters
+from prfaas_worker.transfer.door import Door
+from prfaas_worker.transfer.intake import Intake
+from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, state_frames
+from prfaas_worker.transfer.offers import Offer
+from prfaas_worker.transfer.outgoing import Frame
+from prfaas_worker.transfer.pull import Pull, Shared
+from prfaas_worker.transfer.streams import Stream
+
+from ..unit.worker.transfer_bench import (
+    ATTENTION,
+    HIDDEN,
+    LINEAR,
+    TRAFFIC,
+    Model,
+    Port,
+    assert_same_bits,
+    descriptors,
+    eventually,
+    fill,
+    transfer_threads,
+)
+
+ABORTS = 10_000
+AT_ONCE = 4
+MODEL = Model((LINEAR, ATTENTION), 130)
+
+
+class Side:
+    """One side's cache, and its leases."""
+
+    def __init__(self) -> None:
+        geometry = CacheGeometry(MODEL.layers)
+        self.memory = CacheMemory(
+            geometry, num_pages=MODEL.pages * AT_ONCE, num_slots=AT_ONCE, max_context=MODEL.tokens
+        )
+        self.cache = HybridCache(self.memory)
+        self.closed = 0
+        self._changed = threading.Condition()
+
+    def open(self) -> Lease:
+        """Lease memory for a prompt; waits until there is some."""
+        with self._changed:
+            assert self._changed.wait_for(self._has_room, timeout=60), "memory is stranded"
+            opened = self.cache.open([], MODEL.tokens, 0)
+            assert opened is not None
+            return opened.lease
+
+    def close(self, lease: Lease) -> None:
+        with self._changed:
+            self.cache.close(lease)
+            self.closed += 1
+            if self.closed % 20 == 0:
+                self.cache.check_integrity()
+            self._changed.notify_all()
+
+    def place(self, lease: Lease) -> Place:
+        return Place(self.memory, lease.slot, lease.pages)
+
+    def assert_nothing_is_held(self) -> None:
+        self.cache.check_integrity()
+        assert self.cache.free_slots == self.memory.num_slots
+        assert self.cache.free_pages == self.memory.num_pages
+
+    def _has_room(self) -> bool:
+        return self.cache.free_slots > 0 and self.cache.free_pages >= MODEL.pages
+
+
+class OpeningConnections(Connections):
+    """Says when a connection stands."""
+
+    on_open: Callable[[], None] = staticmethod(lambda: None)
+
+    def take(self, giver: Giver) -> Stream | None:
+        stream = super().take(giver)
+        if stream is not None:
+            self.on_open()
+        return stream
+
+    def open(self, giver: Giver) -> Stream:
+        stream = super().open(giver)
+        self.on_open()
+        return stream
+
+
+class Aborts:
+    """Giver and taker in one process, and what became of their transfers."""
+
+    def __init__(self, port: Port):
+        self.port = port
+        self.giver, self.taker = Side(), Side()
+        self.found: Counter[str] = Counter()
+        self.ends: Counter[int] = Counter()
+        self.begun = 0
+        self._lock = threading.Lock()
+        self._leases: dict[int, Lease] = {}
+        port.offers.on_end = self._ended
+
+    def run(self, rng: random.Random, count: int) -> None:
+        connections = OpeningConnections(Door())
+        for _ in range(count):
+            self.once(rng, connections)
+        while stream := connections.take(Giver(*self.port.address)):
+            connections.drop(Giver(*self.port.address), stream)
+
+    def once(self, rng: random.Random, connections: OpeningConnections) -> None:
+        """One transfer, aborted at some point, or in one of ten times not."""
+        ours = self.giver.open()
+        with self._lock:
+            handle, self.begun = self.begun, self.begun + 1
+            self._leases[handle] = ours
+        offer, grant = self.port.grant(handle)
+        seed = rng.randrange(1 << 30)
+        fill(self.giver.place(ours), seed)
+        frames = frames_of(offer, self.giver.place(ours))
+        theirs = self.taker.open()
+        pull = self._pull(offer, grant, theirs, connections)
+        reason = self._arm(rng, pull, offer, frames, connections)
+        try:
+            pull.run()
+        except PrfaasError:
+            assert reason != "no"
+        else:
+            wanted = MODEL.reserved()  # the giver's pages may be others' by now
+            fill(wanted, seed)
+            assert_same_bits(MODEL, self.taker.place(theirs), wanted)
+            reason = f"{reason}, too late" if reason != "no" else "no"
+        connections.on_open = lambda: None
+        self.taker.close(theirs)
+        with self._lock:
+            self.found[reason] += 1
+        self.port.offers.cancel(grant.transfer_id)  # what a taker asks for over HTTP when its fetch failed
+
+    def _arm(
+        self, rng: random.Random, pull: Pull, offer: Offer, frames: list[Frame], connections: OpeningConnections
+    ) -> str:
+        """Put frames in, and have one thing go wrong at one point. Returns what."""
+        reasons: dict[str, Callable[[], object]] = {
+            "no": lambda: None,
+            "the taker cancels": pull.cancel,
+            "the giver cancels": partial(self.port.offers.cancel, offer.manifest.transfer_id),
+            "the engine fails": partial(offer.fail, "out of room"),
+            "connections break and the taker leaves": partial(self._leave, pull),
+        }
+        reason = rng.choice([*reasons] * 2 + [*reasons][1:] * 3)
+        act = reasons[reason]
+        at = rng.randrange(-2, len(frames)) if reason != "no" else -3
+        left = [at]
+
+        def received(_count_bytes: int) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                act()
+
+        pull._intake.received = received
+        if at == -1:
+            connections.on_open = act  # type: ignore[assignment]
+        if at == 0:
+            act()
+        put = len(frames) if rng.random() < 0.5 or at < 0 else max(at, rng.randrange(len(frames) + 1))
+        offer.computing()
+        for frame in frames[:put]:
+            offer.put(frame)
+        if put == len(frames):
+            offer.computed(0.0)
+        if at == -2:
+            act()
+        return reason
+
+    @staticmethod
+    def _leave(pull: Pull) -> None:
+        for stream in list(pull._streams.values()):
+            stream.shutdown()
+        pull.cancel()
+
+    def _pull(self, offer: Offer, grant: PrefillGrant, lease: Lease, connections: Connections) -> Pull:
+        giver = Giver(*self.port.address)
+        silent_seconds = partial(connections.silent_seconds, giver)
+        intake = Intake(
+            Receipt(offer.manifest), self.taker.place(lease), lambda _count: None, silent_seconds, TRAFFIC.memory
+        )
+        return Pull(Shared(connections, TransferCounters(), TRAFFIC), giver, grant.token, intake)
+
+    def _ended(self, handle: int) -> None:
+        with self._lock:
+            self.ends[handle] += 1
+            lease = self._leases.pop(handle)
+        self.giver.close(lease)
+
+
+def frames_of(offer: Offer, place: Place) -> list[Frame]:
+    spans = [(start, min(start + 50, MODEL.tokens)) for start in range(0, MODEL.tokens, 50)]
+    rows = [frame for span in spans for frame in block_frames(offer.manifest, place, 1, span)]
+    return [*rows, *state_frames(offer.manifest, place, 0), hidden_frame(offer.manifest, HIDDEN)]
+
+
+def test_ten_thousand_aborts_at_random_points_strand_no_page_no_slot_no_thread_and_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(offers_module, "RESUME_SECONDS", 0.5)
+    port = Port(MODEL, capacity=AT_ONCE + 1)
+    before = descriptors()
+    aborts = Aborts(port)
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            aborts.run(random.Random(seed), ABORTS // AT_ONCE)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    print(*(f"{count:6,d} {what}" for what, count in aborts.found.most_common()), sep="\n")
+    eventually(lambda: len(aborts.ends) == ABORTS)
+    assert set(aborts.ends.values()) == {1}, "every offer ended once"
+    aborts.giver.assert_nothing_is_held()
+    aborts.taker.assert_nothing_is_held()
+    eventually(lambda: not transfer_threads())
+    eventually(lambda: descriptors() <= before)
+    assert sum(port.outcomes().values()) == ABORTS
+    assert len(aborts.found) >= 8, "every reason hit in time, and too late"

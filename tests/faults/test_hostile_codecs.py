@@ -1,0 +1,226 @@
+"""A giver that lies in its codecs: seals and counts its frames as it should, and puts into one of them what no encoder
+makes. The taker refuses the transfer, uses nothing of it, and takes no more memory than its own tensors explain.
+"""
+
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from prfaas.errors import ProtocolError
+from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, seal, whole_digest
+from prfaas.wire.transfer import Done, decode_message, message_frame
+from prfaas_worker.transfer.budget import Budget
+from prfaas_worker.transfer.codecs import encode
+from prfaas_worker.transfer.layout import Place, layer_groups
+
+from ..unit.codecs.test_hostile_payloads import run_block, zstd_frame
+from ..unit.worker.transfer_bench import (
+    LINEAR,
+    TRAFFIC,
+    WIDE,
+    Model,
+    Port,
+    Taking,
+    assert_same_bits,
+    compute,
+    eventually,
+    transfer_threads,
+)
+from ..unit.worker.transfer_proxy import Proxy, Seen
+
+MODEL = Model((LINEAR, WIDE), 300)
+ROWS = layer_groups(MODEL.layers)[1]
+CHANNELS = ROWS.tensors[0].shape[0]
+FRAME_BYTES = MODEL.tokens * ROWS.nbytes
+LIMIT_BYTES = 64 << 20
+BOMB_BYTES = 1 << 30
+Payload = Callable[[int, memoryview], bytes]
+"""Makes what travels for so many rows, and what they are."""
+
+
+@pytest.fixture(scope="module")
+def one_port() -> Port:
+    return Port(MODEL)
+
+
+@pytest.fixture
+def port(one_port: Port) -> Iterator[Port]:
+    one_port.renew()
+    yield one_port
+    one_port.settle()
+
+
+def numbers() -> Place:
+    """A cache that codecs make smaller."""
+    place, rng = MODEL.reserved(), torch.Generator().manual_seed(6)
+    place.memory.rows(1)["latent"].normal_(generator=rng)
+    for tensor in place.memory.states(0).values():
+        tensor.normal_(generator=rng)
+    return place
+
+
+CACHE = numbers()
+
+
+class Liar:
+    """Changes the first BLOCK on its way down, and the account at the end so that it agrees."""
+
+    def __init__(self, codec: int, payload: Payload):
+        self._codec = codec
+        self._payload = payload
+        self._sent: dict[int, FrameHeader] = {}
+        self.lied = 0
+
+    def __call__(self, seen: Seen) -> list[bytes]:
+        header, payload = seen.header, seen.raw[HEADER_BYTES:]
+        if header.kind == Kind.BLOCK and not self.lied:
+            payload = self._payload(header.tokens, memoryview(payload))
+            header = header._replace(codec=self._codec, payload_bytes=len(payload))
+            self.lied += 1
+        if header.kind in DATA_KINDS:
+            sealed = seal(header, [payload])
+            self._sent[header.sequence] = header._replace(digest=sealed.digest)
+            return [sealed.header + payload]
+        if header.kind == Kind.DONE:
+            done = decode_message(header, payload, Done)
+            sent = [self._sent[number] for number in range(done.frames)]
+            account = Done(
+                frames=len(sent),
+                payload_bytes=sum(header.payload_bytes for header in sent),
+                digest=whole_digest(header.digest for header in sent),
+            )
+            return [message_frame(Kind.DONE, header.address, account)]
+        return [seen.raw]
+
+
+def lossless(rows: int, raw: memoryview) -> bytes:
+    return b"".join(encode(Codec.LOSSLESS, ROWS.tensors, rows, [raw]).buffers)
+
+
+def int8(rows: int, raw: memoryview) -> bytes:
+    return b"".join(encode(Codec.INT8, ROWS.tensors, rows, [raw]).buffers)
+
+
+def planes(low: int, third: bytes, high: bytes) -> bytes:
+    """A payload of float32 rows with these two planes, and one that is as it is."""
+    return struct.pack("!3I", low, len(third), len(high)) + bytes(low) + third + high
+
+
+def bomb(stated_bytes: int) -> bytes:
+    """A little that becomes a gibibyte, whatever it says of its size."""
+    block = 128 << 10
+    blocks = run_block(block, last=False) * (BOMB_BYTES // block) + run_block(1, last=True)
+    return zstd_frame(stated_bytes, blocks)
+
+
+def with_scale(value: float) -> Payload:
+    def payload(rows: int, raw: memoryview) -> bytes:
+        made = bytearray(int8(rows, raw))
+        made[4:8] = np.float32(value).tobytes()
+        return bytes(made)
+
+    return payload
+
+
+def elements(rows: int) -> int:
+    return rows * CHANNELS
+
+
+LIES: dict[str, tuple[int, Payload]] = {
+    "lossless: cut": (1, lambda rows, raw: lossless(rows, raw)[:-5]),
+    "lossless: half": (1, lambda rows, raw: lossless(rows, raw)[: FRAME_BYTES // 2]),
+    "lossless: a byte": (1, lambda _rows, _raw: b"\0"),
+    "lossless: noise": (1, lambda rows, _raw: random.Random(1).randbytes(elements(rows))),
+    "lossless: no planes": (1, lambda _rows, _raw: bytes(12)),
+    "lossless: lengths beyond the payload": (1, lambda rows, raw: b"\xff" * 12 + lossless(rows, raw)[12:]),
+    "lossless: a bomb that tells": (1, lambda rows, _raw: planes(2 * elements(rows), bomb(BOMB_BYTES), b"")),
+    "lossless: a bomb that says it is a plane": (
+        1,
+        lambda rows, _raw: planes(2 * elements(rows), bomb(elements(rows)), bomb(elements(rows))),
+    ),
+    "lossless: a plane of less than it states": (
+        1,
+        lambda rows, _raw: planes(2 * elements(rows), zstd_frame(elements(rows), run_block(9, last=True)), b"x"),
+    ),
+    "int8: cut": (2, lambda rows, raw: int8(rows, raw)[:-1]),
+    "int8: longer": (2, lambda rows, raw: int8(rows, raw) + b"\0"),
+    "int8: scales alone": (2, lambda rows, raw: int8(rows, raw)[: 4 * CHANNELS]),
+    "int8: a scale that is no number": (2, with_scale(float("nan"))),
+    "int8: a scale of zero": (2, with_scale(0.0)),
+    "int8: a scale beyond the type": (2, with_scale(3e38)),
+    "int8: made by the other": (2, lossless),
+    "lossless: made by the other": (1, int8),
+    "as large as without": (1, lambda _rows, raw: bytes(raw)),
+    "nothing": (2, lambda _rows, _raw: b""),
+    "a codec that nobody knows": (3, lossless),
+    "none: half": (0, lambda _rows, raw: bytes(raw[: len(raw) // 2])),
+}
+
+
+def over(port: Port, liar: Liar, budget: Budget) -> Iterator[Taking]:
+    """A transfer from this giver; its taker may use so much memory beside its cache."""
+    with Proxy(port.address, liar) as proxy:
+        offer, grant = port.grant()
+        compute(MODEL, offer, CACHE)
+        yield port.take(offer, grant, at=proxy.address, traffic=TRAFFIC._replace(memory=budget))
+        assert port.ends()
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_no_encoder_makes_ends_the_transfer_and_nothing_of_it_is_used(port: Port, name: str):
+    liar, budget = Liar(*LIES[name]), Budget(LIMIT_BYTES)
+    tracemalloc.start()
+    try:
+        for taking in over(port, liar, budget):
+            error = taking.failure()
+            assert isinstance(error, ProtocolError), error
+            assert liar.lied == 1
+            assert not taking.receipt.whole
+            eventually(lambda: "fetch-data" not in transfer_threads())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    port.assert_ended_once(failed=1)
+    assert budget.used_bytes == 0
+    # Frames as this test holds them too, on their way through the giver and the middleman.
+    assert peak < 16 * FRAME_BYTES < BOMB_BYTES / 10
+
+
+@pytest.mark.parametrize(("codec", "payload"), [(1, lossless), (2, int8)])
+def test_the_same_giver_is_believed_when_it_does_not_lie(port: Port, codec: int, payload: Payload):
+    """The control: what is refused above is refused for its payload."""
+    liar, budget = Liar(codec, payload), Budget(LIMIT_BYTES)
+    for taking in over(port, liar, budget):
+        taking.whole()
+        assert liar.lied == 1
+        assert codec in taking.intake.codecs
+        assert taking.receipt.is_exact == (codec == Codec.LOSSLESS)
+        if codec == Codec.LOSSLESS:
+            assert_same_bits(MODEL, taking.place, CACHE)
+    assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_payloads_changed_anywhere_are_refused_or_give_numbers_in_their_places(port: Port, seed: int):
+    """Who seals a changed payload anew and counts on lies in content alone, which no reader can tell."""
+    rng = random.Random(seed)
+
+    def changed(rows: int, raw: memoryview) -> bytes:
+        made = bytearray((lossless if seed % 2 else int8)(rows, raw))
+        for _ in range(rng.randint(1, 4)):
+            made[rng.randrange(len(made) if rng.random() < 0.5 else 100)] ^= 1 << rng.randrange(8)
+        return bytes(made)
+
+    budget = Budget(LIMIT_BYTES)
+    for taking in over(port, Liar(1 if seed % 2 else 2, changed), budget):
+        try:
+            taking.whole()
+        except ProtocolError:
+            assert not taking.receipt.whole
+    assert budget.used_bytes == 0

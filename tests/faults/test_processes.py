@@ -1,0 +1,122 @@
+"""Real processes that die or freeze in the middle of a transfer: the other side notices in seconds, frees what it held
+for this one, and goes on serving.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from prfaas.errors import UnreachableError
+from prfaas.wire.prefill import PrefillGrant
+from prfaas_worker.transfer import offers as offers_module
+from prfaas_worker.transfer.bucket import TokenBucket
+
+from ..unit.worker import transfer_bench as bench
+from ..unit.worker.transfer_bench import LARGE, Port, Taking, assert_same_bits, compute, eventually, transfer_threads
+from .taker_process import manifest_of
+
+ROOT = Path(__file__).parents[2]
+SLOW_MBPS = 100
+"""A transfer of 15 MiB takes more than a second."""
+
+
+class Process:
+    """A peer that speaks in lines."""
+
+    def __init__(self, module: str, *arguments: str):
+        command = [sys.executable, "-m", f"tests.faults.{module}", *arguments]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, env=environment, **pipes)
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def giver() -> Iterator[Process]:
+    process = Process("giver_process", str(SLOW_MBPS))
+    yield process
+    process.end()
+
+
+def take(giver: Process, seed: int) -> Taking:
+    giver.say(str(seed))
+    grant = msgspec.json.decode(giver.hear(), type=PrefillGrant)
+    there = SimpleNamespace(model=LARGE, address=("127.0.0.1", grant.data_port))
+    taking = Taking(there, SimpleNamespace(manifest=manifest_of(grant)), grant)  # type: ignore[arg-type]
+    eventually(lambda: len(taking.receipt.received) > 0, seconds=20)
+    return taking
+
+
+def test_a_giver_that_freezes_is_given_up_and_serves_again_when_it_thaws_and_one_that_is_killed_is_noticed_at_once(
+    giver: Process,
+):
+    taking = take(giver, 1)
+    giver.send(signal.SIGSTOP)
+    assert isinstance(taking.failure(), UnreachableError), "or it would wait for as long as that one is frozen"
+    assert not taking.receipt.whole
+    giver.send(signal.SIGCONT)
+    assert giver.hear() == "ended 1"
+    wanted = LARGE.reserved()
+    bench.fill(wanted, 2)
+    taking = take(giver, 2)
+    taking.whole()
+    assert_same_bits(LARGE, taking.place, wanted)
+    assert giver.hear() == "ended 2"
+    assert taking.close() == 4
+
+    taking = take(giver, 3)
+    giver.send(signal.SIGKILL)
+    assert isinstance(taking.failure(), UnreachableError)
+    assert not taking.receipt.whole
+    eventually(lambda: "fetch-data" not in transfer_threads())
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_taker_that_is_killed_or_freezes_costs_its_own_transfer_alone(
+    ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(offers_module, "RESUME_SECONDS", 0.5)
+    monkeypatch.setattr(bench, "TRAFFIC", bench.TRAFFIC._replace(egress=TokenBucket(SLOW_MBPS)))
+    port = Port(LARGE)
+    victim = Process("taker_process", str(port.address[1]))
+    try:
+        assert victim.hear() == "ready"
+        offer, grant = port.grant(1)
+        cache = LARGE.filled()
+        compute(LARGE, offer, cache, step=64)
+        victim.say(msgspec.json.encode(grant).decode())
+        assert victim.hear() == "begins"
+        victim.send(ending)
+        offer, grant = port.grant(2)
+        compute(LARGE, offer, cache, step=64)
+        taking = port.take(offer, grant)
+        taking.whole()
+        assert_same_bits(LARGE, taking.place, cache)
+        assert {port.ended.get(timeout=20), port.ended.get(timeout=20)} == {1, 2}
+        port.assert_ended_once(delivered=1, failed=1)
+        port.settle()
+    finally:
+        victim.end()
+    eventually(lambda: not transfer_threads())

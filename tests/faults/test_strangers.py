@@ -1,0 +1,227 @@
+"""Who talks to a data port without being the taker that it waits for: strangers, copies of what a taker said, and
+fuzzed frames. Each learns nothing and costs nobody anything.
+"""
+
+import random
+import socket
+from collections import Counter
+from contextlib import closing
+
+import msgspec
+import pytest
+
+from prfaas.errors import PeerError, ProtocolError
+from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal
+from prfaas.wire.transfer import message_frame
+from prfaas_worker.transfer import offers
+from prfaas_worker.transfer.layout import hidden_frame, layer_groups
+from prfaas_worker.transfer.offers import Offer
+
+from ..unit.worker.transfer_bench import (
+    HIDDEN,
+    SMALL,
+    Port,
+    address_of,
+    assert_same_bits,
+    compute,
+    connect,
+    eventually,
+    frames,
+    hello,
+    kinds,
+    put_chunk,
+    transfer_threads,
+)
+from ..unit.worker.transfer_proxy import Proxy, Seen, forged
+
+FUZZED_FRAMES = 3000
+FUZZED_TRANSFERS = 150
+
+
+CACHE = SMALL.filled()
+
+
+def test_a_hello_copied_from_another_connection_gets_no_byte_and_the_transfer_goes_on(port: Port):
+    offer, grant = port.grant()
+    taking = port.take(offer, grant)
+    eventually(lambda: offer.connected)
+    put_chunk(SMALL, offer, CACHE, 0, 300)
+    for _ in range(3):
+        with closing(connect(port, hello(grant))) as copy:
+            assert kinds(copy) == [Kind.ABORT]
+    assert offer.connected
+    compute_rest(offer)
+    taking.whole()
+    assert_same_bits(SMALL, taking.place, CACHE)
+    assert port.ends()
+    port.assert_ended_once(delivered=1)
+
+
+def compute_rest(offer: Offer) -> None:
+    for start in range(300, SMALL.tokens, 300):
+        put_chunk(SMALL, offer, CACHE, start, min(SMALL.tokens, start + 300))
+    offer.put(hidden_frame(offer.manifest, HIDDEN))
+    offer.computed(0.0)
+
+
+@pytest.mark.parametrize("ended", ["delivered", "cancelled", "failed"])
+def test_a_token_is_worth_nothing_after_the_end(port: Port, ended: str):
+    offer, grant = port.grant()
+    compute(SMALL, offer, CACHE)
+    if ended == "delivered":
+        port.take(offer, grant).whole()
+    else:
+        port.offers.end(offer, ended)  # type: ignore[arg-type]
+    assert port.ends()
+    for number in (0, 1, 7):
+        with closing(connect(port, hello(grant, connection=number))) as sock:
+            assert kinds(sock) == [Kind.ABORT]
+
+
+def test_a_token_of_one_transfer_opens_no_other(port: Port):
+    (one, its), (other, theirs) = port.grant(1), port.grant(2)
+    compute(SMALL, one, CACHE)
+    with closing(connect(port, hello(msgspec.structs.replace(its, token=theirs.token)))) as sock:
+        assert kinds(sock) == [Kind.ABORT]
+    assert not one.connected
+    for offer in (one, other):
+        port.offers.cancel(offer.manifest.transfer_id)
+
+
+@pytest.mark.parametrize("wrong", ["fingerprint", "axes", "layers"])
+def test_a_cache_of_another_model_is_refused_before_any_of_it_is_placed(port: Port, wrong: str):
+    offer, grant = port.grant()
+    compute(SMALL, offer, CACHE)
+    manifest, groups = offer.manifest, layer_groups(SMALL.layers)
+    if wrong == "fingerprint":
+        ours = msgspec.structs.replace(manifest, fingerprint="e" * 64)
+    elif wrong == "axes":
+        state = groups[0].tensors[0]
+        swapped = msgspec.structs.replace(state, axes=("head", "value", "key"))
+        tensors = (swapped, *groups[0].tensors[1:])
+        ours = msgspec.structs.replace(
+            manifest, groups=(msgspec.structs.replace(groups[0], tensors=tensors), *groups[1:])
+        )
+    else:
+        ours = msgspec.structs.replace(
+            manifest, groups=(msgspec.structs.replace(groups[0], layers=(0, 3, 1)), *groups[1:])
+        )
+    offer_as_expected = type("Expected", (), {"manifest": ours})()
+    taking = port.take(offer_as_expected, grant)
+    error = taking.failure()
+    assert isinstance(error, ProtocolError)
+    assert "this instance needs" in str(error)
+    assert taking.receipt.received == ()
+    assert not taking.place.memory.pages.any()
+    assert not taking.place.memory.slots.any()
+    port.offers.cancel(grant.transfer_id)
+    assert port.ends()
+
+
+def fuzzed(rng: random.Random, honest: bytes) -> bytes:
+    """A HELLO that is wrong somewhere, or right by chance."""
+    header, payload = parse_header(honest[:HEADER_BYTES]), bytearray(honest[HEADER_BYTES:])
+    match rng.randrange(6):
+        case 0:
+            raw = bytearray(honest)
+            raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+            return bytes(raw)
+        case 1:
+            return honest[: rng.randrange(len(honest))]
+        case 2:
+            payload[rng.randrange(len(payload))] = rng.randrange(256)
+            return seal(header, [payload]).header + payload
+        case 3:
+            kind = rng.choice([kind for kind in Kind if kind != Kind.HELLO])
+            return seal(header._replace(kind=kind), [payload]).header + payload
+        case 4:
+            return rng.randbytes(rng.randrange(200))
+        case _:
+            size = rng.choice([0, 1, 1 << 16, 1 << 20, 1 << 26])
+            return seal(FrameHeader(rng.choice(tuple(Kind)), header.address, size)).header
+
+
+def test_thousands_of_fuzzed_frames_on_the_port_cost_the_taker_that_it_waits_for_nothing(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(offers, "LEASE_SECONDS", 300)  # for as long as a busy machine takes to send them
+    rng, answers = random.Random(7), Counter[str]()
+    offer, grant = port.grant()
+    # A stranger may know everything but the token.
+    unknown = msgspec.structs.replace(grant, token="x" * len(grant.token))
+    first = [hello(unknown, connection=number) for number in range(3)]
+    for _ in range(FUZZED_FRAMES):
+        with socket.create_connection(port.address, timeout=5) as sock:
+            try:
+                sock.sendall(fuzzed(rng, rng.choice(first)))
+                sock.shutdown(socket.SHUT_WR)
+                found = [header.kind for header, _ in frames(sock)]
+            except OSError:  # unread bytes make its close a reset
+                found = []
+        assert found in ([], [Kind.ABORT])
+        answers["refused with a word" if found else "closed"] += 1
+    print(answers)
+    assert len(answers) == 2
+    assert port.outcomes() == {}
+    assert not offer.connected
+    compute(SMALL, offer, CACHE)
+    taking = port.take(offer, grant)
+    taking.whole()
+    assert_same_bits(SMALL, taking.place, CACHE)
+    assert port.ends()
+    port.settle()
+    eventually(lambda: not transfer_threads())
+    port.assert_ended_once(delivered=1)
+
+
+def test_a_giver_that_forges_frames_never_makes_a_taker_use_anything_else(port: Port):
+    rng, ends, left_out = random.Random(11), Counter[str](), [False]
+
+    def down(seen: Seen) -> list[bytes]:
+        if rng.random() > 0.08:
+            return [seen.raw]
+        strange = forged(rng, seen)
+        chosen = rng.choice([[strange], [strange, seen.raw], [seen.raw, strange]])
+        left_out[0] |= len(chosen) == 1
+        return chosen
+
+    with Proxy(port.address, down) as proxy:
+        for handle in range(FUZZED_TRANSFERS):
+            left_out[0] = False
+            offer, grant = port.grant(handle)
+            compute(SMALL, offer, CACHE)
+            taking = port.take(offer, grant, at=proxy.address)
+            if rng.random() < 0.3:  # frames that are left out end in a wait
+                proxy.cut()
+            try:
+                taking.whole(seconds=0.5 if left_out[0] else 20)
+            except AssertionError:
+                assert left_out[0], "it waits for nothing"
+                taking.pull.cancel()
+                taking.failure()
+                ends["waited for what was left out"] += 1
+            except PeerError as error:
+                ends["refused" if isinstance(error, ProtocolError) else "given up"] += 1
+            else:
+                ends["whole"] += 1
+                assert_same_bits(SMALL, taking.place, CACHE)
+            assert taking.receipt.whole == (taking.error is None)
+            port.offers.cancel(grant.transfer_id)
+            assert port.ends(handle)
+    print(ends)
+    assert ends["whole"]
+    assert ends["refused"]
+    eventually(lambda: not [name for name in transfer_threads() if name == "fetch-data"])
+
+
+def test_what_a_connected_taker_may_not_say_ends_its_transfer_alone(port: Port):
+    for kind in sorted(set(Kind) - {Kind.KEEP_ALIVE, Kind.ACK, Kind.TAKEN}):
+        offer, grant = port.grant(int(kind))
+        with closing(connect(port, hello(grant))) as sock:
+            assert kinds(sock, 1) == [Kind.WELCOME]
+            if kind in DATA_KINDS:
+                sock.sendall(seal(FrameHeader(kind, address_of(grant), 4), [b"1234"]).header + b"1234")
+            else:
+                sock.sendall(message_frame(kind, address_of(grant)))
+            assert port.ends(int(kind))
+        assert offer.ended

@@ -1,0 +1,222 @@
+"""kind's side of a place, as far as it needs no Docker: files, tags, routes, and what a machine without it is told."""
+
+import ipaddress
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from prfaas.errors import ConfigError
+from prfaas_sandbox.demo.install import example, operator_values, repository_root
+from prfaas_sandbox.kind import docker, images, prometheus
+from prfaas_sandbox.kind.clusters import configuration
+from prfaas_sandbox.kind.daemon import ensure_daemon, lacks_resource_capability, our_daemon, stop_daemon
+from prfaas_sandbox.kind.docker import daemon_answers
+from prfaas_sandbox.kind.images import NodeImage
+from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
+from prfaas_sandbox.kind.node import parse_rate
+from prfaas_sandbox.kind.place import down
+from prfaas_sandbox.kind.workshop import digest
+from prfaas_sandbox.place import Images
+
+pytestmark = pytest.mark.kind
+
+IMAGES = Images("prfaas/operator:1", "prfaas/gateway:2", "prfaas/worker:3")
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return Layout(repository_root(), tmp_path / "state", "prfaas-test")
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """Put a shell script where PATH finds it."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Leave nothing on PATH but a new folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def test_the_files_give_the_clusters_the_ranges_that_the_link_connects(layout: Layout):
+    used = []
+    for cluster in layout.clusters:
+        networking = yaml.safe_load(cluster.config.read_text())["networking"]
+        assert networking["podSubnet"] == cluster.network.range
+        used += [ipaddress.ip_network(networking[key]) for key in ("podSubnet", "serviceSubnet")]
+    assert not any(one.overlaps(other) for one in used for other in used if one is not other)
+
+
+def test_the_hubs_file_maps_the_ports_of_gateway_and_prometheus_to_free_ones_of_this_machine_alone(layout: Layout):
+    mappings = yaml.safe_load(layout.hub.config.read_text())["nodes"][0]["extraPortMappings"]
+    assert [mapping["containerPort"] for mapping in mappings] == [*NODE_PORTS, PROMETHEUS_NODE_PORT]
+    assert all(mapping["hostPort"] == 0 and mapping["listenAddress"] == "127.0.0.1" for mapping in mappings)
+
+
+def test_only_our_own_node_image_brings_a_network_for_pods(layout: Layout):
+    text = layout.member.config.read_text()
+    for published in (True, False):
+        document = yaml.safe_load(configuration(text, NodeImage("node", published), layout.images))
+        assert document["networking"].get("disableDefaultCNI", False) is not published
+        assert document["nodes"][0]["extraMounts"][0]["hostPath"] == str(layout.images)
+
+
+def test_two_pairs_share_no_name(tmp_path: Path):
+    first, second = (Layout(tmp_path, tmp_path / prefix, prefix) for prefix in ("a", "b"))
+    assert {each.node for each in first.clusters}.isdisjoint({each.node for each in second.clusters})
+    assert first.network != second.network
+    assert first.label != second.label
+
+
+def test_a_tag_changes_with_content_and_name_and_with_nothing_else(tmp_path: Path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "a").write_text("1")
+    seen = [digest(tmp_path, ["part"])]
+    (tmp_path / "part" / "__pycache__").mkdir()
+    (tmp_path / "part" / "__pycache__" / "a.pyc").write_text("x")
+    (tmp_path / "elsewhere").write_text("2")
+    assert digest(tmp_path, ["part"]) == seen[0]
+    seen.append(digest(tmp_path, ["part"], "base:1"))
+    (tmp_path / "part" / "a").write_text("2")
+    seen.append(digest(tmp_path, ["part"]))
+    (tmp_path / "part" / "a").rename(tmp_path / "part" / "b")
+    seen.append(digest(tmp_path, ["part"]))
+    assert len(set(seen)) == len(seen)
+
+
+def test_everything_that_images_are_built_from_is_there(layout: Layout):
+    assert all((layout.tools / part).exists() for part in (*images.NODE_SOURCES, *images.BASE_SOURCES))
+    assert all((layout.repository / part).exists() for part in images.PRODUCT_SOURCES)
+    copied = [line.split()[1:-1] for line in (layout.repository / "Dockerfile").read_text().splitlines()
+              if line.startswith("COPY ") and "--from" not in line]  # fmt: skip
+    assert {name.rstrip("/") for names in copied for name in names} <= set(images.PRODUCT_SOURCES)
+
+
+def test_the_example_gets_the_images_that_were_built_and_keeps_the_rest():
+    text = (repository_root() / "examples" / "two-clusters.yaml").read_text()
+    objects = {each["metadata"]["name"]: each for each in yaml.safe_load_all(example(text, IMAGES))}
+    assert objects["kimi"]["spec"]["gateway"]["image"] == IMAGES.gateway
+    assert {objects[name]["spec"]["engine"]["image"] for name in ("offload", "local", "decode")} == {IMAGES.worker}
+    assert objects["offload"]["spec"]["engine"]["args"] == ["--threads", "1"]
+    assert example(text, None) == text
+
+
+def test_helm_gets_the_operators_image_in_two_values():
+    values = operator_values(Images("registry.example:5000/operator:7", "", ""))
+    assert values == [
+        "--set", "operator.image.repository=registry.example:5000/operator", "--set", "operator.image.tag=7",
+    ]  # fmt: skip
+    assert operator_values(None) == []
+
+
+def test_prometheus_runs_the_image_that_was_built(layout: Layout):
+    parts = prometheus.manifests((layout.configs / "prometheus.yaml").read_text(), "prometheus:1")
+    deployment = next(part for part in parts if part["kind"] == "Deployment")
+    service = next(part for part in parts if part["kind"] == "Service")
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "prometheus:1"
+    assert service["spec"]["ports"][0]["nodePort"] == PROMETHEUS_NODE_PORT
+
+
+@pytest.mark.parametrize(
+    ("shown", "mbps"),
+    [
+        ("qdisc tbf 8001: root refcnt 9 rate 100Mbit burst 250000b lat 50ms", 100.0),
+        ("qdisc tbf 8001: root rate 1500Kbit burst 8Kb lat 50ms", 1.5),
+        ("qdisc tbf 8001: root rate 2Gbit burst 256Kb lat 50ms", 2000.0),
+        ("qdisc noqueue 0: root refcnt 2", 0.0),
+    ],
+)
+def test_the_rate_is_read_from_what_tc_shows(shown: str, mbps: float):
+    assert parse_rate(shown) == pytest.approx(mbps)
+
+
+async def test_without_docker_the_reader_learns_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    only(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match=r"Docker is not installed: .*apt-get install docker.io"):
+        await daemon_answers()
+
+
+async def test_a_closed_socket_is_told_from_a_daemon_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = only(tmp_path, monkeypatch)
+    program(folder, "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    assert not await daemon_answers()
+    program(folder, "docker", "echo 'permission denied while trying to connect' >&2; exit 1")
+    with pytest.raises(ConfigError, match="closed to you"):
+        await daemon_answers()
+
+
+async def test_a_daemon_that_is_not_ours_to_start_is_named_with_how_to_start_it(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    program(only(tmp_path, monkeypatch), "docker", "echo 'Cannot connect' >&2; exit 1")
+    with pytest.raises(ConfigError, match=r"does not run: start it .*systemctl start docker"):
+        await ensure_daemon(layout, print)
+
+
+async def test_a_client_that_cannot_build_is_passed_over_for_one_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = only(tmp_path, monkeypatch)
+    program(folder, "docker", '[ "$1" = version ] && echo 28.2.2 || exit 1')
+    with pytest.raises(ConfigError, match="docker-buildx"):
+        await images.builder()
+    other = tmp_path / "other"
+    other.mkdir()
+    program(other, "docker", '[ "$1" = version ] && echo 20.10.24')
+    monkeypatch.setenv("PATH", f"{folder}:{other}")
+    assert await images.builder() == str(other / "docker")
+    program(folder, "docker", "echo 28.2.2")
+    assert await images.builder() == str(folder / "docker")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="asks what root lacks")
+def test_a_root_that_lacks_the_capability_is_known_by_its_mask():
+    assert lacks_resource_capability("Name:\tx\nCapEff:\t000001fffeffffff\n")
+    assert not lacks_resource_capability("Name:\tx\nCapEff:\t000001ffffffffff\n")
+
+
+def test_a_process_id_that_belongs_to_something_else_by_now_is_left_alone(layout: Layout):
+    layout.state.mkdir()
+    assert our_daemon(layout) is None
+    layout.daemon_pid.write_text(str(os.getpid()))
+    assert our_daemon(layout) is None
+    assert not stop_daemon(layout)
+
+
+async def test_taking_down_what_is_not_there_removes_the_folder_and_is_no_error(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PRFAAS_CACHE_DIR", str(tmp_path / "cache"))
+    left = tmp_path / "cache" / "kind-build-killed"
+    left.mkdir(parents=True)
+    layout.logs.mkdir(parents=True)
+    program(only(tmp_path, monkeypatch), "docker", "echo 'Cannot connect' >&2; exit 1")
+    await down(layout)
+    await down(layout)
+    assert not layout.state.exists()
+    assert not left.exists()
+    with pytest.raises(ConfigError, match="images cannot be removed"):
+        await down(layout, purge=True)
+
+
+async def test_what_is_removed_is_chosen_by_label_alone(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, ...]] = []
+
+    async def record(*words: str) -> str:
+        asked.append(words)
+        return "one\ntwo" if words[0] == "ps" else ""
+
+    monkeypatch.setattr(docker, "docker", record)
+    await docker.remove_all(("ps -aq", "rm -fv"), "owner=us")
+    await docker.remove_all(("network ls -q", "network rm"), "owner=us")
+    assert asked == [
+        ("ps", "-aq", "--filter", "label=owner=us"), ("rm", "-fv", "one", "two"),
+        ("network", "ls", "-q", "--filter", "label=owner=us"),
+    ]  # fmt: skip

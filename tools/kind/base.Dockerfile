@@ -1,0 +1,7 @@
+# The image below prfaas's own on kind, where images can be pulled; base-image.sh makes the same from Debian packages.
+FROM debian:trixie-slim
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends ca-certificates python3 python3-venv >/dev/null \
+ && rm -rf /var/lib/apt/lists/* \
+ && ln -s /usr/bin/python3 /usr/local/bin/python
+CMD ["python3"]

@@ -1,0 +1,4 @@
+# Built in the folder that holds the program.
+FROM scratch
+COPY prometheus /prometheus
+ENTRYPOINT ["/prometheus"]
