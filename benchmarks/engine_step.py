@@ -17,12 +17,16 @@ from prfaas.wire.engine import Generate, Sampling
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
-from prfaas_worker.engine.loop import Engine, Parts
+from prfaas_worker.engine.loop import Engine
+from prfaas_worker.engine.parts import Parts
 from prfaas_worker.engine.profile import Profiler
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import BUDGETS, schedule
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
+from prfaas_worker.transfer.layout import layer_groups
+from prfaas_worker.transfer.offers import Offers
+from prfaas_worker.transfer.traffic import unlimited
 
 RUNNING = 64
 PROMPT_TOKENS = 200
@@ -57,7 +61,9 @@ def engine_of(model: Model | Instant) -> Engine:
         events=[],
         grammars=Grammars(lambda: Vocabulary([], frozenset(), (), model.vocab_size)),
         profiler=Profiler(1, 1, lambda _profile: None),
-        new_fetch=lambda _sequence: (_ for _ in ()).throw(NotImplementedError),
+        offers=Offers((model.fingerprint, layer_groups(model.layers), 16), 1, capacity=1),
+        traffic=unlimited(),
+        new_fetch=lambda *_: (_ for _ in ()).throw(NotImplementedError),
         answer=lambda _messages: None,
     )
     engine = Engine(parts, role="mixed", max_waiting=RUNNING)

@@ -20,14 +20,21 @@ import msgspec
 from aiohttp import web
 from benchmarks.report import Figure, cpu_seconds, peak_mib, run
 
-from prfaas.routing.controller import Config, Facts, LinkFacts, LinkSample, State, initial_state, step
+from prfaas.names import HUB
+from prfaas.routing.controller import Config, Facts, Offered, State, initial_state, step
+from prfaas.routing.feedforward import PoolFacts
+from prfaas.routing.lengths import Bins, demand_of
+from prfaas.routing.links import LinkFacts, LinkSample
 from prfaas.wire.control import Counters
+from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, decode
 
 CLUSTERS = 16  # as many as a policy may name pools
 INSTANCES = 1000
 ROUNDS = 15
 REPEATS = 15
+POOLS, BINS = 10, 10_000
+FORWARD_REACH_MS = 5.0
 ROUND_CPU_REACH_MS = 20.0  # 2% of one core at one round a second
 RSS_REACH_MIB = 100
 
@@ -88,6 +95,39 @@ def decision_us(links: int) -> float:
     )
     state: State = initial_state(config)
     return median_us(lambda: step(config, state, facts), 300)
+
+
+def forward_ms() -> float:
+    """Milliseconds of one step that also makes the optimum: 5 offload pools with their links, 5 local ones."""
+    bins = Bins([16.0 * edge for edge in range(BINS + 1)])
+    counts = [1.0 + 1e6 / (1 + place) for place in range(BINS)]
+    profile = Profile(
+        state_bytes=43_000_000,
+        token_bytes=8000,
+        fixed_seconds=0.1,
+        token_seconds=4e-5,
+        squared_seconds=1e-10,
+        samples=9,
+    )
+    names = [f"member-{n}" for n in range(POOLS // 2)]
+    pools = tuple(PoolFacts(cluster=name, ready_instances=4, profile=profile) for name in [*names, *[HUB] * len(names)])
+    sample = LinkSample(sampled_at_seconds=1.0, age_seconds=0.5, traffic_mbps=500)
+    links = tuple(
+        LinkFacts(cluster=name, capacity_mbps=1000, reachable=True, ready_instances=4, sample=sample) for name in names
+    )
+    config = Config(threshold=make_table().threshold, watermarks=make_table().watermarks, stale_after_seconds=10)
+    state = initial_state(config)
+
+    def one() -> None:
+        demand = demand_of(bins, counts)
+        if demand is None:
+            raise RuntimeError("the benchmark's own histogram is no demand")
+        offered = Offered(demand=demand, arrivals_per_second=50.0, pools=pools)
+        facts = Facts(now_seconds=100.0, links=links, hub_measured=True, recent_offloads=1, offered=offered)
+        if step(config, state, facts).state.base_tokens is None:
+            raise RuntimeError("the benchmark's step found no optimum")
+
+    return median_us(one, 20) / 1000
 
 
 def answer_of(query: str) -> bytes:
@@ -177,6 +217,7 @@ def figures() -> list[Figure]:
     return [
         Figure(name="decision, 1 link", value=decision_us(1), reach=reading_us, **beside),
         Figure(name=f"decision, {CLUSTERS} links", value=decision_us(CLUSTERS), reach=reading_us, **beside),
+        Figure(name=f"step, {POOLS} pools, {BINS:,} bins", value=forward_ms(), unit="ms", reach=FORWARD_REACH_MS),
         Figure(name=f"CPU of a round, {CLUSTERS} links", value=cpu_ms, unit="ms", reach=ROUND_CPU_REACH_MS),
         Figure(name="peak resident memory", value=rss_mib, unit="MiB", reach=RSS_REACH_MIB),
     ]

@@ -1,105 +1,133 @@
-"""What the gateway costs a request, beside the backend driven directly in the same run.
+"""What the gateway costs a request, beside the backend driven directly and vllm-router in the same run.
 
     prfaas bench gateway
 
-Three processes: an instant backend, the gateway with a routes file, and this one, which drives 16 connections. CPU time
-comes from /proc/PID/stat, so that other work on the machine disturbs the figures little. Prompts of 1 KB and 100 KB.
+Processes of their own: an instant backend, the gateway with a routes file, vllm-router where it is on PATH, and this
+one, which drives them. CPU time comes from /proc/PID/stat, so that other work on the machine disturbs the figures
+little; latencies it does disturb. Prompts of 1 KB and 108 KB, by one leg and by two; streams of 100 events a second.
+`--soak N` sends N more requests and says whether memory grew.
 """
 
+import argparse
 import json
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import uvloop
-from benchmarks.gateway.load import drive
+from benchmarks.gateway.load import drive, pace, stream
+from benchmarks.gateway.routers import RIVAL, Router, backend, gateway, rival
 from benchmarks.report import Figure, cpu_seconds, peak_mib, run
 
-from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
-
 CONCURRENCY = 16
-SIZES = {"1 KB": (1_000, 8_000), "100 KB": (100_000, 3_000)}  # prompt bytes, requests
+SIZES = {"1 KB": (1_000, 6_000), "108 KB": (108_000, 2_000)}  # prompt bytes, requests
+CPU_REACH = {("1 KB", False): 0.6, ("108 KB", False): 0.8, ("1 KB", True): 1.0, ("108 KB", True): 1.2}
 RSS_REACH_MIB = 100
-MEASURED = {
-    "cpu_ms": ("gateway CPU a request", "ms", "lower"),
-    "per_second": ("throughput", "requests/s", "higher"),
-    "p50_ms": (f"median latency at c={CONCURRENCY}", "ms", "lower"),
-}
+STREAMS = 200
+DIRECT = "the backend driven directly"
 
 
-@contextmanager
-def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
-    process = subprocess.Popen(command, text=True, **options)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def routing_table(port: int) -> RoutingTable:
-    return RoutingTable(
-        policy="bench",
-        namespace="bench",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
-        threshold=Threshold(mode="Fixed", tokens=10_000, min_tokens=1, max_tokens=10_000),
-        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-        short_interval_seconds=1,
-        instances=(Instance(name="d0", pool="d", cluster="hub", role="decode", url=f"http://127.0.0.1:{port}"),),
-    )
-
-
-def prompt(size_bytes: int) -> bytes:
+def prompt(size_bytes: int, **more) -> bytes:
     text = ("The quick brown fox jumps over the lazy dog. " * (size_bytes // 45 + 1))[:size_bytes]
-    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+    return json.dumps({"model": "m", **more, "messages": [{"role": "user", "content": text}]}).encode()
 
 
-def measure(port: int, pid: int, size_bytes: int, requests: int) -> dict[str, float]:
-    """Drive one target; return CPU milliseconds a request of process `pid`, requests a second, and median latency."""
-    body = prompt(size_bytes)
-    uvloop.run(drive(port, body, requests // 10, CONCURRENCY))  # warm up
-    cpu, wall = cpu_seconds(pid), time.perf_counter()
-    latencies = uvloop.run(drive(port, body, requests, CONCURRENCY))
-    cpu, wall = cpu_seconds(pid) - cpu, time.perf_counter() - wall
-    return {"cpu_ms": cpu / requests * 1e3, "per_second": requests / wall, "p50_ms": statistics.median(latencies) * 1e3}
+def measure(router: Router, body: bytes, requests: int) -> tuple[float, float]:
+    """Drive one target; return CPU milliseconds a request of its process, and requests a second."""
+    uvloop.run(drive(router.port, body, requests // 10, CONCURRENCY))  # warm up
+    cpu, wall = cpu_seconds(router.pid), time.perf_counter()
+    uvloop.run(drive(router.port, body, requests, CONCURRENCY))
+    cpu, wall = cpu_seconds(router.pid) - cpu, time.perf_counter() - wall
+    return cpu / requests * 1e3, requests / wall
 
 
-def figures() -> Iterator[Figure]:
-    with tempfile.TemporaryDirectory() as directory:
-        routes = Path(directory) / "routes.json.gz"
-        backend_file = Path(__file__).with_name("backend.py")
-        with started([sys.executable, str(backend_file), "0"], stdout=subprocess.PIPE) as backend:
-            backend_port = int(backend.stdout.readline())
-            routes.write_bytes(encode(routing_table(backend_port)))
-            command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)]
-            with started([*command, "--drain-seconds", "0"], stderr=subprocess.PIPE) as gateway:
-                port = int(re.search(r"listening on \S+:(\d+)", gateway.stderr.readline()).group(1))
-                yield from compare(gateway.pid, port, backend.pid, backend_port)
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def compare(gateway_pid: int, port: int, backend_pid: int, backend_port: int) -> Iterator[Figure]:
-    for label, (size_bytes, requests) in SIZES.items():
-        direct = measure(backend_port, backend_pid, size_bytes, requests)
-        through = measure(port, gateway_pid, size_bytes, requests)
-        for key, (name, unit, better) in MEASURED.items():
+def cost(folder: Path, worker: Router, *, two_legs: bool) -> Iterator[Figure]:
+    """CPU and throughput at 16 connections, beside vllm-router."""
+    legs = "two legs" if two_legs else "one leg"
+    with gateway(folder, worker, two_legs=two_legs) as ours, rival(folder, worker, two_legs=two_legs) as theirs:
+        for label, (size_bytes, requests) in SIZES.items():
+            body = prompt(size_bytes)
+            cpu_ms, per_second = measure(ours, body, requests)
+            against = measure(theirs, body, requests) if theirs else (None, None)
+            beside = RIVAL if theirs else None
             yield Figure(
-                name=f"{name}, {label} prompt",
-                value=through[key],
-                unit=unit,
-                better=better,
-                rival="the backend driven directly",
-                rival_value=direct[key],
+                name=f"CPU a request, {legs}, {label} prompt",
+                value=cpu_ms,
+                unit="ms",
+                reach=CPU_REACH[label, two_legs],
+                rival=beside,
+                rival_value=against[0],
             )
-    yield Figure(name="gateway peak memory", value=peak_mib(gateway_pid), unit="MiB", reach=RSS_REACH_MIB)
+            yield Figure(
+                name=f"throughput, {legs}, {label} prompt",
+                value=per_second,
+                unit="requests/s",
+                better="higher",
+                rival=beside,
+                rival_value=against[1],
+            )
+
+
+def added_latency(ours: Router, worker: Router) -> Iterator[Figure]:
+    """What the gateway adds: the median with one client, and the tail at half of what it can do."""
+    body = prompt(1_000)
+    through, direct = (uvloop.run(drive(one.port, body, 2_000, 1)) for one in (ours, worker))
+    added_ms = (statistics.median(through) - statistics.median(direct)) * 1e3
+    yield Figure(name="added latency, median, one client", value=added_ms, unit="ms", reach=1.0)
+    _, per_second = measure(ours, body, 3_000)
+    through, direct = (uvloop.run(pace(one.port, body, per_second / 2, 6_000)) for one in (ours, worker))
+    added_ms = (percentile(through, 0.99) - percentile(direct, 0.99)) * 1e3
+    yield Figure(name="added latency, 99th percentile, half load", value=added_ms, unit="ms", reach=5.0)
+
+
+def added_delay(ours: Router, worker: Router) -> Iterator[Figure]:
+    """What the gateway adds to the events of 200 streams, 20,000 a second together."""
+    body = prompt(1_000, stream=True)
+    cpu, wall = cpu_seconds(ours.pid), time.perf_counter()
+    through = uvloop.run(stream(ours.port, body, STREAMS))
+    cpu, wall = cpu_seconds(ours.pid) - cpu, time.perf_counter() - wall
+    direct = uvloop.run(stream(worker.port, body, STREAMS))
+    for name, share, reach in (("median", 0.5, 3.0), ("99th percentile", 0.99, 15.0)):
+        added_ms = (percentile(through, share) - percentile(direct, share)) * 1e3
+        what = f"added delay of an event, {name}, {STREAMS} streams"
+        yield Figure(name=what, value=added_ms, unit="ms", reach=reach)
+    rate = len(through) / wall
+    yield Figure(name="events relayed", value=rate, unit="events/s", better="higher", reach=20_000)
+    yield Figure(name="CPU an event", value=cpu / len(through) * 1e6, unit="us")
+
+
+def soak(ours: Router, requests: int) -> Iterator[Figure]:
+    """Whether memory grows with what was served."""
+    body = prompt(1_000)
+    uvloop.run(drive(ours.port, body, max(CONCURRENCY, requests // 10), CONCURRENCY))
+    before = peak_mib(ours.pid)
+    uvloop.run(drive(ours.port, body, requests, CONCURRENCY))
+    name = f"peak memory after {requests:,} requests over that after a tenth"
+    yield Figure(name=name, value=peak_mib(ours.pid) / before, unit="x", reach=1.02)
+
+
+def figures(given: argparse.Namespace) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as directory, backend() as worker:
+        folder = Path(directory)
+        for two_legs in (False, True):
+            yield from cost(folder, worker, two_legs=two_legs)
+        with gateway(folder, worker, two_legs=False) as ours:
+            yield from added_latency(ours, worker)
+            yield from added_delay(ours, worker)
+            if given.soak:
+                yield from soak(ours, given.soak)
+            yield Figure(name="gateway peak memory", value=peak_mib(ours.pid), unit="MiB", reach=RSS_REACH_MIB)
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--soak", type=int, default=0, metavar="N", help="requests of an endurance run")
 
 
 if __name__ == "__main__":
-    run("gateway", __doc__, figures)
+    run("gateway", __doc__, figures, flags)

@@ -1,20 +1,33 @@
-"""A decode worker that answers at once: the least that speaks HTTP/1.1, so that what is measured is the gateway.
+"""A worker that answers at once: the least that speaks HTTP/1.1, so that what is measured is the gateway.
 
-Usage: python backend.py PORT
+Usage: python backend.py
+
+It listens on two ports, for routers that tell workers apart by address, and prints them.
+
+It answers a constant with the headers of a worker and with where a cache would lie, as vLLM does, so that either leg of
+a two-leg protocol is served. A body with "stream":true gets 500 events, one every 10 ms, each with the time at which it
+was sent.
 """
 
 import asyncio
-import sys
+import time
 
 import uvloop
 
 BODY = (
-    b'{"id":"cmpl-1","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"ok"}}]}'
+    b'{"id":"cmpl-1","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"ok"}}],'
+    b'"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2,3]],'
+    b'"remote_engine_id":"e","remote_host":"127.0.0.1","remote_port":5600}}'
 )
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    b"x-prfaas-prompt-tokens: 100\r\n\r\n"
+)
+EVENTS, EVERY_SECONDS = 500, 0.01
 
 
 class Backend(asyncio.Protocol):
-    """One connection: waits for a whole request, answers a constant with the headers of a worker."""
+    """One connection: waits for a whole request and answers it."""
 
     def connection_made(self, transport):
         self.transport = transport
@@ -30,23 +43,40 @@ class Backend(asyncio.Protocol):
             if end < 0:
                 return
             head = bytes(self.buffer[:end]).lower()
-            length = int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+            _, found, rest = head.partition(b"content-length:")
+            length = int(rest.split(b"\r\n", 1)[0]) if found else 0
             self.missing_bytes = end + 4 + length - len(self.buffer)
             self.answer = (
                 b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nx-prfaas-prompt-tokens: %d\r\n"
                 b"Content-Length: %d\r\n\r\n" % (length // 4, len(BODY))
             ) + BODY
+            self.streams = b'"stream":true' in self.buffer[end : end + 400].replace(b" ", b"")
             self.buffer.clear()
         if self.missing_bytes <= 0:
             self.missing_bytes = 0
-            self.transport.write(self.answer)
+            if self.streams:
+                self.task = asyncio.ensure_future(self.stream())
+            else:
+                self.transport.write(self.answer)
+
+    async def stream(self):
+        """Send an event every so often, each on its own beat, whatever the last one took."""
+        self.transport.write(STREAM_HEAD)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for number in range(EVENTS):
+            await asyncio.sleep(began + number * EVERY_SECONDS - loop.time())
+            event = b'data: {"sent":%d,"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n' % time.monotonic_ns()
+            self.transport.write(b"%x\r\n" % len(event) + event + b"\r\n")
+        self.transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-async def main(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Backend, "127.0.0.1", port)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
+async def main() -> None:
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(Backend, "127.0.0.1", 0) for _ in range(2)]
+    print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
+    await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1])))
+    uvloop.run(main())

@@ -1,7 +1,18 @@
-"""Closed-loop load over raw HTTP/1.1 connections: each sends its next request when the last answer is complete."""
+"""Load over raw HTTP/1.1 connections: closed loops, an open one at a given rate, and streams whose events tell when
+they were sent.
+"""
 
 import asyncio
+import re
 import time
+
+SENT = re.compile(rb'"sent":(\d+)')
+
+
+def request_of(body: bytes) -> bytes:
+    """Return the bytes of one request."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 class Connection(asyncio.Protocol):
@@ -38,14 +49,16 @@ class Connection(asyncio.Protocol):
             raise SystemExit(f"the connection broke: {exc}")
 
 
+async def connect(port: int, protocol) -> asyncio.Protocol:
+    """Return a connected protocol."""
+    return (await asyncio.get_running_loop().create_connection(protocol, "127.0.0.1", port))[1]
+
+
 async def drive(port: int, body: bytes, requests: int, concurrency: int) -> list[float]:
-    """Send `requests` requests over `concurrency` connections; return their latencies in seconds."""
-    loop = asyncio.get_running_loop()
+    """Send requests over some connections, each when its last answer is complete; return their latencies."""
     latencies: list[float] = []
     remaining = requests
-    finished = loop.create_future()
-    request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-    request += b"Content-Length: %d\r\n\r\n" % len(body) + body
+    finished = asyncio.get_running_loop().create_future()
 
     def done(connection: Connection, seconds: float) -> None:
         nonlocal remaining
@@ -56,14 +69,67 @@ async def drive(port: int, body: bytes, requests: int, concurrency: int) -> list
         elif len(latencies) == requests:
             finished.set_result(None)
 
-    connections = []
-    for _ in range(concurrency):
-        _, connection = await loop.create_connection(lambda: Connection(request, done), "127.0.0.1", port)
-        connections.append(connection)
+    connections = [await connect(port, lambda: Connection(request_of(body), done)) for _ in range(concurrency)]
     remaining -= concurrency
     for connection in connections:
         connection.send()
-    await asyncio.wait_for(finished, 300)
+    await asyncio.wait_for(finished, 900)
     for connection in connections:
         connection.transport.close()
     return latencies
+
+
+async def pace(port: int, body: bytes, per_second: float, requests: int) -> list[float]:
+    """Send requests at a steady rate, whatever answers take, and return their latencies from when they were due."""
+    latencies: list[float] = []
+    idle: list[Connection] = []
+    due: dict[Connection, float] = {}
+
+    def done(connection: Connection, _seconds: float) -> None:
+        latencies.append(time.perf_counter() - due[connection])
+        idle.append(connection)
+
+    began = time.perf_counter()
+    for number in range(requests):
+        at = began + number / per_second
+        await asyncio.sleep(at - time.perf_counter())
+        connection = idle.pop() if idle else await connect(port, lambda: Connection(request_of(body), done))
+        due[connection] = at
+        connection.send()
+    while len(latencies) < requests:  # noqa: ASYNC110  # a benchmark's end, not a product's wait
+        await asyncio.sleep(0.01)
+    for connection in idle:
+        connection.transport.close()
+    return latencies
+
+
+class Stream(asyncio.Protocol):
+    """One client of a stream; gathers how long each event was on its way."""
+
+    def __init__(self, request: bytes):
+        self.request = request
+        self.delays: list[float] = []
+        self.over = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport):
+        self.transport = transport
+        transport.write(self.request)
+
+    def data_received(self, data):
+        now = time.monotonic_ns()
+        self.delays += [(now - int(sent)) / 1e9 for sent in SENT.findall(data)]
+        if b"[DONE]" in data and not self.over.done():
+            self.over.set_result(None)
+
+    def connection_lost(self, _exc):
+        if not self.over.done():
+            self.over.set_exception(SystemExit("a stream broke off"))
+
+
+async def stream(port: int, body: bytes, streams: int) -> list[float]:
+    """Open streams at once and return the seconds that each of their events was on its way."""
+    opened = [await connect(port, lambda: Stream(request_of(body))) for _ in range(streams)]
+    await asyncio.wait_for(asyncio.gather(*(one.over for one in opened)), 120)
+    for one in opened:
+        one.transport.close()
+    return [delay for one in opened for delay in one.delays]

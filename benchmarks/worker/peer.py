@@ -21,6 +21,7 @@ from prfaas_worker.models import load_model
 from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
 from prfaas_worker.transfer.offers import Offer, Offers, Prompt
 from prfaas_worker.transfer.sender import Sender, listen
+from prfaas_worker.transfer.traffic import unlimited
 
 SO_MAX_PACING_RATE = 47
 SOL_SOCKET = 1
@@ -41,17 +42,17 @@ class Peer:
         self.offers = Offers((model.fingerprint, layer_groups(model.layers), model.hidden_size), WORKER_DATA_PORT, 1000)
         listener = listen(host, WORKER_DATA_PORT)
         listener.setsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, int(mbps * 1e6 / 8))  # accepted connections inherit it
-        Sender(listener, self.offers)
+        Sender(listener, self.offers, unlimited())
 
     def fill(self, offer: Offer, tokens: int) -> None:
-        """Put the whole cache into an offer's mailbox."""
+        """Put the whole cache into an offer."""
         offer.computing()
         for layer in range(self.layers):
             for frame in block_frames(offer.manifest, self.place, layer, (0, tokens)):
-                offer.mailbox.put(frame)
+                offer.put(frame)
             for frame in state_frames(offer.manifest, self.place, layer):
-                offer.mailbox.put(frame)
-        offer.mailbox.put(hidden_frame(offer.manifest, self.hidden))
+                offer.put(frame)
+        offer.put(hidden_frame(offer.manifest, self.hidden))
         offer.computed(0.0)
 
 

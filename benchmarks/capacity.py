@@ -1,0 +1,117 @@
+"""The planner's figures, held against the simulator, which knows none of its equations.
+
+    prfaas bench capacity
+
+The paper's case: how far a plan is from the bound, lambda_max against what is served when 15 % more comes, estimated
+times to the first token against simulated ones at 50, 70 and 90 % load, and how the short loop takes a link that falls
+to a fifth. Virtual time: other work on the machine changes nothing but how long it takes, about two minutes.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import msgspec
+from benchmarks.report import Figure, run
+from benchmarks.reproduction import sections, simulated
+
+from prfaas.capacity import bound, optimum, ttft
+from prfaas.capacity.optimum import Plan
+from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.system import System
+from prfaas.cli.plan import load
+from prfaas.cli.simulate import Load
+from prfaas.simulate.arrivals import poisson
+from prfaas.simulate.outcome import Result, Tally
+from prfaas.simulate.run import simulate
+from prfaas.simulate.setup import Weather
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LOADS = (0.5, 0.7, 0.9)
+SEEDS = (1, 2, 3)
+TTFT_REQUESTS = 20_000
+FALL_SECONDS, LOW_SHARE = 600.0, 0.2
+FALL_SEEDS = range(1, 11)
+FALL_REQUESTS = 1_000
+HIGH_PERCENT = 80
+
+
+def plan_figures(file: PlanFile) -> Iterator[Figure]:
+    """How near plans come to what no policy exceeds."""
+    whole = optimum.best(file.system, file.workload).lambda_max
+    divided = optimum.fractional(file.system, file.workload).lambda_max
+    limit = bound.bound(file.system, file.workload).lambda_max
+    rival = {"rival": "bound of the linear programme over whole instances", "rival_value": limit / whole}
+    yield Figure(
+        name="lambda_max, divided roles over whole instances",
+        value=divided / whole,
+        unit="ratio",
+        reach=1.04,
+        better="higher",
+        **rival,
+    )
+
+
+def carried(file: PlanFile, name: str, system: System, plan: Plan) -> Iterator[Figure]:
+    """Served in overload against lambda_max, the worst of the seeds."""
+    served = [simulated.carried(system, file.workload, plan, seed).requests_per_second for seed in SEEDS]
+    worst = max(abs(one / plan.lambda_max - 1) for one in served)
+    yield Figure(name=f"{name}: lambda_max, simulated off by", value=100 * worst, unit="%", reach=3.0)
+
+
+def times(file: PlanFile, name: str, system: System, plan: Plan) -> Iterator[Figure]:
+    """Estimated against simulated times, the worse of mean and P90."""
+    for share in LOADS:
+        rate = share * plan.lambda_max
+        arrivals = poisson(file.workload, round(system.output_tokens), rate, Random(1))
+        seen = simulate(simulated.scenario(system, plan), islice(arrivals, TTFT_REQUESTS), Tally()).ttft_seconds
+        found = ttft.queued(system, file.workload, plan, rate)
+        errors = found.mean_seconds / seen.mean - 1, found.p90_seconds / seen.p90 - 1
+        worst = max(map(abs, errors))
+        yield Figure(name=f"{name}: TTFT at {share:.0%} load, estimate off by", value=100 * worst, unit="%", reach=15.0)
+
+
+def recovery() -> Iterator[Figure]:
+    """The link falls for good to a fifth, at nine tenths of the load that the best threshold then still carries."""
+    loaded = Load(EXAMPLES / "simulate.yaml", None, None, requests=FALL_REQUESTS)
+    system = loaded.file.system
+    (link,) = system.links
+    low = msgspec.structs.replace(link, capacity_mbps=LOW_SHARE * link.capacity_mbps)
+    plan = optimum.best(system, loaded.file.workload)
+    left = optimum.plan_for(msgspec.structs.replace(system, links=(low,)), loaded.file.workload, plan.split)
+    falls = Weather(schedule=((FALL_SECONDS, low.capacity_mbps),))
+    results: list[Result] = []
+    for seed in FALL_SEEDS:
+        loaded.setup = msgspec.structs.replace(loaded.setup, seed=seed, bursts=None, links={link.name: falls})
+        results.append(loaded.run("threshold", 0.9 * left.lambda_max))
+    intervals = [_intervals(one) for one in results]
+    yield Figure(
+        name="intervals of 1 s until a narrowed link is under 80 %, median", value=median(intervals), unit="", reach=3
+    )
+    yield Figure(
+        name="  the worst of ten seeds, as caches already under way cross first", value=max(intervals), unit=""
+    )
+    lost = sum(one.requests - one.completed for one in results)
+    yield Figure(name="requests lost or refused meanwhile", value=lost, unit="", reach=0)
+
+
+def _intervals(result: Result) -> int:
+    after = [one for one in result.timeline if one.at_seconds > FALL_SECONDS]
+    over = next(place for place, one in enumerate(after) if one.utilisation_percent > HIGH_PERCENT)
+    return next(place for place, one in enumerate(after[over:], 1) if one.utilisation_percent <= HIGH_PERCENT)
+
+
+def figures() -> Iterator[Figure]:
+    """Compute everything."""
+    file = load(EXAMPLES / "paper.yaml")
+    yield from plan_figures(file)
+    for name, (system, plan) in sections.plans(file).items():
+        yield from carried(file, sections.TITLES[name], system, plan)
+        yield from times(file, sections.TITLES[name], system, plan)
+    yield from recovery()
+
+
+if __name__ == "__main__":
+    run("capacity", __doc__ or "", figures)

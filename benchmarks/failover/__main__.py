@@ -1,0 +1,226 @@
+"""Kills decode, prefill, link and gateway at random moments under load, and counts requests that came out otherwise.
+
+    prfaas bench failover [--kills N] [--clients C] [--seed S]
+
+Real processes on loopback: two decode workers, two prefill workers, each behind a TCP relay that is its link, and two
+gateways. Clients stream answers, drawn and greedy, near and offloaded, and compare every token with the answer that a
+worker nothing happens to gave before. A greedy answer that differs does so after a near-tie if the undisturbed
+worker's two likeliest tokens lay closer than 1e-3 there; a drawn one may differ wherever its random number lies near a
+boundary. All differences are counted and listed. One of two alike is killed at a time, with no care for what it does,
+and comes back.
+
+A gateway that is killed takes its connections along: its clients ask the other one again, as OpenAI's own client does
+when a connection breaks. That is counted apart; whatever else is not answered whole is lost.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from benchmarks.failover.stage import Link, Part, Stage
+from benchmarks.report import Figure, run
+
+NEAR_TIE: Final = 1e-3
+ASK_SECONDS: Final = 120.0
+LONGEST_PAUSE_SECONDS: Final = 1.5
+LONGEST_CUT_SECONDS: Final = 1.0
+COUNTED: Final = ("prfaas_gateway_resumes_total", "prfaas_gateway_resumed_tokens_total")
+REFUSED: Final = "prfaas_gateway_retries_refused_total"
+
+
+@dataclass
+class Undisturbed:
+    """One request's body, and its answer: text by token, and the gap between the two likeliest of each."""
+
+    body: bytes
+    is_drawn: bool
+    tokens: list[str]
+    gaps: list[float]
+
+
+@dataclass
+class Counts:
+    """What became of all requests."""
+
+    served: int = 0
+    asked_again: int = 0
+    near_ties: list[str] = field(default_factory=list)
+    drawn_otherwise: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    slowest_seconds: float = 0.0
+    metrics: Counter[str] = field(default_factory=Counter[str])
+
+
+def bodies(chance: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    """Yield requests: half of them long enough to be offloaded, a third of them drawn."""
+    for number in range(count):
+        letters = "abcdefghijklmnopqrstuvwxyz (),.\n"
+        prompt = "".join(chance.choices(letters, k=chance.choice([40, 120, 2000, 4000])))
+        drawn = {"temperature": 1.0, "seed": number} if number % 3 == 0 else {"temperature": 0}
+        tokens = chance.randint(40, 200)
+        yield {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "logprobs": 2, **drawn}
+
+
+async def undisturbed(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Undisturbed:
+    """Ask a worker by itself."""
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        logprobs = (await answer.json())["choices"][0]["logprobs"]
+    gaps = [max(top.values()) - min(top.values()) for top in logprobs["top_logprobs"]]
+    return Undisturbed(json.dumps(body | {"stream": True}).encode(), "seed" in body, logprobs["tokens"], gaps)
+
+
+class Client:
+    """Asks one request after another until it is told to stop."""
+
+    def __init__(self, stage: Stage, asked: list[Undisturbed], counts: Counts, chance: random.Random):
+        self._stage = stage
+        self._asked = asked
+        self._counts = counts
+        self._chance = chance
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Ask."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
+            while not stop.is_set():
+                began = time.monotonic()
+                await self._ask(session, self._chance.choice(self._asked))
+                self._counts.slowest_seconds = max(self._counts.slowest_seconds, time.monotonic() - began)
+
+    async def _ask(self, session: aiohttp.ClientSession, asked: Undisturbed) -> None:
+        number = self._chance.randrange(2)
+        while True:
+            gateway, port = self._stage.gateways[number], self._stage.ports[number]
+            kills = gateway.kills
+            try:
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                async with session.post(url, data=asked.body) as answer:
+                    data = await answer.read()
+                    status = answer.status
+            except (aiohttp.ClientError, OSError) as error:
+                # Refused while it is down, or broken because it was killed: the client's own affair.
+                if isinstance(error, aiohttp.ClientConnectorError) or gateway.kills != kills:
+                    self._counts.asked_again += 1
+                    number = 1 - number
+                    await asyncio.sleep(0.05)
+                    continue
+                self._counts.lost.append(f"{type(error).__name__}: {error}")
+                return
+            self._judge(asked, status, data)
+            return
+
+    def _judge(self, asked: Undisturbed, status: int, data: bytes) -> None:
+        self._counts.served += 1
+        events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
+        if status != 200 or not events or events[-1] != b"[DONE]":
+            self._counts.lost.append(f"HTTP {status}: {data[-300:]!r}")
+            return
+        choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+        tokens = [token for choice in choices for token in (choice["logprobs"] or {"tokens": ()})["tokens"]]
+        if tokens == asked.tokens:
+            return
+        place = next((at for at, pair in enumerate(zip(tokens, asked.tokens, strict=False)) if pair[0] != pair[1]), -1)
+        text = f"another answer from token {place} on, of {len(asked.tokens)}, got {len(tokens)}"
+        if place >= 0 and len(tokens) == len(asked.tokens) and (asked.is_drawn or asked.gaps[place] < NEAR_TIE):
+            kind = self._counts.drawn_otherwise if asked.is_drawn else self._counts.near_ties
+            kind.append(f"{text}, gap {asked.gaps[place]:.1e}")
+        else:
+            self._counts.lost.append(text)
+
+
+async def read_metrics(stage: Stage, number: int, counts: Counts) -> None:
+    """Add what a gateway has counted, before it is killed or in the end."""
+    url = f"http://127.0.0.1:{stage.ports[number]}/metrics"
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        for line in (await answer.text()).splitlines():
+            name, _, value = line.rpartition(" ")
+            if name in (*COUNTED, REFUSED):
+                counts.metrics[name] += int(float(value))
+
+
+async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, kills: int) -> Counter[str]:
+    """Kill one of two alike at a time, so many times."""
+    done: Counter[str] = Counter()
+    pairs: dict[str, list[Part] | list[Link]] = {
+        "decode": stage.decodes,
+        "prefill": stage.prefills,
+        "link": stage.links,
+        "gateway": stage.gateways,
+    }
+    for number in range(kills):
+        kind = chance.choice(list(pairs))
+        at = chance.randrange(2)
+        victim = pairs[kind][at]
+        await asyncio.sleep(chance.uniform(0.0, LONGEST_PAUSE_SECONDS))
+        if kind == "gateway":
+            await read_metrics(stage, at, counts)
+        victim.kill()
+        done[kind] += 1
+        if kind == "link":
+            await asyncio.sleep(chance.uniform(0.1, LONGEST_CUT_SECONDS))
+        await victim.come_back()
+        so_far = f"{counts.served} requests, {len(counts.lost)} lost, {len(counts.near_ties)} near-ties"
+        print(f"{number + 1}: killed {victim.name}; {so_far}", file=sys.stderr)
+    return done
+
+
+async def measure(given: argparse.Namespace, folder: Path) -> tuple[Counts, Counter[str]]:
+    """Start everything, load it, kill, and count."""
+    chance, counts = random.Random(given.seed), Counts()
+    stage = Stage(folder)
+    try:
+        await stage.ready()
+        async with aiohttp.ClientSession() as session:
+            url = stage.decode_url(0)
+            asked = [await undisturbed(session, url, body) for body in bodies(chance, given.requests)]
+        stop = asyncio.Event()
+        clients = [
+            asyncio.create_task(Client(stage, asked, counts, random.Random(given.seed + number)).run(stop))
+            for number in range(given.clients)
+        ]
+        done = await kill_at_random(stage, counts, chance, given.kills)
+        stop.set()
+        await asyncio.gather(*clients)
+        for number in range(2):
+            await read_metrics(stage, number, counts)
+        return counts, done
+    finally:
+        stage.end()
+
+
+def figures(given: argparse.Namespace) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory(prefix="prfaas-failover-") as folder:
+        counts, done = asyncio.run(measure(given, Path(folder)))
+    for told in (*counts.lost, *counts.near_ties, *counts.drawn_otherwise):
+        print(told, file=sys.stderr)
+    for kind, number in sorted(done.items()):
+        yield Figure(name=f"kills of a {kind}", value=number, unit="", better="higher")
+    yield Figure(name="requests", value=counts.served, unit="", better="higher")
+    yield Figure(name="requests lost, or answered otherwise", value=len(counts.lost), unit="", reach=0)
+    yield Figure(name="greedy answers that differ after a near-tie", value=len(counts.near_ties), unit="")
+    yield Figure(name="drawn answers that differ", value=len(counts.drawn_otherwise), unit="")
+    yield Figure(name="streams that another worker went on with", value=counts.metrics[COUNTED[0]], unit="")
+    yield Figure(name="tokens computed again for them", value=counts.metrics[COUNTED[1]], unit="")
+    yield Figure(name="retries refused by the budget", value=counts.metrics[REFUSED], unit="", reach=0)
+    yield Figure(name="asked again by clients of a killed gateway", value=counts.asked_again, unit="")
+    yield Figure(name="slowest request, kills included", value=counts.slowest_seconds, unit="s")
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=24, help="different ones, each asked many times")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+if __name__ == "__main__":
+    run("failover", __doc__ or "", figures, flags)

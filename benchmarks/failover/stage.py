@@ -1,0 +1,205 @@
+"""What is killed, and starts again: workers, gateways, and the link between decode and prefill as a TCP relay."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
+
+NET = f"127.{10 + os.getpid() % 80}.{os.getpid() // 80 % 250}"
+"""Loopback addresses of this process alone."""
+API_PORT, DATA_PORT = 8000, 8001
+START_SECONDS = 180.0
+THRESHOLD_TOKENS = 400
+
+
+class Part:
+    """A process that can be killed and comes back under its own address."""
+
+    def __init__(self, name: str, command: list[str], ready_url: str, log: Path):
+        self.name = name
+        self.kills = 0
+        self._command = command
+        self._ready_url = ready_url
+        self._log = log.open("ab")
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            self._command, stdout=self._log, stderr=self._log, env=environment, start_new_session=True
+        )
+
+    def kill(self) -> None:
+        """End it and its engine at once, as a node that fails does."""
+        self.kills += 1
+        for pid in (*_children(self._process.pid), self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    async def come_back(self) -> None:
+        """Start again, and wait until it serves."""
+        self._process = self._start()
+        await self.ready()
+
+    async def ready(self) -> None:
+        """Wait until it serves."""
+        async with asyncio.timeout(START_SECONDS), aiohttp.ClientSession() as session:
+            while True:
+                with suppress(aiohttp.ClientError):
+                    async with session.get(self._ready_url) as answer:
+                        if answer.status == 200:
+                            return
+                await asyncio.sleep(0.1)
+
+    def end(self) -> None:
+        """End it for good."""
+        if self._process.poll() is None:
+            self.kill()
+        self._log.close()
+
+
+class Link:
+    """Relays from one address to another, on both ports of a worker. Cut, it resets all and refuses more."""
+
+    def __init__(self, name: str, host: str, target: str):
+        self.name = name
+        self.host = host
+        self.kills = 0
+        self._target = target
+        self._servers: list[asyncio.Server] = []
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def come_back(self) -> None:
+        """Relay."""
+        for port in (API_PORT, DATA_PORT):
+            self._servers.append(await asyncio.start_server(self._relay(port), self.host, port))
+
+    def kill(self) -> None:
+        """Cut it."""
+        self.kills += 1
+        self.end()
+
+    def end(self) -> None:
+        """Close everything."""
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def _relay(self, port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._writers.add(writer)
+            try:
+                theirs, to_them = await asyncio.open_connection(self._target, port)
+                self._writers.add(to_them)
+                await asyncio.gather(_pass_on(reader, to_them), _pass_on(theirs, writer))
+                self._writers.discard(to_them)
+            except (OSError, asyncio.CancelledError):
+                pass  # cut, or the end of all
+            finally:
+                writer.transport.abort()
+                self._writers.discard(writer)
+
+        return relay
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
+    except OSError:
+        writer.transport.abort()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+class Stage:
+    """Two decode workers, two prefill workers behind a link each, two gateways."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.decodes = [self._worker(f"d{number}", f"{NET}.{2 + number}", "decode") for number in range(2)]
+        self.prefills = [self._worker(f"x{number}", f"{NET}.{12 + number}", "prefill") for number in range(2)]
+        self.links = [Link(f"link{number}", f"{NET}.{22 + number}", f"{NET}.{12 + number}") for number in range(2)]
+        routes = folder / "routes.json.gz"
+        routes.write_bytes(encode(self._table()))
+        self.ports = _free_ports(2)
+        self.gateways = [self._gateway(number, port, routes) for number, port in enumerate(self.ports)]
+
+    @property
+    def parts(self) -> list[Part]:
+        """All processes."""
+        return [*self.decodes, *self.prefills, *self.gateways]
+
+    async def ready(self) -> None:
+        """Wait until all serve."""
+        await asyncio.gather(*(part.ready() for part in self.parts), *(link.come_back() for link in self.links))
+
+    def end(self) -> None:
+        """End all."""
+        for part in (*self.parts, *self.links):
+            part.end()
+
+    def decode_url(self, number: int) -> str:
+        """Address of a decode worker."""
+        return f"http://{NET}.{2 + number}:{API_PORT}"
+
+    def _worker(self, name: str, host: str, role: str) -> Part:
+        command = [sys.executable, "-m", "prfaas_worker", "--model-source", "builtin:kimi-linear-tiny"]
+        command += ["--model-name", "m", "--host", host, "--instance", name, "--role", role, "--threads", "1"]
+        return Part(name, command, f"http://{host}:{API_PORT}/readyz", self.folder / f"{name}.log")
+
+    def _gateway(self, number: int, port: int, routes: Path) -> Part:
+        command = [sys.executable, "-m", "prfaas_gateway", "--port", str(port), "--routes-file", str(routes)]
+        log = self.folder / f"gateway{number}.log"
+        return Part(f"gateway{number}", command, f"http://127.0.0.1:{port}/readyz", log)
+
+    def _table(self) -> RoutingTable:
+        hosts = [("d0", 2), ("d1", 3), ("x0", 22), ("x1", 23)]  # prefill workers through their links
+        return RoutingTable(
+            policy="bench",
+            namespace="bench",
+            generation=1,
+            model="m",
+            on_offload_failure="PrefillLocally",
+            threshold=Threshold(mode="Fixed", tokens=THRESHOLD_TOKENS, min_tokens=1, max_tokens=100_000),
+            watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+            short_interval_seconds=1,
+            clusters=(Cluster(name="far", capacity_mbps=1000, utilisation_query="vector(0)"),),
+            instances=tuple(
+                Instance(
+                    name=name,
+                    pool=name[0],
+                    cluster="hub" if name[0] == "d" else "far",
+                    role="decode" if name[0] == "d" else "prefill",
+                    url=f"http://{NET}.{last}:{API_PORT}",
+                )
+                for name, last in hosts
+            ),
+        )
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

@@ -1,0 +1,44 @@
+"""Every published figure beside the model's and the simulator's.
+
+    prfaas bench reproduction [--write] [-o json]
+
+With --write, docs/reproduction.md and its pictures are made anew. Virtual time: other work on the machine changes
+nothing but how long it takes, about a minute of one core.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.report import Figure, run
+from benchmarks.reproduction import sections
+from benchmarks.reproduction.document import document
+
+from prfaas.cli.plan import load
+
+ROOT = Path(__file__).parents[2]
+PAPER = ROOT / "examples" / "paper.yaml"
+PAGE = ROOT / "docs" / "reproduction.md"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--write", action="store_true", help="also write docs/reproduction.md and its pictures")
+
+
+def figures(given: argparse.Namespace) -> Iterator[Figure]:
+    """Compute everything; ours is the value, what was published its rival."""
+    made = sections.everything(load(PAPER), simulate=True)
+    if given.write:
+        from benchmarks.reproduction.plots import plot_all
+
+        PAGE.write_text(document(made), encoding="utf-8")
+        plot_all(PAGE.parent / "reproduction", made[0])
+    for row in (row for section in made for row in section.rows):
+        for kind, value in (("model", row.model), ("simulated", row.simulated)):
+            if value is not None:
+                name = f"{row.name} ({kind})"
+                yield Figure(name=name, value=value, unit="", rival="published", rival_value=row.published)
+
+
+if __name__ == "__main__":
+    run("reproduction", __doc__ or "", figures, add_flags)

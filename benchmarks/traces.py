@@ -1,0 +1,140 @@
+"""Every policy on published traces, at several rates.
+
+    prfaas bench traces TRACE... [--write] [--loads 0.5 0.7 0.9]
+
+The hardware of examples/simulate.yaml, planned for the trace's lengths, with a link that stays as declared and the
+trace's own bursts and prefixes. Rates are shares of what the plan carries, which knows no prefixes. Lambda at SLO is
+the highest rate at which P90 keeps slo.ttftMillis, within 2 %. With --write, docs/traces.md is made anew. Traces are
+not part of the repository: docs/simulation.md says which are read. Virtual time, a few minutes of one core a trace.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from benchmarks.report import Figure, run
+
+from prfaas.cli.simulate import Load
+from prfaas.simulate.outcome import Result
+from prfaas.simulate.scenario import POLICIES, PolicyName
+from prfaas.simulate.search import highest_rate
+from prfaas.simulate.setup import planned
+
+ROOT = Path(__file__).parents[1]
+SYSTEM = ROOT / "examples" / "simulate.yaml"
+PAGE = ROOT / "docs" / "traces.md"
+LOADS = (0.5, 0.7, 0.9)
+HEAD = """# Policies on published traces
+
+    prfaas bench traces mooncake_conversation.jsonl azure_2023_code.csv --write       # regenerates this page
+
+The hardware of `examples/simulate.yaml`, the paper's case with a link of 20 Gbit/s, planned for each trace's lengths;
+`homogeneous` has as many instances, all in the hub. The link stays as declared; bursts, lengths and prefixes are the
+trace's own (Azure's has no prefixes). Rates are shares of what the plan carries, which knows no prefixes. Caches are
+those of a model of 1T parameters, 2 TB a cluster. *Λ at SLO*: the highest rate at which P90 of TTFT is at most
+{slo:g} s and nothing is refused. Times in seconds.
+"""
+COLUMNS = (
+    "policy",
+    "requests/s",
+    "P50",
+    "P90",
+    "P99",
+    "mean",
+    "offloaded",
+    "egress, Gbit/s",
+    "hit rate",
+    "Λ at SLO, 1/s",
+)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy at one rate."""
+
+    trace: str
+    policy: PolicyName
+    load: float
+    rate_per_second: float
+    result: Result
+    rate_within_slo: float
+
+
+def rows(path: Path, loads: Sequence[float]) -> Iterator[Row]:
+    """Serve a trace under every policy."""
+    load = Load(SYSTEM, path, None)
+    load.setup = msgspec.structs.replace(load.setup, links={})
+    highest = planned(load.file, "static")[1].lambda_max
+    for policy in POLICIES:
+        _say(f"{path.name}: {policy}")
+        results = {share: load.run(policy, share * highest) for share in loads}
+        within = _within_slo(load, policy, highest)
+        for share, result in results.items():
+            rate = share * highest
+            yield Row(
+                trace=path.name, policy=policy, load=share, rate_per_second=rate, result=result, rate_within_slo=within
+            )
+
+
+def _within_slo(load: Load, policy: PolicyName, start: float) -> float:
+    limit_seconds = (load.file.slo.ttft_millis or 0.0) / 1000
+
+    def keeps(rate_per_second: float) -> bool:
+        result = load.run(policy, rate_per_second)
+        return result.refused == 0 and result.ttft_seconds.p90 <= limit_seconds
+
+    return highest_rate(keeps, start)
+
+
+def page(found: Sequence[Row], slo_seconds: float) -> str:
+    """Return docs/traces.md."""
+    parts = [HEAD.format(slo=slo_seconds)]
+    for trace, load in dict.fromkeys((row.trace, row.load) for row in found):
+        mine = [row for row in found if (row.trace, row.load) == (trace, load)]
+        lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(_cells, mine)]
+        shown = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        parts.append(f"## {trace} at {load:.0%} of the plan\n\n{shown}\n")
+    return "\n".join(parts)
+
+
+def _cells(row: Row) -> list[str]:
+    ttft, result = row.result.ttft_seconds, row.result
+    return [
+        row.policy,
+        f"{row.rate_per_second:.2f}",
+        *(f"{value:.2f}" for value in (ttft.p50, ttft.p90, ttft.p99, ttft.mean)),
+        f"{result.offloaded_fraction:.2f}",
+        f"{result.egress_gbps:.1f}",
+        f"{result.hit_rate:.2f}",
+        f"{row.rate_within_slo:.2f}",
+    ]
+
+
+def figures(given: argparse.Namespace) -> Iterator[Figure]:
+    """Compute everything."""
+    found = [row for path in given.traces for row in rows(path, given.loads)]
+    if given.write:
+        slo_millis = Load(SYSTEM, None, None).file.slo.ttft_millis or 0.0
+        PAGE.write_text(page(found, slo_millis / 1000), encoding="utf-8")
+    for row in found:
+        where = f"{row.trace}, {row.policy}, {row.load:.0%}"
+        yield Figure(name=f"{where}: P90 TTFT", value=row.result.ttft_seconds.p90, unit="s")
+    for (trace, policy), rate in {(row.trace, row.policy): row.rate_within_slo for row in found}.items():
+        yield Figure(name=f"{trace}, {policy}: rate within SLO", value=rate, unit="1/s", better="higher")
+
+
+def _say(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{what:60s}", end="", file=sys.stderr)
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """Add what this benchmark is told."""
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
+    parser.add_argument("--write", action="store_true", help="also write docs/traces.md")
+
+
+if __name__ == "__main__":
+    run("traces", __doc__ or "", figures, flags)

@@ -1,0 +1,175 @@
+"""The two ends of a transfer as the benchmark drives them, over the worker's own transfer code: the one file to change
+when that code does.
+
+A giver stands for a prefill instance: its caches are random bytes, and its prefill takes as long as it is told to. A
+taker stands for a decode instance with memory of its own that was touched before, as a running instance's is.
+"""
+
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import xxhash
+from benchmarks.transfer.shapes import SHAPES
+
+from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.receipt import Receipt
+from prfaas.wire.transfer import Manifest
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
+from prfaas_worker.credentials import Credentials
+from prfaas_worker.transfer.accounting import Monitor
+from prfaas_worker.transfer.bucket import TokenBucket
+from prfaas_worker.transfer.budget import Budget
+from prfaas_worker.transfer.connections import Connections
+from prfaas_worker.transfer.connections import Giver as Port
+from prfaas_worker.transfer.counters import TransferCounters
+from prfaas_worker.transfer.door import Door, TlsDoor
+from prfaas_worker.transfer.intake import Intake
+from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
+from prfaas_worker.transfer.offers import Offer, Offers, Prompt
+from prfaas_worker.transfer.packing import Packer
+from prfaas_worker.transfer.pull import Pull, Shared
+from prfaas_worker.transfer.sender import Sender, listen
+from prfaas_worker.transfer.traffic import Traffic
+
+MEMORY_LIMIT_MIB: int | None = 256
+"""The setting that bounds what transfers hold beside the cache."""
+HAS_TLS = True
+"""Whether both ends obey `Plan.tls`."""
+FINGERPRINT = "0" * 64
+HIDDEN_SIZE = 2304
+CHUNK_TOKENS = 2048
+"""A prefill instance's step."""
+PORT = 7100
+SILENCE_SECONDS = 5.0
+
+
+class Plan(NamedTuple):
+    """What both ends are made for: a model's shape, tokens of a cache, how many of them at once, TLS files or none."""
+
+    shape: str
+    tokens: int
+    copies: int = 1
+    tls: str = ""
+
+
+class Caches:
+    """Memory with room for `copies` caches, each in a slot and pages of its own."""
+
+    def __init__(self, plan: Plan):
+        self.layers = SHAPES[plan.shape]
+        geometry = CacheGeometry(self.layers)
+        pages = geometry.pages_for(plan.tokens)
+        count = pages * plan.copies
+        self.memory = CacheMemory(geometry, num_pages=count, num_slots=plan.copies, max_context=plan.tokens)
+        self.memory.pages.fill_(1)
+        self.memory.slots.fill_(1)
+        self.places = [Place(self.memory, slot, range(slot * pages, (slot + 1) * pages)) for slot in range(plan.copies)]
+
+    def randomise(self) -> None:
+        """Give it content that compresses no more than noise."""
+        generator = torch.Generator().manual_seed(1)
+        self.memory.pages.random_(0, 256, generator=generator)
+        self.memory.slots.random_(0, 256, generator=generator)
+
+    def digest(self, copy: int) -> str:
+        """Digest of one cache's rows and states."""
+        place, made = self.places[copy], xxhash.xxh3_64()
+        for index in range(len(self.layers)):
+            for rows in self.memory.rows(index).values():
+                made.update(bytes_of(rows[place.pages.start : place.pages.stop].contiguous()))
+            for state in self.memory.states(index).values():
+                made.update(bytes_of(state[place.slot].contiguous()))
+        return made.hexdigest()
+
+
+class Giver:
+    """Gives one cache as often as it is asked to."""
+
+    def __init__(self, host: str, plan: Plan):
+        self.caches = Caches(plan)
+        self.caches.randomise()
+        self.prefill_ended = 0.0
+        self._hidden = torch.zeros(HIDDEN_SIZE)
+        layout = FINGERPRINT, layer_groups(self.caches.layers), HIDDEN_SIZE
+        self._offers = Offers(layout, PORT, capacity=1000)
+        self._peer = "taker" if plan.tls else ""
+        Sender(listen(host, PORT), self._offers, traffic_of(plan, "giver"))
+
+    def offer(self, tokens: int, prefill_seconds: float) -> dict[str, Any]:
+        """Begin a prefill that takes so long, and return the grant; without any time it is done on return."""
+        offer, grant = self._offers.grant(Prompt(0, "bench", tokens, 0, self._peer))
+        if prefill_seconds:
+            threading.Thread(target=self._prefill, args=(offer, tokens, prefill_seconds), daemon=True).start()
+        else:
+            self._prefill(offer, tokens, 0.0)
+        return msgspec.to_builtins(grant)
+
+    def _prefill(self, offer: Offer, tokens: int, seconds: float) -> None:
+        """Put rows in as the engine does: layer by layer of each chunk, states with the last one."""
+        offer.computing()
+        place, layers = self.caches.places[0], len(self.caches.layers)
+        starts = range(0, tokens, CHUNK_TOKENS)
+        due, step = time.monotonic(), seconds / (len(starts) * layers)
+        for start in starts:
+            end = min(start + CHUNK_TOKENS, tokens)
+            for layer in range(layers):
+                due += step
+                time.sleep(max(0.0, due - time.monotonic()))
+                for frame in block_frames(offer.manifest, place, layer, (start, end)):
+                    offer.put(frame)
+                if end == tokens:
+                    for frame in state_frames(offer.manifest, place, layer):
+                        offer.put(frame)
+        self.prefill_ended = time.monotonic()
+        offer.put(hidden_frame(offer.manifest, self._hidden))
+        offer.computed(seconds)
+
+
+class Taker:
+    """Takes caches into its own."""
+
+    def __init__(self, host: str, plan: Plan):
+        self._plan = plan
+        self._port = Port(host, PORT, "giver" if plan.tls else "")
+        self.caches = Caches(plan)
+        traffic = traffic_of(plan, "taker")
+        self._shared = Shared(Connections(traffic.door), TransferCounters(), traffic)
+
+    def take(self, grant: dict[str, Any], copy: int) -> int:
+        """Take one cache, and return its bytes.
+
+        Raises:
+            PeerError: it did not arrive whole.
+
+        """
+        granted = msgspec.convert(grant, PrefillGrant)
+        manifest = Manifest(
+            fingerprint=FINGERPRINT,
+            transfer_id=granted.transfer_id,
+            epoch=granted.epoch,
+            start_token=0,
+            end_token=self._plan.tokens,
+            groups=layer_groups(self.caches.layers),
+            hidden_size=HIDDEN_SIZE,
+        )
+        receipt = Receipt(manifest, guard=threading.Lock())
+        connections, counters, traffic = self._shared
+        silent_seconds = partial(connections.silent_seconds, self._port)
+        intake = Intake(receipt, self.caches.places[copy], counters.received, silent_seconds, traffic.memory)
+        Pull(self._shared, self._port, granted.token, intake).run()
+        receipt.require_whole()
+        return receipt.received_bytes
+
+
+def traffic_of(plan: Plan, cluster: str) -> Traffic:
+    """Return what an instance's transfers share; no cap, and noise goes through no codec."""
+    monitor = Monitor()
+    door = TlsDoor(Credentials(Path(plan.tls) / cluster)) if plan.tls else Door()
+    limit_bytes = MEMORY_LIMIT_MIB << 20 if MEMORY_LIMIT_MIB else sys.maxsize
+    return Traffic(monitor, TokenBucket(), Budget(limit_bytes), Packer("none", monitor), door)

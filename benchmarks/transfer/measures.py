@@ -1,0 +1,226 @@
+"""What is measured over the links, each beside its rival in the same minute."""
+
+import datetime
+import re
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.report import Figure
+from benchmarks.transfer.ends import CHUNK_TOKENS, HAS_TLS, MEMORY_LIMIT_MIB, Plan
+from benchmarks.transfer.link import Link, link
+from benchmarks.transfer.process import End, ends
+from benchmarks.transfer.rivals import Carried, best_rival
+from benchmarks.transfer.shapes import SHAPES
+
+from prfaas import identity
+from prfaas.errors import InternalError
+from prfaas_worker.cache.memory import CacheGeometry
+
+GIB = 1 << 30
+TOKENS = 8192
+ROUND_TRIP_SECONDS = 0.03
+LOSS = 0.001
+SLOW_MBPS = 200
+TOGETHER = 64
+TINY_TOKENS = 16_384
+
+
+class Case(NamedTuple):
+    """A link, how many caches of 8K tokens of the 48B model's shape cross it in a round, and what to reach."""
+
+    name: str
+    reach: float
+    mbps: float | None = None
+    round_trip_seconds: float = 0.0
+    loss: float = 0.0
+    transfers: int = 1
+    rounds: int = 1
+    tls: bool = False
+
+
+GOODPUT = (
+    Case("200 Mbit/s", 0.95, SLOW_MBPS),
+    Case("1 Gbit/s", 0.95, 1000, transfers=4),
+    Case("unshaped", 0.75, transfers=8, rounds=5),
+)
+SECURE = (
+    Case("mutual TLS, 200 Mbit/s", 0.95, SLOW_MBPS, tls=True),
+    Case("mutual TLS, 1 Gbit/s", 0.95, 1000, transfers=4, tls=True),
+)
+FAR = (
+    Case("200 Mbit/s, 30 ms", 0.9, SLOW_MBPS, ROUND_TRIP_SECONDS),
+    Case("200 Mbit/s, 30 ms, 0.1% lost", 0.7, SLOW_MBPS, ROUND_TRIP_SECONDS, LOSS),
+    Case("1 Gbit/s, 30 ms, 0.1% lost", 0.7, 1000, ROUND_TRIP_SECONDS, LOSS, transfers=4),
+)
+CPU_REACH = 0.7
+TAIL_REACH = 1.2
+
+
+class Round(NamedTuple):
+    """One round of transfers: bytes, seconds of wall clock, CPU seconds of giver and taker."""
+
+    count_bytes: int
+    seconds: float
+    giver_cpu: float
+    taker_cpu: float
+
+    @property
+    def mbps(self) -> float:
+        """Goodput."""
+        return self.count_bytes * 8e-6 / self.seconds
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds of both ends for 2^30 bytes."""
+        return (self.giver_cpu + self.taker_cpu) / self.count_bytes * GIB
+
+
+def say(what: str) -> None:
+    """Tell the person who waits."""
+    print(f"transfer: {what}", file=sys.stderr, flush=True)
+
+
+def secure() -> Iterator[Figure]:
+    """The same with mutual TLS, each end with a certificate of its own cluster."""
+    if not HAS_TLS:
+        say("mutual TLS is not measured: the ends do not speak it")
+        return
+    validity = identity.valid_for(datetime.datetime.now(datetime.UTC), days=1)
+    authority = identity.make_authority("bench", validity)
+    with tempfile.TemporaryDirectory() as directory:
+        for cluster in ("giver", "taker"):
+            pair, files = identity.issue(authority, cluster, validity), Path(directory) / cluster
+            files.mkdir()
+            (files / "tls.crt").write_bytes(pair.certificate)
+            (files / "tls.key").write_bytes(pair.key)
+            (files / "ca.crt").write_bytes(identity.bundle(authority.certificate))
+        yield from goodput(SECURE, directory)
+
+
+def goodput(cases: tuple[Case, ...], tls: str = "") -> Iterator[Figure]:
+    """Goodput of one cache after the other, from connecting to the last byte placed, and the CPU it takes.
+
+    Where the cases ask for TLS, its files are in the directory `tls`.
+    """
+    for case in cases:
+        say(f"goodput, {case.name}")
+        with link(case.mbps, case.round_trip_seconds, case.loss) as made:
+            plan = Plan("48b", TOKENS, tls=tls if case.tls else "")
+            with ends(made, plan) as (giver, taker):
+                rounds, rivals = [], []
+                for _ in range(case.rounds):
+                    rivals.append(best_rival(made, 1.0 if case.mbps is None else 4.0))
+                    rounds.append(_transfer(giver, taker, case.transfers))
+                _require_equal(giver, taker)
+        yield from _figures(case, rounds, rivals)
+
+
+def _figures(case: Case, rounds: list[Round], rivals: list[Carried]) -> Iterator[Figure]:
+    own, rival = (statistics.median(one.mbps for one in found) for found in (rounds, rivals))
+    of_rival = statistics.median(one.mbps / other.mbps for one, other in zip(rounds, rivals, strict=True))
+    named = {"rival": rivals[0].name}
+    yield Figure(name=f"goodput, {case.name}", value=own, unit="Mbit/s", better="higher", rival_value=rival, **named)
+    ratio = {"unit": "ratio", "better": "higher", "reach": case.reach}
+    yield Figure(name=f"goodput, {case.name}, of {named['rival']}", value=of_rival, **ratio)
+    yield Figure(
+        name=f"CPU for a GiB, {case.name}",
+        value=statistics.median(one.cpu_seconds for one in rounds),
+        unit="s",
+        reach=CPU_REACH if case.mbps is None else None,
+        rival_value=statistics.median(one.cpu_seconds for one in rivals),
+        **named,
+    )
+
+
+def _transfer(giver: End, taker: End, count: int) -> Round:
+    before = giver.ask("cpu"), taker.ask("cpu")
+    count_bytes, seconds = 0, 0.0
+    for _ in range(count):
+        grant = giver.ask("offer", tokens=giver.plan.tokens, prefill_seconds=0.0)
+        taken = taker.ask("take", grants=[grant])
+        count_bytes += taken["bytes"]
+        seconds += taken["seconds"]
+    after = giver.ask("cpu"), taker.ask("cpu")
+    return Round(count_bytes, seconds, after[0] - before[0], after[1] - before[1])
+
+
+def _require_equal(giver: End, taker: End) -> None:
+    if giver.ask("digest", copy=0) != taker.ask("digest", copy=0):
+        raise InternalError("the cache that arrived is not the one that was sent")
+
+
+def tail() -> Iterator[Figure]:
+    """How long after the end of a prefill its last byte stands at the taker, on a link that is just fast enough."""
+    say("from the end of prefill to the last byte")
+    geometry = CacheGeometry(SHAPES["48b"])
+    chunk_bytes = CHUNK_TOKENS * geometry.token_bytes
+    with link(SLOW_MBPS) as made, ends(made, Plan("48b", TOKENS)) as (giver, taker):
+        rate = best_rival(made, 3.0).mbps * 1e6 / 8
+        prefill_seconds = TOKENS / CHUNK_TOKENS * chunk_bytes / rate
+        found = []
+        for _ in range(2):
+            grant = giver.ask("offer", tokens=TOKENS, prefill_seconds=prefill_seconds)
+            ended = taker.ask("take", grants=[grant])["ended"]
+            found.append(ended - giver.ask("prefill ended"))
+    least = (chunk_bytes + geometry.state_bytes) / rate
+    value = statistics.median(found)
+    named = {"rival": "(last chunk + state) / rate", "rival_value": least}
+    yield Figure(name=f"end of prefill to last byte, {TOKENS:,} tokens", value=value, unit="s", **named)
+    yield Figure(name="end of prefill to last byte, of the least", value=value / least, unit="ratio", reach=TAIL_REACH)
+
+
+def memory() -> Iterator[Figure]:
+    """What many transfers at once hold beside the caches themselves, in both processes and in the kernel."""
+    say(f"memory of {TOGETHER} transfers")
+    plan = Plan("tiny", TINY_TOKENS, copies=TOGETHER)
+    with link(SLOW_MBPS) as made, ends(made, plan) as (giver, taker):
+        grants = [giver.ask("offer", tokens=TINY_TOKENS, prefill_seconds=0.0) for _ in range(TOGETHER)]
+        with _watching(made, giver, taker) as peaks:
+            taken = taker.ask("take", grants=grants)
+        for copy in (0, TOGETHER - 1):
+            if giver.ask("digest", copy=0) != taker.ask("digest", copy=copy):
+                raise InternalError("a cache that arrived is not the one that was sent")
+    say(f"{taken['bytes'] * 8e-6 / taken['seconds']:.0f} Mbit/s together")
+    for name in ("giver", "taker"):
+        yield Figure(
+            name=f"memory of {TOGETHER} transfers, {name}", value=peaks[name], unit="MiB", reach=MEMORY_LIMIT_MIB
+        )
+        yield Figure(
+            name=f"memory of {TOGETHER} transfers, {name}'s sockets", value=peaks[f"{name}'s sockets"], unit="MiB"
+        )
+
+
+@contextmanager
+def _watching(made: Link, giver: End, taker: End) -> Iterator[dict[str, float]]:
+    """Fill in, at the end, by how many MiB processes and sockets were larger than at the start, at most."""
+    peaks: dict[str, float] = {}
+    over = threading.Event()
+    begun = _held_mib(made, giver, taker)
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            for name, mib in _held_mib(made, giver, taker).items():
+                peaks[name] = max(peaks.get(name, 0.0), mib - begun[name])
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        over.set()
+        thread.join()
+
+
+def _held_mib(made: Link, giver: End, taker: End) -> dict[str, float]:
+    held = {"giver": giver.pss_mib(), "taker": taker.pss_mib()}
+    for name, namespace in (("giver", made.giver), ("taker", made.taker)):
+        # skmem: bytes of memory that hold received (r), sent (t) and queued (f) data
+        found = re.findall(r"skmem:\(r(\d+),rb\d+,t(\d+),tb\d+,f(\d+),w(\d+)", namespace.run("ss", "-tnm"))
+        held[f"{name}'s sockets"] = sum(int(received) + int(queued) for received, _, _, queued in found) / (1 << 20)
+    return held

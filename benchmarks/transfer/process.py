@@ -1,0 +1,120 @@
+"""A giver or a taker in a process of its own, inside its namespace, asked in lines of JSON.
+
+    python -m benchmarks.transfer.process give|take ADDRESS_OF_THE_GIVER PLAN
+
+Ends when standard input does, and with the process that started it.
+"""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.transfer.ends import Giver, Plan, Taker
+from benchmarks.transfer.link import Link, Namespace
+
+from prfaas.errors import PeerError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class End:
+    """A giver or taker as the benchmark sees it."""
+
+    def __init__(self, role: str, namespace: Namespace, giver_address: str, plan: Plan):
+        command = [sys.executable, "-m", "benchmarks.transfer.process", role, giver_address, json.dumps(plan)]
+        self._process = namespace.start(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.plan = plan
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def ask(self, what: str, **details: Any) -> Any:
+        """Let it do something, and return its answer."""
+        self.begin(what, **details)
+        return self.answer()
+
+    def begin(self, what: str, **details: Any) -> None:
+        """Let it do something whose answer is read later."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([what, details]) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Return the next answer."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerError(f"{' '.join(map(str, self._process.args[-3:-1]))} ended: its messages stand above")
+        return json.loads(line)
+
+    def pss_mib(self) -> float:
+        """Memory that it holds now, shared pages counted by their share."""
+        found = re.search(r"Pss:\s+(\d+) kB", Path(f"/proc/{self.pid}/smaps_rollup").read_text())
+        return int(found.group(1)) / 1024 if found else 0.0
+
+    def close(self) -> None:
+        """End it."""
+        self._process.communicate()
+
+
+@contextmanager
+def ends(link: Link, plan: Plan) -> Iterator[tuple[End, End]]:
+    """Start a giver and a taker at the ends of a link, ready."""
+    giver = End("give", link.giver, link.giver.address, plan)
+    taker = End("take", link.taker, link.giver.address, plan)
+    try:
+        giver.answer(), taker.answer()
+        yield giver, taker
+    finally:
+        giver.close()
+        taker.close()
+
+
+def _give(giver: Giver, what: str, details: dict[str, Any]) -> Any:
+    if what == "offer":
+        return giver.offer(**details)
+    if what == "prefill ended":
+        return giver.prefill_ended
+    return _either(giver, what, details)
+
+
+def _take(taker: Taker, what: str, details: dict[str, Any]) -> Any:
+    if what != "take":
+        return _either(taker, what, details)
+    grants = details["grants"]
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(grants)) as threads:
+        taken = sum(threads.map(taker.take, grants, range(len(grants))))
+    ended = time.monotonic()
+    return {"bytes": taken, "seconds": ended - started, "ended": ended}
+
+
+def _either(end: Giver | Taker, what: str, details: dict[str, Any]) -> Any:
+    if what == "digest":
+        return end.caches.digest(**details)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    role, address, plan = sys.argv[1], sys.argv[2], Plan(*json.loads(sys.argv[3]))
+    end = Giver(address, plan) if role == "give" else Taker(address, plan)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        what, details = json.loads(line)
+        answer = _give(end, what, details) if isinstance(end, Giver) else _take(end, what, details)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
