@@ -26,8 +26,9 @@ from typing import Any
 import yaml
 from benchmarks.report import Figure, run
 
+from prfaas.ports import free_ports
 from prfaas_sandbox.build import ensure_tools
-from prfaas_sandbox.controlplane import ControlPlane, free_ports
+from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.tools import Tools
 
 ROOT = Path(__file__).parents[1]

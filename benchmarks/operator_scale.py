@@ -28,12 +28,13 @@ from urllib.parse import urlsplit
 from benchmarks.operator_kills import MODEL, Place, credentials, prepare, resource
 from benchmarks.report import Figure, cpu_seconds, run
 
+from prfaas.ports import free_ports
 from prfaas_operator.clusters.api import DEPLOYMENT, POD, PREFILL_POOL, Kind, Object
 from prfaas_operator.clusters.client import KubernetesCluster
 from prfaas_operator.clusters.connect import connect_context
 from prfaas_operator.errors import ConflictError
 from prfaas_sandbox.build import ensure_tools
-from prfaas_sandbox.controlplane import ControlPlane, free_ports
+from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.tools import Tools
 
 HUB, MEMBER, CLUSTER = "scale", "scale-member", "far"

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
+from prfaas.ports import free_ports
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 NET = f"127.{10 + os.getpid() % 80}.{os.getpid() // 80 % 250}"
@@ -141,7 +141,7 @@ class Stage:
         self.links = [Link(f"link{number}", f"{NET}.{22 + number}", f"{NET}.{12 + number}") for number in range(2)]
         routes = folder / "routes.json.gz"
         routes.write_bytes(encode(self._table()))
-        self.ports = _free_ports(2)
+        self.ports = free_ports(2)
         self.gateways = [self._gateway(number, port, routes) for number, port in enumerate(self.ports)]
 
     @property
@@ -195,11 +195,3 @@ class Stage:
                 for name, last in hosts
             ),
         )
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

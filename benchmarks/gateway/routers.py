@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from prfaas.ports import free_ports
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 READY_SECONDS = 60.0
@@ -66,8 +67,8 @@ def rival(folder: Path, worker: Router, *, two_legs: bool) -> Iterator[Router | 
         yield None
         return
     decode, prefill = (f"http://127.0.0.1:{port}" for port in (worker.port, worker.other_port))
-    port = free_port()
-    command = [program, "--port", str(port), "--prometheus-port", str(free_port()), "--log-level", "error"]
+    port, metrics_port = free_ports(2)
+    command = [program, "--port", str(port), "--prometheus-port", str(metrics_port), "--log-level", "error"]
     if two_legs:
         command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", prefill, "--decode", decode]
     else:
@@ -95,11 +96,6 @@ def routing_table(port: int, engine: str, *, two_legs: bool) -> RoutingTable:
         short_interval_seconds=1,
         instances=tuple(Instance(name=r, pool=r, cluster="hub", role=r, url=url, engine=engine) for r in roles),
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 def listens(port: int) -> bool:

@@ -28,6 +28,7 @@ RETRY_SECONDS: Final = 1.0
 """How often files that cannot be used are looked at again although nothing about them changed."""
 
 T = TypeVar("T")
+C = TypeVar("C", bound=ssl.SSLContext)
 Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -126,6 +127,14 @@ class CredentialFiles(Generic[T]):
             return self._make(files)
         except OSError as error:
             raise ConfigError(f"OpenSSL does not take these files: {error}; issue them anew") from error
+
+
+def tls13(kind: type[C], side: int) -> C:
+    """Return an empty context of TLS 1.3 alone, in which host names prove nothing: peers are known by their cluster."""
+    context = kind(side)
+    context.check_hostname = False
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    return context
 
 
 def load(context: ssl.SSLContext, files: Files) -> None:

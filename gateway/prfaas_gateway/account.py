@@ -43,12 +43,13 @@ class Account:
         """How long the request has been here."""
         return time.monotonic() - self.began
 
-    def answered(self, answer: Answer) -> None:
-        """Take in that the first token came, and what the worker counted."""
+    def answered(self, answer: Answer) -> float:
+        """Take in that the first token came, and what the worker counted; returns how long it took."""
         self.first_token_seconds = self.seconds
         with suppress(ValueError):  # an engine that reports no count
             self.prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
             self.cached_tokens = int(answer.headers.get(headers.CACHED_TOKENS, ""))
+        return self.first_token_seconds
 
     def heard(self, answer: Answer | None) -> None:
         """Take in what a worker said of its transfer, also of one that failed."""

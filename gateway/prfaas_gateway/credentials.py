@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prfaas import identity
-from prfaas.credentials import CredentialFiles, Files, load, utc_now
+from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError
 
 
@@ -63,9 +63,7 @@ class Credentials:
 
 
 def _context(cluster: str, files: Files) -> _Context:
-    context = _Context(ssl.PROTOCOL_TLS_CLIENT)
+    context = tls13(_Context, ssl.PROTOCOL_TLS_CLIENT)
     context.cluster = cluster
-    context.check_hostname = False
-    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     load(context, files)
     return context

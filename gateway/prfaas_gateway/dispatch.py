@@ -10,7 +10,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from aiohttp import web
 
@@ -122,7 +121,7 @@ class Dispatcher:
         tokens = self._estimator.tokens(len(intake.body))
         account.request_id, account.estimated_tokens = intake.request_id, tokens
         found = self.kv.find(intake, tokens) if self.kv else NOTHING
-        return Exchange(intake, account, tokens, self._state.clock(), found)
+        return Exchange(intake, account, tokens, found)
 
     async def _in_time(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         """Serve a request; when its own deadline comes first, abort what runs for it and say so."""
@@ -318,15 +317,13 @@ class Dispatcher:
             self._state.ejections.succeeded(one.name)
         if answer.status >= 400 or exchange.began is None:
             return
-        exchange.account.answered(answer)
+        account = exchange.account
+        self._metrics.time_to_first_token.labels(exchange.began.kind).observe(account.answered(answer))
         if self.kv is not None:
             self.kv.placed(exchange.found, route)
-        waited_seconds = self._state.clock() - exchange.started_seconds
-        self._metrics.time_to_first_token.labels(exchange.began.kind).observe(waited_seconds)
-        with suppress(ValueError):  # an engine that reports no count teaches nothing
-            prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
-            self._metrics.prompt_tokens.observe(prompt_tokens)
-            self._estimator.observe(len(exchange.intake.body), prompt_tokens)
+        if account.prompt_tokens:
+            self._metrics.prompt_tokens.observe(account.prompt_tokens)
+            self._estimator.observe(len(exchange.intake.body), account.prompt_tokens)
 
     def _facts(self, exchange: Exchange) -> Facts:
         """Return the facts of this moment, as the request's wishes and full instances leave them.

@@ -23,7 +23,6 @@ class Exchange:
     intake: Intake
     account: Account
     total_tokens: int
-    started_seconds: float
     found: Found = NOTHING
     """What is believed cached of the prompt."""
     threshold_tokens: int = 0

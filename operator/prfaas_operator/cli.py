@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prfaas.api import MemberCluster
+from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas_operator import join as work
 from prfaas_operator.check import check
 from prfaas_operator.join import Place
@@ -37,9 +38,6 @@ class Output(StrEnum):
     JSON = "json"
 
 
-HubContext = Annotated[str | None, typer.Option(help="Kubeconfig context of the hub; the current one if not given.")]
-HubKubeconfig = Annotated[Path | None, typer.Option(help="Kubeconfig file of the hub; the usual one if not given.")]
-Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the hub where prfaas is installed.")]
 MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the member cluster; the hub's if not given.")]
 Context = Annotated[str | None, typer.Option(help="Kubeconfig context of the member cluster.")]
 Kubeconfig = Annotated[Path | None, typer.Option(help="Kubeconfig file of the member cluster.")]
@@ -63,7 +61,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     kubeconfig: Kubeconfig = None,
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
-    namespace: Namespace = "prfaas",
+    namespace: HubNamespace = "prfaas",
     member_namespace: MemberNamespace = None,
     server: Annotated[
         str | None, typer.Option(help="Address of the member's API server as the hub reaches it, if not the context's.")
@@ -98,7 +96,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
 def list_members(
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
-    namespace: Namespace = "prfaas",
+    namespace: HubNamespace = "prfaas",
     output: OutputFormat = Output.TABLE,
 ) -> None:
     """List member clusters and the pools that run in them. Example: prfaas cluster list -o json."""
@@ -142,7 +140,7 @@ def check_members(
     ] = None,
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
-    namespace: Namespace = "prfaas",
+    namespace: HubNamespace = "prfaas",
     output: OutputFormat = Output.TABLE,
 ) -> None:
     """Tell whether members can be used, question by question; exit code 1 if not. Example: prfaas cluster check eu."""
@@ -167,7 +165,7 @@ def leave(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     kubeconfig: Kubeconfig = None,
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
-    namespace: Namespace = "prfaas",
+    namespace: HubNamespace = "prfaas",
     member_namespace: MemberNamespace = None,
     wait_seconds: WaitSeconds = 30,
 ) -> None:

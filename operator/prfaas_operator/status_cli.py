@@ -3,7 +3,6 @@
 import asyncio
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
+from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas.errors import PeerError
 from prfaas_operator import screen
 from prfaas_operator.cli import Output
@@ -39,15 +39,9 @@ async def look(hub: KubernetesCluster) -> Overview:
 
 @app.callback()
 def status(
-    context: Annotated[
-        str | None, typer.Option(help="Kubeconfig context of the hub; the current one if not given.")
-    ] = None,
-    kubeconfig: Annotated[
-        Path | None, typer.Option(help="Kubeconfig file of the hub; the usual one if not given.")
-    ] = None,
-    namespace: Annotated[
-        str, typer.Option("--namespace", "-n", help="Namespace where prfaas is installed.")
-    ] = "prfaas",
+    context: HubContext = None,
+    kubeconfig: HubKubeconfig = None,
+    namespace: HubNamespace = "prfaas",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C, showing what changes.")] = False,
     output: Annotated[
         Output, typer.Option("--output", "-o", help="table, or json (with --watch one line a change).")

@@ -8,13 +8,13 @@ purpose: etcd does not sync its files, and each start makes a new CA.
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from prfaas.errors import PeerError, UnreachableError
+from prfaas.ports import free_ports
 from prfaas_sandbox.api import Api
 from prfaas_sandbox.kubeconfig import Kubeconfig
 from prfaas_sandbox.pki import Authority, service_account_key, write_private
@@ -78,15 +78,6 @@ class Placement:
             "kubernetes.default.svc.cluster.local",
         ]
         return [LOOPBACK, self.address, f"{self.service_prefix}.1", "localhost", *cluster_names]
-
-
-def free_ports(count: int) -> list[int]:
-    """Return distinct loopback ports on which nobody listens now."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class ControlPlane:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prfaas_sandbox.controlplane import free_ports
+from prfaas.ports import free_ports
 
 pytestmark = pytest.mark.clusters
 

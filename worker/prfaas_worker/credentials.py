@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prfaas import identity
-from prfaas.credentials import CredentialFiles, Files, load, utc_now
+from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError
 
 
@@ -107,10 +107,8 @@ def _contexts(files: Files) -> Contexts:
 
 
 def _context(side: int) -> Context:
-    context = Context(side)
-    context.check_hostname = False
+    context = tls13(Context, side)
     context.verify_mode = ssl.CERT_REQUIRED
-    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     if side == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0

@@ -14,7 +14,7 @@ from prfaas.cli import certs, crds
 from prfaas.cli.bench import bench
 from prfaas.cli.compare import compare
 from prfaas.cli.plan import plan
-from prfaas.cli.serve import serve
+from prfaas.cli.serve.command import serve
 from prfaas.cli.simulate import simulate
 from prfaas.errors import PrfaasError
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from prfaas.capacity import planfile
 from prfaas.capacity.comparison import Comparison, Figures, compare
 from prfaas.capacity.equalcost import Bought, EqualCost
+from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas.cli.plots import check_plot, draw_plan
 from prfaas.errors import ConfigError
 from prfaas.simulate import traces
@@ -44,8 +45,6 @@ ROWS = (
     ("ttft_p90_seconds", "P90 TTFT, s", 2),
 )
 WIDTH = 120
-
-
 PLAN_SOURCES = "prfaas.plan_sources"
 
 
@@ -61,15 +60,9 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     policy: Annotated[
         str | None, typer.Option(help="PrfaaSPolicy to plan; the only one if not given.", show_default=False)
     ] = None,
-    context: Annotated[
-        str | None, typer.Option(help="Kubeconfig context of the hub; the current one if not given.")
-    ] = None,
-    kubeconfig: Annotated[
-        Path | None, typer.Option(help="Kubeconfig file of the hub; the usual one if not given.")
-    ] = None,
-    namespace: Annotated[
-        str, typer.Option("--namespace", "-n", help="Namespace where prfaas is installed.")
-    ] = "prfaas",
+    context: HubContext = None,
+    kubeconfig: HubKubeconfig = None,
+    namespace: HubNamespace = "prfaas",
 ) -> None:
     """Find the best threshold and split into prefill and decode. Example: prfaas plan -f examples/paper.yaml."""
     if output not in ("table", "json"):

@@ -18,7 +18,8 @@ from typing import Final, Literal
 import msgspec
 
 from prfaas.errors import PrfaasError, ProtocolError, UnreachableError
-from prfaas.wire.profile import Profile
+from prfaas.wire.profile import PATH as PROFILE_PATH
+from prfaas.wire.profile import Profile, read_profile
 from prfaas.wire.routes import Instance
 from prfaas_gateway.kv.reading import Reading
 from prfaas_gateway.upstream import Upstream
@@ -45,14 +46,6 @@ State = Literal["followed", "silent", "lost"]
 
 class NoStreamError(ProtocolError):
     """This instance tells nothing of its cache, or not in our way."""
-
-
-class _Curves(msgspec.Struct, frozen=True):
-    """GET /v1/profile, as far as it is needed."""
-
-    state_bytes: int
-    token_bytes: int
-    prefill: dict[str, int | float]
 
 
 class Turns:
@@ -150,9 +143,10 @@ class Follower:
             return
         self._profile_due_seconds = now_seconds + PROFILE_SECONDS
         try:
-            async with asyncio.timeout(2), self._upstream.reading(self.instance, "/v1/profile") as answer:
+            async with asyncio.timeout(2), self._upstream.reading(self.instance, PROFILE_PATH) as answer:
                 size = min(answer.content_length or 0, PROFILE_BYTES)
-                self.profile = _profile(await answer.content.readexactly(size))
+                told = read_profile(await answer.content.readexactly(size), self.instance.url).profile
+            self.profile = told if told.samples else None  # one that stands on no measurement would promise anything
         except (PrfaasError, TimeoutError) as error:
             log.debug("instance %s told no profile: %s", self.instance.name, error)
 
@@ -168,14 +162,3 @@ def _frame(body: bytes) -> tuple[str, int, bytes]:
         return _FRAME.decode(body)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a frame of the event stream cannot be read: {error}") from error
-
-
-def _profile(body: bytes) -> Profile | None:
-    """Return a profile that stands on measured prefills; None for any other body."""
-    try:
-        told = msgspec.json.decode(body, type=_Curves)
-        figures = {"state_bytes": told.state_bytes, "token_bytes": told.token_bytes, **told.prefill}
-        profile = msgspec.convert(figures, Profile)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise ProtocolError(f"a profile cannot be read: {error}") from error
-    return profile if profile.samples > 0 else None

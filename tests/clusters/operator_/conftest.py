@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import pytest
 import yaml
 
+from prfaas.ports import free_ports
+
 ROOT = Path(__file__).resolve().parents[3]
 CHILDREN = "app.kubernetes.io/managed-by=prfaas-operator"
 CHILD_KINDS = (
@@ -258,14 +260,6 @@ def tap(member: Cluster) -> Iterator[Tap]:
 @pytest.fixture
 def hub_tap(hub: Cluster) -> Iterator[Tap]:
     yield from tapped(hub)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def render(tools: Any, chart: str, namespace: str, *templates: str) -> str:

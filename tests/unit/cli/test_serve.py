@@ -17,27 +17,26 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from prfaas.cli.serve import serve
-from prfaas.cli.serve_calls import ANSWER_BYTES, Caller
-from prfaas.cli.serve_life import Watch
-from prfaas.cli.serve_plan import (
+from prfaas.cli.serve.calls import ANSWER_BYTES, Caller
+from prfaas.cli.serve.command import serve
+from prfaas.cli.serve.life import Watch
+from prfaas.cli.serve.plan import (
     Ports,
     Settings,
-    Told,
     gateway_url,
     name_of,
     objection,
-    read_profile,
     routing_table,
     update_of,
     worker_command,
 )
-from prfaas.cli.serve_processes import Child
+from prfaas.cli.serve.processes import Child
 from prfaas.errors import PeerError, ProtocolError
 from prfaas.routing.backlog import Backlog, Work
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Facts, Route, rule_in_force
 from prfaas.wire.control import ThresholdUpdate
+from prfaas.wire.profile import ProfileAnswer, read_profile
 from prfaas.wire.routes import decode
 
 PORTS = Ports(gateway=8080, api=8000, data=8001)
@@ -54,11 +53,11 @@ SETTINGS = Settings(
 FIXED = msgspec.structs.replace(SETTINGS, threshold_tokens=500)
 
 
-def told(token_seconds: float, **given: Any) -> Told:
+def told(token_seconds: float, **given: Any) -> ProfileAnswer:
     prefill = {"fixed_seconds": 0.0, "token_seconds": token_seconds, "squared_seconds": 0.0, "samples": 5}
     prefill |= {name: given.pop(name) for name in list(given) if name in prefill}
     of = {"model": "kimi", "fingerprint": "f", "state_bytes": 0, "token_bytes": 1000, "prefill": prefill}
-    return msgspec.convert(of | given, Told)
+    return msgspec.convert(of | given, ProfileAnswer)
 
 
 HOME = told(1e-4)
@@ -245,7 +244,7 @@ class Gateway(socketserver.ThreadingUnixStreamServer):
 class Worker(ThreadingHTTPServer):
     """Has a port from its beginning, and refuses connections until it is activated."""
 
-    def __init__(self, told: Told):
+    def __init__(self, told: ProfileAnswer):
         super().__init__(("127.0.0.1", 0), Answers, bind_and_activate=False)
         self.server_bind()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"

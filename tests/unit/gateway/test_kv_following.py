@@ -74,7 +74,8 @@ def telling(
         if request.path == "/v1/profile":
             if profile is None:
                 return web.Response(status=404)
-            return web.json_response({"state_bytes": 100, "token_bytes": 10, "prefill": profile})
+            figures = {"state_bytes": 100, "token_bytes": 10, "prefill": profile}
+            return web.json_response({"model": "m", "fingerprint": "f"} | figures)
         if asked is not None:
             asked.append(request.query_string)
         response = web.StreamResponse(headers={"content-type": CONTENT_TYPE})

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
+from prfaas.ports import free_ports
 from prfaas.wire.control import Counters, ThresholdUpdate
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
 
@@ -193,12 +193,6 @@ def _prometheus() -> Path | None:
     return built[-1] if built else Path(found) if found else None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _configuration(port: int, workers: dict[str, Worker]) -> str:
     targets = []
     for key in workers:
@@ -223,7 +217,7 @@ async def _exporting(workers: dict[str, Worker]) -> AsyncIterator[int]:
     app.router.add_get("/{key:.*}", expose)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    port = _free_port()
+    (port,) = free_ports(1)
     await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
         yield port
@@ -234,7 +228,7 @@ async def _exporting(workers: dict[str, Worker]) -> AsyncIterator[int]:
 @contextlib.asynccontextmanager
 async def _scraping(binary: Path, folder: Path, configuration: str) -> AsyncIterator[str]:
     (folder / "prometheus.yml").write_text(configuration)
-    port = _free_port()
+    (port,) = free_ports(1)
     with (folder / "prometheus.log").open("w") as log:
         process = await asyncio.create_subprocess_exec(
             str(binary),

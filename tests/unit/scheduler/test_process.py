@@ -11,6 +11,8 @@ import time
 import aiohttp
 import pytest
 
+from prfaas.ports import free_ports
+
 MAX_RSS_MIB = 100
 
 
@@ -39,12 +41,6 @@ def test_a_wrong_flag_is_a_usage_error(flags):
     assert "usage:" in shown.stderr
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def flags_for(gateway, port: int) -> list[str]:
     given = {"control-socket": gateway.path, "policy": "kimi", "namespace": "prfaas", "identity": "pod-a"}
     named = [f"--{name}={value}" for name, value in given.items()]
@@ -67,7 +63,7 @@ def resident_mib(pid: int) -> float:
 
 
 async def test_it_waits_for_its_gateway_pushes_and_ends_promptly(gateway):
-    port = free_port()
+    (port,) = free_ports(1)
     process = await asyncio.create_subprocess_exec(
         *command(*flags_for(gateway, port)), stderr=asyncio.subprocess.PIPE, env=environment()
     )

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prfaas import identity
-from prfaas.cli.serve_plan import Told, read_profile
-from prfaas.credentials import CredentialFiles, Files, load, utc_now
+from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, ProtocolError, UnreachableError
 from prfaas.wire.control import ThresholdUpdate
+from prfaas.wire.profile import PATH as PROFILE_PATH
+from prfaas.wire.profile import ProfileAnswer, read_profile
 
 WAIT_SECONDS: Final = 5.0
 ANSWER_BYTES: Final = 64 * 1024
@@ -39,7 +40,7 @@ class Caller:
         self.cluster = self._files.now()[1] if self._files else ""
         """The cluster that our certificate names; empty without one."""
 
-    def profile(self, url: str, cluster: str) -> Told:
+    def profile(self, url: str, cluster: str) -> ProfileAnswer:
         """Return the profile of an instance of this cluster.
 
         Raises:
@@ -48,9 +49,9 @@ class Caller:
             ProtocolError: it answers something else.
 
         """
-        status, body = self._get(url, "/v1/profile", cluster)
+        status, body = self._get(url, PROFILE_PATH, cluster)
         if status != 200:
-            raise UnreachableError(f"{url}/v1/profile answers HTTP {status}: {body[:200].decode(errors='replace')}")
+            raise UnreachableError(f"{url}{PROFILE_PATH} answers HTTP {status}: {body[:200].decode(errors='replace')}")
         return read_profile(body, url)
 
     def is_ready(self, url: str, cluster: str = "") -> bool:
@@ -132,8 +133,6 @@ class _Local(http.client.HTTPConnection):
 
 def _context(files: Files) -> tuple[ssl.SSLContext, str]:
     """Return what connections use, and the cluster that we are."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context = tls13(ssl.SSLContext, ssl.PROTOCOL_TLS_CLIENT)
     load(context, files)
     return context, files.cluster

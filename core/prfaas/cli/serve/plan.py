@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from prfaas.errors import ConfigError, ProtocolError
+from prfaas.errors import ConfigError
 from prfaas.names import HUB
 from prfaas.wire.control import Price, ThresholdUpdate
-from prfaas.wire.profile import Profile
+from prfaas.wire.profile import ProfileAnswer
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
 
 INTERVAL_SECONDS: Final = 1
@@ -58,40 +58,6 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
     gateway: int
     api: int
     data: int
-
-
-class Fitted(msgspec.Struct, frozen=True, kw_only=True):
-    """The curve in GET /v1/profile."""
-
-    fixed_seconds: float
-    token_seconds: float
-    squared_seconds: float
-    samples: int
-    max_tokens: int = 0
-
-
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What GET /v1/profile of an instance answers, as far as it is needed."""
-
-    model: str
-    fingerprint: str
-    state_bytes: int
-    token_bytes: int
-    prefill: Fitted
-
-    @property
-    def profile(self) -> Profile:
-        """The figures alone."""
-        of = self.prefill
-        return Profile(
-            state_bytes=self.state_bytes,
-            token_bytes=self.token_bytes,
-            fixed_seconds=of.fixed_seconds,
-            token_seconds=of.token_seconds,
-            squared_seconds=of.squared_seconds,
-            samples=of.samples,
-            max_tokens=of.max_tokens,
-        )
 
 
 def check_service_url(given: str, inside_tls: bool) -> str:
@@ -203,15 +169,7 @@ def routing_table(settings: Settings, ports: Ports) -> RoutingTable:
     )
 
 
-def read_profile(document: bytes, url: str) -> Told:
-    """Read what GET /v1/profile answered. Raises ProtocolError where that is something else."""
-    try:
-        return msgspec.json.decode(document, type=Told)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{url}/v1/profile answers something else: {error}; is that a prfaas worker?") from error
-
-
-def objection(settings: Settings, home: Told | None, away: Told) -> str:
+def objection(settings: Settings, home: ProfileAnswer | None, away: ProfileAnswer) -> str:
     """Return why a service that answers cannot be used; empty where it can."""
     if away.model != settings.model_name:
         return f"it serves the model {away.model!r}, not {settings.model_name!r}: give --model-name, or another service"
@@ -225,7 +183,9 @@ def objection(settings: Settings, home: Told | None, away: Told) -> str:
     return ""
 
 
-def update_of(settings: Settings, home: Told | None, away: Told | None, problem: str) -> ThresholdUpdate:
+def update_of(
+    settings: Settings, home: ProfileAnswer | None, away: ProfileAnswer | None, problem: str
+) -> ThresholdUpdate:
     """Return what the gateway is to route by; `problem` says why the service is not used, where it is not."""
     usable = home is not None and away is not None and not problem
     prices: tuple[Price, ...] = ()

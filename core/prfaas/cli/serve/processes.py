@@ -7,10 +7,9 @@ from the main one.
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -63,20 +62,3 @@ def tail(log: Path) -> str:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
     return "\n".join(f"  {line}" for line in lines) or "  (it is empty)"
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    """Return different ports that nothing listens on just now.
-
-    Raises:
-        OSError: the address is not this machine's.
-
-    """
-    with ExitStack() as held:
-        found: list[int] = []
-        for _ in range(count):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            listener.bind((host, 0))
-            found.append(listener.getsockname()[1])
-        return found

@@ -1,7 +1,7 @@
 """The life of `prfaas serve`: start a worker and a gateway, keep the gateway told, end both.
 
 They run as processes beside this one, which is what a scheduler is in an installation: once a second it reads what a
-prefill costs here and there and tells the gateway; prfaas.cli.serve_plan decides what. The service may come and go at
+prefill costs here and there and tells the gateway; prfaas.cli.serve.plan decides what. The service may come and go at
 any time: while it does not answer everything is prefilled here, and so is a request that it fails in the middle of.
 Whatever ends a process of ours ends all of them, with the end of its log.
 """
@@ -18,12 +18,11 @@ from typing import Final
 import msgspec
 import typer
 
-from prfaas.cli.serve_calls import Caller, tell
-from prfaas.cli.serve_plan import (
+from prfaas.cli.serve.calls import Caller, tell
+from prfaas.cli.serve.plan import (
     INTERVAL_SECONDS,
     Ports,
     Settings,
-    Told,
     gateway_command,
     gateway_url,
     objection,
@@ -32,9 +31,10 @@ from prfaas.cli.serve_plan import (
     worker_command,
     worker_url,
 )
-from prfaas.cli.serve_processes import Child
+from prfaas.cli.serve.processes import Child
 from prfaas.errors import InternalError, PeerError
 from prfaas.names import HUB
+from prfaas.wire.profile import ProfileAnswer
 
 LOOK_SECONDS: Final = 0.25
 SHOW_SECONDS: Final = 15.0
@@ -62,7 +62,7 @@ class Watch:
         self._caller = caller
         self._socket = control_socket
         self._say = say
-        self._home: Told | None = None
+        self._home: ProfileAnswer | None = None
         self._problem: str | None = None
         """Why the service is not used, as it was said last; empty: it is used; None: nothing was said yet."""
 
@@ -70,7 +70,7 @@ class Watch:
         """Read both profiles and tell the gateway."""
         with suppress(PeerError):  # busy, or dead, which is noticed elsewhere; its curve does not change within seconds
             self._home = self._caller.profile(self._home_url, HUB)
-        away: Told | None = None
+        away: ProfileAnswer | None = None
         try:
             away = self._caller.profile(self._settings.service_url, self._settings.service_cluster)
             problem = objection(self._settings, self._home, away)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.serve_plan import (
+from prfaas.cli.serve.plan import (
     MAX_LINK_MBPS,
     NEVER_TOKENS,
     Ports,
@@ -21,9 +21,9 @@ from prfaas.cli.serve_plan import (
     check_service_url,
     name_of,
 )
-from prfaas.cli.serve_processes import free_ports
 from prfaas.errors import ConfigError
 from prfaas.names import GATEWAY_PORT, HUB
+from prfaas.ports import free_ports
 
 
 def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
@@ -65,8 +65,8 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         host=check_host(host),
         worker_flags=tuple(worker_flags or ()),
     )
-    from prfaas.cli.serve_calls import Caller  # cryptography takes longer to load than all other commands
-    from prfaas.cli.serve_life import Serving
+    from prfaas.cli.serve.calls import Caller  # cryptography takes longer to load than all other commands
+    from prfaas.cli.serve.life import Serving
 
     caller = Caller(tls_dir)
     if caller.cluster not in ("", HUB):
@@ -81,9 +81,9 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
 
 def _ports(host: str, port: int) -> Ports:
     """Return where to listen. Raises ConfigError where `host` is not this machine's."""
-    api, data = free_ports("127.0.0.1", 2)
+    api, data = free_ports(2)
     try:
-        return Ports(gateway=port or free_ports(host, 1)[0], api=api, data=data)
+        return Ports(gateway=port or free_ports(1, host)[0], api=api, data=data)
     except OSError as error:
         raise ConfigError(f"--host {host!r} cannot be listened on: {error.strerror}; give 127.0.0.1") from error
 

@@ -1,0 +1,1 @@
+"""`prfaas serve`: what it decides (plan), whom it asks (calls), what it starts (processes), and its life."""

@@ -1,0 +1,39 @@
+"""Ports for processes that must be told where to listen before they start.
+
+Between the choice and the listening anything may take a port. What usually does is an outgoing connection, whose port
+the kernel takes from its ephemeral range (net.ipv4.ip_local_port_range, from 32768); these are below it, and below the
+node ports of Kubernetes (30000).
+"""
+
+import errno
+import random
+import socket
+from contextlib import ExitStack
+from typing import Final
+
+LOOPBACK: Final = "127.0.0.1"
+PORTS: Final = range(12_000, 30_000)
+
+
+def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
+    """Return different ports that nothing listens on just now.
+
+    Raises:
+        OSError: the address is not this machine's, or too few ports are left.
+
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found: list[int] = []
+    with ExitStack() as held:
+        for port in random.sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                return found
+            listener = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                listener.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                found.append(port)
+    raise OSError(errno.EADDRINUSE, f"fewer than {count} of the ports {PORTS.start} to {PORTS.stop - 1} are free")
