@@ -21,6 +21,7 @@ from aiohttp import web
 
 import prfaas_worker.assets
 from prfaas import identity
+from prfaas.ports import free_ports
 from prfaas.wire.engine import LENGTH, Granted, StartPrefill, decode_for_engine, encode_batch
 from prfaas.wire.prefill import PrefillGrant
 from prfaas_worker.credentials import Credentials
@@ -65,8 +66,7 @@ async def play_engine(sock: socket.socket, asked: list[StartPrefill]) -> None:
 
 
 async def serve(directory: Path, started: Callable[[Port], None], stop: threading.Event) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     flags = ["--model-source", "x", "--model-name", "tiny", "--api-port", str(port), "--tls-dir", str(directory)]
     ours, theirs = socket.socketpair()
     asked: list[StartPrefill] = []
