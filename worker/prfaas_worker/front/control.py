@@ -7,7 +7,7 @@ GET  /v1/egress             -> {"mbps": n}: what all data connections together m
 PUT  /v1/egress {"mbps": n} -> the same, once it is in force, for transfers under way too
 """
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -27,6 +27,9 @@ class EgressBody(msgspec.Struct, frozen=True):
     """Body of PUT /v1/egress, and its answer."""
 
     mbps: Annotated[int, msgspec.Meta(ge=1, le=100_000_000)] | None
+
+
+B = TypeVar("B", RoleBody, EgressBody)
 
 
 async def reset_cache(request: web.Request) -> web.Response:
@@ -51,10 +54,7 @@ async def set_role(request: web.Request) -> web.Response:
     """Serve PUT /v1/role."""
     serving = request.app[SERVING]
     serving.require_loaded()
-    try:
-        asked = msgspec.json.decode(await request.read(), type=RoleBody)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f'{error}; send {{"role": "prefill"}}, "decode" or "mixed"', param="role") from error
+    asked = await _body(request, RoleBody, 'send {"role": "prefill"}, "decode" or "mixed"', "role")
     answer = await serving.engine.ask(lambda handle: SetRole(handle, asked.role), RoleSet)
     return _role(answer.role)
 
@@ -70,12 +70,17 @@ async def set_egress(request: web.Request) -> web.Response:
     """Serve PUT /v1/egress."""
     serving = request.app[SERVING]
     serving.require_loaded()
-    try:
-        asked = msgspec.json.decode(await request.read(), type=EgressBody)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f'{error}; send {{"mbps": 800}}, or null for no cap', param="mbps") from error
+    asked = await _body(request, EgressBody, 'send {"mbps": 800}, or null for no cap', "mbps")
     answer = await serving.engine.ask(lambda handle: SetEgress(handle, asked.mbps), EgressSet)
     return _egress(answer.mbps)
+
+
+async def _body(request: web.Request, kind: type[B], want: str, param: str) -> B:
+    """Return the body of a request. Raises RequestError, with what is wanted, for another one."""
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"{error}; {want}", param=param) from error
 
 
 async def _reset(serving: Serving) -> int:
