@@ -91,6 +91,15 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 Decision = Route | Refusal
 
 
+def cached_by_cluster(table: RoutingTable, on: Mapping[str, int]) -> dict[str, int]:
+    """Return the longest match in each cluster, of the instances that may serve; `on` has them by instance."""
+    longest: dict[str, int] = {}
+    for one in table.instances:
+        if one.state == "Ready" and (tokens := on.get(one.name, 0)):
+            longest[one.cluster] = max(tokens, longest.get(one.cluster, 0))
+    return longest
+
+
 def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Rule:
     """Return the rule that a table and the scheduler's last unexpired update give together.
 

@@ -1,4 +1,4 @@
-"""The prefix cache of one cluster: least recently used attention blocks, and linear states at exact lengths.
+"""The prefix caches of instances: least recently used attention blocks, and linear states at exact lengths.
 
 A match is the longest n with attention blocks up to n and a state at n. A state costs as much as thousands of tokens of
 attention, so they are kept where they are likely to be met again: at the end of each prompt, and at a branch that is
@@ -9,17 +9,22 @@ is the trace's block, and a state lies at the last full one of a prompt. Of one 
 first, for which attention stays closed under prefixes and its match can be bisected.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+
+from prfaas.simulate.request import Request
+from prfaas.simulate.scenario import Scenario
+from prfaas.wire.profile import Profile
+from prfaas.wire.routes import Instance
 
 Key = tuple[str, int]
 
 
 class PrefixCache:
-    """One cluster's cache.
+    """One instance's cache.
 
     Args:
-        capacity_bytes: of all its instances together.
+        capacity_bytes: what it may hold.
         block_tokens: tokens of a full block of the trace.
         token_bytes: attention cache of a token.
         state_bytes: one linear state.
@@ -56,7 +61,7 @@ class PrefixCache:
             self.used_bytes -= self._bytes[kind]
 
     def clear(self) -> None:
-        """Forget everything: the cluster's memory is gone."""
+        """Forget everything: the instance's memory is gone."""
         self._used.clear()
         self.used_bytes = 0
 
@@ -77,3 +82,50 @@ class PrefixCache:
         else:
             self._used[key] = None
             self.used_bytes += self._bytes[key[0]]
+
+
+class Caches:
+    """The caches of all instances; those of a cluster share its memory equally.
+
+    Args:
+        scenario: says how much memory each cluster has.
+        instances: whose they are.
+        profiles: by instance.
+
+    """
+
+    def __init__(self, scenario: Scenario, instances: Sequence[Instance], profiles: Mapping[str, Profile]):
+        sharing = Counter(one.cluster for one in instances)
+        self._caches = {
+            one.name: PrefixCache(
+                size_bytes / sharing[one.cluster],
+                scenario.block_tokens,
+                profiles[one.name].token_bytes,
+                profiles[one.name].state_bytes,
+            )
+            for one in instances
+            if (size_bytes := scenario.cache_bytes.get(one.cluster, 0.0)) > 0
+        }
+
+    def found(self, request: Request) -> dict[str, int]:
+        """Return the tokens that are cached of a prompt, by instance; those without any are left out."""
+        blocks, tokens = request.arrival.blocks, request.total_tokens
+        if not blocks:
+            return {}
+        return {name: match for name, cache in self._caches.items() if (match := cache.match(blocks, tokens))}
+
+    def match(self, name: str, request: Request) -> int:
+        """Return the tokens of a prompt that an instance has."""
+        blocks, cache = request.arrival.blocks, self._caches.get(name)
+        return cache.match(blocks, request.total_tokens) if blocks and cache is not None else 0
+
+    def insert(self, name: str, request: Request) -> None:
+        """Note that an instance has a whole prompt now."""
+        blocks, cache = request.arrival.blocks, self._caches.get(name)
+        if blocks and cache is not None:
+            cache.insert(blocks, request.arrival.input_tokens)
+
+    def clear(self, name: str) -> None:
+        """Forget what an instance had."""
+        if name in self._caches:
+            self._caches[name].clear()

@@ -33,9 +33,7 @@ class Faults:
         if link is not None:
             self._count(failure.name, 1)
             link.set_cut(True)
-            cache = self._journeys.caches.get(failure.name)
-            if cache is not None:
-                cache.clear()
+            self._notice(failure.name)
         for name in self._instances(failure):
             self._count(name, 1)
             self._kill(name)
@@ -52,16 +50,20 @@ class Faults:
     def _kill(self, name: str) -> None:
         journeys = self._journeys
         journeys.dead.add(name)
-        leg = "decode" if name in journeys.decodes else "prefill"
+        journeys.caches.clear(name)
         for request in list(journeys.gateway.on[name]):
+            route = request.route
             journeys.withdraw(request)
-            journeys.doom(request, leg)
+            journeys.doom(request, "decode" if route is not None and route.decode.name == name else "prefill")
 
     def _notice(self, link: str) -> None:
-        """Let the offloads in flight find out that the link stands still."""
+        """Let whoever needs the link find out that it stands still."""
         journeys = self._journeys
         if not journeys.links[link].down:
             return
+        for request in list(journeys.links[link].to_hub):
+            if request.route is not None and request.route.kind == "local":
+                journeys.doom_if_stalled(request)
         for one in journeys.table.instances:
             if one.cluster == link:
                 for request in list(journeys.gateway.on[one.name]):

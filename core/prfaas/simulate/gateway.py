@@ -1,16 +1,17 @@
 """The gateway's part of a run: the routing table, what is in flight where, and decisions by the live code."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prfaas.names import HUB
 from prfaas.routing.backlog import Backlog
 from prfaas.routing.decide import decide, decide_again
-from prfaas.routing.facts import Decision, Facts, Leg, Route, Rule, rule_in_force
-from prfaas.simulate.cache import PrefixCache
+from prfaas.routing.facts import Decision, Facts, Leg, Route, Rule, cached_by_cluster, rule_in_force
+from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import Events
 from prfaas.simulate.request import Request
 from prfaas.simulate.scenario import Scenario
 from prfaas.wire.control import ThresholdUpdate
+from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, Instance, Role, RoutingTable
 
 EJECT_SECONDS = 5.0
@@ -58,19 +59,22 @@ class Gateway:
 
     Args:
         events: the run's clock.
-        table: the routing table, which stays as it is.
-        caches: prefix caches by cluster.
+        table: the first routing table.
+        caches: what instances have, as their events tell.
+        profiles: by instance.
 
     """
 
-    def __init__(self, events: Events, table: RoutingTable, caches: dict[str, PrefixCache]):
+    def __init__(self, events: Events, table: RoutingTable, caches: Caches, profiles: Mapping[str, Profile]):
         self._events = events
         self._caches = caches
+        self._profiles = profiles
         self.table = table
         self.rule: Rule = rule_in_force(table, None)
         self.on: dict[str, dict[Request, None]] = {one.name: {} for one in table.instances}
         """Requests in flight by instance, in the order in which they came."""
         self._in_flight = dict.fromkeys(self.on, 0)
+        self._queued_tokens = dict.fromkeys(self.on, 0)
         self._backlog = Backlog()
         self._ejected_until_seconds: dict[str, float] = {}
 
@@ -94,8 +98,11 @@ class Gateway:
         for one in filter(None, (route.decode, route.prefill)):
             self.on[one.name][request] = None
             self._in_flight[one.name] += 1
+        prefiller = (route.prefill or route.decode).name
+        self._queued_tokens[prefiller] += route.prefill_tokens
+        request.queued_tokens = route.prefill_tokens
         if route.work is not None:
-            self._backlog.add(request, (route.prefill or route.decode).name, route.work, self._events.now)
+            self._backlog.add(request, prefiller, route.work, self._events.now)
 
     def leave(self, name: str, request: Request) -> None:
         """Count it no more on an instance; once is enough."""
@@ -106,20 +113,24 @@ class Gateway:
     def prefilled(self, route: Route, request: Request) -> None:
         """Note that the hub has a request's cache, or that its route is over."""
         self._backlog.remove(request)
+        self._queued_tokens[(route.prefill or route.decode).name] -= request.queued_tokens
+        request.queued_tokens = 0
         if route.prefill is not None:
             self.leave(route.prefill.name, request)
 
     def _facts(self, request: Request) -> Facts:
-        blocks, tokens = request.arrival.blocks, request.total_tokens
-        cached = {name: cache.match(blocks, tokens) for name, cache in self._caches.items()} if blocks else {}
+        found = self._caches.found(request)  # of which nothing is said where there is nothing, as a gateway does
         return Facts(
             now_seconds=self._events.now,
             request_id=str(request.index),
-            total_tokens=tokens,
+            total_tokens=request.total_tokens,
             rule=self.rule,
             table=self.table,
-            cached_tokens=cached,
+            cached_tokens=cached_by_cluster(self.table, found) if found else {},
+            cached_on=found or None,
+            profiles=self._profiles if found else {},
             in_flight=self._in_flight,
+            queued_tokens=self._queued_tokens,
             backlog=self._backlog,
             ejected_until_seconds=self._ejected_until_seconds,
             tried=request.tried,

@@ -1,7 +1,8 @@
-"""Instances: a prefill instance takes one prompt at a time, a decode instance shares its steps among a batch.
+"""Instances: prompts are prefilled one at a time, and a decode step is shared among a batch.
 
-A prefill hands over its cache chunk by chunk, so that the link works while it computes. A decode instance that has to
-prefill by itself stands still for its batch meanwhile: one accelerator does either.
+A prefill behind a link hands over its cache chunk by chunk, so that the link works while it computes. An instance of
+the hub does both, whatever its role asks for just now, and stands still for its batch while it prefills: one
+accelerator does either.
 """
 
 from collections import deque
@@ -32,11 +33,9 @@ class PrefillServer:
         self._queue: deque[Request] = deque()
         self._running: Request | None = None
         self._run = 0
-        self.busy_seconds = 0.0
-        """Time spent on prompts that were computed whole."""
 
     @property
-    def waiting(self) -> int:
+    def waiting_prefills(self) -> int:
         """Prompts that wait for their turn."""
         return len(self._queue)
 
@@ -45,7 +44,7 @@ class PrefillServer:
         """Whether a prompt is being computed."""
         return self._running is not None
 
-    def submit(self, request: Request) -> None:
+    def prefill(self, request: Request) -> None:
         """Take a prompt; its `prefill_seconds` and `chunk_ends` are set."""
         self._queue.append(request)
         if self._running is None:
@@ -74,13 +73,12 @@ class PrefillServer:
     def _end(self, run: int) -> None:
         request = self._running
         if run == self._run and request is not None:
-            self.busy_seconds += request.prefill_seconds
             self._start()
             self._done(request)
 
 
-class DecodeServer:
-    """One instance: a batch whose requests all get one token a step, a queue before it, and prefills of its own.
+class HubServer:
+    """One instance of the hub: a batch whose requests all get one token a step, a queue before it, and prefills.
 
     Args:
         events: the run's clock.
@@ -101,9 +99,9 @@ class DecodeServer:
         self._prefills = PrefillServer(events, lambda _: None, self._end_prefill)
 
     @property
-    def waiting(self) -> int:
-        """Requests that wait for a place in the batch."""
-        return len(self._queue)
+    def waiting_prefills(self) -> int:
+        """Prompts that wait for their turn."""
+        return self._prefills.waiting_prefills
 
     @property
     def generated_tokens(self) -> float:
@@ -112,10 +110,10 @@ class DecodeServer:
 
     def prefill(self, request: Request) -> None:
         """Prefill a prompt on this instance; `prefilled` follows."""
-        self._prefills.submit(request)
+        self._prefills.prefill(request)
         self._batch.rate_changed()
 
-    def submit(self, request: Request) -> None:
+    def decode(self, request: Request) -> None:
         """Decode a request whose cache is here."""
         if len(self._batch) < self._pool.max_batch:
             self._admit(request)

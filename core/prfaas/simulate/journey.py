@@ -1,12 +1,13 @@
 """The way of every request from its first decision to its one end.
 
-    decide -> [round trip, fetch of a longer prefix] -> queue -> prefill, chunks on the link -> cache whole in the hub
+    decide -> [round trip, loan of a longer prefix] -> queue -> prefill, chunks on the link -> cache whole in the hub
     -> queue for the batch -> first token -> last token
 
 A leg that fails goes through `routing.decide_again`, with what was generated so far as part of the prompt, as the
 gateway resumes. What an abandoned route still had scheduled is told by the request's `run`, which counts its routes.
 
-Inside a cluster caches move in no time. A prefill is first come, first served; a link and a batch are shared equally.
+Inside a cluster what was prefilled reaches the decode instance in no time. A prefill is first come, first served; a
+link and a batch are shared equally.
 """
 
 from collections.abc import Iterable
@@ -15,18 +16,19 @@ from typing import NamedTuple
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.names import HUB
 from prfaas.routing.facts import Decision, Leg, Refusal, Route
-from prfaas.routing.lending import LendingFacts, decide_lending
 from prfaas.routing.lengths import Tally as Lengths
-from prfaas.simulate.cache import PrefixCache
+from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import Events
 from prfaas.simulate.gateway import Gateway, routing_table
-from prfaas.simulate.instances import DecodeServer, PrefillServer
+from prfaas.simulate.instances import HubServer, PrefillServer
+from prfaas.simulate.lending import Lending
 from prfaas.simulate.links import SharedLink
 from prfaas.simulate.outcome import Outcome, Tally
-from prfaas.simulate.request import Arrival, Request
+from prfaas.simulate.request import Arrival, Loan, Request
 from prfaas.simulate.scenario import Conditions, Scenario
+from prfaas.simulate.sharing import FairShare
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Instance
+from prfaas.wire.routes import Instance, RoutingTable
 
 
 class Attempt(NamedTuple):
@@ -50,9 +52,10 @@ class Journeys:
         self.scenario = scenario
         self.tally = tally
         self.events = Events()
-        self.table = routing_table(scenario)
-        self.caches = _caches(scenario)
-        self.gateway = Gateway(self.events, self.table, self.caches)
+        table, by_pool = routing_table(scenario), scenario.profiles
+        self._profiles = {one.name: by_pool[one.pool] for one in table.instances}
+        self.caches = Caches(scenario, table.instances, self._profiles)
+        self.gateway = Gateway(self.events, table, self.caches, self._profiles)
         self.links = {
             link.name: SharedLink(
                 self.events,
@@ -63,16 +66,29 @@ class Journeys:
             )
             for link in scenario.system.links
         }
-        self.prefills: dict[str, PrefillServer] = {}
-        self.decodes: dict[str, DecodeServer] = {}
+        self._lending = Lending(self.caches, self.links, self._profiles)
+        hub = {pool.name: pool for pool in scenario.system.hub}
+        self.hub = {
+            one.name: HubServer(self.events, hub[one.pool], self._first, self._last, self._in_hub)
+            for one in table.instances
+            if one.cluster == HUB
+        }
+        """Instances of the hub, which prefill or decode."""
+        self.prefills: dict[str, PrefillServer | HubServer] = {
+            one.name: self.hub.get(one.name) or PrefillServer(self.events, self._hand_over_chunk, self._hand_over_rest)
+            for one in table.instances
+        }
+        """All instances: each prefills where it is asked to."""
         self.dead: set[str] = set()
         self.offloads = 0
         """Routes so far that were offloads."""
         self.lengths = Lengths()
         """Counts first decisions by incremental length, as a gateway does."""
-        self._profiles: dict[str, Profile] = {}
-        for one in self.table.instances:
-            self._furnish(one)
+
+    @property
+    def table(self) -> RoutingTable:
+        """The routing table in force."""
+        return self.gateway.table
 
     def start(self, arrival: Arrival) -> None:
         """Let a request arrive."""
@@ -93,7 +109,7 @@ class Journeys:
         self.events.after(self.scenario.detection_seconds, self._fail, Attempt(request, request.run, leg))
 
     def doom_if_stalled(self, request: Request) -> None:
-        """Have an offload fail if its link still carries nothing by then."""
+        """Have whatever a request does over a link fail, if that still carries nothing by then."""
         self.events.after(self.scenario.detection_seconds, self._fail_if_stalled, Attempt(request, request.run))
 
     def withdraw(self, request: Request) -> None:
@@ -101,27 +117,13 @@ class Journeys:
         route = request.route
         if route is None:
             return
-        request.generated_tokens += self.decodes[route.decode.name].withdraw(request)
+        request.generated_tokens += self.hub[route.decode.name].withdraw(request)
         if route.prefill is not None:
             self.prefills[route.prefill.name].withdraw(request)
         if route.kind == "offload":
-            link = self._link(route)
-            link.to_hub.remove(request)
-            link.from_hub.remove(request)
-
-    def _furnish(self, one: Instance) -> None:
-        system = self.scenario.system
-        offload = {pool.name: pool for pool in system.offload}
-        if one.pool in offload:
-            self._profiles[one.name] = offload[one.pool].profile
-            self.prefills[one.name] = PrefillServer(self.events, self._hand_over_chunk, self._hand_over_rest)
-            return
-        pool = next(pool for pool in system.hub if pool.name == one.pool)
-        self._profiles[one.name] = pool.profile
-        if one.role == "prefill":
-            self.prefills[one.name] = PrefillServer(self.events, _nothing, self._in_hub)
-        else:
-            self.decodes[one.name] = DecodeServer(self.events, pool, self._first, self._last, self._in_hub)
+            self._link(route).to_hub.remove(request)
+        if request.loan is not None and request.loan.link:
+            self._way(request, request.loan).remove(request)
 
     # A route, and its end.
 
@@ -131,18 +133,15 @@ class Journeys:
             return
         request.attempts += 1
         request.run += 1
-        request.route = decision
+        request.route, request.loan = decision, None
         request.prefilled = False
         self.gateway.enter(decision, request)
         if decision.decode.name in self.dead:
             self.doom(request, "decode")
         elif decision.prefill is not None and decision.prefill.name in self.dead:
             self.doom(request, "prefill")
-        elif decision.kind == "offload":
-            self._offload(request, decision)
         else:
-            self._plan_prefill(request, decision.prefill or decision.decode, self._match(HUB, request))
-            self._submit(request)
+            self._begin(request, decision)
 
     def _fail(self, attempt: Attempt) -> None:
         request, run, leg = attempt
@@ -156,9 +155,21 @@ class Journeys:
         self._follow(request, self.gateway.decide_again(request, route, leg))
 
     def _fail_if_stalled(self, attempt: Attempt) -> None:
-        route = attempt.request.route
-        if route is not None and route.kind == "offload" and self._link(route).down:
+        request, route = attempt.request, attempt.request.route
+        if request.run != attempt.run or route is None:
+            return
+        if route.kind == "offload" and self._link(route).down:
             self._fail(attempt)
+        elif request.loan is not None and request.loan.link and self.links[request.loan.link].down:
+            self._do_without(request, route, self.links[request.loan.link])
+
+    def _do_without(self, request: Request, route: Route, link: SharedLink) -> None:
+        """Have a local prefill begin whose loan does not come."""
+        if request in link.to_hub:
+            link.to_hub.remove(request)
+            request.loan = None
+            self._plan_prefill(request, _prefiller(route))
+            self._submit(request)
 
     def _end(self, request: Request, outcome: Outcome) -> None:
         if request.route is not None:
@@ -173,55 +184,60 @@ class Journeys:
 
     # Prefill and transfer.
 
-    def _offload(self, request: Request, route: Route) -> None:
+    def _begin(self, request: Request, route: Route) -> None:
+        prefiller = _prefiller(route)
+        request.loan = self._lending.loan(request, route)
+        self._plan_prefill(request, prefiller)
+        attempt = Attempt(request, request.run)
+        if route.kind == "local":
+            self._borrow(attempt)
+            return
         self.offloads += 1
-        link, one = self._link(route), _prefiller(route)
+        link = self._link(route)
         if link.down:
             self.doom_if_stalled(request)
-        in_hub, there = self._match(HUB, request), self._match(one.cluster, request)
-        fetched = in_hub if self._borrows(request, one, there, in_hub) else 0
-        self._plan_prefill(request, one, max(there, fetched))
-        self._plan_transfer(request, self._profiles[one.name], in_hub)
-        request.fetched_tokens = fetched
-        self.events.after(link.round_trip_seconds, self._connected, Attempt(request, request.run))
+        self._plan_transfer(request, self._profiles[prefiller.name], self.caches.match(route.decode.name, request))
+        self.events.after(link.round_trip_seconds, self._borrow, attempt)
 
-    def _borrows(self, request: Request, one: Instance, there: int, in_hub: int) -> bool:
-        """Tell whether a worker takes from the hub what it lacks of a prefix, as it decides itself."""
-        link = self.links[one.cluster]
-        facts = LendingFacts(
-            prompt_tokens=request.total_tokens,
-            cached_tokens=there,
-            lend_tokens=in_hub,
-            profile=self._profiles[one.name],
-            link_mbps=link.mbps,
-            round_trip_seconds=link.round_trip_seconds,
-        )
-        return decide_lending(facts).borrow
-
-    def _connected(self, attempt: Attempt) -> None:
-        request, route = attempt.request, attempt.request.route
-        if request.run != attempt.run or route is None or _prefiller(route).name in self.dead:
+    def _borrow(self, attempt: Attempt) -> None:
+        """Bring what a route borrows to who prefills, and have it prefill."""
+        request, loan = attempt.request, attempt.request.loan
+        if not self._stands(attempt):
             return
-        if request.fetched_tokens > 0:
-            profile = self._profiles[_prefiller(route).name]
-            borrowed_tokens = request.fetched_tokens - self._match(_prefiller(route).cluster, request)
-            fetched_bytes = profile.state_bytes + profile.token_bytes * max(0, borrowed_tokens)
-            self._link(route).from_hub.add(request, fetched_bytes)
-        else:
+        if loan is None:
             self._submit(request)
+        elif loan.link:
+            self._way(request, loan).add(request, loan.nbytes)
+            if self.links[loan.link].down:
+                self.doom_if_stalled(request)
+        else:
+            self.events.after(loan.seconds, self._borrowed, attempt)
+
+    def _borrowed(self, attempt: Attempt) -> None:
+        if self._stands(attempt):
+            self._submit(attempt.request)
+
+    def _stands(self, attempt: Attempt) -> bool:
+        """Tell whether a request is still on that route, and who prefills lives."""
+        route = attempt.request.route
+        return attempt.request.run == attempt.run and route is not None and _prefiller(route).name not in self.dead
+
+    def _way(self, request: Request, loan: Loan) -> FairShare[Request]:
+        """Return the direction of its link that a loan crosses."""
+        link, route = self.links[loan.link], request.route
+        return link.from_hub if route is not None and route.kind == "offload" else link.to_hub
 
     def _submit(self, request: Request) -> None:
         route = request.route
         if route is None:
             return
         self.tally.computed_tokens += request.computed_tokens
-        if route.prefill is None:
-            self.decodes[route.decode.name].prefill(request)
-        else:
-            self.prefills[route.prefill.name].submit(request)
+        self.prefills[_prefiller(route).name].prefill(request)
 
-    def _plan_prefill(self, request: Request, one: Instance, cached_tokens: int) -> None:
-        profile = self._profiles[one.name]
+    def _plan_prefill(self, request: Request, one: Instance) -> None:
+        profile, cached_tokens = self._profiles[one.name], self.caches.match(one.name, request)
+        if request.loan is not None:
+            cached_tokens = request.loan.tokens
         request.computed_tokens = request.total_tokens - cached_tokens
         request.prefill_seconds = prefill_seconds(profile, request.computed_tokens, cached_tokens)
         request.chunk_ends = ()
@@ -232,9 +248,9 @@ class Journeys:
                 for end in range(chunk_tokens, request.computed_tokens, chunk_tokens)
             ]
 
-    def _plan_transfer(self, request: Request, profile: Profile, in_hub_tokens: int) -> None:
-        """Share what the hub lacks among the chunks; the linear state crosses whole, and last."""
-        crossing_bytes = profile.token_bytes * (request.total_tokens - in_hub_tokens)
+    def _plan_transfer(self, request: Request, profile: Profile, cached_tokens: int) -> None:
+        """Share what the decode instance lacks among the chunks; the linear state crosses whole, and last."""
+        crossing_bytes = profile.token_bytes * (request.total_tokens - cached_tokens)
         request.chunk_bytes = crossing_bytes / (len(request.chunk_ends) + 1)
         request.last_bytes = request.chunk_bytes + profile.state_bytes
 
@@ -246,12 +262,17 @@ class Journeys:
         route = request.route
         if route is not None:
             request.prefilled = True
-            self._remember(_prefiller(route).cluster, request)
+            self.caches.insert(_prefiller(route).name, request)
             self._link(route).to_hub.add(request, request.last_bytes)
 
     def _crossed(self, request: Request) -> None:
-        if request.prefilled and request.route is not None:
-            half_seconds = self._link(request.route).round_trip_seconds / 2
+        route = request.route
+        if route is None:
+            return
+        if route.kind == "local":  # what it borrowed
+            self._submit(request)
+        elif request.prefilled:
+            half_seconds = self._link(route).round_trip_seconds / 2
             self.events.after(half_seconds, self._landed, Attempt(request, request.run))
 
     def _landed(self, attempt: Attempt) -> None:
@@ -264,10 +285,11 @@ class Journeys:
         route = request.route
         if route is None:
             return
-        self._remember(HUB, request)
+        for one in {route.decode.name, _prefiller(route).name} & self.hub.keys():
+            self.caches.insert(one, request)
         self.gateway.prefilled(route, request)
         if route.decode.name not in self.dead:  # else it is about to be noticed
-            self.decodes[route.decode.name].submit(request)
+            self.hub[route.decode.name].decode(request)
 
     def _first(self, request: Request) -> None:
         if request.first_token_seconds is None:
@@ -281,30 +303,6 @@ class Journeys:
     def _link(self, route: Route) -> SharedLink:
         return self.links[_prefiller(route).cluster]
 
-    def _match(self, cluster: str, request: Request) -> int:
-        cache = self.caches.get(cluster)
-        return cache.match(request.arrival.blocks, request.total_tokens) if cache and request.arrival.blocks else 0
-
-    def _remember(self, cluster: str, request: Request) -> None:
-        if cluster in self.caches and request.arrival.blocks:
-            self.caches[cluster].insert(request.arrival.blocks, request.arrival.input_tokens)
-
-
-def _caches(scenario: Scenario) -> dict[str, PrefixCache]:
-    """Return the caches of the clusters that have memory for one."""
-    profiles = {HUB: scenario.system.hub[0].profile, **{pool.link: pool.profile for pool in scenario.system.offload}}
-    return {
-        cluster: PrefixCache(
-            size_bytes, scenario.block_tokens, profiles[cluster].token_bytes, profiles[cluster].state_bytes
-        )
-        for cluster, size_bytes in scenario.cache_bytes.items()
-        if size_bytes > 0 and cluster in profiles
-    }
-
 
 def _prefiller(route: Route) -> Instance:
     return route.prefill or route.decode
-
-
-def _nothing(_: Request) -> None:
-    """Local prefills hand over nothing before their end."""

@@ -19,6 +19,18 @@ class Arrival(NamedTuple):
     blocks: Sequence[int] = ()
 
 
+class Loan(NamedTuple):
+    """What is brought to who prefills, before that begins."""
+
+    tokens: int
+    """Of the prompt's beginning, there when it has come."""
+    seconds: float
+    """How long it takes inside a cluster; 0 over a link, where that depends on others."""
+    link: str
+    """Which it crosses; empty: none, inside a cluster."""
+    nbytes: float
+
+
 class Request:
     """One request in flight. Plain slots: there are millions of them."""
 
@@ -29,13 +41,14 @@ class Request:
         "chunk_bytes",
         "chunk_ends",
         "computed_tokens",
-        "fetched_tokens",
         "first_token_seconds",
         "generated_tokens",
         "index",
         "last_bytes",
+        "loan",
         "prefill_seconds",
         "prefilled",
+        "queued_tokens",
         "route",
         "run",
         "tried",
@@ -53,8 +66,10 @@ class Request:
         self.tried: set[str] = set()
         self.generated_tokens = 0
         self.first_token_seconds: float | None = None
-        self.fetched_tokens = 0
-        """Tokens whose cache its prefill instance takes from the hub first."""
+        self.loan: Loan | None = None
+        """What its prefill instance takes from another one first, of its present route."""
+        self.queued_tokens = 0
+        """Tokens that its gateway counts as still to be prefilled."""
         self.prefill_seconds = 0.0
         self.computed_tokens = 0
         """Tokens that its route prefills, beside those that a cache held."""

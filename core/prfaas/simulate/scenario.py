@@ -13,6 +13,7 @@ import msgspec
 from prfaas.capacity.system import HubPool, System, check
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
+from prfaas.wire.profile import Profile
 from prfaas.wire.routes import LinkWatermarks, OnOffloadFailure, Threshold
 
 PolicyName = Literal["threshold", "price", "static", "naive", "homogeneous"]
@@ -86,6 +87,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def offloads(self) -> bool:
         """Whether anything may ever be offloaded."""
         return bool(self.system.offload) and self.policy.threshold.mode != "Disabled"
+
+    @property
+    def profiles(self) -> dict[str, Profile]:
+        """By pool. They are exact here, however few samples they were fitted to."""
+        return {
+            pool.name: msgspec.structs.replace(pool.profile, samples=max(1, pool.profile.samples))
+            for pool in (*self.system.hub, *self.system.offload)
+        }
 
     def prefilling(self, pool: HubPool) -> int:
         """Return how many instances of a hub pool prefill."""

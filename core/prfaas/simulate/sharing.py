@@ -7,7 +7,7 @@ going costs O(log n) however long the jobs are. A job that gets more work only e
 is mended when it comes up.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -45,6 +45,9 @@ class FairShare(Generic[Job]):
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._ends)
 
     def __contains__(self, job: object) -> bool:
         return job in self._ends

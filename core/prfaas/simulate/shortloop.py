@@ -7,8 +7,6 @@ from collections import deque
 from operator import sub
 from typing import Final, NamedTuple
 
-import msgspec
-
 from prfaas.names import HUB
 from prfaas.routing.controller import Config, Facts, LinkFacts, Offered, Step, initial_state, step
 from prfaas.routing.feedforward import PoolFacts
@@ -45,13 +43,7 @@ class ShortLoop:
         self._state = initial_state(self._config)
         self._offloads = deque([(0.0, 0)])
         self._lengths: deque[_Counted] = deque()
-        scenario = journeys.scenario
-        profiles = {pool.name: pool.profile for pool in (*scenario.system.hub, *scenario.system.offload)}
-        # A scenario's profiles are exact, however few samples they were fitted to.
-        self._profiles = {
-            name: msgspec.structs.replace(profile, samples=max(1, profile.samples))
-            for name, profile in profiles.items()
-        }
+        self._profiles = journeys.scenario.profiles
 
     def step(self) -> Step:
         """Measure, and decide."""
@@ -99,9 +91,13 @@ class ShortLoop:
         return None if link.down else sample
 
     def _waiting(self, cluster: str) -> int:
-        prefills = self._journeys.prefills
-        names = [one.name for one in self._table.instances if one.cluster == cluster]
-        return sum(prefills[name].waiting for name in names if name in prefills)
+        """Return the prompts that wait at prefill instances of a cluster."""
+        journeys = self._journeys
+        return sum(
+            journeys.prefills[one.name].waiting_prefills
+            for one in journeys.table.instances
+            if one.cluster == cluster and one.role == "prefill"
+        )
 
     def _recent_offloads(self, now_seconds: float) -> int:
         offloads = self._journeys.offloads

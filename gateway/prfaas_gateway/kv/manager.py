@@ -1,7 +1,8 @@
 """Who has what of a prompt: a follower for each instance of the routing table, and the question that each request asks.
 
-Instances that tell nothing of their caches (foreign engines without our stream) are judged by what this gateway sent
-them, which is forgotten after a while. What is known of an instance is forgotten when it leaves the table, changes its
+Engines of others tell of blocks of tokens, which says something of prompts that come as token ids and nothing of text.
+Of text, and of instances that tell nothing, this gateway goes by what it sent them: that is forgotten after a while,
+and at once when an instance says that its cache is gone or begins anew. What is known of an instance is forgotten when it leaves the table, changes its
 address, or begins anew; while it merely cannot be reached it stays, since ejections keep requests away from it.
 """
 
@@ -13,15 +14,16 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from prfaas.kvindex.byte_maps import Sent
-from prfaas.kvindex.bytes import ByteChain
-from prfaas.kvindex.canonical import canonical_chat, canonical_completion
+from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
+from prfaas.kvindex.canonical import TOKEN_BYTES, Canonical, canonical_chat, canonical_completion
 from prfaas.kvindex.index import PrefixIndex
-from prfaas.routing.facts import Facts, Route
+from prfaas.routing.facts import Facts, Route, cached_by_cluster
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 from prfaas_gateway.kv.follower import Follower, Turns
+from prfaas_gateway.kv.http_stream import HttpStream
 from prfaas_gateway.kv.metrics import KvMetrics
-from prfaas_gateway.kv.reading import Reading
+from prfaas_gateway.kv.published import Published
 from prfaas_gateway.openai import Intake
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.upstream import Upstream
@@ -29,6 +31,10 @@ from prfaas_gateway.upstream import Upstream
 LOOK_SECONDS: Final = 0.25
 LARGEST_BODY_BYTES: Final = 4 << 20
 """A million tokens. Of larger bodies nothing is asked: hashing them would hold up other requests."""
+
+
+MOST_TOKEN_BLOCKS: Final = 1 << 14
+"""Of a prompt of token ids, so many of an engine's blocks are looked at: a million tokens in blocks of 64."""
 
 
 class Found(NamedTuple):
@@ -67,6 +73,7 @@ class KvManager:
         self._followers: dict[str, tuple[Follower, asyncio.Task[None]]] = {}
         self._told: dict[str, tuple[int, int, int]] = {}
         self._sent: dict[str, Sent] = {}
+        self._voids: dict[str, int] = {}
         self._profiles: dict[str, Profile] = {}
         self.metrics.show(lambda: self.index.blocks, lambda: self.index.pairs, lambda: self.index.refused_blocks)
         for one in ("followed", "silent", "lost"):
@@ -99,13 +106,30 @@ class KvManager:
         taught, told = _by_role(table)
         found = self.index.match(chain, taught, told)
         now_seconds = self._state.clock()
+        by_tokens = self._by_tokens(canonical)
         for name, sent in self._sent.items():
-            matched_bytes = sent.match(chain, now_seconds)
+            matched_bytes, is_all = by_tokens.get(name, (0, False))
+            if not is_all:
+                matched_bytes = max(matched_bytes, sent.match(chain, now_seconds))
             if matched_bytes:
                 found[name] = total_tokens * matched_bytes // len(chain.data)
         # Whatever is told, the last token of a prompt has to be computed.
         on = {name: min(tokens, total_tokens - 1) for name, tokens in found.items()}
-        return Found(chain, on, _by_cluster(table, on), self._profiles)
+        return Found(chain, on, cached_by_cluster(table, on), self._profiles)
+
+    def _by_tokens(self, canonical: Canonical) -> dict[str, tuple[int, bool]]:
+        """Return what engines of others say that they have of a prompt of token ids: bytes, and whether that is all."""
+        if canonical.texts is not None or canonical.is_salted:
+            return {}
+        chains: dict[int, ByteChain] = {}
+        told: dict[str, tuple[int, bool]] = {}
+        for name, (follower, _) in self._followers.items():
+            if isinstance(follower.stream, Published) and follower.state == "followed":
+                size = TOKEN_BYTES * self.index[name].block_tokens
+                data = canonical.data[: MOST_TOKEN_BLOCKS * size]
+                chain = chains.setdefault(size, ByteChain(TOKEN_ROOT, data, size))
+                told[name] = TOKEN_BYTES * self.index[name].match_tokens(chain), follower.stream.is_whole
+        return told
 
     def placed(self, found: Found, route: Route) -> None:
         """Note where a prompt went and was taken."""
@@ -136,27 +160,36 @@ class KvManager:
     def _begin(self, instance: Instance) -> None:
         index = self.index[instance.name]
         index.clear()
-        follower = Follower(instance, Reading(index), self._upstream, self._turns, self._heard)
+        if instance.engine == "prfaas":
+            stream = HttpStream(instance, index, self._upstream)
+        else:
+            stream = Published(instance, index)
+            self._sent[instance.name] = Sent(self._state.clock())
+        follower = Follower(instance, stream, self._upstream, self._turns, self._heard)
         self._followers[instance.name] = follower, asyncio.create_task(follower.run())
 
     def _drop(self, name: str) -> None:
         _, task = self._followers.pop(name)
         task.cancel()
-        for known in (self._told, self._sent, self._profiles):
+        for known in (self._told, self._sent, self._voids, self._profiles):
             known.pop(name, None)
 
     def _heard(self, follower: Follower) -> None:
         """Take in what a follower has come to know."""
-        name, reading = follower.instance.name, follower.reading
+        name, stream = follower.instance.name, follower.stream
         if follower is not self._followers.get(name, (None,))[0]:
             return
         before = self._told.get(name, (0, 0, 0))
-        now = self._told[name] = reading.batches, reading.snapshots, reading.gaps
+        now = self._told[name] = stream.tally
         for counter, old, new in zip(
             (self.metrics.batches, self.metrics.snapshots, self.metrics.gaps), before, now, strict=True
         ):
             counter.inc(new - old)
-        if follower.state == "silent":
+        if isinstance(stream, Published):
+            if self._voids.get(name, 0) != stream.voids:
+                self._voids[name] = stream.voids
+                self._sent[name] = Sent(self._state.clock())
+        elif follower.state == "silent":
             self._sent.setdefault(name, Sent(self._state.clock()))
         elif follower.state == "followed":
             self._sent.pop(name, None)
@@ -173,12 +206,3 @@ def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
     for one in table.instances:
         names[one.role == "prefill"].append(one.name)
     return names
-
-
-def _by_cluster(table: RoutingTable, on: Mapping[str, int]) -> dict[str, int]:
-    """Return the longest match in each cluster, of the instances that may serve."""
-    longest: dict[str, int] = {}
-    for one in table.instances:
-        if one.state == "Ready" and (tokens := on.get(one.name, 0)):
-            longest[one.cluster] = max(tokens, longest.get(one.cluster, 0))
-    return longest

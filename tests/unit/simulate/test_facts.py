@@ -1,0 +1,200 @@
+"""Proves that a simulated gateway tells `decide` what a live one tells: where a prompt's prefix is by instance, what is
+still to be prefilled where, and profiles; so that both place the same requests on the same instances.
+"""
+
+import random
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from prfaas.routing.decide import decide
+from prfaas.routing.facts import Facts, Route, cached_by_cluster
+from prfaas.simulate.faults import Faults
+from prfaas.simulate.gateway import EJECT_SECONDS
+from prfaas.simulate.journey import Journeys
+from prfaas.simulate.outcome import Tally
+from prfaas.simulate.request import Arrival, Request
+from prfaas.simulate.scenario import Conditions, Failure, Scenario
+from prfaas.wire.control import ThresholdUpdate
+from prfaas_gateway.kv.manager import Found
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.state import GatewayState
+
+from .worlds import linear, run, threshold, world
+
+CACHES = {"hub": 1e12, "member": 1e12}
+
+
+class Live:
+    """The live gateway's state over the same table, and what a KV manager would have found."""
+
+    def __init__(self, journeys: Journeys):
+        self.journeys = journeys
+        self.state = GatewayState(Limits(eject_seconds=EJECT_SECONDS), clock=lambda: journeys.events.now)
+        self.state.set_table(journeys.table)
+
+    def facts(self, request: Request) -> Facts:
+        facts = self.state.facts(str(request.index), request.total_tokens, request.tried)
+        assert facts is not None
+        on = self.journeys.caches.found(request)
+        profiles = {one.name: self.journeys.scenario.profiles[one.pool] for one in self.journeys.table.instances}
+        clusters = cached_by_cluster(self.journeys.table, on)
+        return Found(None, on, clusters, profiles).added_to(facts) if on else facts
+
+
+def conversations(seed: int, count: int = 200) -> list[Request]:
+    rng = random.Random(seed)
+    made = []
+    for index in range(count):
+        which, tokens = rng.randrange(8), rng.randrange(200, 40_000)
+        made.append(Request(index, Arrival(0.0, tokens, 100, [which * 1000 + i for i in range(-(-tokens // 512))])))
+    return made
+
+
+@pytest.mark.parametrize("mode", ["Fixed", "Priced"])
+def test_both_place_every_request_alike_while_caches_and_queues_fill(mode):
+    journeys = Journeys(world(threshold(8_000, mode), cache_bytes=CACHES).validated(), Tally())
+    live, sim, rng = Live(journeys), journeys.gateway, random.Random(7)
+    under_way: list[tuple[Request, Route, ExitStack]] = []
+    with ExitStack() as at_end:
+        for request in conversations(3):
+            route, of_live = sim.decide(request), decide(live.facts(request))
+            assert route == of_live
+            assert isinstance(route, Route)
+            sim.enter(route, request)
+            leg = at_end.enter_context(ExitStack())
+            load = leg.enter_context(live.state.occupied(route))
+            under_way.append((request, route, leg))
+            if rng.random() < 0.7:
+                done, its_route, its_leg = under_way.pop(rng.randrange(len(under_way)))
+                for one in {its_route.decode.name, (its_route.prefill or its_route.decode).name}:
+                    journeys.caches.insert(one, done)
+                sim.prefilled(its_route, done)
+                sim.leave(its_route.decode.name, done)
+                its_leg.close()
+            elif rng.random() < 0.5:
+                sim.prefilled(route, request)
+                load.prefill_done()
+
+
+def lone(decoding: int = 0, prefilling: int = 0, **more) -> Scenario:
+    """A hub alone."""
+    return world(threshold(1 << 20), offload=0, hub=(prefilling, decoding), **more)
+
+
+def turn(number: int, blocks: int, conversation: int = 0) -> Request:
+    """A prompt of so many full blocks of a conversation, each turn of which begins with the one before."""
+    names = [conversation * 1000 + i for i in range(blocks)]
+    return Request(number, Arrival(0.0, 512 * blocks, 1, names))
+
+
+def placed(scenario: Scenario, arrivals: list[Arrival]) -> list[str]:
+    """The instances that prefill these, which come at once."""
+    journeys = Journeys(scenario.validated(), Tally())
+    names = []
+    for index, arrival in enumerate(arrivals):
+        request = Request(index, arrival)
+        route = journeys.gateway.decide(request)
+        assert isinstance(route, Route)
+        journeys.gateway.enter(route, request)
+        names.append((route.prefill or route.decode).name)
+    return names
+
+
+def test_a_short_queue_of_long_prompts_is_left_alone_for_a_long_one_of_short_ones():
+    prompts = [Arrival(0.0, tokens, 10) for tokens in (60_000, 1_000, 1_000, 1_000)]
+    first, *others = placed(lone(decoding=1, prefilling=2), prompts)
+    assert others == [next(name for name in ("home-prefill-0", "home-prefill-1") if name != first)] * 3
+
+
+def test_a_conversation_comes_back_to_the_instance_that_has_it_and_others_do_not():
+    scenario = lone(decoding=3, profiles=(linear(1e-4), linear(1e-4)), cache_bytes={"hub": 1e12})
+    turns = [turn(n, 40 + n).arrival._replace(at_seconds=100.0 * n) for n in range(6)]
+    others = [turn(n, 40 + n, n).arrival._replace(at_seconds=100.0 * n) for n in range(6)]
+    total = sum(one.input_tokens for one in turns)
+    assert run(scenario, turns).hit_rate == pytest.approx(1 - (40 + 5) * 512 / total), "each found the one before"
+    assert run(scenario, others).hit_rate == 0.0
+
+
+def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_computes_the_rest():
+    cheap = linear(1e-3, token_bytes=10)  # 10 s to compute, no time to fetch
+    costly = linear(1e-3, token_bytes=1_000_000)  # 82 s to fetch
+    for profile, seconds in ((cheap, 0.512), (costly, 10.752)):
+        scenario = lone(decoding=1, prefilling=1, profiles=(profile, profile), cache_bytes={"hub": 1e12})
+        journeys = Journeys(scenario.validated(), Tally())
+        journeys.caches.insert("home-decode-0", turn(9, 20))
+        journeys.start(turn(0, 21).arrival)
+        while journeys.tally.ended < 1 and journeys.events.step():
+            pass
+        assert journeys.tally.result(0.0).ttft_seconds.mean == pytest.approx(seconds, abs=0.01)
+
+
+def test_a_loan_over_a_link_that_stops_is_done_without():
+    """A hub's instance takes a prefix from the member cluster, abundant as bandwidth is, until the link falls."""
+    profile = linear(1e-3, token_bytes=6_000)  # 10,240 tokens take 4.9 s to cross, and 10.2 s to compute
+    for falls_at_seconds, seconds in ((1000.0, 4.915 + 0.512), (2.0, 2.0 + 1.0 + 10.752)):
+        conditions = {"member": Conditions(schedule=((falls_at_seconds, 0.0),))}
+        scenario = world(
+            threshold(1 << 20),
+            hub=(1, 1),
+            link_mbps=100,
+            profiles=(profile, profile),
+            cache_bytes=CACHES,
+            conditions=conditions,
+        )
+        journeys = Journeys(scenario.validated(), Tally())
+        Faults(journeys)
+        for name in ("far-0", "far-1"):
+            journeys.caches.insert(name, turn(9, 20))
+        update = ThresholdUpdate(
+            tokens=1 << 20, bandwidth="Abundant", offload_clusters=("member",), expires_seconds=10, reason=""
+        )
+        journeys.gateway.update(update)
+        journeys.start(turn(0, 21).arrival)
+        while journeys.tally.ended < 1 and journeys.events.step():
+            pass
+        assert journeys.tally.result(0.0).ttft_seconds.mean == pytest.approx(seconds, abs=0.01)
+
+
+def test_an_instance_that_dies_forgets_and_the_others_of_its_cluster_do_not():
+    failure = Failure(at_seconds=1.0, for_seconds=1.0, name="far-0")
+    journeys = Journeys(world(cache_bytes=CACHES, failures=(failure,)).validated(), Tally())
+    Faults(journeys)
+    for name in ("far-0", "far-1"):
+        journeys.caches.insert(name, turn(0, 20))
+    assert journeys.caches.found(turn(1, 21)) == {"far-0": 10_240, "far-1": 10_240}
+    while journeys.events.step():
+        pass
+    assert journeys.caches.found(turn(1, 21)) == {"far-1": 10_240}
+
+
+def test_memory_of_a_cluster_is_shared_by_its_instances():
+    profile = linear(1e-3, token_bytes=1000)
+    prompt_bytes = 10 * 512 * 1000
+
+    def kept(size_bytes: float) -> int:
+        scenario = lone(decoding=2, profiles=(profile, profile), cache_bytes={"hub": size_bytes})
+        caches = Journeys(scenario.validated(), Tally()).caches
+        for conversation in range(8):
+            caches.insert("home-decode-0", turn(0, 10, conversation))
+        return sum(bool(caches.match("home-decode-0", turn(1, 11, conversation))) for conversation in range(8))
+
+    assert (kept(16 * prompt_bytes), kept(8 * prompt_bytes)) == (8, 4)
+
+
+def test_a_gateway_that_forgets_what_is_queued_places_requests_elsewhere():
+    """Negative control of the first test: what it compares matters."""
+    journeys = Journeys(world(threshold(1 << 20), offload=0, hub=(2, 1)).validated(), Tally())
+    live = Live(journeys)
+    long = Request(0, Arrival(0.0, 60_000, 1))
+    with ExitStack() as legs:
+        for request in (long, *(Request(n, Arrival(0.0, 1_000, 1)) for n in (1, 2))):
+            route = decide(live.facts(request))
+            assert isinstance(route, Route)
+            legs.enter_context(live.state.occupied(route))
+        facts = live.facts(Request(3, Arrival(0.0, 1_000, 1)))
+        told, untold = decide(facts), decide(msgspec.structs.replace(facts, queued_tokens={}))
+    assert isinstance(told, Route)
+    assert isinstance(untold, Route)
+    assert told.prefill != untold.prefill
