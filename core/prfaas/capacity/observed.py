@@ -15,6 +15,8 @@ from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.capacity.workload import Workload
 from prfaas.wire.profile import Profile
 
+MIN_PROMPTS: Final = 50
+"""Fewer say too little of lengths to move instances by."""
 SLICES: Final = 32
 POINT_TOKENS: Final = (1024, 16_384, 131_072)
 _SPREAD: Final = (-0.75, -0.25, 0.25, 0.75)

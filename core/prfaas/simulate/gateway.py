@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from prfaas.names import HUB
 from prfaas.routing.backlog import Backlog
 from prfaas.routing.decide import decide, decide_again
@@ -81,6 +83,19 @@ class Gateway:
     def update(self, update: ThresholdUpdate) -> None:
         """Route by this from now on."""
         self.rule = rule_in_force(self.table, update)
+
+    def divide(self, pool: str, prefilling: int) -> None:
+        """Take the table in which so many of a hub pool's instances prefill, and as few as possible change sides."""
+        mine = [one for one in self.table.instances if one.pool == pool]
+        ordered = sorted(mine, key=lambda one: one.role != "prefill")
+        prefills = {one.name for one in ordered[:prefilling]}
+        self.table = replace(
+            self.table,
+            instances=tuple(
+                replace(one, role="prefill" if one.name in prefills else "decode") if one.pool == pool else one
+                for one in self.table.instances
+            ),
+        )
 
     def decide(self, request: Request) -> Decision:
         """Decide where a request goes first."""

@@ -30,6 +30,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     utilisation_percent: float
     unsent_bytes: float
     in_flight: int
+    hub_prefills: int
+    """N_p: instances of the hub that prefill."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,11 @@ class Tally:
     def arrived(self) -> int:
         """Requests so far."""
         return self._arrived
+
+    @property
+    def completed(self) -> int:
+        """Requests that got all their tokens so far."""
+        return self._ends["completed"]
 
     @property
     def ended(self) -> int:

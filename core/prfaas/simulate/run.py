@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+from prfaas.names import HUB
 from prfaas.simulate.faults import Faults
 from prfaas.simulate.journey import Journeys
+from prfaas.simulate.longloop import LongLoop
 from prfaas.simulate.outcome import Interval, Result, Tally
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.scenario import Scenario
@@ -46,6 +48,8 @@ class _Run:
         self._next_arrival()
         if scenario.offloads:
             self._events.at(0.0, self._interval)
+            if scenario.policy.conversion is not None:
+                LongLoop(self._journeys, self._loop, scenario.policy.conversion)
 
     def result(self) -> Result:
         """Run to the end."""
@@ -77,6 +81,7 @@ class _Run:
                 utilisation_percent=max((link.utilisation_percent or 0.0 for link in made.links), default=0.0),
                 unsent_bytes=sum(link.to_hub.unserved for link in journeys.links.values()),
                 in_flight=self._tally.arrived - self._tally.ended,
+                hub_prefills=sum(one.cluster == HUB and one.role == "prefill" for one in journeys.table.instances),
             )
         )
         self._events.after(journeys.table.short_interval_seconds, self._interval)

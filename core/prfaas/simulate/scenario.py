@@ -39,6 +39,17 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's (see `instance_names`) or a link's."""
 
 
+class Conversion(msgspec.Struct, frozen=True, kw_only=True):
+    """How the long loop converts the hub's instances, with a policy's own defaults."""
+
+    interval_seconds: float = 60.0
+    cooldown_seconds: float = 300.0
+    conversion_seconds: float = 1.5
+    """Until requests follow a new role."""
+    ttft_seconds: float | None = None
+    """Promised P90 of the time to the first token, which no conversion may break; None: none."""
+
+
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The part that a PrfaaSPolicy says."""
 
@@ -47,6 +58,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     short_interval_seconds: int = 1
     stale_after_seconds: int = 10
     on_offload_failure: OnOffloadFailure = "PrefillLocally"
+    conversion: Conversion | None = None
+    """None: the split of the hub stays as it began."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +67,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     system: System
     prefill_instances: Mapping[str, int]
-    """How many of each hub pool's instances prefill; the rest decode."""
+    """How many of each hub pool's instances prefill at first; the rest decode."""
     policy: Policy
     conditions: Mapping[str, Conditions] = {}
     """By link."""
@@ -123,6 +136,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             yield "failures.name", failure.name, failure.name in failing, f"one of {', '.join(sorted(failing))}"
             yield "failures.forSeconds", failure.for_seconds, 0 < failure.for_seconds < math.inf, "above 0"
             yield "failures.atSeconds", failure.at_seconds, 0 <= failure.at_seconds < math.inf, "0 or more"
+        if (conversion := self.policy.conversion) is not None:
+            yield "longLoop", sorted(pools), len(pools) == 1, "left out where the hub has several pools"
+            yield "longLoop.intervalSeconds", conversion.interval_seconds, conversion.interval_seconds > 0, "above 0"
+            for field, value in (
+                ("cooldownSeconds", conversion.cooldown_seconds),
+                ("conversionSeconds", conversion.conversion_seconds),
+            ):
+                yield f"longLoop.{field}", value, 0 <= value < math.inf, "0 or more"
         yield "chunkTokens", self.chunk_tokens, self.chunk_tokens >= 64, "at least 64"
         yield "blockTokens", self.block_tokens, self.block_tokens >= 1, "at least 1"
 

@@ -11,6 +11,8 @@
                           schedule [{atSeconds, capacityMbps}]
                           diurnal {everySeconds, lowMbps}: a cosine from the declared capacity to the low one and back
                           flapping {everySeconds, forSeconds, lowMbps}: low at the end of every period
+    longLoop            intervalSeconds, cooldownSeconds, conversionSeconds (60, 300, 1.5; {} for these): `threshold`
+                        and `price` convert the hub's instances as the operator does; without it splits stay
     failures            name of an instance or link, atSeconds, forSeconds
 
 All policies meet the same requests. Each has the hardware of the plan's column of its name: `threshold`, `price` and
@@ -30,7 +32,7 @@ from prfaas.capacity.system import System
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
 from prfaas.simulate.arrivals import Bursts
-from prfaas.simulate.scenario import Conditions, Failure, Policy, PolicyName, Scenario, instance_names
+from prfaas.simulate.scenario import Conditions, Conversion, Failure, Policy, PolicyName, Scenario, instance_names
 from prfaas.wire.routes import Threshold, ThresholdMode
 
 GIB: Final = 1 << 30
@@ -56,6 +58,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: dict[str, float]
     links: dict[str, "Weather"]
     failures: tuple[Failure, ...]
+    conversion: Conversion | None
 
 
 class Weather(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +127,7 @@ def read(file: PlanFile) -> Setup:
         cache_bytes={name: caches.number(name) * GIB for name in caches.keys},
         links={one.text("name"): _weather(one) for one in section.sections("links")},
         failures=tuple(_failure(one) for one in section.sections("failures")),
+        conversion=_conversion(section.section("longLoop"), file) if "longLoop" in section.keys else None,
     )
     section.end()
     for field, value in (("requests", setup.requests), ("shortIntervalSeconds", setup.short_interval_seconds)):
@@ -145,6 +149,18 @@ def _bursts(section: Section) -> Bursts:
     )
     section.end()
     return bursts
+
+
+def _conversion(section: Section, file: PlanFile) -> Conversion:
+    usual, promised_millis = Conversion(), file.slo.ttft_millis
+    conversion = Conversion(
+        interval_seconds=section.number("intervalSeconds", usual.interval_seconds),
+        cooldown_seconds=section.number("cooldownSeconds", usual.cooldown_seconds),
+        conversion_seconds=section.number("conversionSeconds", usual.conversion_seconds),
+        ttft_seconds=promised_millis / 1000 if promised_millis is not None else None,
+    )
+    section.end()
+    return conversion
 
 
 def _failure(section: Section) -> Failure:
@@ -228,7 +244,9 @@ def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: 
         system=system,
         prefill_instances={name: round(count) for name, count in plan.split.items()},
         policy=Policy(
-            threshold=_threshold(file, setup, policy, plan), short_interval_seconds=setup.short_interval_seconds
+            threshold=_threshold(file, setup, policy, plan),
+            short_interval_seconds=setup.short_interval_seconds,
+            conversion=setup.conversion if policy in ("threshold", "price") else None,
         ),
         conditions={
             name: weather.conditions(links[name], horizon_seconds)

@@ -11,7 +11,7 @@ from prfaas.names import HUB
 from prfaas.routing.controller import Config, Facts, LinkFacts, Offered, Step, initial_state, step
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
-from prfaas.routing.links import LinkSample
+from prfaas.routing.links import LinkReport, LinkSample
 from prfaas.simulate.journey import Journeys
 from prfaas.wire.control import ThresholdUpdate
 
@@ -43,11 +43,14 @@ class ShortLoop:
         self._state = initial_state(self._config)
         self._offloads = deque([(0.0, 0)])
         self._lengths: deque[_Counted] = deque()
+        self.links: tuple[LinkReport, ...] = ()
+        """As the last step saw them."""
         self._profiles = journeys.scenario.profiles
 
     def step(self) -> Step:
         """Measure, and decide."""
         now_seconds = self._journeys.events.now
+        self._count_lengths(now_seconds)
         made = step(
             self._config,
             self._state,
@@ -59,8 +62,20 @@ class ShortLoop:
                 offered=self._offered(now_seconds),
             ),
         )
-        self._state = made.state
+        self._state, self.links = made.state, made.links
         return made
+
+    def lengths_lately(self) -> list[int]:
+        """Return the prompts of the last minutes by bin."""
+        latest = self._journeys.lengths.counts
+        return list(map(sub, latest, self._lengths[0].lengths)) if self._lengths else []
+
+    def arrivals_lately(self) -> float | None:
+        """Return the requests a second over the same minutes; None: too few seconds."""
+        if not self._lengths:
+            return None
+        seconds = self._journeys.events.now - self._lengths[0].at_seconds
+        return None if seconds < LENGTHS_STEP_SECONDS else sum(self.lengths_lately()) / seconds
 
     def update(self, made: Step) -> ThresholdUpdate:
         """Return what the gateway is told of a step."""
@@ -106,16 +121,17 @@ class ShortLoop:
             self._offloads.popleft()
         return offloads - self._offloads[0][1]
 
+    def _count_lengths(self, now_seconds: float) -> None:
+        if not self._lengths or now_seconds - self._lengths[-1].at_seconds >= LENGTHS_STEP_SECONDS:
+            self._lengths.append(_Counted(now_seconds, self._journeys.lengths.counts))
+            while len(self._lengths) > 1 and self._lengths[1].at_seconds <= now_seconds - LENGTHS_WINDOW_SECONDS:
+                self._lengths.popleft()
+
     def _offered(self, now_seconds: float) -> Offered | None:
         """Return what came lately and who can prefill it; None before anything came, or where nothing moves."""
         if self._config.threshold.mode not in ("Auto", "Priced"):
             return None
-        latest = self._journeys.lengths.counts
-        if not self._lengths or now_seconds - self._lengths[-1].at_seconds >= LENGTHS_STEP_SECONDS:
-            self._lengths.append(_Counted(now_seconds, latest))
-            while len(self._lengths) > 1 and self._lengths[1].at_seconds <= now_seconds - LENGTHS_WINDOW_SECONDS:
-                self._lengths.popleft()
-        demand = demand_of(BINS, list(map(sub, latest, self._lengths[0].lengths)))
+        demand = demand_of(BINS, self.lengths_lately())
         if demand is None:
             return None
         ready: dict[tuple[str, str], int] = {}
@@ -124,7 +140,7 @@ class ShortLoop:
                 ready[one.cluster, one.pool] = ready.get((one.cluster, one.pool), 0) + 1
         return Offered(
             demand=demand,
-            arrivals_per_second=self._arrivals_per_second(_Counted(now_seconds, latest)),
+            arrivals_per_second=self._arrivals_per_second(_Counted(now_seconds, self._journeys.lengths.counts)),
             pools=tuple(
                 PoolFacts(cluster=cluster, ready_instances=count, profile=self._profiles[pool])
                 for (cluster, pool), count in ready.items()

@@ -6,7 +6,6 @@ instance shows no link at all, so its link counts as declared.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
 from prfaas.api.policystatus import Observed, ObservedPool
@@ -18,9 +17,6 @@ from prfaas.wire.routes import Threshold
 from prfaas_operator.plan.policy import PolicyFacts
 from prfaas_operator.plan.pool import Pool as AnyPool
 from prfaas_operator.plan.pool import role_of
-
-MIN_PROMPTS: Final = 50
-"""Fewer say too little of lengths to move instances by."""
 
 
 def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installation:
@@ -62,8 +58,10 @@ def unknown(found: Installation, facts: PolicyFacts) -> str:
     seen, decode = policy.status.observed, facts.decode_pools[policy.spec.decode_pool]
     if seen is None:
         return "the gateway's scheduler has not summed up what it measures yet: give it a minute of requests"
-    if seen.prompts < MIN_PROMPTS:
-        return f"{seen.prompts} prompts in the last minutes say too little of their lengths, {MIN_PROMPTS} would do"
+    if seen.prompts < wire.MIN_PROMPTS:
+        return (
+            f"{seen.prompts} prompts in the last minutes say too little of their lengths, {wire.MIN_PROMPTS} would do"
+        )
     if seen.output_milli_tokens is None:
         return "no answer was finished in the last minutes, so their length is not known"
     if _batch(decode, seen) is None or _step_seconds(decode, seen) is None:

@@ -10,7 +10,7 @@ from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 from prfaas.simulate import setup
 from prfaas.simulate.arrivals import Bursts, poisson
-from prfaas.simulate.scenario import POLICIES
+from prfaas.simulate.scenario import POLICIES, Conversion
 from prfaas.simulate.search import highest_rate
 
 LINK = "between"
@@ -84,6 +84,13 @@ def test_failures_of_what_a_policy_does_not_have_pass_it_by():
     assert found["homogeneous"] == ["pd-prefill-0"]
 
 
+def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defaults():
+    found = {name: one.policy.conversion for name, one in scenarios(longLoop={"cooldownSeconds": 30}).items()}
+    assert found == {**dict.fromkeys(POLICIES), "threshold": Conversion(cooldown_seconds=30), "price": found["price"]}
+    assert found["price"] == found["threshold"]
+    assert {one.policy.conversion for one in scenarios().values()} == {None}
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -112,6 +119,8 @@ def test_failures_of_what_a_policy_does_not_have_pass_it_by():
             {"links": [{"name": LINK, "diurnal": {"everySeconds": 9, "lowMbps": 10_001}}]},
             "lowMbps is 10001 where capacityMbps is 10000; it must be lower",
         ),
+        ({"longLoop": {"interval": 1}}, "longLoop.interval is no field here"),
+        ({"longLoop": {"intervalSeconds": 0}}, "longLoop.intervalSeconds is 0.0; it must be above 0"),
         ({"chunkTokens": 1}, "chunkTokens is 1; it must be at least 64"),
     ],
 )
