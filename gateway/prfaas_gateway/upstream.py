@@ -64,7 +64,7 @@ class Upstream:
 
     async def __aenter__(self) -> Self:
         # Shorter than any worker's own keep-alive: a request must not meet a connection that is just being closed.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15, socket_factory=_worker_socket)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15, socket_factory=worker_socket)
         self._client = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_seconds),
@@ -188,7 +188,7 @@ class Upstream:
         return await response.read()
 
 
-def _worker_socket(address: Any) -> socket.socket:
+def worker_socket(address: Any) -> socket.socket:
     """Return a socket whose connection ends when the peer's host falls silent."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)

@@ -9,22 +9,35 @@ decide on the hashes of `blocks`.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 import xxhash
 
 BYTE_BLOCK: Final = 256
 """Bytes of a block."""
+TOKEN_ROOT: Final = b"token ids"
+"""No root of canonical bytes: those are msgpack arrays."""
 
 
 def byte_hashes(root: bytes, data: bytes) -> list[int]:
     """Return the chained hashes of the full blocks of canonical bytes, 64-bit each."""
-    named, seed = xxhash.xxh3_64_intdigest, xxhash.xxh3_64_intdigest(root)
-    hashes: list[int] = []
-    for end in range(BYTE_BLOCK, len(data) + 1, BYTE_BLOCK):
-        seed = named(data[end - BYTE_BLOCK : end], seed)
+    return chained(xxhash.xxh3_64_intdigest(root), data, BYTE_BLOCK)
+
+
+def chained(seed: int, data: bytes, block_bytes: int) -> list[int]:
+    """Return the hashes of the full blocks of bytes that come behind the block with hash `seed`."""
+    named, hashes = xxhash.xxh3_64_intdigest, list[int]()
+    for end in range(block_bytes, len(data) + 1, block_bytes):
+        seed = named(data[end - block_bytes : end], seed)
         hashes.append(seed)
     return hashes
+
+
+@cache
+def token_seed() -> int:
+    """Return what chains over blocks of token ids hang on: of engines of others, whose names nobody can compute."""
+    return xxhash.xxh3_64_intdigest(TOKEN_ROOT)
 
 
 def block_ends(hashes: Sequence[int]) -> range:
@@ -35,22 +48,21 @@ def block_ends(hashes: Sequence[int]) -> range:
 class ByteChain:
     """The same hashes, each computed when it is asked for: of most prompts the first few say that nothing is known."""
 
-    def __init__(self, root: bytes, data: bytes):
+    def __init__(self, root: bytes, data: bytes, block_bytes: int = BYTE_BLOCK):
         self.data = data
+        self._block_bytes = block_bytes
         self._seed = xxhash.xxh3_64_intdigest(root)
         self._hashes: list[int] = []
 
     def __len__(self) -> int:
-        return len(self.data) // BYTE_BLOCK
+        return len(self.data) // self._block_bytes
 
     def __getitem__(self, block: int) -> int:
         """Return the hash of a block, counted from 0."""
-        hashes = self._hashes
+        hashes, size = self._hashes, self._block_bytes
         if block >= len(hashes):
-            named, seed, data = xxhash.xxh3_64_intdigest, hashes[-1] if hashes else self._seed, self.data
-            for start in range(len(hashes) * BYTE_BLOCK, (block + 1) * BYTE_BLOCK, BYTE_BLOCK):
-                seed = named(data[start : start + BYTE_BLOCK], seed)
-                hashes.append(seed)
+            data = self.data[len(hashes) * size : (block + 1) * size]
+            hashes += chained(hashes[-1] if hashes else self._seed, data, size)
         return hashes[block]
 
     def all(self) -> list[int]:

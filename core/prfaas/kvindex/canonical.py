@@ -39,6 +39,7 @@ class Canonical(NamedTuple):
     root: bytes
     data: bytes
     texts: tuple[Text, ...] | None
+    is_salted: bool = False
 
 
 class _Completion(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ def canonical_completion(body: bytes) -> Canonical | None:
         data = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in msgspec.convert(prompt, list[int]))
     except (msgspec.ValidationError, OverflowError):
         return None
-    return Canonical(_root("tokens", asked.model, asked.cache_salt), data, None)
+    return Canonical(_root("tokens", asked.model, asked.cache_salt), data, None, bool(asked.cache_salt))
 
 
 def canonical_chat(body: bytes) -> Canonical | None:

@@ -53,8 +53,15 @@ class InstanceIndex:
         self.tree = BlockTree(self.tree.max_blocks)
         self.bytes.clear()
 
+    def match_tokens(self, chain: ByteChain) -> int:
+        """Return the usable match of a prompt of token ids, in tokens, by a chain over blocks of `block_tokens`."""
+        return self._match(chain, self.bytes, is_exact=True)
+
     def match(self, chain: ByteChain, byte_map: ByteMap) -> int:
         """Return the usable match of a prompt in tokens, by this or by another instance's map."""
+        return self._match(chain, byte_map, is_exact=False)
+
+    def _match(self, chain: ByteChain, byte_map: ByteMap, *, is_exact: bool) -> int:
         number = ROOT  # of the last block that was found, which the search ends with
         get, find = byte_map.get, self.tree.find
 
@@ -71,6 +78,8 @@ class InstanceIndex:
         if last < 0:
             return 0
         byte_map.renew(chain, last + 1)
+        if is_exact:
+            return self.tree.usable(number) * self.block_tokens
         tokens = self.tree.depth(number) * self.block_tokens
         # Tokens of a byte block, by this prompt's own mean, and what rounding to blocks lost.
         ahead = tokens // (last + 1) + self.block_tokens

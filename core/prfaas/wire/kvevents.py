@@ -163,7 +163,7 @@ def decode_events(payload: bytes) -> EventBatch:
             return _BATCH.decode(payload)
         except msgspec.ValidationError:
             return _tolerant(msgspec.msgpack.decode(payload))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"a batch of KV cache events cannot be read: {error}") from error
 
 
@@ -176,7 +176,7 @@ def decode_byte_map(payload: bytes) -> ByteMapBatch:
     """
     try:
         return _BYTE_MAP.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"a batch of the byte map cannot be read: {error}") from error
 
 
@@ -201,6 +201,8 @@ def _event(raw: Any) -> KvEvent | None:
         named = {} if kind is None else dict(zip(kind.__struct_fields__, positional, strict=False))
     if kind is None:
         return None
+    if named.get("cache_salt"):  # SGLang's way to say what vLLM puts among the extra keys
+        named["extra_keys"] = [(named["cache_salt"],)]
     missing = [name for name in _REQUIRED[kind] if name not in named]
     if missing:
         raise msgspec.ValidationError(f"{kind.__name__} lacks {', '.join(missing)}")

@@ -23,7 +23,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """One worker pod. `url` is its API address; the data port is told by the worker itself for each transfer.
 
     A `convertible` one changes its role while it runs, and has to be told; all others know theirs from their start.
-    `engine` says by which protocol it is asked; only instances of the same engine serve a request together.
+    `engine` says by which protocol it is asked; only instances of the same engine serve a request together. Those of
+    others publish their cache events at the same host, at the ports that `prfaas.names` has for them.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""Follows the event stream of one instance for as long as it is in the routing table.
-
-    GET /v1/kv-events      frames: 4 bytes of length, big-endian, then msgpack [topic, seq, payload]
+"""Follows the event stream of one instance for as long as it is in the routing table, however that is sent (`Stream`).
 
 A connection that ends, falls silent or says nonsense is made again, after a pause that grows up to half a minute. An
 instance that has no such stream is asked again each minute. Taking in events never occupies the gateway for long: all
@@ -10,27 +8,19 @@ followers take turns, and rest three times as long as they worked.
 import asyncio
 import logging
 import random
-import struct
 import time
-from collections.abc import Callable, Iterator
-from typing import Final, Literal
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from typing import Final, Literal, Protocol
 
-import msgspec
-
-from prfaas.errors import PrfaasError, ProtocolError, UnreachableError
+from prfaas.errors import PrfaasError, ProtocolError
 from prfaas.wire.profile import PATH as PROFILE_PATH
 from prfaas.wire.profile import Profile, read_profile
 from prfaas.wire.routes import Instance
-from prfaas_gateway.kv.reading import Reading
 from prfaas_gateway.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-CONTENT_TYPE: Final = "application/x-prfaas-events"
-LARGEST_FRAME_BYTES: Final = 8 << 20
-"""The events of one step: those of a prompt of a million tokens fit."""
-SILENCE_SECONDS: Final = 20.0
-"""A stream says something every five."""
 FIRST_PAUSE_SECONDS: Final = 0.25
 LONGEST_PAUSE_SECONDS: Final = 30.0
 SILENT_PAUSE_SECONDS: Final = 60.0
@@ -38,14 +28,31 @@ PROFILE_SECONDS: Final = 60.0
 PROFILE_BYTES: Final = 64 << 10
 TURN_SECONDS: Final = 0.002
 REST_FACTOR: Final = 3
-_LENGTH: Final = struct.Struct("!I")
-_FRAME: Final = msgspec.msgpack.Decoder(tuple[str, int, bytes])
-
 State = Literal["followed", "silent", "lost"]
 
 
 class NoStreamError(ProtocolError):
     """This instance tells nothing of its cache, or not in our way."""
+
+
+class Stream(Protocol):
+    """What is followed: it knows where it is, and goes on from there with each new connection."""
+
+    @property
+    def tally(self) -> tuple[int, int, int]:
+        """Batches and snapshots taken in, and gaps met, so far."""
+        ...
+
+    def portions(self) -> AsyncGenerator[Iterator[None], None]:
+        """Follow one connection to its end: yield what is to be taken in, each time in portions.
+
+        Raises:
+            NoStreamError: there is no such stream.
+            PrfaasError: the connection was lost, or says nonsense.
+            TimeoutError: it fell silent.
+
+        """
+        ...
 
 
 class Turns:
@@ -73,7 +80,7 @@ class Follower:
 
     Args:
         instance: whom.
-        reading: takes its frames in.
+        stream: its events.
         upstream: reaches it.
         turns: those of all followers.
         on_change: called whenever `state` changes or frames were taken in.
@@ -83,13 +90,13 @@ class Follower:
     def __init__(
         self,
         instance: Instance,
-        reading: Reading,
+        stream: Stream,
         upstream: Upstream,
         turns: Turns,
         on_change: Callable[["Follower"], None],
     ):
         self.instance = instance
-        self.reading = reading
+        self.stream = stream
         self.state: State = "lost"
         self.profile: Profile | None = None
         self._upstream = upstream
@@ -119,27 +126,16 @@ class Follower:
 
     async def _follow(self) -> None:
         """Follow one connection to its end."""
-        async with self._upstream.reading(self.instance, self.reading.path) as answer:
-            if answer.status != 200 or answer.content_type != CONTENT_TYPE:
-                if answer.status >= 500:
-                    raise UnreachableError(f"{self.instance.url} answers HTTP {answer.status}")
-                raise NoStreamError(f"{self.instance.url} has no event stream (HTTP {answer.status})")
-            while True:
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    (size,) = _LENGTH.unpack(await answer.content.readexactly(_LENGTH.size))
-                    if size > LARGEST_FRAME_BYTES:
-                        raise ProtocolError(f"a frame of {size} bytes; {LARGEST_FRAME_BYTES} are the most")
-                    topic, seq, payload = _frame(await answer.content.readexactly(size))
-                if topic == "prfaas.end":
-                    return
-                await self._turns.take(self.reading.take(topic, seq, payload))
+        async with aclosing(self.stream.portions()) as stream:
+            async for portions in stream:
+                await self._turns.take(portions)
                 await self._read_profile()
                 self._becomes("followed", "")
 
     async def _read_profile(self) -> None:
         """Read the instance's profile once in a while; without one, prefixes are not fetched for it."""
         now_seconds = time.monotonic()
-        if now_seconds < self._profile_due_seconds:
+        if now_seconds < self._profile_due_seconds or self.instance.engine != "prfaas":
             return
         self._profile_due_seconds = now_seconds + PROFILE_SECONDS
         try:
@@ -155,10 +151,3 @@ class Follower:
             log.info("instance %s: its cache is %s%s", self.instance.name, state, f": {why}" if why else "")
         self.state = state
         self._on_change(self)
-
-
-def _frame(body: bytes) -> tuple[str, int, bytes]:
-    try:
-        return _FRAME.decode(body)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"a frame of the event stream cannot be read: {error}") from error

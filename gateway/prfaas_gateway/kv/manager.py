@@ -2,8 +2,9 @@
 
 Engines of others tell of blocks of tokens, which says something of prompts that come as token ids and nothing of text.
 Of text, and of instances that tell nothing, this gateway goes by what it sent them: that is forgotten after a while,
-and at once when an instance says that its cache is gone or begins anew. What is known of an instance is forgotten when it leaves the table, changes its
-address, or begins anew; while it merely cannot be reached it stays, since ejections keep requests away from it.
+and at once when an instance says that its cache is gone or begins anew. What is known of an instance is forgotten when
+it leaves the table, changes its address, or begins anew; while it merely cannot be reached it stays, since ejections
+keep requests away from it.
 """
 
 import asyncio

@@ -10,36 +10,20 @@ whatever a peer sends, the worst that follows is that nothing, or nonsense, is b
 
 import re
 from collections.abc import Iterator
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
 from prfaas.errors import ProtocolError
 from prfaas.kvindex.byte_maps import NO_BLOCK
 from prfaas.kvindex.index import InstanceIndex
-from prfaas.kvindex.keys import key_of, keys_of
-from prfaas.wire.kvevents import (
-    MEDIUM_DEVICE,
-    MEDIUM_DISK,
-    MEDIUM_HOST,
-    STATE_SPEC_KIND,
-    AllBlocksCleared,
-    BlockHash,
-    BlockRemoved,
-    BlockStored,
-    decode_byte_map,
-    decode_events,
-)
+from prfaas.kvindex.keys import key_of
+from prfaas.wire.kvevents import decode_byte_map
+from prfaas_gateway.kv.cache_events import PORTION_BLOCKS, CacheEvents
 
-PORTION_BLOCKS: Final = 512
-"""Taken in at once: well below a millisecond."""
-LARGEST_BLOCK_TOKENS: Final = 4096
 _AHEAD: Final = 1 << 62
 """A number that no log has: whoever asks for it gets a snapshot."""
 _EPOCH: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
-_MEDIUMS: Final = {None: 0, MEDIUM_DEVICE: 0, MEDIUM_HOST: 1, MEDIUM_DISK: 2}
-_OTHER_MEDIUM: Final = 3
 _Kind = TypeVar("_Kind")
 
 
@@ -99,8 +83,7 @@ class Reading:
         self._index = index
         self._epoch = ""
         self._greeted = False
-        self._attention_group: int | None = None
-        self._state_groups: set[int | None] = set()
+        self._events = CacheEvents(index)
         self._places = {"kv": _Place(), "bytes": _Place()}
 
     @property
@@ -137,9 +120,8 @@ class Reading:
         if not _EPOCH.fullmatch(epoch):
             raise ProtocolError("the epoch of prfaas.hello is no name")
         if epoch != self._epoch:
-            self._index.clear()
+            self._events.forget()
             self._places = {"kv": _Place(), "bytes": _Place()}
-            self._attention_group, self._state_groups = None, set()
         self._epoch, self._greeted = epoch, True
 
     def _snapshot(self, payload: bytes) -> None:
@@ -162,57 +144,9 @@ class Reading:
         except ProtocolError:
             self.gaps += 1
             raise
-        yield from self._events(payload) if kind == "kv" else self._byte_map(payload)
+        yield from self._events.take(payload) if kind == "kv" else self._byte_map(payload)
         place.taken(seq)
         self.batches += 1
-
-    def _events(self, payload: bytes) -> Iterator[None]:
-        """Take in a batch of cache events."""
-        for event in decode_events(payload).events:
-            match event:
-                case BlockStored():
-                    yield from self._stored(event)
-                case BlockRemoved():
-                    yield from self._removed(event)
-                case AllBlocksCleared():
-                    self._index.tree.clear()
-                    yield
-
-    def _stored(self, event: BlockStored) -> Iterator[None]:
-        group = self._group(event)
-        if group is None:
-            return
-        medium = _MEDIUMS.get(event.medium, _OTHER_MEDIUM)
-        parent = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
-        for keys in _portions(event.block_hashes):
-            self._index.tree.store(keys, parent, group == "state", medium)
-            parent = keys[-1]
-            yield
-
-    def _removed(self, event: BlockRemoved) -> Iterator[None]:
-        is_state = event.group_idx in self._state_groups
-        if not is_state and event.group_idx not in (None, self._attention_group):
-            return
-        medium = _MEDIUMS.get(event.medium, _OTHER_MEDIUM)
-        for keys in _portions(event.block_hashes):
-            self._index.tree.remove(keys, is_state, medium)
-            yield
-
-    def _group(self, event: BlockStored) -> Literal["attention", "state"] | None:
-        """Return what a group holds; None for windows, further attention groups, and blocks of another size.
-
-        All attention groups of an engine hold the same prompts, so the first one stands for the others.
-        """
-        if event.kv_cache_spec_kind == STATE_SPEC_KIND:
-            if len(self._state_groups) < PORTION_BLOCKS:
-                self._state_groups.add(event.group_idx)
-            return "state"
-        if event.kv_cache_spec_kind not in _ATTENTION_KINDS or not 1 <= event.block_size <= LARGEST_BLOCK_TOKENS:
-            return None
-        if not len(self._index.tree):
-            self._attention_group, self._index.block_tokens = event.group_idx, event.block_size
-        known = event.group_idx == self._attention_group and event.block_size == self._index.block_tokens
-        return "attention" if known else None
 
     def _byte_map(self, payload: bytes) -> Iterator[None]:
         """Take in a batch of the byte map."""
@@ -222,11 +156,6 @@ class Reading:
             keys = [key_of(one.block_hash) if one.tokens else NO_BLOCK for one in part]
             self._index.bytes.learn([one.byte_hash for one in part], keys)
             yield
-
-
-def _portions(names: list[BlockHash]) -> Iterator[list[int]]:
-    for start in range(0, len(names), PORTION_BLOCKS):
-        yield keys_of(names[start : start + PORTION_BLOCKS])
 
 
 def _read(payload: bytes, kind: type[_Kind]) -> _Kind:

@@ -47,6 +47,7 @@ class Worker:
     """A worker's HTTP side. `reply` says what it does next; `aborted` is set when a caller leaves early."""
 
     name: str
+    host: str = "127.0.0.1"
     url: str = ""
     reply: Reply = answer
     cache: Callable[[web.Request], Awaitable[web.StreamResponse]] = not_yet
@@ -59,8 +60,8 @@ class Worker:
         app.router.add_route("*", "/{path:.*}", self._handle)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", port).start()
-        self.url = f"http://127.0.0.1:{self.port}"
+        await web.TCPSite(self.runner, self.host, port).start()
+        self.url = f"http://{self.host}:{self.port}"
 
     @property
     def port(self) -> int:

@@ -23,7 +23,8 @@ from prfaas.wire.kvevents import (
     encode_byte_map,
     encode_events,
 )
-from prfaas_gateway.kv.reading import LARGEST_BLOCK_TOKENS, Reading
+from prfaas_gateway.kv.cache_events import LARGEST_BLOCK_TOKENS
+from prfaas_gateway.kv.reading import Reading
 
 KV, BYTES = "kv@pod@m", "bytes@pod@m"
 

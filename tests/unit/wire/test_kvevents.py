@@ -136,3 +136,17 @@ def test_the_byte_map_reads_without_types_and_damage_is_refused():
     assert decode_byte_map(payload) == batch
     with pytest.raises(ProtocolError, match="byte map"):
         decode_byte_map(payload[:-1])
+
+
+@pytest.mark.parametrize("nesting", [b"\x91" * 100_000, b"\x92" * 100_000, b"\x81\xa6events" * 100_000])
+def test_nesting_without_end_is_refused_like_any_nonsense(nesting):
+    for decode in (decode_events, decode_byte_map):
+        with pytest.raises(ProtocolError):
+            decode(nesting)
+
+
+def test_sglangs_way_to_name_a_salt_counts_as_vllms():
+    told = {"type": "BlockStored", "block_hashes": [-7], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    for salt, keys in (("s", [("s",)]), ("", None)):
+        (event,) = decode_events(pack({"ts": 0.0, "events": [told | {"cache_salt": salt}]})).events
+        assert (event.extra_keys, event.block_hashes) == (keys, [-7])

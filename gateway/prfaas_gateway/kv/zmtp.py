@@ -1,0 +1,142 @@
+"""ZMTP 3.0 over TCP, as much of it as a reader of other people's PUB and ROUTER sockets needs (rfc.zeromq.org/spec/23).
+
+    greeting   64 bytes each way: signature, version 3, mechanism NULL
+    READY      a command each way, with the kind of socket
+    messages   of frames: a byte of flags, the size in 1 or 8 bytes, the body
+
+Why not libzmq: its bounds hold for a frame and for a number of messages, but not for the frames of one message, which
+it gathers for as long as the peer says that more will come. An instance could so fill this process's memory, and with
+it take the gateway away from all others. Here a whole message has a bound, and every wait.
+"""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, Literal
+
+from prfaas.errors import ProtocolError, UnreachableError
+from prfaas_gateway.upstream import worker_socket
+
+CONNECT_SECONDS: Final = 5.0
+"""For the connection and its greetings."""
+MESSAGE_SECONDS: Final = 20.0
+"""From the first byte of a message to its last."""
+LARGEST_MESSAGE_BYTES: Final = 8 << 20
+"""The events of one step: those of a prompt of a million tokens fit."""
+MOST_PARTS: Final = 8
+MOST_COMMANDS: Final = 16
+"""Between two messages; heart-beats are commands."""
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_SIZE: Final = struct.Struct("!Q")
+_MECHANISM: Final = b"NULL"
+_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _MECHANISM.ljust(20, b"\0") + bytes(32)
+
+Kind = Literal["SUB", "DEALER"]
+
+
+class Connection:
+    """One connection, after its greetings."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, *parts: bytes) -> None:
+        """Send one message of short parts."""
+        for number, part in enumerate(parts, 1):
+            self._writer.write(bytes([_MORE if number < len(parts) else 0, len(part)]) + part)
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            await self._writer.drain()
+
+    async def receive(self, idle_seconds: float) -> list[bytes] | None:
+        """Return the parts of the next message; None when nothing came for so long.
+
+        Raises:
+            ProtocolError: this is no message, or too large a one.
+
+        """
+        parts: list[bytes] = []
+        left_bytes = LARGEST_MESSAGE_BYTES
+        for _ in range(MOST_PARTS + MOST_COMMANDS):
+            try:
+                async with asyncio.timeout(MESSAGE_SECONDS if parts else idle_seconds):
+                    (flags,) = await self._reader.readexactly(1)
+            except TimeoutError:
+                if parts:
+                    raise
+                return None
+            body = await self._body(flags, left_bytes)
+            if flags & _COMMAND:
+                continue
+            parts.append(body)
+            left_bytes -= len(body)
+            if not flags & _MORE:
+                return parts
+        raise ProtocolError(f"a message of more than {MOST_PARTS} parts, or {MOST_COMMANDS} commands beside it")
+
+    async def _body(self, flags: int, most_bytes: int) -> bytes:
+        """Read the rest of a frame."""
+        if flags & ~(_MORE | _LONG | _COMMAND):
+            raise ProtocolError(f"a frame has the flags {flags:#x}, which ZMTP 3.0 does not know")
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            if flags & _LONG:
+                (size,) = _SIZE.unpack(await self._reader.readexactly(_SIZE.size))
+            else:
+                (size,) = await self._reader.readexactly(1)
+            if size > most_bytes:
+                raise ProtocolError(f"a message of over {LARGEST_MESSAGE_BYTES} bytes")
+            return await self._reader.readexactly(size)
+
+    async def greet(self, kind: Kind) -> None:
+        """Exchange greetings.
+
+        Raises:
+            ProtocolError: the peer does not speak ZMTP 3, or wants credentials.
+
+        """
+        self._writer.write(_GREETING)
+        theirs = await self._reader.readexactly(len(_GREETING))
+        if theirs[0] != 0xFF or theirs[9] != 0x7F or theirs[10] < 3:
+            raise ProtocolError("the peer does not speak ZMTP 3: is that its port of cache events?")
+        if theirs[12:32].rstrip(b"\0") != _MECHANISM:
+            raise ProtocolError(f"the peer wants the mechanism {theirs[12:32]!r}; only NULL is spoken here")
+        ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind.encode()
+        self._writer.write(bytes([_COMMAND, len(ready)]) + ready)
+        (flags,) = await self._reader.readexactly(1)
+        said = await self._body(flags, 4096)
+        if not flags & _COMMAND or not said.startswith(b"\x05READY"):
+            raise ProtocolError(f"the peer refused a {kind} socket: {said[:80]!r}")
+
+
+@asynccontextmanager
+async def connected(host: str, port: int, kind: Kind) -> AsyncIterator[Connection]:
+    """Hold a connection while the block runs.
+
+    Raises:
+        UnreachableError: nobody is there, or the connection was lost, also while the block runs.
+        ProtocolError: somebody is there who does not speak this.
+
+    """
+    loop = asyncio.get_running_loop()
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            address, *_ = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            plain = worker_socket(address)
+            plain.setblocking(False)
+            try:
+                await loop.sock_connect(plain, address[4])
+                reader, writer = await asyncio.open_connection(sock=plain)
+            except BaseException:
+                plain.close()
+                raise
+            connection = Connection(reader, writer)
+            await connection.greet(kind)
+        yield connection
+    except (OSError, EOFError) as error:
+        raise UnreachableError(f"cache events at {host}:{port}: {type(error).__name__}: {error}") from error
+    finally:
+        if writer is not None:
+            writer.transport.abort()

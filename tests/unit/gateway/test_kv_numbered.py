@@ -1,0 +1,233 @@
+"""Proves what a reader of numbered batches believes after losses, restarts and lies: what the log of this very engine
+says, and where that is not to be had, nothing of before.
+"""
+
+import pytest
+
+from prfaas.errors import ProtocolError
+from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
+from prfaas.kvindex.canonical import TOKEN_BYTES
+from prfaas.kvindex.index import InstanceIndex
+from prfaas_gateway.kv.cache_events import ForeignEvents
+from prfaas_gateway.kv.numbered import Numbered
+
+from .publisher import CLEARED, Engine, Sglang, SglangMaps, Vllm, VllmMaps
+
+PROMPT = [n * 7 % 50_000 for n in range(160)]
+OTHER = [n * 11 % 50_000 + 1 for n in range(160)]
+ENGINES = [Vllm, VllmMaps, Sglang, SglangMaps]
+
+
+class Peer:
+    """An engine, its log, and its reader."""
+
+    def __init__(self, engine: Engine | None = None, max_blocks: int = 1000):
+        self.engine = engine or Vllm()
+        self.index = InstanceIndex(max_blocks, 1 << 16)
+        self.events = ForeignEvents(self.index)
+        self.reading = Numbered(self.events)
+        self.log: list[tuple[int, bytes]] = []
+
+    def does(self, *events: dict, is_lost: bool = False) -> None:
+        """The engine publishes a batch, which the reader may miss."""
+        seq, payload = len(self.log), self.engine.batch(*events)
+        self.log.append((seq, payload))
+        if not is_lost:
+            self.hear(seq, payload)
+
+    def hear(self, seq: int, payload: bytes) -> None:
+        for _ in self.reading.published(seq, payload):
+            pass
+
+    def ask(self, first_kept: int = 0) -> bool:
+        """Ask the log; False where it is found wanting."""
+        start = self.reading.question()
+        for seq, payload in self.log:
+            if seq >= max(start, first_kept):
+                portions = self.reading.logged(seq, payload)
+                if portions is None:
+                    return False
+                for _ in portions:
+                    pass
+        return self.reading.log_ended()
+
+    def match(self, tokens: list[int]) -> int:
+        data = b"".join(token.to_bytes(4, "little") for token in tokens)
+        return self.index.match_tokens(ByteChain(TOKEN_ROOT, data, TOKEN_BYTES * self.index.block_tokens))
+
+
+@pytest.fixture(params=ENGINES)
+def peer(request) -> Peer:
+    return Peer(request.param())
+
+
+def test_a_prompt_of_token_ids_is_matched_as_far_as_its_blocks_stand(peer):
+    peer.does(*peer.engine.stored(PROMPT[:80]))
+    peer.does(*peer.engine.stored(PROMPT, first=80 // peer.engine.block_size))
+    peer.does(*peer.engine.stored(OTHER[:64]))
+    size = peer.engine.block_size
+    assert peer.match(PROMPT) == 160
+    assert peer.match([*PROMPT[:100], 9, *PROMPT[101:]]) == 100 // size * size
+    assert (peer.match(OTHER), peer.match(OTHER[1:]), peer.match([])) == (64, 0, 0)
+    assert peer.reading.is_whole
+    peer.does(peer.engine.removed(PROMPT, first=3))
+    assert peer.match(PROMPT) == 3 * size
+    peer.does(peer.engine.removed(PROMPT), peer.engine.removed(OTHER[:64]))
+    assert (peer.match(PROMPT), peer.events.emptied) == (0, 1)
+    peer.does(*peer.engine.stored(PROMPT))
+    peer.does(CLEARED, *peer.engine.stored(OTHER))
+    assert (peer.match(PROMPT), peer.match(OTHER), peer.events.emptied) == (0, 160, 2)
+
+
+def test_what_was_lost_is_taken_from_the_log_and_what_the_log_repeats_is_taken_once(peer):
+    peer.does(*peer.engine.stored(PROMPT[:80]))
+    peer.does(*peer.engine.stored(OTHER), is_lost=True)
+    peer.does(peer.engine.removed(OTHER), is_lost=True)
+    late = len(peer.log), peer.engine.batch(*peer.engine.stored(PROMPT, first=80 // peer.engine.block_size))
+    peer.log.append(late)
+    assert peer.reading.is_gap(3)
+    assert peer.ask()
+    peer.hear(*late)
+    assert (peer.match(PROMPT), peer.match(OTHER)) == (160, 0)
+    assert (peer.reading.batches, peer.reading.lives, peer.reading.is_whole) == (4, 0, True)
+
+
+def test_an_engine_that_began_anew_is_known_by_its_log_whatever_its_numbers_are(peer):
+    for prompt in (PROMPT, OTHER, PROMPT[:20]):
+        peer.does(*peer.engine.stored(prompt))
+    reading = peer.reading
+    for number, steps in enumerate(([OTHER], [OTHER, OTHER[:20], OTHER[:40], OTHER[:60]], []), 1):
+        peer.log = [(seq, peer.engine.batch(*peer.engine.stored(tokens))) for seq, tokens in enumerate(steps)]
+        reading.connected()
+        assert not peer.ask()
+        assert peer.ask()
+        assert (peer.match(PROMPT), peer.match(OTHER)) == (0, 160 if steps else 0)
+        assert (reading.lives, reading.is_whole) == (number, True)
+
+
+def test_a_log_that_forgot_the_beginning_gives_less_than_the_truth(peer):
+    for prompt in (PROMPT[:80], OTHER):
+        peer.does(*peer.engine.stored(prompt), is_lost=True)
+    peer.does(*peer.engine.stored(PROMPT, first=80 // peer.engine.block_size), is_lost=True)
+    peer.ask(first_kept=1)
+    assert (peer.match(PROMPT), peer.match(OTHER)) == (0, 160)
+    assert not peer.reading.is_whole
+
+
+def test_without_a_log_a_gap_or_a_new_connection_voids_what_was_known(peer):
+    peer.reading.question()
+    peer.reading.no_log()
+    peer.does(*peer.engine.stored(PROMPT))
+    assert (peer.match(PROMPT), peer.reading.is_whole) == (160, True)
+    peer.does(*peer.engine.stored(OTHER), is_lost=True)
+    assert peer.reading.is_gap(2)
+    peer.reading.no_log()
+    peer.does(*peer.engine.stored(OTHER[:40]))
+    assert (peer.match(PROMPT), peer.match(OTHER) > 0, peer.reading.is_whole) == (0, True, False)
+    peer.reading.connected()
+    peer.reading.no_log()
+    assert peer.match(OTHER) == 0
+
+
+def test_batches_that_the_log_lost_in_its_answer_are_asked_for_again(peer):
+    for end in (40, 80, 120, 160):
+        peer.does(*peer.engine.stored(PROMPT[:end]), is_lost=True)
+    whole, peer.log = peer.log, [peer.log[0], *peer.log[2:]]
+    assert not peer.ask()
+    assert peer.reading.next_number == 1
+    peer.log = whole
+    assert peer.ask()
+    assert (peer.match(PROMPT), peer.reading.lives) == (160, 0)
+
+
+def test_numbers_that_go_back_end_the_connection(peer):
+    peer.does(*peer.engine.stored(PROMPT))
+    with pytest.raises(ProtocolError, match="batch 0 came behind batch 0"):
+        peer.hear(0, peer.engine.batch())
+
+
+def test_blocks_for_other_prompts_than_their_tokens_say_are_left_out():
+    apart = [
+        {"extra_keys": [["salt"]] + [None] * 9},
+        {"lora_name": "a"},
+        {"lora_id": 3},
+        {"extra_keys": [None, ["image"]]},
+    ]
+    for more in apart:
+        for engine in (Vllm(), VllmMaps()):
+            peer = Peer(engine)
+            peer.does(*engine.stored(PROMPT[:80], **more))
+            peer.does(*engine.stored(PROMPT, first=5))
+            assert (peer.match(PROMPT), len(peer.index.tree), peer.reading.is_whole) == (0, 0, False)
+    salted = Peer(SglangMaps())
+    salted.does(*salted.engine.stored(PROMPT, cache_salt="s"))
+    assert salted.match(PROMPT) == 0
+    harmless = Peer()
+    harmless.does(*harmless.engine.stored(PROMPT, extra_keys=[None] * 10))
+    assert harmless.match(PROMPT) == 160
+
+
+def test_of_a_hybrid_model_a_state_has_to_stand_at_the_match_in_whatever_order_a_step_is_told():
+    peer = Peer()
+    (blocks,), names = peer.engine.stored(PROMPT), peer.engine.names(PROMPT)
+    state = blocks | {
+        "group_idx": 1,
+        "kv_cache_spec_kind": "mamba",
+        "block_hashes": [names[4]],
+        "parent_block_hash": names[3],
+    }
+    # Aligned states are sparse: one name, and the tokens of all blocks that were gone through.
+    peer.does(state, blocks)
+    assert peer.match(PROMPT) == 80
+    peer.does(state | {"block_hashes": [names[9]]})
+    assert peer.match(PROMPT) == 160
+    gone = {"type": "BlockRemoved", "block_hashes": [names[9]], "medium": "GPU", "group_idx": 1}
+    peer.does(gone)
+    assert (peer.match(PROMPT), peer.reading.is_whole) == (80, True)
+    peer.does(state | {"block_hashes": [names[7]]}, gone | {"block_hashes": [names[4], names[7]]})
+    assert peer.match(PROMPT) == 0
+    again = Peer()
+    again.does(state, gone | {"block_hashes": [names[4]]}, blocks)
+    assert again.match(PROMPT) == 0, "a state that came and went before its block"
+
+
+def test_other_tiers_tell_names_alone():
+    peer = Peer()
+    (blocks,), names = peer.engine.stored(PROMPT), peer.engine.names(PROMPT)
+    host = blocks | {"medium": "CPU", "token_ids": [], "parent_block_hash": None}
+    peer.does(host)
+    assert len(peer.index.tree) == 0, "nothing is known of those blocks"
+    peer.does(blocks, host, peer.engine.removed(PROMPT))
+    assert peer.match(PROMPT) == 160
+    peer.does({"type": "BlockRemoved", "block_hashes": names, "medium": "CPU"})
+    assert peer.match(PROMPT) == 0
+
+
+def test_a_hostile_engine_gets_its_share_of_memory_and_no_more():
+    peer = Peer(max_blocks=100)
+    for round_ in range(30):
+        tokens = list(range(round_ * 100_000, round_ * 100_000 + 16 * 200))
+        peer.does(*peer.engine.stored(tokens))
+        peer.does({**next(peer.engine.stored(tokens)), "group_idx": 5, "kv_cache_spec_kind": "mamba"})
+    assert len(peer.index.tree) == 100
+    assert len(peer.events._chains) <= 102
+    assert len(peer.index.bytes) <= 1 << 17
+    for tokens in ([-1] * 16, [1 << 40] * 16):
+        with pytest.raises(ProtocolError):
+            Peer().does(*Vllm().stored(tokens))
+    for size in (0, -16, 1 << 40):
+        odd = Peer()
+        odd.does(*Vllm().stored(PROMPT, block_size=size))
+        assert odd.match(PROMPT) == 0
+
+
+def test_recycled_places_do_not_keep_old_tokens():
+    peer = Peer()
+    for _ in range(3):
+        peer.does(*peer.engine.stored(PROMPT), *peer.engine.stored(OTHER))
+        peer.does(peer.engine.removed(PROMPT))
+        peer.does(*peer.engine.stored([*OTHER[:32], *PROMPT], first=2))
+        assert peer.match([*OTHER[:32], *PROMPT]) == 192
+        assert (peer.match(PROMPT), peer.match(OTHER)) == (0, 160)
+        peer.does(peer.engine.removed([*OTHER[:32], *PROMPT], first=2), peer.engine.removed(OTHER))
+    assert len(peer.index.tree) == 0
