@@ -2,10 +2,14 @@
 every wait; and nothing that was changed on the way inside TLS.
 """
 
+import fcntl
 import random
 import socket
+import struct
+import termios
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -54,6 +58,15 @@ def await_readable(stream: Stream) -> None:
     while not stream.readable():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def await_taken(stream: Stream) -> None:
+    """Wait until a reader leaves less in its socket than the kernel would wake it for."""
+    deadline, count = time.monotonic() + 60.0, array("i", [LOW_WATER_BYTES])
+    while count[0] >= LOW_WATER_BYTES:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+        fcntl.ioctl(stream, termios.FIONREAD, count)
 
 
 @pytest.mark.parametrize("largest", [1, 100, 5_000, 40_000, 300_000])
@@ -132,6 +145,21 @@ def test_a_large_payload_that_comes_slowly_counts_as_progress(pair: Pair):
     pair[1].send([b"y"])
     time.sleep(0.05)
     assert pair[0].readable(), "a small frame wakes the reader of the next"
+
+
+@pytest.mark.parametrize("last_bytes", [1, LOW_WATER_BYTES // 2, LOW_WATER_BYTES])
+def test_the_end_of_a_large_payload_is_taken_when_it_comes_though_nothing_follows_it(pair: Pair, last_bytes: int):
+    size, reader = 4 * LOW_WATER_BYTES, pair[1]
+    reader.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))  # no tick looks after it
+    thread = in_thread(lambda: reader.receive_into(bytearray(size)))
+    pair[0].send([bytes(size - last_bytes)])
+    await_taken(reader)  # and the reader sleeps, or is about to
+    pair[0].send([bytes(last_bytes)])
+    thread.join(60.0)
+    asleep = thread.is_alive()
+    reader.shutdown()
+    thread.join()
+    assert not asleep, "the reader waits for bytes that nobody sends"
 
 
 def test_a_peer_that_closes_ends_both(pair: Pair):

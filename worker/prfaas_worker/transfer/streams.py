@@ -150,11 +150,19 @@ class Stream:
             raise UnreachableError(f"the connection broke while sending: {error}") from error
 
     def _receive_some(self, left: list[memoryview], left_bytes: int, /) -> int | None:
-        """Take all that is expected, or what a tick brought of it; None after one without a byte, 0 at the end."""
-        pieces = left[:_MAX_PIECES]
-        if len(pieces) < len(left):
-            left_bytes = sum(map(len, pieces))
-        self._wake_at(left_bytes)
+        """Take all that is expected, or what a tick brought of it; None after one without a byte, 0 at the end.
+
+        The kernel wakes us for many bytes at once, half the CPU on a slow link, as long as that many are still to come.
+        It counts those that it has not yet given us, so the last ones are left to a call of their own: in the middle of
+        one call it would wait for bytes beyond the frame, and after the last frame in vain.
+        """
+        bulk_bytes = left_bytes - LOW_WATER_BYTES
+        if bulk_bytes >= LOW_WATER_BYTES:
+            self._wake_at(LOW_WATER_BYTES)
+            pieces = _front(left, bulk_bytes)
+        else:
+            self._wake_at(1)
+            pieces = left[:_MAX_PIECES]
         try:
             return self.socket.recvmsg_into(pieces, 0, socket.MSG_WAITALL if left_bytes >= LOW_WATER_BYTES else 0)[0]
         except BlockingIOError:
@@ -162,13 +170,12 @@ class Stream:
         except OSError as error:
             raise UnreachableError(f"the connection broke while receiving: {error}") from error
 
-    def _wake_at(self, expected_bytes: int) -> None:
-        """Have the kernel wake us for many bytes at once: half the CPU on a slow link. Never more than are to come."""
-        low_water = LOW_WATER_BYTES if expected_bytes >= LOW_WATER_BYTES else 1
-        if low_water != self._low_water:
+    def _wake_at(self, low_water_bytes: int) -> None:
+        """Have the kernel wake us once so many bytes are there."""
+        if low_water_bytes != self._low_water:
             with suppress(OSError):  # it was closed: the next read says so
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
-            self._low_water = low_water
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
+            self._low_water = low_water_bytes
 
     def _poll(self, events: int, timeout_seconds: float) -> bool:
         poller = select.poll()
@@ -259,6 +266,17 @@ def plain(sock: socket.socket) -> Stream:
     """Return a stream over a connected socket, tuned."""
     tune(sock)
     return Stream(sock)
+
+
+def _front(left: list[memoryview], count_bytes: int) -> list[memoryview]:
+    """Return the first bytes of a list of buffers, as far as the kernel takes so many pieces."""
+    pieces: list[memoryview] = []
+    for piece in left[:_MAX_PIECES]:
+        pieces.append(piece[:count_bytes])
+        count_bytes -= len(pieces[-1])
+        if not count_bytes:
+            break
+    return pieces
 
 
 def _drop(left: list[memoryview], count_bytes: int) -> None:
