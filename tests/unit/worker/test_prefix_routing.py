@@ -1,5 +1,5 @@
-"""A real gateway before two real workers: a prompt goes where its beginning is cached, and the worker says that it was.
-Without the index the same requests spread.
+"""A real gateway before two real workers: a prompt goes where its beginning is cached, and the worker says that it was;
+where that one is busy it goes to the other, which takes the beginning over. Without the index the same requests spread.
 """
 
 import asyncio
@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -17,11 +17,13 @@ from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas.wire.wishes import NO_WISHES
-from prfaas_gateway.kv.manager import NOTHING, KvManager
+from prfaas_gateway.kv.manager import NOTHING, Found, KvManager
 from prfaas_gateway.openai import Intake
 from prfaas_gateway.serve import Config, serving
 
 PATIENCE_SECONDS = 60
+BUSY = 6
+"""Streams that are dearer together than a prompt of 1700 tokens."""
 SURELY_CACHED = 3000 - 3 * 64
 """Tokens of a beginning of 3000 bytes, each a token, but for the last blocks."""
 find = KvManager.find
@@ -43,15 +45,24 @@ def table(urls: dict[str, str]) -> RoutingTable:
 
 
 class Gateway:
-    def __init__(self, session: aiohttp.ClientSession, port: int):
+    def __init__(self, session: aiohttp.ClientSession, port: int, routes: Path):
         self.session = session
         self.url = f"http://127.0.0.1:{port}"
+        self._routes = routes
+
+    def route(self, urls: dict[str, str]) -> None:
+        """Send to these instances from now on."""
+        self._routes.write_bytes(encode(table(urls)))
+
+    def open(self, prompt: str, number: int, **fields):
+        """Begin a request, whose answer is the caller's to read."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
+        told = {headers.REQUEST_ID: random.Random(number).randbytes(16).hex()}
+        return self.session.post(f"{self.url}/v1/completions", json=body, headers=told)
 
     async def ask(self, prompt: str, number: int, **fields) -> tuple[str, int]:
         """Return who decoded, and the tokens that it found cached, by its own word."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
-        told = {headers.REQUEST_ID: random.Random(number).randbytes(16).hex()}
-        async with self.session.post(f"{self.url}/v1/completions", json=body, headers=told) as answer:
+        async with self.open(prompt, number, **fields) as answer:
             assert answer.status == 200, await answer.text()
             return answer.headers[headers.DECODE_INSTANCE], int(answer.headers[headers.CACHED_TOKENS])
 
@@ -77,7 +88,7 @@ def gateway(tmp_path: Path):
             serving(Config("127.0.0.1", 0, routes_file=routes, drain_seconds=2)) as running,
             aiohttp.ClientSession() as session,
         ):
-            yield Gateway(session, running.port)
+            yield Gateway(session, running.port, routes)
 
     return opened
 
@@ -107,15 +118,19 @@ def text_of(length: int, seed: str) -> str:
     return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))
 
 
+def known(manager: KvManager, prompt: str) -> Found:
+    """What the gateway knows of a prompt, each of whose bytes is a token."""
+    body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
+    return find(manager, Intake("/v1/completions", "tiny", "r", body, {}, NO_WISHES, None), len(prompt))
+
+
 async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tuple[str, int]]:
     """Ask once, wait until the gateway knows what that left behind, and ask with six other endings."""
     await door.until('prfaas_gateway_kv_instances{state="followed"}', lambda count: count == 2)
     beginning = text_of(3000, seed)
     name, cached = await door.ask(beginning, 0)
     prompts = [beginning + text_of(200, f"{seed}{number}") for number in range(1, 7)]
-    body = json.dumps({"model": "tiny", "prompt": prompts[0]}).encode()
-    intake = Intake("/v1/completions", "tiny", "r", body, {}, NO_WISHES, None)
-    await until(lambda: find(managers[0], intake, 3200).on.get(name, 0) >= SURELY_CACHED)
+    await until(lambda: known(managers[0], prompts[0]).on.get(name, 0) >= SURELY_CACHED)
     return [(name, cached)] + [await door.ask(prompt, number) for number, prompt in enumerate(prompts, 1)]
 
 
@@ -135,3 +150,32 @@ async def test_without_the_index_the_same_requests_spread(gateway, managers, pai
     async with gateway(urls) as door:
         answers = await asked(door, managers, "without")
         assert {name for name, _ in answers} == set(urls)
+
+
+async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, managers, pair, client):
+    first, second = pair
+    beginning, fields = text_of(1500, "elsewhere"), {"max_tokens": 12, "logprobs": 5}
+    prompt, surely = beginning + text_of(200, "its ending"), 1500 - 3 * 64
+    await client.complete(second, prompt=text_of(1500, "to measure"))
+    wanted = await client.complete(second, prompt=prompt, cache_salt="computed", **fields)
+    async with gateway({"d0": first.url}) as door, AsyncExitStack() as busy:
+        assert await door.ask(beginning, 0) == ("d0", 0)
+        for number in range(BUSY):
+            stream = door.open(text_of(20, f"{number}"), number, max_tokens=20_000, ignore_eos=True, stream=True)
+            assert (await busy.enter_async_context(stream)).status == 200
+        door.route({"d0": first.url, "d1": second.url})
+        await until(lambda: known(managers[0], prompt).on.get("d0", 0) >= surely)
+        await until(lambda: "d1" in known(managers[0], prompt).profiles)
+        before = await client.metrics(second)
+        async with door.open(prompt, 100, **fields) as answer:
+            told, found = answer.headers, await answer.json()
+        assert told[headers.DECODE_INSTANCE] == "d1"
+        assert int(told[headers.CACHED_TOKENS]) >= surely
+        assert await door.until("prfaas_gateway_kv_prefixes_total", lambda count: count >= 1) == 1
+    after = await client.metrics(second)
+    name = 'prfaas_prefix_fetches_total{outcome="fetched"}'
+    assert after[name] - before.get(name, 0) == 1
+    assert after["prfaas_prompt_tokens_total"] - before["prfaas_prompt_tokens_total"] <= len(prompt) + 1 - surely
+    mine, theirs = found["choices"][0], (await wanted.json())["choices"][0]
+    assert mine["text"] == theirs["text"], "what was taken over is what would have been computed"
+    assert mine["logprobs"]["token_logprobs"] == pytest.approx(theirs["logprobs"]["token_logprobs"], abs=1e-4)
