@@ -85,6 +85,7 @@ def test_a_flipped_bit_in_what_the_taker_says_costs_its_connection_alone(
         assert port.ends()
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("seed", range(5))
 def test_bits_flipped_at_random_are_mended_as_long_as_some_connection_gets_through(port: Port, seed: int):
     assert assert_mended(port, flip_at_random(seed, times=10, chance=0.4)) > 1

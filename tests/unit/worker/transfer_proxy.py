@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from prfaas.errors import PrfaasError
 from prfaas.wire.frames import HEADER_BYTES, FrameHeader, Kind, parse_header, seal
 
+JOIN_SECONDS = 60.0
+
 
 class Seen(NamedTuple):
     """A frame on its way, and where: `connection` and `frame` count from 0, both in order of appearance."""
@@ -56,15 +58,18 @@ class Proxy:
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
+        self._closed = False
         self.connections = 0
         self._start(self._accept)
 
     def close(self) -> None:
         """End everything; the threads too."""
+        with self._lock:
+            self._closed = True
         self._listener.shutdown(socket.SHUT_RDWR)
         self.cut()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(JOIN_SECONDS)
             assert not thread.is_alive()
         self._listener.close()
 
@@ -90,6 +95,8 @@ class Proxy:
         while True:
             try:
                 taker, _ = self._listener.accept()
+            except ConnectionAbortedError:  # it left before its turn came
+                continue
             except OSError:
                 return
             number = self.connections
@@ -99,9 +106,16 @@ class Proxy:
                 taker.close()
                 self.connections += 1
                 continue
+            giver.settimeout(None)  # a giver that is slow to answer is none that is gone
             with self._lock:
-                self._sockets |= {taker, giver}
-                self.connections += 1  # whoever sees it counted can cut it
+                closed = self._closed
+                if not closed:
+                    self._sockets |= {taker, giver}
+                    self.connections += 1  # whoever sees it counted can cut it
+            if closed:  # nobody would cut it any more
+                taker.close()
+                giver.close()
+                return
             self._start(self._relay, number, taker, giver)
 
     def _relay(self, number: int, taker: socket.socket, giver: socket.socket) -> None:
