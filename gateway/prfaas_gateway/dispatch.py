@@ -14,6 +14,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
+from prfaas.routing.admission import overload
 from prfaas.routing.decide import decide, decide_again
 from prfaas.routing.facts import Decision, Facts, Refusal, Route
 from prfaas.routing.wishes import narrowed
@@ -34,6 +35,7 @@ from prfaas_gateway.exchange import (
     outcome_of_error,
     outcome_of_status,
     said,
+    too_late,
 )
 from prfaas_gateway.kv.manager import NOTHING, KvManager
 from prfaas_gateway.limits import Limits
@@ -152,8 +154,12 @@ class Dispatcher:
         decision = decide(facts)
         if isinstance(decision, Refusal):
             decision = await self._until_served(exchange, decide, self._state.clock() + self._limits.hold_seconds)
+            facts = self._facts(exchange)
         if isinstance(decision, Refusal):
             raise no_capacity(decision, facts)
+        if (late := overload(facts, decision)) is not None:
+            self._metrics.slo_refusals.inc()
+            raise too_late(late)
         exchange.began = decision
         exchange.threshold_tokens = exchange.account.threshold_tokens = facts.rule.threshold_tokens
         with self._state.counted(decision):
@@ -335,8 +341,6 @@ class Dispatcher:
         facts = self._state.facts(exchange.intake.request_id, exchange.total_tokens, exchange.tried)
         if facts is None:
             raise CapacityError("the gateway has no routing table yet; is the operator running?")
-        if exchange.found.on:
-            facts = exchange.found.added_to(facts)
-        facts = narrowed(facts, exchange.intake.wishes)
+        facts = narrowed(exchange.found.added_to(facts), exchange.intake.wishes)
         full = self._saturation.full(facts.in_flight, facts.now_seconds)
         return avoiding(facts, full) if full else facts

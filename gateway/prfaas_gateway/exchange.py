@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from prfaas.errors import CapacityError, RequestError
+from prfaas.routing.admission import Overload
 from prfaas.routing.facts import Facts, Refusal, Route
 from prfaas.wire import headers
 from prfaas_gateway.account import Account
 from prfaas_gateway.engines import LegFailedError
 from prfaas_gateway.kv.manager import NOTHING, Found
 from prfaas_gateway.metrics import Outcome
-from prfaas_gateway.openai import Intake, LimitError, error_message
+from prfaas_gateway.openai import Intake, LateError, LimitError, error_message
 from prfaas_gateway.relay import Stream
 from prfaas_gateway.upstream import Answer
 
@@ -86,6 +87,15 @@ def added_headers(exchange: Exchange, route: Route, status: int) -> dict[str, st
     if status < 400:
         added[headers.OUTCOME] = "fallback" if exchange.fell_back else "ok"
     return added
+
+
+def too_late(late: Overload) -> LateError:
+    """Return the error for a request that cannot begin in time."""
+    return LateError(
+        f"{late.wait_seconds:.1f} s of prefills wait before this one, and the policy's slo.ttftMillis is "
+        f"{1000 * late.slo_seconds:.0f}; try again in {late.retry_after_seconds:.1f} s",
+        late.retry_after_seconds,
+    )
 
 
 def no_capacity(refusal: Refusal, facts: Facts) -> CapacityError:

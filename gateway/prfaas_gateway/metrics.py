@@ -1,9 +1,9 @@
 """What the gateway counts, as Prometheus metrics and as the counters that the scheduler reads.
 
 Outcomes: ok; fallback (the offload failed, prefilled in the hub); resumed (its stream broke, and another worker went on
-with it to the end); invalid (a 4xx); rejected (no instance, all of them full, a limit of the client's key, or a policy
-that rejects failed offloads); failed (a 5xx, a timeout, a deadline, or a stream broken off); aborted (the client left).
-Decision `none`: ended before one was taken.
+with it to the end); invalid (a 4xx); rejected (no instance, all of them full, a limit of the client's key, a policy
+that rejects failed offloads, or one whose SLO cannot be kept); failed (a 5xx, a timeout, a deadline, or a stream broken
+off); aborted (the client left). Decision `none`: ended before one was taken.
 """
 
 from collections.abc import Callable
@@ -52,6 +52,11 @@ class Metrics:
         )
         self.retries_refused = Counter(
             "prfaas_gateway_retries_refused", "Legs not started because the retry budget was used up", registry=registry
+        )
+        self.slo_refusals = Counter(
+            "prfaas_gateway_slo_refusals",
+            "Requests not taken because more waited before them than slo.ttftMillis allows",
+            registry=registry,
         )
         self.in_flight = Gauge("prfaas_gateway_in_flight", "Requests being served", registry=registry)
 

@@ -37,6 +37,7 @@ HOP_BY_HOP = frozenset(
 )
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 CODE_DEADLINE = "deadline_exceeded"
+CODE_LATE = "slo_exceeded"
 # What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -66,6 +67,20 @@ class LimitError(RequestError):
 
 class SaturatedError(CapacityError):
     """Every instance that could serve lives and is full."""
+
+
+class LateError(CapacityError):
+    """More waits than the policy's SLO allows.
+
+    Args:
+        message: how much.
+        retry_after_seconds: when it is expected to be less.
+
+    """
+
+    def __init__(self, message: str, retry_after_seconds: float):
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class DeadlineError(TimeoutError):
@@ -197,6 +212,9 @@ def error_response(error: Exception) -> web.Response:
         case SaturatedError():
             status, body = 429, error_body(str(error), "server_error", "saturated")
             retry_after_seconds = 1.0
+        case LateError():
+            status, body = 429, error_body(str(error), "server_error", CODE_LATE)
+            retry_after_seconds = error.retry_after_seconds
         case CapacityError():
             status, body = 503, error_body(str(error), "server_error", headers.CODE_OVERLOADED)
             retry_after_seconds = 1.0

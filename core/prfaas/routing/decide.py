@@ -26,7 +26,7 @@ from prfaas.names import HUB
 from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spread
 from prfaas.routing.backlog import Work
 from prfaas.routing.facts import Decision, Facts, Leg, Refusal, Route, RouteReason
-from prfaas.routing.prices import NOTHING_WAITS, cost_seconds, work_of
+from prfaas.routing.prices import NOTHING_WAITS, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
 from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure
 
@@ -47,7 +47,7 @@ def _by_threshold(facts: Facts, clusters: Sequence[Cluster]) -> Decision:
         return _local(facts, "OffloadDisabled")
     if not clusters:
         return _local(facts, "NoOffloadCluster")
-    prefill = _offload_instance(facts, clusters)
+    prefill = cheapest(facts, _offload_instances(facts, clusters))
     decode = _decode_for(facts, prefill)
     if prefill is None or decode is None:
         return _local(facts, "NoOffloadInstance")
@@ -87,14 +87,19 @@ def _costs(facts: Facts, prices: Mapping[str, Price]) -> dict[Instance, float]:
     backlog = facts.backlog or NOTHING_WAITS
     costs: dict[Instance, float] = {}
     works: dict[tuple[str, int], Work] = {}  # most instances of a cluster lack the same
-    prefills = _prefills(facts)
-    at_home = any(one.cluster == HUB for one in prefills)
-    for one in prefills if at_home else [*prefills, *_usable(facts, "decode")]:
+    for one in _comparable(facts):
         if one.cluster in prices:
             key = one.cluster, lacking_tokens(facts, one)
             work = works[key] = works.get(key) or _work(facts, prices[one.cluster], one)
             costs[one] = cost_seconds(prices[one.cluster], work, one.name, backlog, facts.now_seconds)
     return costs
+
+
+def _comparable(facts: Facts) -> list[Instance]:
+    """Return the instances that prices compare."""
+    prefills = _prefills(facts)
+    at_home = any(one.cluster == HUB for one in prefills)
+    return prefills if at_home else [*prefills, *_usable(facts, "decode")]
 
 
 def _cheapest_of(facts: Facts, costs: Mapping[Instance, float], instances: Sequence[Instance]) -> Instance | None:
@@ -107,6 +112,17 @@ def _work(facts: Facts, price: Price, instance: Instance) -> Work:
     """Return what this request asks of an instance of a cluster."""
     crossing_tokens = max(0, facts.total_tokens - facts.cached_tokens.get(HUB, 0))
     return work_of(price, lacking_tokens(facts, instance), crossing_tokens)
+
+
+def considered(facts: Facts, route: Route) -> list[Instance]:
+    """Return the instances among which the one that prefills was chosen, when `decide` took this route."""
+    clusters = _offload_clusters(facts)
+    if route.reason == "Cheaper":
+        known = {price.cluster for price in facts.rule.prices} & {HUB, *(cluster.name for cluster in clusters)}
+        return [one for one in _comparable(facts) if one.cluster in known]
+    if route.kind == "offload":
+        return _offload_instances(facts, clusters)
+    return _prefills_beside(facts, route.decode) or _usable(facts, "decode")
 
 
 def decide_again(facts: Facts, failed: Route, leg: Leg, on_offload_failure: OnOffloadFailure) -> Decision:
@@ -138,8 +154,12 @@ def _local(facts: Facts, reason: RouteReason) -> Decision:
     decode = cheapest(facts, _usable(facts, "decode"))
     if decode is None:
         return Refusal(reason="NoDecodeInstance")
-    alike = [one for one in _prefills(facts) if one.cluster == HUB and _speech(one) == _speech(decode)]
-    return _at_home(facts, reason, decode, cheapest(facts, alike))
+    return _at_home(facts, reason, decode, cheapest(facts, _prefills_beside(facts, decode)))
+
+
+def _prefills_beside(facts: Facts, decode: Instance) -> list[Instance]:
+    """Return the hub's prefill instances that a decode instance can talk to."""
+    return [one for one in _prefills(facts) if one.cluster == HUB and _speech(one) == _speech(decode)]
 
 
 def _at_home(facts: Facts, reason: RouteReason, decode: Instance, prefill: Instance | None) -> Route:
@@ -160,13 +180,21 @@ def _with_prefix(facts: Facts, decision: Decision) -> Decision:
         return decision
     prefiller = decision.prefill or decision.decode
     route = replace(decision, prefill_tokens=lacking_tokens(facts, prefiller))
-    if not facts.cached_on or not facts.profiles:
+    if not facts.profiles:
         return route
+    source = _prefix_source(facts, route, prefiller) if facts.cached_on else None
+    if route.work is None:
+        lacking = route.prefill_tokens if source is None else lacking_tokens(facts, source)
+        route = replace(route, work=own_work(facts.profiles.get(prefiller.name), lacking))
+    return replace(route, prefix=source) if source is not None else route
+
+
+def _prefix_source(facts: Facts, route: Route, prefiller: Instance) -> Instance | None:
+    """Return who has more of the prompt than who prefills it, where fetching that pays."""
     others = [*_usable(facts, "decode"), *_usable(facts, "prefill")]
     # The decode instance lends what it has over the connection that there is anyhow.
-    alike = [one for one in others if one != decision.decode and _speech(one) == _speech(prefiller)]
-    source = prefix_source(facts, prefiller, alike, [cluster.name for cluster in _offload_clusters(facts)])
-    return replace(route, prefix=source) if source is not None else route
+    alike = [one for one in others if one != route.decode and _speech(one) == _speech(prefiller)]
+    return prefix_source(facts, prefiller, alike, [cluster.name for cluster in _offload_clusters(facts)])
 
 
 def _offload_clusters(facts: Facts) -> list[Cluster]:
@@ -188,8 +216,8 @@ def _preferred(facts: Facts, clusters: Sequence[Cluster], instances: Sequence[In
     return [one for one in instances if ranks[one.cluster] == best]
 
 
-def _offload_instance(facts: Facts, clusters: Sequence[Cluster]) -> Instance | None:
-    """Return the cheapest instance of the best cluster that has one."""
+def _offload_instances(facts: Facts, clusters: Sequence[Cluster]) -> list[Instance]:
+    """Return the instances of the best clusters that have some."""
     usable = _prefills(facts)
     prefer = facts.table.prefer_datacenters
 
@@ -200,10 +228,10 @@ def _offload_instance(facts: Facts, clusters: Sequence[Cluster]) -> Instance | N
     serving = {one.cluster for one in usable}
     candidates = [cluster for cluster in clusters if cluster.name in serving]
     if not candidates:
-        return None
+        return []
     best = min(map(rank, candidates))
     names = {cluster.name for cluster in candidates if rank(cluster) == best}
-    return cheapest(facts, [one for one in usable if one.cluster in names])
+    return [one for one in usable if one.cluster in names]
 
 
 def _prefills(facts: Facts) -> list[Instance]:

@@ -79,7 +79,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     prefix: Instance | None = None
     """An instance from which who prefills should fetch more of the prompt's prefix than it has."""
     work: Work | None = None
-    """What the prefill asks of `prefill` and its link; None: without prices it is not known."""
+    """What the prefill asks of who computes it, and with prices of its link; None: no profile says it."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,6 +56,17 @@ def work_of(price: Price, lacking_tokens: int, crossing_tokens: int) -> Work:
     return Work(seconds=seconds, link=price.cluster, bits=bits, mbps=price.link_mbps)
 
 
+def own_work(profile: Profile | None, lacking_tokens: int) -> Work | None:
+    """Return what a request asks of an instance by that one's own profile; None where it has none that makes sense.
+
+    What it asks of a link is left out: without prices nobody knows what that carries.
+    """
+    if profile is None:
+        return None
+    work = work_of(Price(cluster=HUB, profile=profile), lacking_tokens, 0)
+    return work if math.isfinite(work.seconds) else None
+
+
 def cost_seconds(price: Price, work: Work, instance: str, backlog: Backlog, now_seconds: float) -> float:
     """Return what a request costs at an instance. Infinite where the work is, or the link carries nothing."""
     if work.seconds == math.inf or (work.link and not 0 < work.mbps < math.inf):

@@ -80,6 +80,8 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
     threshold: Threshold
     watermarks: LinkWatermarks
     short_interval_seconds: int
+    ttft_slo_millis: int | None = None
+    """Until its first token, what a request may wait for before its prefill begins; longer, and it is refused."""
     prometheus_url: str = ""
     stale_after_seconds: int = 10
     prefer_datacenters: tuple[str, ...] = ()

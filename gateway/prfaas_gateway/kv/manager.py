@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
     def added_to(self, facts: Facts) -> Facts:
         """Return the facts with what is cached."""
-        return replace(facts, cached_tokens=self.clusters, cached_on=self.on, profiles=self.profiles)
+        return replace(facts, cached_tokens=self.clusters, cached_on=self.on or None, profiles=self.profiles)
 
 
 NOTHING: Final = Found()
@@ -93,16 +93,16 @@ class KvManager:
 
     def find(self, intake: Intake, total_tokens: int) -> Found:
         """Return what is cached of a request's prompt where."""
-        table = self._table
+        table, nothing = self._table, Found(profiles=self._profiles)
         # Between a single instance and itself there is no choice; where nothing is known there is none either.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
-            return NOTHING
+            return nothing
         if len(intake.body) > LARGEST_BODY_BYTES:
-            return NOTHING
+            return nothing
         read = canonical_chat if intake.path.endswith("/chat/completions") else canonical_completion
         canonical = read(intake.body)
         if canonical is None:
-            return NOTHING
+            return nothing
         chain = ByteChain(canonical.root, canonical.data)
         taught, told = _by_role(table)
         found = self.index.match(chain, taught, told)

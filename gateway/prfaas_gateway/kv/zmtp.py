@@ -72,6 +72,8 @@ class Connection:
                 continue
             parts.append(body)
             left_bytes -= len(body)
+            if len(parts) > MOST_PARTS:
+                break
             if not flags & _MORE:
                 return parts
         raise ProtocolError(f"a message of more than {MOST_PARTS} parts, or {MOST_COMMANDS} commands beside it")

@@ -49,6 +49,7 @@ def table(
             high_percent=spec.link.high_utilisation_percent, low_percent=spec.link.low_utilisation_percent
         ),
         short_interval_seconds=spec.intervals.short_seconds,
+        ttft_slo_millis=spec.slo.ttft_millis,
         prometheus_url=metrics.prometheus_url if metrics else "",
         stale_after_seconds=metrics.stale_after_seconds if metrics else 10,
         prefer_datacenters=tuple(spec.datacenters.prefer),

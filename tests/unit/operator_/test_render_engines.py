@@ -128,6 +128,12 @@ def test_the_routing_table_says_by_which_protocol(make, name, engine):
     assert plan.readiness(facts, table, Counts(ready=1)).good
 
 
+def test_the_routing_table_has_the_policys_slo(make):
+    for slo, millis in (({"slo": {"ttftMillis": 2500}}, 2500), ({}, None)):
+        facts = plan.PolicyFacts(make.policy(model="kimi", **slo), {"decode": make.decode_pool(model=MODEL)}, {}, {})
+        assert routes.table(facts, {}, None).ttft_slo_millis == millis
+
+
 def test_two_kinds_of_engine_in_one_policy_are_told(make):
     facts = plan.PolicyFacts(
         make.policy(model="kimi", prefillPools=["offload"]),

@@ -1,0 +1,129 @@
+"""Proves what an SLO refuses: a request before which more waits than the promise allows at every place that its
+decision considered, and nothing else. An idle system refuses nothing, however long the prompt.
+"""
+
+import math
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.names import HUB
+from prfaas.routing.admission import Overload, overload
+from prfaas.routing.backlog import Backlog, Work
+from prfaas.routing.decide import considered, decide
+from prfaas.routing.facts import Facts, Route, Rule
+from prfaas.wire.control import Price
+from prfaas.wire.profile import Profile
+from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+
+PROFILE = Profile(state_bytes=1000, token_bytes=10, token_seconds=1e-3, samples=9)
+NAMES = ["d0", "d1", "p0", "p1", "x0", "x1"]
+PRICES = (Price(cluster=HUB, profile=PROFILE), Price(cluster="eu", profile=PROFILE, link_mbps=1000.0))
+
+
+def instance(name: str) -> Instance:
+    role, cluster = {"d": ("decode", HUB), "p": ("prefill", HUB), "x": ("prefill", "eu")}[name[0]]
+    return Instance(name=name, pool=role, cluster=cluster, role=role, url=f"http://{name}:8000")
+
+
+def facts(names, waits=None, *, slo: int | None = 1000, total: int = 10_000, prices=(), now: float = 0.0) -> Facts:
+    """Facts by which an instance has so many seconds of work before it."""
+    table = RoutingTable(
+        policy="p",
+        namespace="n",
+        generation=1,
+        model="m",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode="Auto", tokens=5000, min_tokens=1, max_tokens=5000),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        ttft_slo_millis=slo,
+        clusters=(Cluster(name="eu", capacity_mbps=1000, utilisation_query="", round_trip_millis=10),),
+        instances=tuple(map(instance, names)),
+    )
+    backlog = Backlog()
+    for name, seconds in (waits or {}).items():
+        backlog.add(name, name, Work(seconds=seconds), 0.0)
+    return Facts(
+        now_seconds=now,
+        request_id="r",
+        total_tokens=total,
+        rule=Rule(threshold_tokens=5000, bandwidth="Scarce", offload_clusters=frozenset({"eu"}), prices=prices),
+        table=table,
+        backlog=backlog,
+        profiles=dict.fromkeys(names, PROFILE),
+    )
+
+
+def judged(given_facts: Facts) -> Overload | None:
+    route = decide(given_facts)
+    assert isinstance(route, Route)
+    return overload(given_facts, route)
+
+
+fleets = st.sets(st.sampled_from(NAMES)).map(lambda names: sorted({"d0", *names}))
+lengths = st.integers(1, 10_000_000)
+waits = st.dictionaries(st.sampled_from(NAMES), st.floats(0, 1e6))
+prices = st.sampled_from([(), PRICES])
+
+
+@given(fleets, lengths, st.integers(1, 3_600_000), prices)
+def test_an_idle_system_refuses_nothing_however_long_the_prompt(names, total, slo, priced):
+    assert judged(facts(names, slo=slo, total=total, prices=priced)) is None
+
+
+@given(fleets, lengths, waits, prices)
+def test_without_an_slo_nothing_is_refused(names, total, waiting, priced):
+    assert judged(facts(names, waiting, slo=None, total=total, prices=priced)) is None
+
+
+@given(fleets, lengths, waits, st.integers(1, 100_000), prices)
+def test_who_is_refused_has_no_place_in_time_and_is_taken_when_told_to_come_again(names, total, waiting, slo, priced):
+    given_facts = facts(names, waiting, slo=slo, total=total, prices=priced)
+    route = decide(given_facts)
+    assert isinstance(route, Route)
+    places = [one.name for one in considered(given_facts, route)]
+    assert (route.prefill or route.decode).name in places
+    late = overload(given_facts, route)
+    assert (late is not None) == all(waiting.get(name, 0.0) > slo / 1000 for name in places)
+    if late is not None:
+        assert math.isclose(late.wait_seconds, min(waiting[name] for name in places))
+        moment = late.retry_after_seconds + 1e-6 * late.wait_seconds
+        assert moment > 0
+        later = msgspec.structs.replace(given_facts, now_seconds=moment)
+        assert overload(later, route) is None
+
+
+@given(fleets, lengths, waits, st.integers(1, 100_000))
+def test_one_more_idle_instance_of_who_prefills_ends_refusals(names, total, waiting, slo):
+    kind = decide(facts(names, waiting, slo=slo, total=total))
+    assert isinstance(kind, Route)
+    more = {"d": "d9", "p": "p9", "x": "x9"}[(kind.prefill or kind.decode).name[0]]
+    assert judged(facts([*names, more], waiting, slo=slo, total=total)) is None
+
+
+def test_each_decision_is_judged_by_the_places_that_it_considered():
+    assert judged(facts(["d0", "p0", "p1"], {"p0": 5.0, "p1": 2.5}, total=100)).retry_after_seconds == 1.5
+    assert judged(facts(["d0", "p0"], {"d0": 5.0}, total=100)) is None, "decode instances prefill nothing here"
+    assert judged(facts(["d0", "d1"], {"d0": 5.0, "d1": 3.0}, total=100)).wait_seconds == 3.0
+    long_prompt = facts(["d0", "x0", "x1"], {"x0": 5.0, "x1": 9.0})
+    assert judged(long_prompt).wait_seconds == 5.0
+    assert judged(facts(["d0", "x0"], {"d0": 5.0})) is None
+    assert judged(facts(["d0", "p0", "x0"], {"p0": 90.0, "x0": 5.0}, prices=PRICES)).wait_seconds == 5.0
+    assert judged(facts(["d0", "p0", "x0"], {"x0": 5.0}, prices=PRICES)) is None
+
+
+def test_what_a_request_asks_is_known_by_the_profile_of_who_prefills_it():
+    route = decide(facts(["d0"], total=4000))
+    assert isinstance(route, Route)
+    assert route.work == Work(seconds=4.0)
+    unknown = msgspec.structs.replace(facts(["d0"]), profiles={})
+    assert decide(unknown).work is None
+    nonsense = Profile(state_bytes=1, token_bytes=1, token_seconds=math.inf, samples=9)
+    assert decide(msgspec.structs.replace(unknown, profiles={"d0": nonsense})).work is None
+    fetched = msgspec.structs.replace(
+        facts(["d0", "d1"], total=4000), cached_on={"d1": 3000}, queued_tokens={"d1": 9000}
+    )
+    route = decide(fetched)
+    assert (route.decode.name, route.prefix.name, route.work) == ("d0", "d1", Work(seconds=1.0))
