@@ -144,3 +144,33 @@ def test_where_only_clusters_are_known_load_alone_chooses():
     for name, other in (("d0", "d1"), ("d1", "d0")):
         chosen = route(facts("d0 d1", cached_tokens={HUB: 5000}, in_flight={other: 1}))
         assert (chosen.decode.name, chosen.prefill_tokens) == (name, 5000)
+
+
+@given(
+    cached=st.dictionaries(st.sampled_from(["d0", "d1", "d2"]), st.integers(0, 20_000)),
+    loads=st.lists(
+        st.tuples(
+            st.dictionaries(st.sampled_from(["d0", "d1", "d2"]), st.integers(0, 20_000)),
+            st.dictionaries(st.sampled_from(["d0", "d1", "d2"]), st.integers(0, 20)),
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+)
+def test_a_replica_misses_at_most_what_the_others_have_placed_where_it_goes(cached, loads):
+    """Each gateway knows its own load alone. Judged by all loads, its choice costs more than the best one by no more
+    than the others' load at its choice, less theirs at the best."""
+    names = "d0 d1 d2"
+    queued, in_flight = (
+        {name: sum(one[kind].get(name, 0) for one in loads) for name in names.split()} for kind in (0, 1)
+    )
+    whole = facts(names, cached_on=cached, queued_tokens=queued, in_flight=in_flight)
+    costs = {one.name: cost_tokens(whole, one) for one in whole.table.instances}
+    best = min(costs, key=lambda name: costs[name])
+    for mine in loads:
+        chosen = route(facts(names, cached_on=cached, queued_tokens=mine[0], in_flight=mine[1])).decode.name
+        others = {
+            name: queued[name] - mine[0].get(name, 0) + ANSWER_TOKENS * (in_flight[name] - mine[1].get(name, 0))
+            for name in names.split()
+        }
+        assert 0 <= costs[chosen] - costs[best] <= others[chosen] - others[best]
