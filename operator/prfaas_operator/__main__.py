@@ -21,6 +21,7 @@ from prfaas_operator.clusters.api import Cluster
 from prfaas_operator.clusters.client import Gate
 from prfaas_operator.clusters.connect import connect_hub, connect_lease, connect_member
 from prfaas_operator.election import Election, Ending
+from prfaas_operator.following import follow
 from prfaas_operator.plan.certificates_settings import (
     DEFAULT_AUTHORITY_HOURS,
     DEFAULT_CERTIFICATE_HOURS,
@@ -93,24 +94,33 @@ async def running(hub: Cluster, connect: Connect, options: Options, health: http
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def lead(options: Options, gate: Gate, health: http.Health, term: asyncio.Event) -> None:
+async def lead(options: Options, gate: Gate, health: http.Health, ending: Ending, term: asyncio.Event) -> None:
     """Reconcile until `term` is set or the process is asked to end."""
     hub = await connect_hub(options.namespace, gate)
     try:
         await check_resources(hub)
-        async with running(hub, partial(connect_member, gate=gate), options, health) as runtime:
-            registry = handlers.register(runtime)
-            kopf.on.login(registry=registry)(login)
-            await kopf.operator(
-                registry=registry,
-                settings=handlers.settings(),
-                standalone=True,
-                namespaces=[options.namespace],
-                stop_flag=term,
-                ready_flag=health.ready,
-            )
+        again = True
+        while again and not term.is_set():
+            async with running(hub, partial(connect_member, gate=gate), options, health) as runtime:
+                operate = partial(_operate, runtime, options.namespace, health)
+                again = await follow(operate, partial(check_resources, hub), term)
+            ending.listen()
     finally:
         await hub.close()
+
+
+async def _operate(runtime: Runtime, namespace: str, health: http.Health, stop: asyncio.Event) -> None:
+    """Have kopf follow our kinds until `stop` is set or the process is asked to end."""
+    registry = handlers.register(runtime)
+    kopf.on.login(registry=registry)(login)
+    await kopf.operator(
+        registry=registry,
+        settings=handlers.settings(),
+        standalone=True,
+        namespaces=[namespace],
+        stop_flag=stop,
+        ready_flag=health.ready,
+    )
 
 
 async def serve(options: Options, endpoints: http.Endpoints) -> None:
@@ -120,13 +130,13 @@ async def serve(options: Options, endpoints: http.Endpoints) -> None:
     async with http.serving(endpoints, health):
         if not options.leader_elect:
             metrics.LEADER.set(1)
-            await lead(options, Gate(lambda: True, metrics.count_request), health, ending.term)
+            await lead(options, Gate(lambda: True, metrics.count_request), health, ending, ending.term)
             return
         session = await connect_lease()
         try:
             election = Election(session, options.namespace, health.ready)
             gate = Gate(election.may_write, metrics.count_request)
-            await election.run(partial(lead, options, gate, health), ending)
+            await election.run(partial(lead, options, gate, health, ending), ending)
         finally:
             await session.close()
 

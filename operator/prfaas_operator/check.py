@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ from prfaas_operator.plan.conditions import REACHABLE
 from prfaas_operator.plan.kubeconfig import Access
 from prfaas_operator.plan.member import users_of
 from prfaas_operator.reconcile.members import access_from
+from prfaas_operator.reconcile.reading import read
 from prfaas_operator.render import account
 from prfaas_operator.render.routes import read_config_map
 
@@ -43,7 +43,7 @@ async def check(hub: Place, name: str | None) -> list[Report]:
 
     """
     async with at(hub) as here:
-        found = [MemberCluster.model_validate(one) for one in await here.cluster.list_all(api.MEMBER_CLUSTER)]
+        found = [read(MemberCluster, one) for one in await here.cluster.list_all(api.MEMBER_CLUSTER)]
         chosen = [member for member in found if name in (None, member.metadata.name)]
         if name is not None and not chosen:
             known = ", ".join(member.metadata.name for member in found) or "none"
@@ -70,7 +70,7 @@ async def _crds(hub: KubernetesCluster) -> list[Finding]:
 
 
 async def _member(hub: KubernetesCluster, hub_probe: Probe, member: MemberCluster) -> AsyncIterator[Finding]:
-    now = datetime.now(UTC)
+    now = hub.now()
     yield plan.operators_view(member)
     yield plan.last_contact(member, now)
     secret_name = member.spec.kubeconfig_secret_ref.name
@@ -83,7 +83,7 @@ async def _member(hub: KubernetesCluster, hub_probe: Probe, member: MemberCluste
     yield plan.token(tokens.read(access.token), member.metadata.name, now)
     async for finding in _with_credentials(hub_probe, member, access):
         yield finding
-    pools = [PrefillPool.model_validate(pool) for pool in await hub.list_all(api.PREFILL_POOL)]
+    pools = [read(PrefillPool, pool) for pool in await hub.list_all(api.PREFILL_POOL)]
     if users := users_of(member.metadata.name, pools):
         yield await _data_path(hub, member.metadata.name, users)
 
@@ -140,7 +140,7 @@ async def _namespace(there: KubernetesCluster) -> Finding:
 
 
 async def _data_path(hub: KubernetesCluster, cluster: str, pools: Sequence[str]) -> Finding:
-    policies = [PrfaaSPolicy.model_validate(policy) for policy in await hub.list_all(api.POLICY)]
+    policies = [read(PrfaaSPolicy, policy) for policy in await hub.list_all(api.POLICY)]
     using = [policy for policy in policies if set(policy.spec.prefill_pools) & set(pools)]
     links = [one for policy in using for one in policy.status.conditions if one.type == LINK_HEALTHY]
     addresses: set[tuple[str, int]] = set()

@@ -19,6 +19,7 @@ from prfaas_operator.join import Place
 from prfaas_operator.plan.check import is_well
 from prfaas_operator.plan.conditions import REACHABLE, READY
 from prfaas_operator.plan.tokens import DEFAULT_TOKEN_DAYS
+from prfaas_operator.reconcile.reading import read
 from prfaas_operator.render.account import Registration
 
 app = typer.Typer(help="Register member clusters in the hub.", no_args_is_help=True, rich_markup_mode=None)
@@ -83,7 +84,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     )
     hub = Place(hub_kubeconfig, hub_context, namespace)
     live = asyncio.run(work.join(hub, place, registration, server, token_days, wait_seconds))
-    cluster = MemberCluster.model_validate(live)
+    cluster = read(MemberCluster, live)
     if output is Output.JSON:
         typer.echo(json.dumps(_facts(cluster, ())))
     else:

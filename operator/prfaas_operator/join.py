@@ -18,6 +18,7 @@ from prfaas_operator.plan import kubeconfig
 from prfaas_operator.plan.conditions import READY
 from prfaas_operator.plan.member import users_of
 from prfaas_operator.plan.tokens import SECONDS_PER_DAY
+from prfaas_operator.reconcile.reading import read
 from prfaas_operator.render import account
 from prfaas_operator.render.account import Registration
 
@@ -124,13 +125,13 @@ async def leave(hub: Place, member: Place | None, name: str, wait_seconds: float
         live = await here.cluster.get(api.MEMBER_CLUSTER, name)
         if live is None:
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace}")
-        pools = [PrefillPool.model_validate(pool) for pool in await here.cluster.list_all(api.PREFILL_POOL)]
+        pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(api.PREFILL_POOL)]
         if users := users_of(name, pools):
             named = ", ".join(f"PrefillPool {user}" for user in users)
             raise ConfigError(f"MemberCluster {name} is used by {named}: delete what is to go, then leave")
         await here.cluster.delete(api.MEMBER_CLUSTER, name)
         await _until_gone(here.cluster, name, wait_seconds)
-        await _delete_own(here.cluster, api.SECRET, MemberCluster.model_validate(live).spec.kubeconfig_secret_ref.name)
+        await _delete_own(here.cluster, api.SECRET, read(MemberCluster, live).spec.kubeconfig_secret_ref.name)
     if member is not None:
         async with at(member) as there:
             for manifest in account.member_account(member.namespace):
@@ -164,6 +165,6 @@ async def members(hub: Place) -> list[tuple[MemberCluster, tuple[str, ...]]]:
     """Return all MemberClusters with the names of the pools that run in each."""
     async with at(hub) as here:
         found = await here.cluster.list_all(api.MEMBER_CLUSTER)
-        pools = [PrefillPool.model_validate(pool) for pool in await here.cluster.list_all(api.PREFILL_POOL)]
-    clusters = [MemberCluster.model_validate(one) for one in found]
+        pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(api.PREFILL_POOL)]
+    clusters = [read(MemberCluster, one) for one in found]
     return [(cluster, users_of(cluster.metadata.name, pools)) for cluster in clusters]

@@ -19,6 +19,8 @@ from prfaas.telemetry.logs import LEVEL_VARIABLE, LEVELS, line
 OBJECT: ContextVar[dict[str, str] | None] = ContextVar("OBJECT", default=None)
 KEYS: Final = ("kind", "namespace", "name", "cluster", "uid")
 KOPF_OBJECTS: Final = "kopf.objects"
+KOPF_CLIENT: Final = "kopf._cogs.clients"
+"""Where kopf's errors of API calls live; it offers no name for them."""
 
 
 class LogFormat(StrEnum):
@@ -75,6 +77,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
+def drop_traceback(record: logging.LogRecord) -> bool:
+    """Have kopf say what an API server refused in a sentence: that is no bug, and a traceback says nothing more."""
+    if record.exc_info and type(record.exc_info[1]).__module__.startswith(KOPF_CLIENT):
+        record.exc_info = None
+    return True
+
+
 def configure(form: LogFormat) -> None:
     """Log to standard error from INFO up, or from what the environment variable PRFAAS_LOG_LEVEL says.
 
@@ -87,6 +96,7 @@ def configure(form: LogFormat) -> None:
         raise ConfigError(f"{LEVEL_VARIABLE} is {wanted!r}: set it to {', '.join(LEVELS)}, or not at all")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
+    handler.addFilter(drop_traceback)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for name in ("prfaas", "prfaas_operator"):
         logging.getLogger(name).setLevel(LEVELS[wanted])

@@ -19,6 +19,7 @@ from prfaas_operator.join import Place, at
 from prfaas_operator.plan import sharing
 from prfaas_operator.plan.installation import installation, unknown
 from prfaas_operator.plan.policy import PolicyFacts
+from prfaas_operator.reconcile import reading
 
 MAX_NAMED: Final = 10
 
@@ -48,14 +49,14 @@ async def _read(place: Place, policy: str | None) -> PlanFile:
 async def _facts(hub: KubernetesCluster, name: str | None) -> PolicyFacts:
     kinds = (api.POLICY, api.DECODE_POOL, api.PREFILL_POOL, api.MEMBER_CLUSTER)
     policies, decode, prefill, members = await asyncio.gather(*(hub.list_all(kind) for kind in kinds))
-    policy = _chosen([PrfaaSPolicy.model_validate(one) for one in policies], name, hub.namespace)
-    decode_pools = {one.metadata.name: one for one in map(DecodePool.model_validate, decode)}
-    prefill_pools = sharing.resolved([PrefillPool.model_validate(one) for one in prefill], decode_pools)
+    policy = _chosen([reading.read(PrfaaSPolicy, one) for one in policies], name, hub.namespace)
+    decode_pools = {one.metadata.name: one for one in (reading.read(DecodePool, one) for one in decode)}
+    prefill_pools = sharing.resolved([reading.read(PrefillPool, one) for one in prefill], decode_pools)
     return PolicyFacts(
         policy,
         decode_pools,
         {one.metadata.name: one for one in prefill_pools},
-        {one.metadata.name: one for one in map(MemberCluster.model_validate, members)},
+        {one.metadata.name: one for one in (reading.read(MemberCluster, one) for one in members)},
     )
 
 

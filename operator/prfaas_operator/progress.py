@@ -1,11 +1,12 @@
 """What kopf keeps in annotations of our objects, read as anybody's words: who may edit an object may edit them.
 
 kopf trusts them, and what it cannot read keeps it from the object for ever, its deletion too. Here that counts as not
-there: handlers start anew, which is harmless, as every reconcile starts from what it observes.
+there: handlers start anew, which is harmless, as every reconcile starts from what it observes. So does a delay that
+another machine's clock has put far into the future: no deletion waits for it.
 """
 
-from datetime import datetime
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
 
 import kopf
 import msgspec
@@ -39,8 +40,10 @@ class Essence(msgspec.Struct):
     metadata: Metadata = Metadata()
 
 
-UNREADABLE = (ValueError, RecursionError)
-"""What reading hostile JSON raises; msgspec's and json's errors are ValueErrors."""
+UNREADABLE = (ValueError, RecursionError, OverflowError)
+"""What reading hostile JSON and dates raises; msgspec's and json's errors are ValueErrors."""
+LONGEST_DELAY: Final = timedelta(minutes=5)
+"""Several times what any handler of ours is delayed for."""
 
 
 class Progress(kopf.AnnotationsProgressStorage):
@@ -51,11 +54,17 @@ class Progress(kopf.AnnotationsProgressStorage):
         try:
             found: Any = super().fetch(**kwargs)
             record = msgspec.convert(found or {}, Record)
-            for moment in filter(None, (record.started, record.stopped, record.delayed)):
+            for moment in filter(None, (record.started, record.stopped)):
                 datetime.fromisoformat(moment)
+            if record.delayed and _is_far(datetime.fromisoformat(record.delayed)):
+                return None
         except UNREADABLE:
             return None
         return found
+
+
+def _is_far(moment: datetime) -> bool:
+    return moment.astimezone(UTC) > datetime.now(UTC) + LONGEST_DELAY
 
 
 class DiffBase(kopf.AnnotationsDiffBaseStorage):

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Final
 
 import typer
@@ -18,6 +18,7 @@ from prfaas_operator.clusters import api
 from prfaas_operator.clusters.client import KubernetesCluster
 from prfaas_operator.join import Place, at
 from prfaas_operator.plan.overview import Overview, Seen, overview
+from prfaas_operator.reconcile.reading import read_all
 
 WATCH_SECONDS: Final = 1.0
 
@@ -26,15 +27,14 @@ app = typer.Typer(help="Show what runs where, and what is wrong.", invoke_withou
 
 async def look(hub: KubernetesCluster) -> Overview:
     """Read the objects of the hub's namespace once."""
-    kinds = (api.MEMBER_CLUSTER, api.PREFILL_POOL, api.DECODE_POOL, api.POLICY)
-    members, prefill, decode, policies = await asyncio.gather(*(hub.list_all(kind) for kind in kinds))
-    seen = Seen(
-        hub.namespace,
-        [MemberCluster.model_validate(one) for one in members],
-        [*map(DecodePool.model_validate, decode), *map(PrefillPool.model_validate, prefill)],
-        [PrfaaSPolicy.model_validate(one) for one in policies],
+    members, prefill, decode, policies = await asyncio.gather(
+        read_all(hub, api.MEMBER_CLUSTER, MemberCluster),
+        read_all(hub, api.PREFILL_POOL, PrefillPool),
+        read_all(hub, api.DECODE_POOL, DecodePool),
+        read_all(hub, api.POLICY, PrfaaSPolicy),
     )
-    return overview(seen, datetime.now(UTC))
+    seen = Seen(hub.namespace, members, [*decode, *prefill], policies)
+    return overview(seen, hub.now())
 
 
 @app.callback()

@@ -5,6 +5,7 @@ discovery cache lies on disk, and one call less stands between a restart and the
 """
 
 from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import Any, Final, NamedTuple, Protocol
 
 from prfaas import api
@@ -102,6 +103,10 @@ class Cluster(Protocol):
 
     async def version(self) -> str:
         """Return the server's version, for example v1.34.4; the cheapest proof that it answers."""
+        ...
+
+    def now(self) -> datetime:
+        """Return what the server's clock shows, ours before it has answered; it dates all that is written there."""
         ...
 
     async def get(self, kind: Kind, name: str) -> Object | None:

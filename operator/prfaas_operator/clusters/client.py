@@ -25,6 +25,7 @@ from kubernetes.aio.watch import Watch
 from prfaas.names import FIELD_MANAGER_OPERATOR
 from prfaas_operator import errors
 from prfaas_operator.clusters.api import BY_NAME, SERVICE_ACCOUNT, Kind, Object, Page, WatchEvent
+from prfaas_operator.clusters.clock import ServerClock
 from prfaas_operator.clusters.throttle import Throttle, asked_rest_seconds
 
 log = logging.getLogger(__name__)
@@ -91,9 +92,13 @@ class KubernetesCluster:
         self._client = client
         self._dynamic = DynamicClient(client)
         self._throttle = Throttle()
+        self._clock = ServerClock()
 
     async def version(self) -> str:  # noqa: D102  # documented in the Protocol, as are the methods below
         return str((await self._call("get", "/version", "version", at_once=True)).get("gitVersion", ""))
+
+    def now(self) -> datetime:  # noqa: D102
+        return self._clock.now()
 
     async def get(self, kind: Kind, name: str) -> Object | None:  # noqa: D102
         try:
@@ -257,6 +262,7 @@ class KubernetesCluster:
         with self._translate(what), self._counted(method) as answer:
             response = await self._dynamic.request(method, path, serialize=False, _request_timeout=limit, **parameters)
             answer["code"] = str(response.status)
+            self._clock.heard(response.headers)
             return msgspec.json.decode(await response.read())
 
     @contextlib.contextmanager
@@ -267,6 +273,7 @@ class KubernetesCluster:
             yield answer
         except ApiException as error:
             answer["code"] = str(error.status or "none")
+            self._clock.heard(error.headers)
             raise
         finally:
             self._gate.count(self._label.removeprefix("cluster "), verb, answer["code"])

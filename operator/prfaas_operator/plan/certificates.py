@@ -30,6 +30,9 @@ MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
 """A Secret that claims to be written later than this from now lies, or its writer's clock did: it is written anew."""
 
 
+PENDING: Final = "CertificatePending"
+
+
 class Step(Enum):
     """What becomes of the authorities."""
 
@@ -225,7 +228,7 @@ def verdict(authorities: Authorities, holder: Holder, held_up_by: Sequence[str],
         return Verdict("Unknown", "ClusterUnreachable", "not seen; see condition Ready")
     leaf = holder.held.leaf
     if leaf is None:
-        return no("CertificatePending", holder.held.problem or "no certificate has been issued yet")
+        return no(PENDING, holder.held.problem or "no certificate has been issued yet")
     ends = rfc3339(leaf.validity.not_after)
     if not authorities.trusted >= {leaf.authority} or leaf.validity.not_after < now:
         return no(

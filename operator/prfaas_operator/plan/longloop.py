@@ -26,6 +26,26 @@ MAX_AGE_SECONDS: Final = 120.0
 NEVER: Final = 2**31 - 1
 
 
+class Summary(NamedTuple):
+    """The scheduler's last summary: when it says that it was made, how old it was when first seen, and when that was.
+
+    A scheduler dates by its own machine's clock, so from the second one on it counts when a summary is seen here. Only
+    of the first, which may be anybody's, is that date all there is: the more it is off, the less it is believed.
+    """
+
+    time: str
+    age_seconds: float
+    seen_at_seconds: float
+
+
+def sighted(last: Summary | None, time: str, now: datetime, monotonic_seconds: float) -> Summary:
+    """Return what is known of the summary that a policy's status holds, after another look at it."""
+    if last is not None and last.time == time:
+        return last
+    age_seconds = abs(_age_seconds(time, now)) if last is None else 0.0
+    return Summary(time, age_seconds, monotonic_seconds)
+
+
 class Look(NamedTuple):
     """What the long loop last said of a policy, and until when that stands, in monotonic seconds."""
 
@@ -89,16 +109,16 @@ def _refusal(one: PoolSeen, others: Sequence[PrfaaSPolicy]) -> str:
     return ""
 
 
-def moment(facts: PolicyFacts, found: Installation, now: datetime) -> Moment:
-    """Return how the policy's pools stand."""
+def moment(facts: PolicyFacts, found: Installation, now: datetime, summary_seconds: float) -> Moment:
+    """Return how the policy's pools stand; `summary_seconds` is the age of the scheduler's summary."""
     policy = facts.policy
     plan = policy.status.plan
     restless = next((one for one in map(_unsettled, _within(facts, found)) if one is not None), None)
     return Moment(
         arrivals_per_second=installed.arrivals_per_second(policy) if policy.status.observed else None,
         waiting_prefills=installed.waiting_prefills(policy),
-        since_change_seconds=_age_seconds(plan.last_change_time, now) if plan else math.inf,
-        stale=_stale(policy, now),
+        since_change_seconds=max(0.0, _age_seconds(plan.last_change_time, now)) if plan else math.inf,
+        stale=_stale(policy, summary_seconds),
         unknown=installed.unknown(found, facts),
         under_way=restless[1] if restless else "",
         ours=restless is not None and plan is not None and plan.replicas.get(restless[0]) is not None,
@@ -110,18 +130,17 @@ def _within(facts: PolicyFacts, found: Installation) -> list[Pool]:
     return [pool for pool in facts.routed_pools if pool.metadata.name in counted]
 
 
-def _stale(policy: PrfaaSPolicy, now: datetime) -> str:
-    seen = policy.status.observed
+def _stale(policy: PrfaaSPolicy, summary_seconds: float) -> str:
     fresh = next((one for one in policy.status.conditions if one.type == METRICS_FRESH), None)
     if fresh is not None and fresh.status == "False":
         return f"measurements are stale ({fresh.reason}, see the condition {METRICS_FRESH})"
-    if seen is not None and (age_seconds := _age_seconds(seen.time, now)) > MAX_AGE_SECONDS:
-        return f"the scheduler's last summary is {age_seconds:.0f} s old"
+    if policy.status.observed is not None and summary_seconds > MAX_AGE_SECONDS:
+        return f"the scheduler's last summary is {summary_seconds:.0f} s old"
     return ""
 
 
 def _age_seconds(time: str, now: datetime) -> float:
-    return max(0.0, (now.astimezone(UTC) - datetime.fromisoformat(time)).total_seconds())
+    return (now.astimezone(UTC) - datetime.fromisoformat(time)).total_seconds()
 
 
 def _unsettled(pool: Pool) -> tuple[str, str] | None:

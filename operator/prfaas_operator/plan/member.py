@@ -80,7 +80,10 @@ def _deleting(users: tuple[str, ...]) -> Verdict:
 
 
 def contact_time(known: str | None, now: datetime) -> str:
-    """Return the lastContactTime to report after an answer: moved once a minute, so that probes cause no writes."""
-    if known and now - datetime.fromisoformat(known) < CONTACT_TIME_STEP:
+    """Return the lastContactTime to report after an answer: moved once a minute, so that probes cause no writes.
+
+    One that is still to come was written by somebody whose clock was wrong.
+    """
+    if known and abs(now - datetime.fromisoformat(known)) < CONTACT_TIME_STEP:
         return known
     return rfc3339(now)

@@ -11,7 +11,7 @@ import logging
 import secrets as random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from prfaas import identity
@@ -66,7 +66,7 @@ class Certificates:
     def __init__(self, runtime: "Runtime", settings: Settings):
         self._runtime = runtime
         self._settings = settings
-        self._since = datetime.now(UTC)
+        self._since: datetime | None = None
         self._asked: set[str] = {HUB}
         self._verdicts: dict[str, Verdict] = {}
         self._delivered: set[str] = set()
@@ -158,7 +158,8 @@ class Certificates:
         """Read everything, write what is wrong, and take the next step if one is due."""
         live = await self._runtime.hub.get(SECRET, render.AUTHORITY_SECRET)
         places = await self._places()
-        now = datetime.now(UTC)
+        now = self._runtime.hub.now()
+        self._since = self._since or now  # not before the hub has told what its clock shows
         try:
             issued = await self._issued(places)
             store = read.read_store(live, now) if live is not None else await self._first(places, issued)
@@ -228,13 +229,13 @@ class Certificates:
             )
             return None
         if issued is None:
-            now = datetime.now(UTC)
+            now = self._runtime.hub.now()
             pair = read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, self._settings.terms)
             store = read.first_store(identity.fingerprints(pair.certificate), pair.key)
         else:
             store = read.first_store(issuers.authorities(issued))
             if not store.certificates:
-                await self._hold(places, "CertificatePending", issuers.why_not(issued))
+                await self._hold(places, plan.PENDING, issuers.why_not(issued))
                 return None
         # By server-side apply, because RBAC limits that to a name even where it creates.
         await self._runtime.hub.apply(render.authority_secret(store.data, None))
@@ -252,7 +253,7 @@ class Certificates:
         self, place: Place, holder: Holder, store: Store, issued: Mapping[str, issuers.Issued] | None
     ) -> Holder:
         """Write a cluster's Secret if something is wrong with it; return what it holds then."""
-        now = datetime.now(UTC)
+        now = self._runtime.hub.now()
         what = plan.wanted(store.authorities, holder, self._settings.terms, now)
         source = issued[place.name] if issued else None
         if what is Wanted.NOTHING or place.cluster is None:
@@ -260,6 +261,8 @@ class Certificates:
             held = holder.held
             return holder._replace(held=held._replace(problem=problem) if held and problem else held)
         try:
+            if place.secret is None and await place.cluster.get(SECRET, render.SECRET) is not None:
+                return holder  # of another member in the same namespace, a moment ago: the next look judges it
             if what is Wanted.TRUST:
                 pair = _pair_of(place.secret)
             elif source is not None:
@@ -286,8 +289,8 @@ class Certificates:
         issued: Mapping[str, issuers.Issued] | None,
     ) -> None:
         """Take the next step of the authorities; the next look sees what came of it."""
-        now, terms = datetime.now(UTC), self._settings.terms
-        step = plan.step(store.authorities, holders, terms, Moment(now, self._since))
+        now, terms = self._runtime.hub.now(), self._settings.terms
+        step = plan.step(store.authorities, holders, terms, Moment(now, self._since or now))
         if step is None:
             return
         newcomers: Mapping[str, bytes] = {}
@@ -308,10 +311,10 @@ class Certificates:
 
     def _tell(self, store: Store, holders: Sequence[Holder]) -> None:
         """Keep what conditions and metrics say, and wake whom it concerns."""
-        now = datetime.now(UTC)
+        now = self._runtime.hub.now()
         held_up: tuple[str, ...] = ()
         if store.authorities.next:
-            moment = Moment(now, self._since)
+            moment = Moment(now, self._since or now)
             held_up = plan.waiting_for(store.authorities, holders, self._settings.terms, moment)
         self._set(
             {one.cluster: plan.verdict(store.authorities, one, held_up, now) for one in holders},

@@ -5,7 +5,6 @@ change only when everybody can judge them.
 """
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from prfaas import identity
@@ -48,7 +47,7 @@ async def _one(hub: Cluster, name: str, known: Mapping[str, Object], manifest: O
     try:
         if not read.content(secret, read.TRUSTED).strip():
             return Issued(None, None, f"the issuer gives no {read.TRUSTED}; take one that tells its authority")
-        return Issued(read.read_issued(secret, datetime.now(UTC)), secret)
+        return Issued(read.read_issued(secret, hub.now()), secret)
     except PrfaasError as error:
         return Issued(None, None, f"Secret {render.issued_secret(name)}: {error}")
 

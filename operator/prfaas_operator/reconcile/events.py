@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-from datetime import UTC, datetime
 from typing import Literal
 
 from prfaas.errors import PrfaasError
@@ -21,7 +20,7 @@ async def post(hub: Cluster, subject: Object, type_: Literal["Normal", "Warning"
 
     What was said before about the same object, for the same reason and in the same words, is counted, not said again.
     """
-    body = _event(subject, type_, reason, message[:MAX_MESSAGE_CHARS])
+    body = _event(subject, type_, reason, message[:MAX_MESSAGE_CHARS], rfc3339(hub.now()))
     try:
         try:
             await hub.create(EVENT, body)
@@ -31,8 +30,8 @@ async def post(hub: Cluster, subject: Object, type_: Literal["Normal", "Warning"
         log.warning("Event %s on %s %s was not posted: %s", reason, subject["kind"], subject["metadata"]["name"], error)
 
 
-def _event(subject: Object, type_: str, reason: str, message: str) -> Object:
-    metadata, now = subject["metadata"], rfc3339(datetime.now(UTC))
+def _event(subject: Object, type_: str, reason: str, message: str, now: str) -> Object:
+    metadata = subject["metadata"]
     # Made of what makes it another Event, the name finds it again, also after a restart.
     digest = hashlib.sha256("\0".join((metadata["uid"], type_, reason, message)).encode()).hexdigest()[:16]
     return {

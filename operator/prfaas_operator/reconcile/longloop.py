@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from prfaas.api import DecodePool, PrfaaSPolicy
@@ -26,7 +25,7 @@ from prfaas_operator.plan.longloop import BALANCED, Look, PoolSeen
 from prfaas_operator.plan.policy import PolicyFacts
 from prfaas_operator.plan.pool import Pool
 from prfaas_operator.reconcile import events, status
-from prfaas_operator.reconcile.member import read_all
+from prfaas_operator.reconcile.reading import read_all
 from prfaas_operator.reconcile.runtime import Report, Runtime
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,11 @@ async def balance(runtime: Runtime, facts: PolicyFacts, live: Object) -> Look:
     uid, generation = policy.metadata.uid, policy.metadata.generation
     if not longloop.acts(policy) or policy.spec.decode_pool not in {one.metadata.name for one in facts.routed_pools}:
         runtime.long_looks.pop(uid, None)
+        runtime.summaries.pop(uid, None)
         return Look(generation, math.inf, {}, {"capacity": None, "plan": None})
+    if policy.status.observed is not None:
+        time_said = policy.status.observed.time
+        runtime.summaries[uid] = longloop.sighted(runtime.summaries.get(uid), time_said, runtime.hub.now(), now_seconds)
     last = runtime.long_looks.get(uid)
     if last is not None and now_seconds < last.again_at_seconds and last.generation == generation:
         return last
@@ -54,7 +57,7 @@ async def balance(runtime: Runtime, facts: PolicyFacts, live: Object) -> Look:
 
 
 async def _look(runtime: Runtime, facts: PolicyFacts, live: Object) -> tuple[dict[str, Verdict], dict[str, Any]]:
-    policy, now = facts.policy, datetime.now(UTC)
+    policy, now = facts.policy, runtime.hub.now()
     pools = [one for one in await asyncio.gather(*(_read(runtime, pool) for pool in facts.routed_pools)) if one]
     if rest := longloop.unfinished(policy, pools):
         await _write_all(runtime, pools, rest)
@@ -62,7 +65,9 @@ async def _look(runtime: Runtime, facts: PolicyFacts, live: Object) -> tuple[dic
         return {BALANCED: Verdict("Unknown", "Converting", f"finishes what was cut off: {words}")}, {}
     policies = await read_all(runtime.hub, POLICY, PrfaaSPolicy)
     found = installation.installation(facts, longloop.refusals(policy, pools, policies))
-    decision = decide(longloop.rules(policy), found, longloop.moment(facts, found, now))
+    decision = decide(
+        longloop.rules(policy), found, longloop.moment(facts, found, now, _summary_seconds(runtime, policy))
+    )
     conditions = {BALANCED: longloop.verdict(decision)}
     fields = {"capacity": longloop.capacity_fields(found, decision)}
     metrics.balanced(policy.metadata.name, decision)
@@ -72,6 +77,12 @@ async def _look(runtime: Runtime, facts: PolicyFacts, live: Object) -> tuple[dic
         await _write_all(runtime, pools, decision.changes)
         await _tell(runtime, live, pools, decision)
     return conditions, fields
+
+
+def _summary_seconds(runtime: Runtime, policy: PrfaaSPolicy) -> float:
+    """Return how old the scheduler's summary is, 0 while there is none."""
+    seen = runtime.summaries.get(policy.metadata.uid)
+    return seen.age_seconds + time.monotonic() - seen.seen_at_seconds if seen else 0.0
 
 
 async def _read(runtime: Runtime, pool: Pool) -> PoolSeen | None:

@@ -10,8 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from pydantic import ValidationError
-
 from prfaas.errors import PrfaasError
 from prfaas.names import HUB
 from prfaas.wire.trace import NO_TRACE
@@ -20,7 +18,7 @@ from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PR
 from prfaas_operator.errors import NotLeaderError, reason_of
 from prfaas_operator.plan import annotations
 from prfaas_operator.plan.conditions import READY, Verdict, no
-from prfaas_operator.reconcile import member, policy, pool, status
+from prfaas_operator.reconcile import member, misfit, policy, pool
 from prfaas_operator.reconcile.runtime import RESYNC_SECONDS, RETRY_SECONDS, Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
 
@@ -55,6 +53,7 @@ async def keep(runtime: Runtime, ref: Ref, uid: str) -> None:
                 runtime.wakers.forget(ref, uid)
                 runtime.applied.pop(ref, None)
                 runtime.seen.pop(ref, None)
+                runtime.misfits.pop(ref, None)
                 return
             await asyncio.sleep(REST_SECONDS.get(ref.kind, 0))
             await waker.wait(_pause_seconds(report))
@@ -89,7 +88,7 @@ async def reconcile(runtime: Runtime, ref: Ref, uid: str) -> Report:
             span.set(**{type_: verdict.reason for type_, verdict in report.conditions.items()})
             if not report.gone:
                 metrics.judged(ref.kind.name, ref.name, ready=_is_ready(report))
-                await status.write(runtime.hub, ref.kind, live, report)
+                report = await misfit.write(runtime, ref, live, report)
     except PrfaasError as error:
         _count(ref, reason_of(error))
         log.warning("%s: %s; again soon", ref, error)
@@ -117,8 +116,6 @@ async def _judge(runtime: Runtime, ref: Ref, live: Object) -> Report:
         return await JUDGES[ref.kind](runtime, live)
     except PrfaasError as error:
         reason, message = reason_of(error), str(error)
-    except ValidationError as error:
-        reason, message = "Invalid", f"{ref} does not fit this operator's version: {error}"
     except Exception as error:  # a bug must not end the loop of an object, and has to be seen
         reason, message = "InternalError", f"{type(error).__name__}: {error}; see the operator's log"
         log.exception("%s: internal error", ref)

@@ -1,32 +1,25 @@
 """Reconcile a MemberCluster: probe it, keep its Secret while pools need it, sweep up what no pool owns any more."""
 
-import asyncio
 import logging
-from collections.abc import Iterable
-from datetime import UTC, datetime
-from typing import Final, TypeVar
-
-from pydantic import ValidationError
+from typing import Final
 
 from prfaas import names
 from prfaas.api import MemberCluster
-from prfaas.api.base import Resource
-from prfaas_operator.clusters.api import PREFILL_POOL, SECRET, Cluster, Kind, Object
+from prfaas_operator.clusters.api import PREFILL_POOL, SECRET, Cluster, Object
 from prfaas_operator.plan import member as plan
 from prfaas_operator.plan.conditions import rfc3339
 from prfaas_operator.reconcile.members import Owned
+from prfaas_operator.reconcile.reading import read
 from prfaas_operator.reconcile.runtime import Report, Runtime
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS: Final = 4.0
 
-R = TypeVar("R", bound=Resource)
-
 
 async def judge(runtime: Runtime, live: Object) -> Report:
     """Reconcile a MemberCluster."""
-    hub, member = runtime.hub, MemberCluster.model_validate(live)
+    hub, member = runtime.hub, read(MemberCluster, live)
     secret = await hub.get(SECRET, member.spec.kubeconfig_secret_ref.name)
     contact = await runtime.members.contact(member, secret)
     if secret is not None:
@@ -44,7 +37,7 @@ async def judge(runtime: Runtime, live: Object) -> Report:
     if contact.error is None:
         known = member.status.last_contact_time
         fields["serverVersion"] = contact.server_version
-        fields["lastContactTime"] = plan.contact_time(known, datetime.now(UTC))
+        fields["lastContactTime"] = plan.contact_time(known, hub.now())
         if secret is not None and contact.token is not None:
             there = await runtime.members.cluster(member.metadata.name)
             await runtime.renewals.renew(hub, there, live, secret, contact.token)
@@ -91,24 +84,3 @@ async def _users(hub: Cluster, member: MemberCluster) -> tuple[str, ...]:
     pools = await hub.list_all(PREFILL_POOL)
     in_it = (pool for pool in pools if (pool.get("spec") or {}).get("clusterName") == member.metadata.name)
     return tuple(sorted(pool["metadata"]["name"] for pool in in_it))
-
-
-async def read_all(hub: Cluster, kind: Kind, model: type[R]) -> list[R]:
-    """List and read all objects of a kind; one that cannot be read is left out here and reports itself."""
-    return _readable(kind, model, await hub.list_all(kind))
-
-
-async def read_named(hub: Cluster, kind: Kind, model: type[R], names_: Iterable[str]) -> dict[str, R]:
-    """Get and read some objects of a kind by their names; what is missing or cannot be read is left out."""
-    found = await asyncio.gather(*(hub.get(kind, name) for name in sorted(set(names_))))
-    return {one.metadata.name: one for one in _readable(kind, model, filter(None, found))}
-
-
-def _readable(kind: Kind, model: type[R], items: Iterable[Object]) -> list[R]:
-    found: list[R] = []
-    for item in items:
-        try:
-            found.append(model.model_validate(item))
-        except ValidationError as error:
-            log.warning("%s %s is left out: %s", kind.name, item["metadata"]["name"], error)
-    return found

@@ -9,7 +9,7 @@ import base64
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final
 
 from prfaas import names
@@ -121,7 +121,9 @@ class Members:
             contact = Contact(server_version=version, token=token)
             metrics.contacted(name, time.monotonic())
         except UnauthorizedError as error:
-            contact = Contact(error=_expired(member, token) or error, token=token)
+            contact = Contact(
+                error=_expired(member, token, self._connections[name].cluster.now()) or error, token=token
+            )
         except PrfaasError as error:
             contact = Contact(error=error, token=token)
         metrics.token_expires(name, token.expires_at if token else None)
@@ -240,9 +242,9 @@ def fingerprint(member: MemberCluster, access: Access) -> tuple[str, str, Access
     return member.metadata.uid, member.spec.namespace, access._replace(token="set" if access.token else "")
 
 
-def _expired(member: MemberCluster, token: TokenFacts | None) -> TokenExpiredError | None:
-    """Say that a token has ended, where that is why the server refuses it."""
-    if token is None or not tokens.has_expired(token, datetime.now(UTC)):
+def _expired(member: MemberCluster, token: TokenFacts | None, now: datetime) -> TokenExpiredError | None:
+    """Say that a token has ended, where that is why the server refuses it; `now` by that server's clock."""
+    if token is None or not tokens.has_expired(token, now):
         return None
     return TokenExpiredError(
         f"the token in Secret {member.spec.kubeconfig_secret_ref.name} ended at {rfc3339(token.expires_at)}; "

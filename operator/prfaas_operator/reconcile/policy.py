@@ -18,7 +18,7 @@ from prfaas_operator.plan.conditions import DELETING, READY, Verdict, no
 from prfaas_operator.plan.longloop import Look
 from prfaas_operator.plan.pool import Counts, counts
 from prfaas_operator.reconcile import children, longloop
-from prfaas_operator.reconcile.member import read_all, read_named
+from prfaas_operator.reconcile.reading import read, read_named
 from prfaas_operator.reconcile.runtime import RESYNC_SECONDS, RETRY_SECONDS, Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
 from prfaas_operator.render import access, certificates, gateway, protection, service
@@ -40,7 +40,7 @@ CHILD_KINDS: Final = (
 
 async def judge(runtime: Runtime, live: Object) -> Report:
     """Reconcile a PrfaaSPolicy."""
-    hub, policy = runtime.hub, PrfaaSPolicy.model_validate(live)
+    hub, policy = runtime.hub, read(PrfaaSPolicy, live)
     if policy.metadata.deletion_timestamp:
         remaining = await children.remove(hub, CHILD_KINDS, f"{names.LABEL_POLICY_UID}={policy.metadata.uid}")
         waiting = no(DELETING, "waiting until the gateway has ended")
@@ -75,18 +75,22 @@ def _again_seconds(readiness: Verdict, look: Look) -> float | None:
 
 
 async def _observe(runtime: Runtime, policy: PrfaaSPolicy) -> plan.PolicyFacts:
-    """Read the policy's own pools, and those that share instances with one of these: of a thousand pools a few."""
+    """Read the policy's own pools and their clusters, and pools that share instances with one of these.
+
+    One that cannot be read ends the look: without it the routing table would lose instances that serve.
+    """
     prefill = await read_named(runtime.hub, api.PREFILL_POOL, PrefillPool, policy.spec.prefill_pools)
     homes = {policy.spec.decode_pool, *(pool.spec.share_with for pool in prefill.values() if pool.spec.share_with)}
     sharing_too = [pool.name for pool in runtime.sharers.items.values() if pool.share_with in homes]
     prefill |= await read_named(runtime.hub, api.PREFILL_POOL, PrefillPool, set(sharing_too) - prefill.keys())
     decode = await read_named(runtime.hub, api.DECODE_POOL, DecodePool, homes)
-    clusters = await read_all(runtime.hub, api.MEMBER_CLUSTER, MemberCluster)
+    used = {pool.spec.cluster_name for pool in (*prefill.values(), *decode.values()) if pool.spec.cluster_name}
+    clusters = await read_named(runtime.hub, api.MEMBER_CLUSTER, MemberCluster, used)
     return plan.PolicyFacts(
         policy,
         decode,
         {pool.metadata.name: pool for pool in sharing.resolved(prefill.values(), decode)},
-        {cluster.metadata.name: cluster for cluster in clusters},
+        clusters,
     )
 
 

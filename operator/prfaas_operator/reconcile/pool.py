@@ -1,7 +1,7 @@
 """Reconcile a PrefillPool or DecodePool: one Deployment, and its settings, in one cluster."""
 
 import logging
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from prfaas import names
 from prfaas.api import DecodePool, MemberCluster, PrefillPool
@@ -19,6 +19,7 @@ from prfaas_operator.plan import pool as plan
 from prfaas_operator.plan import replicas, secrets
 from prfaas_operator.plan.conditions import DELETING, READY, Verdict, no, rfc3339
 from prfaas_operator.reconcile import children, events, roles
+from prfaas_operator.reconcile.reading import read
 from prfaas_operator.reconcile.runtime import RESYNC_SECONDS, RETRY_SECONDS, SEEN_RESYNC_SECONDS, Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
 from prfaas_operator.render import certificates, protection, shared
@@ -30,12 +31,12 @@ log = logging.getLogger(__name__)
 
 async def judge_prefill(runtime: Runtime, live: Object) -> Report:
     """Reconcile a PrefillPool."""
-    return await _judge(runtime, Ref(PREFILL_POOL, live["metadata"]["name"]), PrefillPool.model_validate(live), live)
+    return await _judge(runtime, Ref(PREFILL_POOL, live["metadata"]["name"]), read(PrefillPool, live), live)
 
 
 async def judge_decode(runtime: Runtime, live: Object) -> Report:
     """Reconcile a DecodePool."""
-    return await _judge(runtime, Ref(DECODE_POOL, live["metadata"]["name"]), DecodePool.model_validate(live), live)
+    return await _judge(runtime, Ref(DECODE_POOL, live["metadata"]["name"]), read(DecodePool, live), live)
 
 
 async def _judge(runtime: Runtime, ref: Ref, pool: plan.Pool, live: Object) -> Report:
@@ -104,7 +105,7 @@ def _member(runtime: Runtime, pool: plan.Pool) -> MemberCluster | None:
             f"MemberCluster {name} does not exist; "
             f"run `prfaas cluster join {name}`, or leave spec.clusterName empty for the hub"
         )
-    return MemberCluster.model_validate(found)
+    return read(MemberCluster, dict(found))
 
 
 async def _remove(runtime: Runtime, pool: plan.Pool, live: Object) -> Report:
@@ -138,7 +139,7 @@ async def _until_deadline(
     runtime: Runtime, pool: plan.Pool, live: Object, member: MemberCluster, report: Report
 ) -> Report:
     since, deadline_seconds = pool.metadata.deletion_timestamp or "", member.spec.deletion_deadline_seconds
-    left_seconds = plan.seconds_left(since, deadline_seconds, datetime.now(UTC))
+    left_seconds = plan.seconds_left(since, deadline_seconds, runtime.hub.now())
     verdict = report.conditions[READY]
     if left_seconds <= 0:
         message = f"{verdict.message}; gave up after {deadline_seconds} s, they are removed when the cluster is back"

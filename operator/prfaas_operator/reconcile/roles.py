@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from prfaas import names
 from prfaas.api import DecodePool, PrefillPool
@@ -22,6 +21,7 @@ from prfaas_operator.plan.conditions import READY, no, rfc3339
 from prfaas_operator.plan.pods import PodFacts
 from prfaas_operator.plan.roles import Assignment, Wanted, assign
 from prfaas_operator.reconcile import events
+from prfaas_operator.reconcile.reading import read
 from prfaas_operator.reconcile.runtime import Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
 from prfaas_operator.render import shared as render
@@ -91,7 +91,7 @@ async def _write(runtime: Runtime, share: Share, given: Assignment, live: Object
     if given.converts:
         await _tell(runtime, share, given, live)
     if given.gate_differs:
-        now = rfc3339(datetime.now(UTC))
+        now = rfc3339(hub.now())
         runtime.pods.learn(await hub.apply(render.open_gate(given, hub.namespace, now), subresource="status"))
         metrics.CHILD_WRITES.labels(POD.name).inc()
 
@@ -129,7 +129,7 @@ def wake_sharers(runtime: Runtime, decode_pool: str) -> None:
 async def judge_sharer(runtime: Runtime, pool: PrefillPool, live: Object) -> Report:
     """Reconcile a PrefillPool without instances of its own: say how its side of the Deployment fares."""
     found = await runtime.hub.get(DECODE_POOL, pool.spec.share_with)
-    decode_pool = DecodePool.model_validate(found) if found else None
+    decode_pool = read(DecodePool, found) if found else None
     sharer = sharing.sharer_of(pool)
     refused = sharing.refusal(sharer, decode_pool, runtime.sharers.items.values())
     if refused is not None or decode_pool is None:

@@ -11,7 +11,7 @@ from prfaas_operator.clusters.informer import Informer
 from prfaas_operator.plan.certificates_settings import DISABLED, Settings
 from prfaas_operator.plan.conditions import Verdict
 from prfaas_operator.plan.drift import Applied
-from prfaas_operator.plan.longloop import Look
+from prfaas_operator.plan.longloop import Look, Summary
 from prfaas_operator.plan.member import project as project_cluster
 from prfaas_operator.plan.pods import PodFacts, project
 from prfaas_operator.plan.routes import ClusterView
@@ -75,9 +75,13 @@ class Runtime:
         self.applied: dict[Ref, dict[tuple[str, str], Applied]] = {}
         self.seen: dict[Ref, Object] = {}
         """Each object that is being kept, as its reconcile last saw it."""
+        self.misfits: dict[Ref, str] = {}
+        """What was said of objects whose status the hub's CRD does not take whole."""
         self.heals = Heals()
         self.long_looks: dict[str, Look] = {}
         """What the long loop last said of each policy, by uid."""
+        self.summaries: dict[str, Summary] = {}
+        """What each policy's scheduler last said, by uid."""
         self._gateway_schemes: frozenset[str] = frozenset()
         self._places: dict[tuple[Kind, str], asyncio.Semaphore] = {}
 

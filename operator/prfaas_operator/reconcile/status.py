@@ -1,8 +1,7 @@
 """Write an object's status: server-side apply of exactly the operator's own fields, and only when they differ."""
 
 import logging
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
@@ -10,7 +9,17 @@ from pydantic import TypeAdapter, ValidationError
 from prfaas.api import Condition
 from prfaas_operator import metrics
 from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Cluster, Kind, Object
-from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, merge, rfc3339, turned
+from prfaas_operator.plan.certificates import PENDING as CERTIFICATE_PENDING
+from prfaas_operator.plan.conditions import (
+    CERTIFICATE_READY,
+    DELETING,
+    REACHABLE,
+    READY,
+    Verdict,
+    merge,
+    rfc3339,
+    turned,
+)
 from prfaas_operator.plan.drift import status_differs
 from prfaas_operator.plan.pool import INSTANCES_NOT_READY, ROLLING_OUT
 from prfaas_operator.reconcile import events
@@ -25,14 +34,14 @@ OWN_FIELDS: Final[Mapping[Kind, tuple[str, ...]]] = {
     DECODE_POOL: POOL_FIELDS,
     POLICY: ("readyPrefill", "readyDecode", "capacity", "plan"),
 }
-PASSING: Final = {DELETING, ROLLING_OUT, INSTANCES_NOT_READY}
+PASSING: Final = {DELETING, ROLLING_OUT, INSTANCES_NOT_READY, CERTIFICATE_PENDING}
 """Reasons not to be Ready that pass by themselves: no warnings. What does not pass has a reason of its own."""
 OWN_CONDITIONS: Final = (REACHABLE, READY)
 CONDITIONS: Final = TypeAdapter(list[Condition])
 
 
 async def write(hub: Cluster, kind: Kind, live: Object, report: Report) -> None:
-    """Apply the status of one object and post an Event when its condition Ready turned.
+    """Apply the status of one object and post an Event when Ready turned, or a certificate was refused.
 
     What the report does not speak of stays as it was: server-side apply would remove a field that we leave out.
     """
@@ -40,7 +49,7 @@ async def write(hub: Cluster, kind: Kind, live: Object, report: Report) -> None:
     known = read_conditions(current)
     metadata = live["metadata"]
     generation = metadata.get("generation", 0)
-    conditions = merge(known, report.conditions, generation, rfc3339(datetime.now(UTC)))
+    conditions = merge(known, report.conditions, generation, rfc3339(hub.now()))
     conditions += [
         condition.model_dump(by_alias=True)
         for condition in known
@@ -60,12 +69,19 @@ async def write(hub: Cluster, kind: Kind, live: Object, report: Report) -> None:
     }
     await hub.apply(body, subresource="status")
     metrics.STATUS_WRITES.labels(kind.name).inc()
-    ready = report.conditions.get(READY)
-    if ready is not None and turned(known, READY, ready):
-        expected = ready.good or ready.reason in PASSING
+    await _tell(hub, live, known, report.conditions)
+
+
+async def _tell(hub: Cluster, live: Object, known: Sequence[Condition], verdicts: Mapping[str, Verdict]) -> None:
+    """Post an Event when Ready turned, or CertificateReady to False."""
+    for type_ in (READY, CERTIFICATE_READY):
+        verdict = verdicts.get(type_)
+        if verdict is None or not turned(known, type_, verdict) or (type_ != READY and verdict.status != "False"):
+            continue
+        expected = verdict.good or verdict.reason in PASSING
         level = logging.INFO if expected else logging.WARNING
-        log.log(level, "%s %s: %s: %s", kind.name, metadata["name"], ready.reason, ready.message)
-        await events.post(hub, live, "Normal" if expected else "Warning", ready.reason, ready.message)
+        log.log(level, "%s %s: %s: %s", live["kind"], live["metadata"]["name"], verdict.reason, verdict.message)
+        await events.post(hub, live, "Normal" if expected else "Warning", verdict.reason, verdict.message)
 
 
 def read_conditions(status: Mapping[str, Any]) -> list[Condition]:

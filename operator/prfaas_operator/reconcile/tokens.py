@@ -7,7 +7,6 @@ old token works on until its own end, so that nothing hangs on the moment at whi
 import base64
 import logging
 import time
-from datetime import UTC, datetime
 from typing import Final
 
 from prfaas import names
@@ -18,6 +17,7 @@ from prfaas_operator.errors import ConflictError
 from prfaas_operator.plan import kubeconfig
 from prfaas_operator.plan.tokens import SECONDS_PER_DAY, TokenFacts, is_due, read
 from prfaas_operator.reconcile import events
+from prfaas_operator.reconcile.reading import read as read_resource
 from prfaas_operator.render.account import MADE_BY_JOIN
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class Renewals:
             token: what the present token says of itself.
 
         """
-        member = MemberCluster.model_validate(live)
+        member = read_resource(MemberCluster, live)
         name = member.metadata.name
-        if not (_is_ours(secret) and token.namespace == there.namespace and is_due(token, datetime.now(UTC))):
+        if not (_is_ours(secret) and token.namespace == there.namespace and is_due(token, there.now())):
             return
         if time.monotonic() < self._not_before.get(name, 0.0):
             return

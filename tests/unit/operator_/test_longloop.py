@@ -84,8 +84,9 @@ def made(pool, ready: int, **conditions: Any):
 
 
 def decided(facts, refusals: dict[str, str] | None = None):
-    found = installation(facts, refusals or {})
-    return decide(longloop.rules(facts.policy), found, longloop.moment(facts, found, NOW))
+    found, seen = installation(facts, refusals or {}), facts.policy.status.observed
+    age_seconds = longloop.sighted(None, seen.time, NOW, 0.0).age_seconds if seen else 0.0
+    return decide(longloop.rules(facts.policy), found, longloop.moment(facts, found, NOW, age_seconds))
 
 
 def test_a_settled_and_measured_policy_converts(built):
@@ -120,6 +121,15 @@ def test_what_is_not_known_or_old_holds_and_is_named(built, seen, reason, words)
     decision = decided(built(observed(**seen) if seen is not None else None))
     assert (decision.reason, decision.changes) == (reason, {})
     assert words in decision.message
+
+
+@pytest.mark.parametrize("off_seconds", [-3600, 3600])
+def test_a_scheduler_whose_clock_is_off_is_believed_once_its_summaries_are_seen_to_come(off_seconds):
+    first = longloop.sighted(None, at(off_seconds), NOW, 100.0)
+    assert first.age_seconds == 3600
+    assert longloop.sighted(first, at(off_seconds), NOW, 130.0) == first
+    second = longloop.sighted(first, at(off_seconds + 30), NOW, 130.0)
+    assert (second.age_seconds, second.seen_at_seconds) == (0.0, 130.0)
 
 
 def test_what_a_full_instance_does_may_be_given_in_place_of_measured(built, make):

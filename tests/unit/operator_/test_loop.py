@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002  # the fakes take what the Protocol passes
 import asyncio
 import copy
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -33,6 +34,9 @@ class MemoryCluster:
         self.tried: list[str] = []
         self.refuses = ""
         self.failure: Exception | None = None
+
+    def now(self) -> datetime:
+        return datetime.now(UTC)
 
     async def get(self, kind: Kind, name: str) -> Object | None:
         if self.failure:
@@ -129,6 +133,16 @@ async def test_an_object_of_a_newer_version_is_reported_as_invalid():
     hub = MemoryCluster(newer)
     await loop.reconcile(runtime_over(hub), REF, "u")
     assert ready(hub)["reason"] == "Invalid"
+    assert "DecodePool decode does not fit this version of prfaas" in ready(hub)["message"]
+
+
+async def test_a_status_of_a_newer_version_is_written_anew():
+    newer = decode_pool()
+    newer["status"] = {"replicasOwner": "Oracle", "replicas": 3}
+    hub = MemoryCluster(newer)
+    await loop.reconcile(runtime_over(hub), REF, "u")
+    assert ("Deployment", "decode") in hub.objects
+    assert hub.objects["DecodePool", "decode"]["status"]["replicasOwner"] == "User"
 
 
 async def test_a_failure_keeps_the_counts_that_were_known():

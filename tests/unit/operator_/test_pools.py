@@ -186,3 +186,5 @@ def test_the_time_of_contact_moves_in_steps_of_a_minute():
     assert contact_time(None, NOW) == "2026-01-01T12:00:00Z"
     assert contact_time("2026-01-01T11:59:01Z", NOW) == "2026-01-01T11:59:01Z"
     assert contact_time("2026-01-01T11:59:00Z", NOW) == "2026-01-01T12:00:00Z"
+    assert contact_time("2026-01-01T12:00:02Z", NOW) == "2026-01-01T12:00:02Z", "answers tell whole seconds"
+    assert contact_time("2026-01-01T15:00:00Z", NOW) == "2026-01-01T12:00:00Z", "somebody's clock was wrong"

@@ -1,6 +1,7 @@
 """Proves that annotations of kopf's which somebody else wrote count as absent, and that its own are read."""
 
 import json
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import kopf
@@ -43,6 +44,13 @@ def test_what_kopf_writes_is_read(record: dict[str, Any]):
     assert Progress(prefix=PREFIX).fetch(key="keep", body=body("keep", json.dumps(record))) == record
     essence = {"spec": {"a": [1]}, "metadata": {"labels": {"b": "c"}}}
     assert DiffBase(prefix=PREFIX).fetch(body=body("last-handled-configuration", json.dumps(essence))) == essence
+
+
+@pytest.mark.parametrize(("ahead_seconds", "counts"), [(30, True), (3600, False), (10**9, False)])
+def test_a_delay_of_a_clock_that_is_ahead_holds_up_no_deletion(ahead_seconds: int, counts: bool):
+    delayed = (datetime.now(UTC) + timedelta(seconds=ahead_seconds)).isoformat()
+    found = Progress(prefix=PREFIX).fetch(key="remove", body=body("remove", json.dumps({"delayed": delayed})))
+    assert (found is not None) == counts
 
 
 def test_what_is_not_there_is_none():

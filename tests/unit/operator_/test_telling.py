@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002  # the fake takes what the Protocol passes
 import json
 import logging
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -27,6 +28,9 @@ class Hub:
 
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
+
+    def now(self) -> datetime:
+        return datetime(2026, 5, 1, tzinfo=UTC)
 
     async def create(self, kind: Kind, body: Object) -> Object:
         if body["metadata"]["name"] in self.objects:

@@ -1,0 +1,58 @@
+"""Read our custom resources, which another version of this project may have written.
+
+What this version does not understand it does not act upon: the object says so, and what was made of it stays. A status
+is another matter: it is only what was observed, so one that cannot be read counts as none and is written anew.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from prfaas.api.base import Resource
+from prfaas_operator.clusters.api import Cluster, Kind, Object
+from prfaas_operator.errors import InvalidObjectError
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Resource)
+
+
+def read(model: type[R], body: Object) -> R:
+    """Read an object of the hub.
+
+    Raises:
+        InvalidObjectError: it asks for what this version does not know.
+
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        if all(each["loc"][:1] == ("status",) for each in error.errors()):
+            return model.model_validate({**body, "status": {}})
+        name = f"{model.kind_name} {body['metadata']['name']}"
+        raise InvalidObjectError(f"{name} does not fit this version of prfaas: {error}") from error
+
+
+async def read_all(hub: Cluster, kind: Kind, model: type[R]) -> list[R]:
+    """List and read all objects of a kind; one that cannot be read is left out here and reports itself."""
+    found: list[R] = []
+    for item in await hub.list_all(kind):
+        try:
+            found.append(read(model, item))
+        except InvalidObjectError as error:
+            log.warning("left out: %s", error)
+    return found
+
+
+async def read_named(hub: Cluster, kind: Kind, model: type[R], names: Iterable[str]) -> dict[str, R]:
+    """Get and read some objects of a kind by their names; what is missing is left out.
+
+    Raises:
+        InvalidObjectError: one of them cannot be read. Whoever names it cannot do without.
+
+    """
+    found = await asyncio.gather(*(hub.get(kind, name) for name in sorted(set(names))))
+    return {one.metadata.name: one for one in (read(model, item) for item in found if item is not None)}
