@@ -13,7 +13,7 @@ Routers that have no tokenizer match bytes: a `ByteMapBatch`, under a topic of i
 surely lies within a prefix of a request's canonical bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias, cast
 
 import msgspec
@@ -151,18 +151,27 @@ _BATCH: Final = msgspec.msgpack.Decoder(EventBatch)
 _BYTE_MAP: Final = msgspec.msgpack.Decoder(ByteMapBatch)
 
 
-def decode_events(payload: bytes) -> EventBatch:
-    """Read a batch of this or another engine, positional or as maps; kinds and fields that are not known are skipped.
+def read_events(payload: bytes) -> Iterator[KvEvent]:
+    """Read the events of a batch of this or another engine, positional or as maps; what is not known is skipped.
+
+    They come one by one: other forms than ours take longer to read, and others may run in between.
 
     Raises:
-        ProtocolError: not msgpack, or a known event lacks a field or has one of a wrong type.
+        ProtocolError: not msgpack, or a known event, behind those that were read, lacks a field or has one of a wrong
+            type.
 
     """
     try:
         try:
-            return _BATCH.decode(payload)
+            yield from _BATCH.decode(payload).events
         except msgspec.ValidationError:
-            return _tolerant(msgspec.msgpack.decode(payload))
+            raw = msgspec.msgpack.decode(payload)
+            if isinstance(raw, Mapping):
+                named = cast(Mapping[str, Any], raw)
+                raw = [named.get(field) for field in _AnyBatch.__struct_fields__]
+            for event in map(_event, msgspec.convert(raw, _AnyBatch).events):
+                if event is not None:
+                    yield event
     except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"a batch of KV cache events cannot be read: {error}") from error
 
@@ -180,16 +189,6 @@ def decode_byte_map(payload: bytes) -> ByteMapBatch:
         raise ProtocolError(f"a batch of the byte map cannot be read: {error}") from error
 
 
-def _tolerant(raw: Any) -> EventBatch:
-    """Read a batch in any of its forms, slower than the one that we write."""
-    if isinstance(raw, Mapping):
-        named = cast(Mapping[str, Any], raw)
-        raw = [named.get(field) for field in _AnyBatch.__struct_fields__]
-    batch = msgspec.convert(raw, _AnyBatch)
-    events = [event for event in map(_event, batch.events) if event is not None]
-    return EventBatch(batch.ts, events, batch.data_parallel_rank)
-
-
 def _event(raw: Any) -> KvEvent | None:
     """Read one event; None when its kind is not known."""
     if isinstance(raw, Mapping):
@@ -201,6 +200,8 @@ def _event(raw: Any) -> KvEvent | None:
         named = {} if kind is None else dict(zip(kind.__struct_fields__, positional, strict=False))
     if kind is None:
         return None
+    if isinstance(more := named.get("lora_name"), Mapping):  # SGLang's, for a while: a map of what is new
+        named = {**named, **cast(Mapping[str, Any], more), "lora_name": None}
     if named.get("cache_salt"):  # SGLang's way to say what vLLM puts among the extra keys
         named["extra_keys"] = [(named["cache_salt"],)]
     missing = [name for name in _REQUIRED[kind] if name not in named]

@@ -25,11 +25,12 @@ from prfaas.wire.kvevents import (
     BlockHash,
     BlockRemoved,
     BlockStored,
-    decode_events,
+    read_events,
 )
 
 PORTION_BLOCKS: Final = 512
 """Taken in at once: well below a millisecond."""
+PORTION_EVENTS: Final = 16
 LARGEST_BLOCK_TOKENS: Final = 4096
 _ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
 _MEDIUMS: Final = {None: 0, MEDIUM_DEVICE: 0, MEDIUM_HOST: 1, MEDIUM_DISK: 2}
@@ -65,7 +66,9 @@ class CacheEvents:
             ProtocolError: it cannot be read.
 
         """
-        for event in decode_events(payload).events:
+        for number, event in enumerate(read_events(payload)):
+            if number % PORTION_EVENTS == 0:
+                yield
             match event:
                 case BlockStored():
                     yield from self._stored(event)
@@ -74,7 +77,6 @@ class CacheEvents:
                 case AllBlocksCleared():
                     self._index.tree.clear()
                     self.emptied += 1
-                    yield
 
     def _stored(self, event: BlockStored) -> Iterator[None]:
         group = self._group(event)

@@ -17,16 +17,21 @@ from prfaas.wire.kvevents import (
     ByteBlock,
     ByteMapBatch,
     EventBatch,
+    KvEvent,
     attention_stored,
     decode_byte_map,
-    decode_events,
     encode_byte_map,
     encode_events,
+    read_events,
     state_stored,
 )
 
 pack = msgspec.msgpack.encode
 unpack = msgspec.msgpack.decode  # without types: what any msgpack library sees
+
+
+def read(payload: bytes) -> list[KvEvent]:
+    return list(read_events(payload))
 
 
 def test_attention_blocks_are_written_in_vllms_positions():
@@ -79,7 +84,7 @@ batches = st.builds(
 
 @given(batches)
 def test_what_is_written_is_read_back(batch):
-    assert decode_events(encode_events(batch)) == batch
+    assert read(encode_events(batch)) == batch.events
 
 
 @given(batches, st.booleans())
@@ -90,12 +95,12 @@ def test_maps_tagged_by_type_say_the_same(batch, whole_batch):
     events = [{"type": type(event).__name__} | named(event) for event in batch.events]
     as_array = [batch.ts, events, batch.data_parallel_rank]
     as_map = {"ts": batch.ts, "events": events, "data_parallel_rank": batch.data_parallel_rank}
-    assert decode_events(pack(as_map if whole_batch else as_array)) == batch
+    assert read(pack(as_map if whole_batch else as_array)) == batch.events
 
 
 def test_a_first_version_without_medium_or_groups_is_read():
     raw = [1.0, [["BlockStored", [5, 6], None, [1, 2], 1, None], ["BlockRemoved", [5]]]]
-    assert decode_events(pack(raw)).events == [BlockStored([5, 6], None, [1, 2], 1), BlockRemoved([5])]
+    assert read(pack(raw)) == [BlockStored([5, 6], None, [1, 2], 1), BlockRemoved([5])]
 
 
 def test_newer_fields_and_kinds_are_skipped():
@@ -103,8 +108,8 @@ def test_newer_fields_and_kinds_are_skipped():
     unknown = ["BlockMigrated", [9], "elsewhere"]
     as_map = {"type": "AllBlocksCleared", "reason": "reset"}
     unknown_map = {"type": "BlockMigrated", "block_hashes": [9]}
-    batch = decode_events(pack([1.0, [newer, unknown, as_map, unknown_map], 0, "new field of the batch"]))
-    assert batch.events == [BlockRemoved([9], "GPU", 0), AllBlocksCleared()]
+    events = read(pack([1.0, [newer, unknown, as_map, unknown_map], 0, "new field of the batch"]))
+    assert events == [BlockRemoved([9], "GPU", 0), AllBlocksCleared()]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_newer_fields_and_kinds_are_skipped():
 )
 def test_what_is_no_batch_is_refused(payload):
     with pytest.raises(ProtocolError, match="KV cache events"):
-        decode_events(payload)
+        read(payload)
 
 
 def test_the_byte_map_reads_without_types_and_damage_is_refused():
@@ -140,7 +145,7 @@ def test_the_byte_map_reads_without_types_and_damage_is_refused():
 
 @pytest.mark.parametrize("nesting", [b"\x91" * 100_000, b"\x92" * 100_000, b"\x81\xa6events" * 100_000])
 def test_nesting_without_end_is_refused_like_any_nonsense(nesting):
-    for decode in (decode_events, decode_byte_map):
+    for decode in (read, decode_byte_map):
         with pytest.raises(ProtocolError):
             decode(nesting)
 
@@ -148,5 +153,8 @@ def test_nesting_without_end_is_refused_like_any_nonsense(nesting):
 def test_sglangs_way_to_name_a_salt_counts_as_vllms():
     told = {"type": "BlockStored", "block_hashes": [-7], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
     for salt, keys in (("s", [("s",)]), ("", None)):
-        (event,) = decode_events(pack({"ts": 0.0, "events": [told | {"cache_salt": salt}]})).events
+        (event,) = read(pack({"ts": 0.0, "events": [told | {"cache_salt": salt}]}))
         assert (event.extra_keys, event.block_hashes) == (keys, [-7])
+    positional = ["BlockStored", [-7], None, [1], 1, None, "GPU", {"cache_salt": "s", "session_id": "x"}]
+    (event,) = read(pack([0.0, [positional]]))
+    assert (event.extra_keys, event.lora_name, event.medium) == ([("s",)], None, "GPU")
