@@ -4,10 +4,12 @@
 
 Giver and taker are processes in network namespaces with a link between them (see link.py); iperf3 crosses the same link
 in the same minute, and what counts is the ratio. Needs root's rights over namespaces, which
-`unshare --user --map-root-user --net` gives too. iperf3 and a C compiler should be installed.
+`unshare --user --map-root-user --net` gives too. Without iperf3 plain sockets stand for it, and without a C compiler
+there is no `far` (Debian: apt-get install iperf3 gcc libc6-dev).
 """
 
 import argparse
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,6 +38,8 @@ def figures(given: argparse.Namespace) -> list[Figure]:
     unknown = set(given.measures) - set(MEASURES)
     if unknown:
         raise SystemExit(f"prfaas bench transfer measures {', '.join(MEASURES)}, not {', '.join(sorted(unknown))}")
+    if shutil.which("iperf3") is None:
+        measures.say("plain sockets stand for iperf3, which is not installed: apt-get install iperf3")
     started, found = time.monotonic(), []
     for name in given.measures or MEASURES:
         found += MEASURES[name]()

@@ -17,7 +17,7 @@ from contextlib import suppress
 import pytest
 
 from prfaas.errors import PeerError, UnreachableError
-from prfaas_worker.transfer import tcp_info
+from prfaas_worker.transfer import streams, tcp_info
 from prfaas_worker.transfer.handshake import accept_tls, connect_tls
 from prfaas_worker.transfer.sockets import tune
 from prfaas_worker.transfer.streams import LOW_WATER_BYTES, WRITE_BYTES, Stream
@@ -37,13 +37,13 @@ def pair(request, sockets, hub, eu) -> Iterator[Pair]:
     if request.param == "plain":
         tune(client)
         tune(server)
-        streams: Pair = Stream(client), Stream(server)
+        made: Pair = Stream(client), Stream(server)
     else:
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(accept_tls, server, eu, SECONDS)
-            streams = connect_tls(client, hub, SECONDS, "eu"), accepted.result()
-    yield streams
-    for stream in streams:
+            made = connect_tls(client, hub, SECONDS, "eu"), accepted.result()
+    yield made
+    for stream in made:
         stream.close()
 
 
@@ -148,9 +148,12 @@ def test_a_large_payload_that_comes_slowly_counts_as_progress(pair: Pair):
 
 
 @pytest.mark.parametrize("last_bytes", [1, LOW_WATER_BYTES // 2, LOW_WATER_BYTES])
-def test_the_end_of_a_large_payload_is_taken_when_it_comes_though_nothing_follows_it(pair: Pair, last_bytes: int):
+def test_the_end_of_a_large_payload_is_taken_when_it_comes_though_nothing_follows_it(
+    pair: Pair, last_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
     size, reader = 4 * LOW_WATER_BYTES, pair[1]
     reader.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))  # no tick looks after it
+    monkeypatch.setattr(streams, "TICK_SECONDS", 3600.0)
     thread = in_thread(lambda: reader.receive_into(bytearray(size)))
     pair[0].send([bytes(size - last_bytes)])
     await_taken(reader)  # and the reader sleeps, or is about to

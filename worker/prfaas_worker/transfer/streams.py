@@ -7,8 +7,8 @@ piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times), and larger ones go a
 A call waits for a tick at most, all its waits together; then `on_wait(silent_seconds)` decides, by raising, whether to
 go on: it knows whether the peer shows life elsewhere, and whether anybody still wants the bytes. It is asked between
 partial reads and writes too, so that a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits
-inside the call that moves the bytes, a whole frame at once: polling in between costs a third more CPU. One thread uses
-a stream; any may cut it.
+inside the call that moves the bytes, all but the end of a frame at once: polling in between costs a third more CPU. One
+thread uses a stream; any may cut it.
 """
 
 import select
@@ -153,18 +153,22 @@ class Stream:
         """Take all that is expected, or what a tick brought of it; None after one without a byte, 0 at the end.
 
         The kernel wakes us for many bytes at once, half the CPU on a slow link, as long as that many are still to come.
-        It counts those that it has not yet given us, so the last ones are left to a call of their own: in the middle of
-        one call it would wait for bytes beyond the frame, and after the last frame in vain.
+        It does not count those that it has already given us, so in the middle of a call it would wait for bytes beyond
+        the frame, and after the last frame in vain: the end of a large frame is taken in a call of its own, once all of
+        it is there.
         """
-        bulk_bytes = left_bytes - LOW_WATER_BYTES
-        if bulk_bytes >= LOW_WATER_BYTES:
+        pieces, flags = left[:_MAX_PIECES], 0
+        if left_bytes >= 2 * LOW_WATER_BYTES:
             self._wake_at(LOW_WATER_BYTES)
-            pieces = _front(left, bulk_bytes)
+            pieces, flags = _front(left, left_bytes - LOW_WATER_BYTES), socket.MSG_WAITALL
+        elif left_bytes >= LOW_WATER_BYTES:
+            self._wake_at(left_bytes)
+            self._poll(select.POLLIN | select.POLLRDHUP, TICK_SECONDS)
+            flags = socket.MSG_DONTWAIT
         else:
             self._wake_at(1)
-            pieces = left[:_MAX_PIECES]
         try:
-            return self.socket.recvmsg_into(pieces, 0, socket.MSG_WAITALL if left_bytes >= LOW_WATER_BYTES else 0)[0]
+            return self.socket.recvmsg_into(pieces, 0, flags)[0]
         except BlockingIOError:
             return None
         except OSError as error:
