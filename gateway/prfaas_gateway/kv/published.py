@@ -9,6 +9,7 @@ and is still the same, and that its last words were not lost, are one question. 
 answer: then it is asked again from there.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Final
@@ -25,6 +26,8 @@ from prfaas_gateway.kv.zmtp import connected
 SILENCE_SECONDS: Final = 20.0
 LOG_SECONDS: Final = 10.0
 """Without an answer of the log: engines look after questions ten times a second."""
+ASK_AGAIN_SECONDS: Final = 0.1
+"""Between questions to one log: one that never answers whole is its own trouble and costs others nothing."""
 LOG_PORT: Final = names.KV_EVENTS_PORT + 1
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _SUBSCRIBE_TO_ALL: Final = b"\x01"
@@ -82,9 +85,10 @@ class Published:
     async def _from_log(self, *, is_check: bool) -> AsyncGenerator[Iterator[None], None]:
         """Yield the batches that the log has and we have not; without a log, a check changes nothing."""
         reading = self._reading
-        has_ended = False
+        has_ended, pause_seconds = False, 0.0
         while not has_ended:
-            due = reading.next_number
+            await asyncio.sleep(pause_seconds)
+            due, pause_seconds = reading.next_number, ASK_AGAIN_SECONDS
             try:
                 async with connected(self._host, LOG_PORT, "DEALER") as log:
                     await log.send(b"", reading.question().to_bytes(8, "big"))

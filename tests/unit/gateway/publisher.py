@@ -154,15 +154,17 @@ class Publisher:
         host: where they listen.
         kept: batches that the log keeps.
         has_log: whether there is one.
+        answers: batches of the log that one answer holds; what comes next of it gets lost on the way.
 
     """
 
-    def __init__(self, host: str, kept: int = 10_000, *, has_log: bool = True):
+    def __init__(self, host: str, kept: int = 10_000, *, has_log: bool = True, answers: int = 10_000):
         self.host = host
         self.log: list[tuple[int, bytes]] = []
         self.questions: list[int] = []
         self.next_seq = 0
         self._kept = kept
+        self._answers = answers
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.bind(f"tcp://{host}:{PORT}")
@@ -202,7 +204,8 @@ class Publisher:
             assert frames[1] == b""
             start = int.from_bytes(frames[2], "big")
             self.questions.append(start)
-            for seq, payload in self.log:
-                if seq >= start:
+            wanted = [(seq, payload) for seq, payload in self.log if seq >= start]
+            for number, (seq, payload) in enumerate(wanted):
+                if number != self._answers:
                     self._router.send_multipart([frames[0], b"", seq.to_bytes(8, "big"), payload])
             self._router.send_multipart([frames[0], b"", (-1).to_bytes(8, "big", signed=True), b""])

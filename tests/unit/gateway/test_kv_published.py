@@ -111,6 +111,16 @@ async def test_batches_from_before_and_those_that_got_lost_come_from_the_log(fle
     assert max(d1.questions) <= 2
 
 
+async def test_a_log_whose_answers_lose_batches_is_asked_until_all_are_there(fleet):
+    await fleet.start(answers=4)
+    engine, d1 = Vllm(), fleet.publishers["d1"]
+    for end in range(96, 961, 96):
+        d1.publish(engine.batch(*engine.stored(THEIRS[:end])), is_lost=True)
+    await fleet.until(BATCHES, 10)
+    assert await fleet.served_by(THEIRS) == {"d1"}
+    assert [start for start in d1.questions if 0 < start < 9] == [3, 6], "each time from the last one that came"
+
+
 async def test_an_engine_that_began_anew_is_forgotten_first(fleet):
     await fleet.start()
     engine = VllmMaps()
