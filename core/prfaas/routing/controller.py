@@ -15,7 +15,8 @@ or more comes than both sides can do. Equal waits are equal pressures: a request
 the hub's is the worse, the threshold falls whatever the link says, and a *relief* below 1 lets it go below the
 optimum. While the hub's is more than half of the link's, nothing rises: what is taken from a link that waits would
 wait in the hub, and the link catches up sooner. For the same reason the forward part keeps off a link only what waits
-longer there than in the hub.
+longer there than in the hub, and nothing rises above what the hub's pools can do as fast as it comes, while anything
+waits there: the longest prompts would hold them up for all others.
 
 Without these it would swing:
 
@@ -37,7 +38,7 @@ from typing import Literal
 import msgspec
 
 from prfaas.names import HUB
-from prfaas.routing.feedforward import PoolFacts, optimum
+from prfaas.routing.feedforward import PoolFacts, bearable_at_home, optimum
 from prfaas.routing.lengths import Above, Demand
 from prfaas.routing.links import (
     SATURATED_DRAIN_SECONDS,
@@ -255,9 +256,17 @@ def _base(
     """Return the optimum on what is offered, the one before where it hardly changed; None: not known."""
     if offered is None:
         return None
-    bounds = float(config.threshold.min_tokens), float(config.threshold.max_tokens)
-    carried_mbps = {link.report.cluster: _planned_mbps(config, link, local_seconds) for link in alive}
-    base = optimum(offered.demand, offered.pools, carried_mbps, offered.arrivals_per_second, bounds)
+    bounds = _bounds(config)
+
+    def best(carried_mbps: dict[str, float]) -> float | None:
+        return optimum(offered.demand, offered.pools, carried_mbps, offered.arrivals_per_second, bounds)
+
+    planned = {link.report.cluster: link.report.effective_mbps * config.target_share for link in alive}
+    draining = {link.report.cluster: _draining_mbps(config, link, local_seconds) for link in alive}
+    base = best(draining)
+    if base is not None and local_seconds > 0.0 and draining != planned:
+        # What is kept off a link goes to the hub, and does not wait less there once that is full.
+        base = min(base, max(best(planned) or 0.0, _bearable_at_home(config, offered)))
     before = state.base_tokens
     if base is None or before is None:
         return base
@@ -265,7 +274,15 @@ def _base(
     return before if kept else base
 
 
-def _planned_mbps(config: Config, link: Link, local_seconds: float) -> float:
+def _bounds(config: Config) -> tuple[float, float]:
+    return float(config.threshold.min_tokens), float(config.threshold.max_tokens)
+
+
+def _bearable_at_home(config: Config, offered: Offered) -> float:
+    return bearable_at_home(offered.demand, offered.pools, offered.arrivals_per_second, _bounds(config))
+
+
+def _draining_mbps(config: Config, link: Link, local_seconds: float) -> float:
     """Return what a link may carry: its share of the capacity, less what drains a backlog as fast as it came to be.
 
     A backlog is what waits for longer than in the hub.
@@ -336,7 +353,12 @@ def _raised(
     if facts.now_seconds - state.jumped_at_seconds < config.window_seconds:
         return state.tokens, "held, the optimum rose a moment ago"
     share = min(1.0, (pressure_percent - high) / max(1.0, 100.0 - high))
-    return max(state.tokens, MIN_RISE_FROM_TOKENS) * (1.0 + (RISE_FACTOR - 1.0) * share), "raised"
+    raised = max(state.tokens, MIN_RISE_FROM_TOKENS) * (1.0 + (RISE_FACTOR - 1.0) * share)
+    if facts.offered is not None and local_percent > 0.0 and state.base_tokens is not None:
+        bearable = max(state.tokens, state.base_tokens, _bearable_at_home(config, facts.offered))
+        if raised > bearable:
+            return bearable, "raised no further than the hub bears"
+    return raised, "raised"
 
 
 def _lowered(state: State, share: float) -> float:

@@ -91,6 +91,25 @@ def optimum(
     return high
 
 
+def bearable_at_home(
+    demand: Demand, pools: Sequence[PoolFacts], arrivals_per_second: float | None, bounds: tuple[float, float]
+) -> float:
+    """Return the highest threshold, within `bounds`, at which the hub can do what stays there as fast as it comes.
+
+    The upper bound where the hub or the arrivals are not known.
+    """
+    local = [one for one in pools if one.cluster == HUB and one.ready_instances > 0 and one.profile.samples > 0]
+    low, high = bounds
+    if not local or arrivals_per_second is None:
+        return high
+    everything = demand.above(0.0)
+    while high - low > max(1.0, ACCURACY * low):
+        middle = (low + high) / 2
+        rate = _rate(local, Above(*map(sub, everything, demand.above(middle))))
+        low, high = (middle, high) if rate >= arrivals_per_second else (low, middle)
+    return low
+
+
 def _rate(pools: Sequence[PoolFacts], part: Above) -> float:
     """Return the requests a second, of any length, whose `part` these pools can prefill."""
     rate = 0.0

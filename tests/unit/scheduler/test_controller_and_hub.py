@@ -42,13 +42,14 @@ def after(
     state: State | None = None,
     at: float = 100.0,
     profile: Profile = PROFILE,
+    arrivals: float = 1.0,
     **link: float,
 ) -> Step:
     """One step with so many prefills, of 0.4 s each, waiting at the hub's one instance; 2 s are saturation."""
     assert DEMAND is not None
     sample = LinkSample(**({"sampled_at_seconds": at, "age_seconds": 0.0, "traffic_mbps": 0.0} | link))
     pools = tuple(PoolFacts(cluster=name, ready_instances=1, profile=profile) for name in ("eu", "hub"))
-    offered = Offered(demand=DEMAND, arrivals_per_second=1.0, pools=pools, local_waiting_prefills=waiting)
+    offered = Offered(demand=DEMAND, arrivals_per_second=arrivals, pools=pools, local_waiting_prefills=waiting)
     facts = Facts(
         now_seconds=at,
         links=(LinkFacts(cluster="eu", capacity_mbps=100, reachable=True, ready_instances=1, sample=sample),),
@@ -102,6 +103,30 @@ def test_a_link_where_nobody_waits_longer_than_in_the_hub_is_kept_busy():
     assert alone is not None
     assert both is not None
     assert both < alone
+
+
+def busy_share(tokens: float, arrivals: float) -> float:
+    """The share of its time that the hub's one instance needs for what stays below a threshold."""
+    assert DEMAND is not None
+    return arrivals * (DEMAND.above(0.0).seconds(PROFILE) - DEMAND.above(tokens).seconds(PROFILE))
+
+
+def test_a_link_is_drained_only_as_far_as_the_hub_bears_what_comes():
+    """Four prompts a second are more than the hub alone can do, one is not."""
+    few, many = (after(0.5, arrivals=rate, **FULL_LINK).state.base_tokens for rate in (1.0, 4.0))
+    assert few is not None
+    assert many is not None
+    assert busy_share(few, 4.0) > 1.5, "negative control: all that drains the link would be too much"
+    assert busy_share(many, 4.0) == pytest.approx(1.0, abs=0.02)
+    assert after(0.0, arrivals=4.0, **FULL_LINK).state.base_tokens == few, "while nothing waits there, it may be wrong"
+
+
+def test_nothing_rises_above_what_the_hub_bears_while_anything_waits_there():
+    state = State(tokens=7_000.0, base_tokens=1000.0)
+    high = {"traffic_mbps": 100.0, "unsent_bytes": 12.5e6}  # a pressure of 100 %
+    some, none = (after(waiting, arrivals=4.0, state=state, **high).state.tokens for waiting in (1.0, 0.0))
+    assert busy_share(7_000.0, 4.0) > 1.0
+    assert (some, none) == (7_000.0, 10_500.0)
 
 
 @pytest.mark.parametrize("tokens", [5_000.0, 20_000.0])
