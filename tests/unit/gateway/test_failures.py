@@ -199,7 +199,7 @@ async def test_requests_spread_over_instances_by_load(world, short):
 
     for worker in world.workers.values():
         worker.reply = reply
-    await asyncio.wait_for(asyncio.gather(*(world.post(short) for _ in range(9))), 5)
+    await asyncio.wait_for(asyncio.gather(*(world.post(short) for _ in range(9))), 30)
     assert [len(worker.seen) for worker in world.workers.values()] == [3, 3, 3]
 
 

@@ -48,7 +48,7 @@ class Following:
         self.task = asyncio.create_task(follow(*arguments))
 
     async def next(self) -> RoutingTable:
-        return await asyncio.wait_for(self.tables.get(), 5)
+        return await asyncio.wait_for(self.tables.get(), 30)
 
 
 async def until(condition) -> None:

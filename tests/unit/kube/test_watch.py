@@ -33,7 +33,7 @@ class Watching:
             self._values.put_nowait(current)
 
     async def next(self):
-        return await asyncio.wait_for(self._values.get(), 5)
+        return await asyncio.wait_for(self._values.get(), 30)
 
     async def until(self, value: int) -> None:
         """Take values until the object's own `value` is this."""

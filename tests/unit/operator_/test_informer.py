@@ -56,7 +56,7 @@ async def run(script: Script, *written: Object) -> tuple[dict[str, str], list[st
     told: list[str] = []
     informer = informer_of(script, told)
     task = asyncio.create_task(informer.run())
-    await asyncio.wait_for(script.done.wait(), 5)
+    await asyncio.wait_for(script.done.wait(), 30)
     for one in written:
         informer.learn(one)
     task.cancel()
@@ -120,7 +120,7 @@ async def test_news_older_than_what_was_written_changes_nothing():
     told: list[str] = []
     informer = informer_of(script, told)
     task = asyncio.create_task(informer.run())
-    await asyncio.wait_for(script.done.wait(), 5)
+    await asyncio.wait_for(script.done.wait(), 30)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert told == ["a@9", "a@12"]

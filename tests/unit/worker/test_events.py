@@ -192,7 +192,7 @@ async def subscribe(sockets: Callable[[int], zmq.asyncio.Socket], front: Any, to
 
 
 async def next_frames(receiver: zmq.asyncio.Socket) -> list[bytes]:
-    return await asyncio.wait_for(receiver.recv_multipart(), 5)
+    return await asyncio.wait_for(receiver.recv_multipart(), 30)
 
 
 async def test_zmq_subscribers_get_vllms_frames(front, sockets):
