@@ -327,11 +327,18 @@ def operator_flags() -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def world(ground: World, tmp_path_factory, operator_flags: tuple[str, ...]) -> Iterator[World]:
+def operator_variables() -> dict[str, str]:
+    """The same of its environment."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def world(ground: World, tmp_path_factory, operator_flags, operator_variables) -> Iterator[World]:
     here, folder = ground.hub, tmp_path_factory.mktemp("operator")
     ports = free_ports(2)
     log = folder / "operator.log"
-    process = start_operator(here.name, operator_kubeconfig(here, folder / "kubeconfig"), log, ports, *operator_flags)
+    kubeconfig = operator_kubeconfig(here, folder / "kubeconfig")
+    process = start_operator(here.name, kubeconfig, log, ports, *operator_flags, **operator_variables)
     yield World(here, ground.member, log, ports[0])
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=100) == 0, log.read_text()

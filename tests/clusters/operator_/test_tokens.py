@@ -1,8 +1,4 @@
-"""Proves on real API servers that the operator renews a member's token in time, and that an ended one heals.
-
-An API server grants ten minutes at the least. To have a token that is old now, the tests sign what the server would
-have granted earlier, with the server's own key.
-"""
+"""Proves on real API servers that the operator renews a member's token in time, and that an ended one heals."""
 
 import base64
 import json
@@ -10,42 +6,11 @@ import time
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, utils
+from tests.clusters.operator_.granted import MADE_BY_JOIN, secret_with
 
 from prfaas_operator.plan import tokens
-from prfaas_operator.render import account
 
 pytestmark = pytest.mark.clusters
-
-MADE_BY_JOIN = {"app.kubernetes.io/managed-by": account.MADE_BY_JOIN}
-
-
-def unpadded(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).decode().rstrip("=")
-
-
-def dated(world, token: str, issued: int, expires: int) -> str:
-    """Return the token as if the member had granted it `issued` seconds from now, until `expires` seconds from now."""
-    head, body, _ = token.split(".")
-    claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
-    now = int(time.time())
-    claims |= {"iat": now + issued, "nbf": now + issued, "exp": now + expires}
-    signed = f"{head}.{unpadded(json.dumps(claims).encode())}"
-    key_file = world.member.cluster.kubeconfig.parent / "pki" / "service-account.key"
-    key = serialization.load_pem_private_key(key_file.read_bytes(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    parts = utils.decode_dss_signature(key.sign(signed.encode(), ec.ECDSA(hashes.SHA256())))
-    return f"{signed}.{unpadded(b''.join(part.to_bytes(32, 'big') for part in parts))}"
-
-
-def secret_with(world, name: str, issued: int, expires: int, labels: dict[str, str]) -> dict[str, Any]:
-    document = world.kubeconfig()
-    user = document["users"][0]["user"]
-    user["token"] = dated(world, user["token"], issued, expires)
-    body = world.secret(name, document)
-    body["metadata"]["labels"] = labels
-    return body
 
 
 def document_of(world, secret: str) -> dict[str, Any]:
