@@ -21,7 +21,7 @@ from prfaas_operator.clusters.api import Cluster
 from prfaas_operator.clusters.client import Gate
 from prfaas_operator.clusters.connect import connect_hub, connect_lease, connect_member
 from prfaas_operator.election import Election, Ending
-from prfaas_operator.following import follow
+from prfaas_operator.following import follow, until_served
 from prfaas_operator.plan.certificates_settings import (
     DEFAULT_AUTHORITY_HOURS,
     DEFAULT_CERTIFICATE_HOURS,
@@ -103,8 +103,10 @@ async def lead(options: Options, gate: Gate, health: http.Health, ending: Ending
         while again and not term.is_set():
             async with running(hub, partial(connect_member, gate=gate), options, health) as runtime:
                 operate = partial(_operate, runtime, options.namespace, health)
-                again = await follow(operate, partial(check_resources, hub), term)
+                again = await follow(operate, term)
             ending.listen()
+            if again:
+                await until_served(partial(check_resources, hub), term)
     finally:
         await hub.close()
 

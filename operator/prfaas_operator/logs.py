@@ -77,9 +77,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
+def is_refusal(error: BaseException | None) -> bool:
+    """Tell whether kopf raised an error because of an API server's answer."""
+    return type(error).__module__.startswith(KOPF_CLIENT)
+
+
 def drop_traceback(record: logging.LogRecord) -> bool:
     """Have kopf say what an API server refused in a sentence: that is no bug, and a traceback says nothing more."""
-    if record.exc_info and type(record.exc_info[1]).__module__.startswith(KOPF_CLIENT):
+    if record.exc_info and is_refusal(record.exc_info[1]):
         record.exc_info = None
     return True
 

@@ -1,4 +1,4 @@
-"""Proves that kopf begins anew when a watch has failed and the API server serves all kinds again, and only then."""
+"""Proves that an API server's refusal ends kopf and not the operator, which begins anew once every kind is served."""
 
 import asyncio
 import logging
@@ -8,78 +8,47 @@ import pytest
 from prfaas.errors import PeerError
 from prfaas_operator import following, logs
 
-
-class Kopf:
-    """What is seen of kopf: tasks that follow kinds, and a run that ends with the event, or by itself."""
-
-    def __init__(self) -> None:
-        self.watches: list[asyncio.Task[None]] = []
-        self.fails, self.ends = asyncio.Event(), asyncio.Event()
-
-    async def operate(self, stop: asyncio.Event) -> None:
-        self.watches = [asyncio.create_task(self._watch(kind), name=f"watcher for {kind}") for kind in "ab"]
-        waiting = [asyncio.create_task(event.wait()) for event in (stop, self.ends)]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in (*waiting, *self.watches):
-            task.cancel()
-        await asyncio.gather(*waiting, *self.watches, return_exceptions=True)
-
-    async def _watch(self, kind: str) -> None:
-        await (self.fails if kind == "b" else asyncio.Event()).wait()
-        raise RuntimeError("not served")
+REFUSAL = type("APINotFoundError", (Exception,), {"__module__": "kopf._cogs.clients.errors"})
 
 
-class Server:
-    """Serves every kind, or not."""
+@pytest.mark.parametrize(("error", "again"), [(None, False), (REFUSAL("404 page not found"), True)])
+async def test_a_refusal_is_no_end(error: Exception | None, again: bool):
+    async def operate(_: asyncio.Event) -> None:
+        if error:
+            raise error
 
-    serves = False
-    asked = 0
+    assert await following.follow(operate, asyncio.Event()) == again
 
-    async def check(self) -> None:
-        self.asked += 1
-        if not self.serves:
+
+async def test_a_bug_is_an_end():
+    async def operate(_: asyncio.Event) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        await following.follow(operate, asyncio.Event())
+
+
+async def test_it_waits_until_every_kind_is_served_or_it_is_asked_to_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(following, "LOOK_SECONDS", 0.01)
+    asked, term = 0, asyncio.Event()
+
+    async def is_served() -> None:
+        nonlocal asked
+        asked += 1
+        if asked < 3 or asked > 3:
             raise PeerError("not yet")
 
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "LOOK_SECONDS", 0.01)
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  # nothing tells
-            await asyncio.sleep(0.01)
-
-
-async def test_a_watch_that_failed_is_begun_anew_once_every_kind_is_served(caplog: pytest.LogCaptureFixture):
-    kopf, server = Kopf(), Server()
-    run = asyncio.create_task(following.follow(kopf.operate, server.check, asyncio.Event()))
-    await until(lambda: kopf.watches)
+    await following.until_served(is_served, term)
+    assert asked == 3
+    waiting = asyncio.create_task(following.until_served(is_served, term))
     await asyncio.sleep(0.05)
-    assert not server.asked, "nobody is asked while all goes well"
-    kopf.fails.set()
-    await until(lambda: server.asked > 2)
-    assert not run.done(), "the other kind is followed meanwhile"
-    server.serves = True
-    assert await run
-    assert sum("not followed any more" in line for line in caplog.messages) == 1
-
-
-@pytest.mark.parametrize("how", ["term", "by itself"])
-async def test_an_end_that_was_asked_for_is_no_failure(how: str):
-    kopf, server, term = Kopf(), Server(), asyncio.Event()
-    server.serves = True
-    run = asyncio.create_task(following.follow(kopf.operate, server.check, term))
-    await until(lambda: kopf.watches)
-    await asyncio.sleep(0.05)
-    (term if how == "term" else kopf.ends).set()
-    assert not await run
+    assert not waiting.done()
+    term.set()
+    await asyncio.wait_for(waiting, 60)
 
 
 def test_what_an_api_server_refused_is_no_traceback():
-    refused = type("APINotFoundError", (Exception,), {"__module__": "kopf._cogs.clients.errors"})("gone")
-    for error, stays in ((refused, False), (ValueError("a bug"), True)):
+    for error, stays in ((REFUSAL("gone"), False), (ValueError("a bug"), True)):
         record = logging.LogRecord("kopf", logging.ERROR, "", 0, "failed", (), (type(error), error, None))
         assert logs.drop_traceback(record)
         assert bool(record.exc_info) == stays
