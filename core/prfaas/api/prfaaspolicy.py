@@ -110,8 +110,8 @@ class Slo(ApiModel):
     """What users are promised."""
 
     ttft_millis: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
-    """P90 of the time to the first token, in milliseconds: conversion and scaling keep the predicted one below it, and a
-    gateway refuses what would wait longer before its prefill begins."""
+    """P90 of the time to the first token, in milliseconds: conversion and scaling keep the predicted one below it, and
+    a gateway refuses what would wait longer before its prefill begins."""
 
 
 class Metrics(ApiModel):
