@@ -1,0 +1,252 @@
+"""Proves on real API servers that CRDs and objects of another version than the operator's are told, harm nothing, heal.
+
+The CRDs in the hub are changed under the running operator, as an upgrade or a rollback in the wrong order does it, and
+put right in the end. Nothing is ever started again.
+"""
+
+import base64
+import contextlib
+import copy
+import gzip
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.clusters
+
+CRDS = {
+    crd["spec"]["names"]["kind"]: crd
+    for crd in (yaml.safe_load(path.read_text()) for path in (Path(__file__).parents[3] / "crds").glob("*.yaml"))
+}
+Change = Callable[[dict[str, Any]], object]
+LOOKS = 5
+"""How often a pool is looked at while nothing may be written."""
+
+
+def changed(kind: str, change: Change) -> dict[str, Any]:
+    """Return a CRD with `change` made to the properties of its object."""
+    crd = copy.deepcopy(CRDS[kind])
+    change(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"])
+    return crd
+
+
+def install(world, crd: dict[str, Any]) -> None:
+    """Replace a CRD; the API server takes a moment until it goes by it."""
+    world.hub.kubectl("replace", "-f", "-", stdin=json.dumps(crd))
+
+
+@pytest.fixture(scope="module")
+def operator_flags() -> tuple[str, ...]:
+    return ("--certificates", "Disabled")
+
+
+@pytest.fixture
+def crds(world) -> Iterator[Callable[[str, Change], None]]:
+    """Return how to change a CRD; all are put right in the end."""
+    yield lambda kind, change: install(world, changed(kind, change))
+    put_right(world)
+
+
+def put_right(world) -> None:
+    for crd in CRDS.values():
+        install(world, crd)
+
+
+@pytest.fixture(scope="module")
+def joined(world):
+    """The member as eu, with the pool `away` in it, `home` in the hub, and a policy over both."""
+    world.join("eu")
+    world.hub.apply(
+        world.pool("PrefillPool", "away", clusterName="eu"),
+        world.pool("DecodePool", "home"),
+        world.resource(
+            "PrfaaSPolicy",
+            "kimi",
+            model="kimi-linear-tiny",
+            decodePool="home",
+            prefillPools=["away"],
+            threshold={"mode": "Disabled"},
+            gateway={"replicas": 0},
+        ),
+    )
+    world.member.ready_up("away", "10.5.1")
+    world.hub.ready_up("home", "10.5.2")
+    world.hub.wait_reason("prfaas", "kimi", "AllReady")
+    return world
+
+
+def told(world, name: str, reason: str) -> list[dict[str, Any]]:
+    """Return the Warnings with a reason about an object of the hub."""
+    chosen = f"involvedObject.name={name},reason={reason},type=Warning"
+    return json.loads(world.hub.kubectl("get", "events", "--field-selector", chosen, "-o", "json"))["items"]
+
+
+def looks(world, kind: str) -> float:
+    return world.metrics()[f'prfaas_operator_reconcile_seconds_count{{kind="{kind}"}}']
+
+
+def is_left_in_peace(world, name: str, turn: int) -> bool:
+    """Have a pool looked at without writing it, and tell whether the look wrote it or an Event about it."""
+
+    def written() -> tuple[str, int]:
+        version = world.hub.get("pfpool", name)["metadata"]["resourceVersion"]
+        return version, sum(event["count"] for event in told(world, name, "CRDMismatch"))
+
+    before, count = written(), looks(world, "PrefillPool")
+    # A label, since an annotation would begin a new generation of the Deployment.
+    world.member.kubectl("label", "deployment", name, f"turn=t{turn}", "--overwrite")
+    world.eventually(lambda: looks(world, "PrefillPool") > count, "another look")
+    return written() == before
+
+
+def patched(world, name: str, patch: str, *more: str) -> dict[str, Any]:
+    """Try to patch a PrefillPool; return it as it is then."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        return json.loads(world.hub.kubectl("patch", "pfpool", name, "--type=merge", "-p", patch, "-o", "json", *more))
+    return world.hub.get("pfpool", name)
+
+
+def nothing_is_written(world, name: str) -> None:
+    """See that an operator that has said what is wrong rests."""
+    world.eventually(lambda: is_left_in_peace(world, name, 0), "all has been said")
+    assert all(is_left_in_peace(world, name, turn) for turn in range(1, LOOKS))
+
+
+def test_a_field_that_an_older_crd_lacks_is_told_and_everything_else_written(joined, crds):
+    crds("PrefillPool", lambda object_: object_["status"]["properties"].pop("replicasOwner"))
+
+    def is_told() -> bool:
+        joined.hub.kubectl("annotate", "pfpool", "away", "look=again", "--overwrite")
+        joined.hub.kubectl("annotate", "pfpool", "away", "look-")
+        return joined.hub.condition("pfpool", "away", "CRDFits")["status"] == "False"
+
+    joined.eventually(is_told, "the condition is there")
+    condition = joined.hub.condition("pfpool", "away", "CRDFits")
+    assert condition["reason"] == "CRDMismatch"
+    assert ".status.replicasOwner: field not declared in schema" in condition["message"]
+    assert "apply the CRDs of the operator's version" in condition["message"]
+    joined.eventually(lambda: told(joined, "away", "CRDMismatch"), "an Event")
+    nothing_is_written(joined, "away")
+    joined.hub.kubectl("scale", "pfpool/away", "--replicas=2")
+    scaled = lambda: joined.hub.get("pfpool", "away")["status"].get("replicas") == 2  # noqa: E731
+    joined.eventually(scaled, "the rest of the status follows, and the pool works")
+    assert joined.hub.get("pfpool", "away")["status"]["selector"], "autoscalers go on"
+    put_right(joined)
+    joined.hub.kubectl("scale", "pfpool/away", "--replicas=1")
+    whole = lambda: joined.hub.get("pfpool", "away")["status"].get("replicasOwner")  # noqa: E731
+    joined.eventually(whole, "with the CRD put right the status is whole")
+    fits = lambda: not joined.hub.condition("pfpool", "away", "CRDFits")["status"]  # noqa: E731
+    joined.eventually(fits, "and says nothing of CRDs any more")
+
+
+def asks_for_more(object_: dict[str, Any]) -> None:
+    object_["status"]["properties"]["invented"] = {"type": "string"}
+    object_["status"]["required"] = ["invented"]
+
+
+def test_a_status_that_a_newer_crd_refuses_whole_becomes_one_event_and_the_pool_works(joined, crds):
+    crds("PrefillPool", asks_for_more)
+
+    def is_told() -> list[dict[str, Any]]:
+        joined.hub.kubectl("scale", "pfpool/away", "--replicas=2")
+        joined.hub.kubectl("scale", "pfpool/away", "--replicas=1")
+        return [event for event in told(joined, "away", "CRDMismatch") if "status.invented" in event["message"]]
+
+    (event,) = joined.eventually(is_told, "an Event")
+    assert event["count"] == 1
+    nothing_is_written(joined, "away")
+    joined.hub.kubectl("scale", "pfpool/away", "--replicas=2")
+    scaled = lambda: joined.member.get("deployment", "away")["spec"]["replicas"] == 2  # noqa: E731
+    joined.eventually(scaled, "the pool works")
+    put_right(joined)
+    generation = joined.hub.get("pfpool", "away")["metadata"]["generation"]
+    seen = lambda: joined.hub.get("pfpool", "away")["status"]["observedGeneration"] >= generation  # noqa: E731
+    joined.eventually(seen, "with the CRD put right the status follows")
+    joined.hub.kubectl("scale", "pfpool/away", "--replicas=1")
+
+
+def table(world) -> dict[str, Any]:
+    (packed,) = world.hub.get("configmap", "kimi-routes")["binaryData"].values()
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def knows_more(object_: dict[str, Any]) -> None:
+    """Take an engine and a field of the future, with rules of their own."""
+    spec = object_["spec"]
+    spec["properties"]["engine"]["properties"]["type"]["enum"].append("future")
+    spec["properties"]["invented"] = {"type": "string"}
+    del spec["x-kubernetes-validations"], spec["properties"]["engine"]["x-kubernetes-validations"]
+
+
+def test_a_pool_of_a_newer_version_is_left_alone_with_all_that_belongs_to_it(joined, crds):
+    crds("PrefillPool", knows_more)
+    before, routes = joined.member.get("deployment", "away"), table(joined)
+    newer = json.dumps({"spec": {"engine": {"type": "future"}, "invented": "x"}})
+
+    joined.eventually(lambda: patched(joined, "away", newer)["spec"].get("invented") == "x", "the CRD takes it")
+    message = joined.hub.wait_reason("pfpool", "away", "Invalid")["message"]
+    assert "does not fit this version of prfaas" in message
+    assert "engine.type" in message
+    joined.eventually(lambda: told(joined, "away", "Invalid"), "an Event")
+    # A pool that is gone leaves an orphan, so that the member is swept; what the newer pool owns is none.
+    orphan = copy.deepcopy(before)
+    orphan["metadata"] = {"name": "orphan", "labels": {**before["metadata"]["labels"], "prfaas.io/pool-uid": "nobody"}}
+    orphan["spec"]["replicas"] = 0
+    joined.member.apply({key: orphan[key] for key in ("apiVersion", "kind", "metadata", "spec")})
+    joined.eventually(lambda: not joined.member.exists("deployment", "orphan"), "the member is swept")
+    after = joined.member.get("deployment", "away")
+    assert (after["metadata"]["uid"], after["spec"]) == (before["metadata"]["uid"], before["spec"])
+    found = joined.hub.wait_reason("prfaas", "kimi", "Invalid")["message"]
+    assert "PrefillPool away does not fit this version of prfaas" in found
+    assert table(joined)["instances"] == routes["instances"], "the gateway keeps every instance"
+    older = json.dumps({"spec": {"engine": {"type": "prfaas"}, "invented": None}})
+    joined.hub.kubectl("patch", "pfpool", "away", "--type=merge", "-p", older)
+    joined.hub.wait_reason("prfaas", "kimi", "AllReady")
+
+
+def test_a_status_of_a_newer_version_is_written_anew(joined, crds):
+    crds("PrefillPool", lambda object_: object_["status"]["properties"]["replicasOwner"]["enum"].append("Oracle"))
+    patch = json.dumps({"status": {"replicasOwner": "Oracle"}})
+
+    taken = lambda: patched(joined, "away", patch, "--subresource=status")["status"].get("replicasOwner")  # noqa: E731
+    joined.eventually(lambda: taken() == "Oracle", "the CRD takes it")
+    known = lambda: joined.hub.get("pfpool", "away")["status"].get("replicasOwner") == "User"  # noqa: E731
+    joined.eventually(known, "the status is one of this version again")
+    joined.hub.wait_reason("pfpool", "away", "AllReady")
+
+
+def test_kinds_that_vanish_and_come_back_are_followed_again(joined, crds):
+    unserved = copy.deepcopy(CRDS["DecodePool"])
+    other = {**copy.deepcopy(unserved["spec"]["versions"][0]), "name": "v9", "storage": False}
+    unserved["spec"]["versions"].append(other)
+    unserved["spec"]["versions"][0]["served"] = False
+    install(joined, unserved)
+
+    served = lambda: joined.hub.kubectl("get", "--raw", "/apis/prfaas.io/v1alpha1")  # noqa: E731
+    joined.eventually(lambda: '"decodepools"' not in served(), "the kind is not served")
+    joined.hub.kubectl("scale", "pfpool/away", "--replicas=2")
+    scaled = lambda: joined.member.get("deployment", "away")["spec"]["replicas"] == 2  # noqa: E731
+    joined.eventually(scaled, "other kinds are kept meanwhile")
+    put_right(joined)
+
+    def works() -> bool:
+        joined.hub.kubectl("scale", "dcpool/home", "--replicas=2")
+        return joined.hub.get("deployment", "home")["spec"]["replicas"] == 2
+
+    joined.eventually(works, "with its CRD back a kind is followed again", 120)
+    joined.hub.kubectl("scale", "pfpool/away", "dcpool/home", "--replicas=1")
+
+
+def test_a_member_needs_no_crd_of_ours(joined):
+    assert "prfaas.io" not in joined.member.kubectl("api-versions")
+
+
+def test_deleting_everything_leaves_nothing(joined):
+    joined.hub.kubectl("delete", "prfaas,pfpool,dcpool", "--all", "--timeout=60s")
+    joined.hub.kubectl("delete", "pmc", "--all", "--timeout=60s")
+    joined.eventually(lambda: not joined.children(), "no child is left")
