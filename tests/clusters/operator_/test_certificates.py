@@ -53,6 +53,13 @@ def events(place) -> set[str]:
     return {event["reason"] for event in json.loads(place.kubectl("get", "events", "-o", "json"))["items"]}
 
 
+def warnings(place, name: str, reason: str) -> list[str]:
+    """Return the messages of the Warnings with a reason about an object."""
+    chosen = f"involvedObject.name={name},reason={reason},type=Warning"
+    listing = json.loads(place.kubectl("get", "events", "--field-selector", chosen, "-o", "json"))
+    return [event["message"] for event in listing["items"]]
+
+
 def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays_in_the_hub(joined):
     hub, member, authority = read(joined.hub), read(joined.member), read(joined.hub, AUTHORITY)
     assert (facts(hub).cluster, facts(member).cluster) == ("hub", "eu")
@@ -153,6 +160,10 @@ def test_a_cluster_that_is_registered_twice_is_told_whose_certificate_it_would_o
     message = joined.hub.wait_reason("pfpool", "second", "CertificateNotReady")["message"]
     assert "twin shares its namespace with MemberCluster eu" in message
     assert "give twin another spec.namespace" in message
+    verdict = lambda: joined.hub.condition("pmc", "twin", "CertificateReady")["message"]  # noqa: E731
+    joined.eventually(lambda: "shares its namespace" in verdict(), "a condition of the MemberCluster")
+    told = lambda: warnings(joined.hub, "twin", "ChildConflict")  # noqa: E731
+    assert "shares its namespace" in joined.eventually(told, "an Event about the MemberCluster")[0]
     assert read(joined.member) == theirs
     joined.hub.kubectl("delete", "pfpool/second", "pmc/twin", "--timeout=60s")
     assert read(joined.member) == theirs, "and it takes along nothing that is not its own"
@@ -174,3 +185,28 @@ def test_a_member_that_leaves_takes_its_certificate_along(joined):
     joined.hub.kubectl("delete", "pfpool", "away", "--timeout=60s")
     joined.hub.kubectl("delete", "pmc", "eu", "--timeout=60s")
     assert not joined.member.exists("secret", SECRET)
+
+
+def test_of_two_that_are_registered_at_once_for_one_namespace_one_is_served_and_the_other_told(joined):
+    names = {"north", "south"}
+    bodies = [joined.member_cluster(name, "eu-kubeconfig") for name in sorted(names)]
+    bodies += [joined.pool("PrefillPool", f"{name}-pool", clusterName=name) for name in sorted(names)]
+    joined.hub.apply(*bodies)
+
+    def refused() -> list[str]:
+        """Return who is refused, once that is settled: the other one is served."""
+        verdicts = {name: joined.hub.condition("pmc", name, "CertificateReady")["message"] for name in names}
+        found = [name for name in names if "shares its namespace" in verdicts[name]]
+        return found if len(found) == 1 and usable(joined.member, *(names - {*found})) else []
+
+    (other,) = joined.eventually(refused, "one is served")
+    (served,) = names - {other}
+    assert (
+        f"{other} shares its namespace with MemberCluster {served}"
+        in joined.hub.wait_reason("pfpool", f"{other}-pool", "CertificateNotReady")["message"]
+    )
+    issued = joined.hub.kubectl("get", "events", "--field-selector", "reason=CertificateIssued", "-o", "json")
+    subjects = [event["involvedObject"]["name"] for event in json.loads(issued)["items"]]
+    assert other not in subjects, "nothing was ever overwritten"
+    joined.hub.kubectl("delete", "pfpool", "north-pool", "south-pool", "--timeout=60s")
+    joined.hub.kubectl("delete", "pmc", *names, "--timeout=60s")

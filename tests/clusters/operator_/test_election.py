@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.clusters.operator_.clock import WrongClock
 
 from prfaas_operator.election import HARD_END_CODE, LEASE
 
@@ -46,14 +47,14 @@ def replicas(ground, operators, tmp_path) -> Iterator[Callable[..., Replica]]:
     """Return a function that starts a replica of the operator."""
     started: list[Replica] = []
 
-    def start(name: str, server: str | None = None) -> Replica:
+    def start(name: str, server: str | None = None, **variables: str) -> Replica:
         kubeconfig = operators.kubeconfig(ground.hub, tmp_path / f"{name}.kubeconfig")
         if server:
             config = yaml.safe_load(kubeconfig.read_text())
             config["clusters"][0]["cluster"]["server"] = server
             kubeconfig.write_text(yaml.safe_dump(config))
         ports, log = operators.free_ports(2), tmp_path / f"{name}.log"
-        process = operators.start(ground.hub.name, kubeconfig, log, ports, "--leader-elect", POD_NAME=name)
+        process = operators.start(ground.hub.name, kubeconfig, log, ports, "--leader-elect", POD_NAME=name, **variables)
         started.append(Replica(name, process, ports[0], log))
         return started[-1]
 
@@ -146,3 +147,36 @@ def test_a_container_that_starts_again_under_its_pods_name_waits_for_nothing(gro
     first.end(signal.SIGKILL)
     wait_leader(ground, replicas("same"))
     assert transitions(ground) == before
+
+
+def renewed(ground, times: int) -> None:
+    """Wait until whoever holds the Lease has renewed it some times."""
+    seen: set[str] = set()
+
+    def enough() -> bool:
+        seen.add(ground.hub.get("lease", LEASE)["spec"].get("renewTime", ""))
+        return len(seen) > times
+
+    ground.eventually(enough, f"{times} renewals", TAKE_OVER_SECONDS)
+
+
+def test_replicas_whose_clocks_are_hours_apart_keep_one_leader_and_hand_over_once(ground, replicas, tmp_path):
+    clocks = {name: tmp_path / name for name in ("fast", "slow")}
+    for folder in clocks.values():
+        folder.mkdir()
+    fast, slow = WrongClock(clocks["fast"], 3 * 3600), WrongClock(clocks["slow"], -3 * 3600)
+    first = replicas("fast", **fast.variables)
+    wait_leader(ground, first)
+    before = transitions(ground)
+    second = replicas("slow", **slow.variables)
+    renewed(ground, 10)
+    fast.set(-5 * 3600)  # somebody puts the leader's clock right, or wrong
+    renewed(ground, 5)
+    assert (holder(ground), transitions(ground)) == ("fast", before)
+    works(ground, "in-time")
+    first.end(signal.SIGKILL)
+    wait_leader(ground, second)
+    replicas("fast", **fast.variables)
+    renewed(ground, 10)
+    assert (holder(ground), transitions(ground)) == ("slow", before + 1)
+    works(ground, "in-other-time")
