@@ -7,11 +7,12 @@ STAMP := .venv/.prfaas-installed
 PYTEST ?= $(BIN)/python -m pytest
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-# Real clusters share the machine's cores with two test runs more, and may come too late for any deadline. What failed
-# beside others is tried once more by itself; only a test that fails there, too, fails the run, and both are shown.
+# Real clusters share the machine's cores with two test runs more, and may come too late for any deadline. Files in which
+# something failed beside others are run once more by themselves; only what fails there, too, fails, and both are shown.
+FAILED := .pytest_cache/v/cache/lastfailed
 define tested
-$(PYTEST) -m "$(1)" $(2) || { echo "Once more, by themselves: the tests that failed"; \
-	$(PYTEST) -m "$(1)" --last-failed --last-failed-no-failures none; }
+rm -f $(FAILED); $(PYTEST) -m "$(1)" $(2) || { test -s $(FAILED) || exit 1; echo "Once more, by themselves: the files in which tests failed"; \
+	$(PYTEST) -m "$(1)" $$(grep -oE '"tests/[^":]+' $(FAILED) | tr -d '"' | sort -u); }
 endef
 
 .DEFAULT_GOAL := help

@@ -26,8 +26,6 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
     found: list[int] = []
     with ExitStack() as held:
         for port in random.sample(PORTS, len(PORTS)):
-            if len(found) == count:
-                return found
             listener = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
                 listener.bind((host, port))
@@ -36,4 +34,6 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
                     raise
             else:
                 found.append(port)
+            if len(found) >= count:
+                return found
     raise OSError(errno.EADDRINUSE, f"fewer than {count} of the ports {PORTS.start} to {PORTS.stop - 1} are free")
