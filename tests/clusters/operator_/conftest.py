@@ -227,9 +227,9 @@ class Tap:
         while True:
             try:
                 client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
             except OSError:
                 return
-            server = socket.create_connection(self._target)
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
 
@@ -252,8 +252,9 @@ def tapped(cluster: Cluster) -> Iterator[Tap]:
     made.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tap(member: Cluster) -> Iterator[Tap]:
+    """Give one for a whole file: members that are registered through it outlive a test."""
     yield from tapped(member)
 
 
