@@ -48,10 +48,18 @@ async def condition(installation: Installation, kind: str, name: str, type_: str
 
 @asynccontextmanager
 async def asking(installation: Installation, tokens: int = 200) -> AsyncIterator[list[RequestRecord]]:
-    """Send one short prompt after the other as long as the block runs; give the list that collects the answers."""
+    """Send one short prompt after the other as long as the block runs; give the list that collects the answers.
+
+    Begins once one was answered: an installation may have been made just before.
+    """
     records: list[RequestRecord] = []
     stopped = asyncio.Event()
     client = Client(installation.gateway_url, MODEL)
+
+    async def serves() -> bool:
+        return not (await client.ask(fresh_text(tokens), act="before", max_tokens=8)).outcome.startswith("failed")
+
+    await eventually(serves, "a request is answered")
 
     async def ask() -> None:
         while not stopped.is_set():

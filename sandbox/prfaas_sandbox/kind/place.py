@@ -1,15 +1,18 @@
 """A pair of kind clusters as a `Place`: brought up, used like the sandbox, and taken down so that nothing is left."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
-from prfaas.errors import ConfigError
+import httpx
+
+from prfaas.errors import ConfigError, UnreachableError
 from prfaas_sandbox.build import ensure_modules, ensure_tools
 from prfaas_sandbox.kind import node, prometheus
 from prfaas_sandbox.kind.clusters import Clusters, remove_everything
@@ -26,6 +29,9 @@ from prfaas_sandbox.tools import HELM, KIND
 INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
 ENOUGH_INOTIFY = 256
 OUTSIDE = "-outside"
+OUTSIDE_SECONDS: Final = 60.0
+ANSWER_SECONDS: Final = 5.0
+LOOK_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,10 @@ class KindPlace:
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
         """Return a URL on 127.0.0.1 for a port of a Service of the hub; kube-proxy chooses a pod for each connection.
 
+        Docker takes connections before kube-proxy knows where they go, and breaks them: waits until HTTP is answered.
+
         Raises:
+            UnreachableError: nobody answers within a minute.
             ConfigError: it is a Service of the member, or as many as the hub's node has ways out for have one already.
 
         """
@@ -138,7 +147,9 @@ class KindPlace:
             },
         }
         await self.kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(outside))
-        return await mapped(self.layout, node_port)
+        url = await mapped(self.layout, node_port)
+        await _answered(url)
+        return url
 
     async def _node_port(self, namespace: str, service: str) -> int:
         """Return the port of the hub's node by which a Service is reached, or a free one."""
@@ -209,3 +220,17 @@ def _warn_of_inotify(report: Report) -> None:
         report(
             f"fs.inotify.max_user_instances is {limit}, which may be too few for two nodes: sysctl -w raises it to 512"
         )
+
+
+async def _answered(url: str) -> None:
+    async with httpx.AsyncClient(timeout=ANSWER_SECONDS) as http:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OUTSIDE_SECONDS):
+                while True:
+                    try:
+                        await http.get(url)
+                    except httpx.TransportError:
+                        await asyncio.sleep(LOOK_SECONDS)
+                    else:
+                        return
+    raise UnreachableError(f"{url} was not answered within {OUTSIDE_SECONDS:.0f} s; does the Service have a ready pod?")
