@@ -18,7 +18,7 @@ from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from prfaas.telemetry.tracing import tracing_from_environment
 from prfaas_operator import handlers, http, logs, metrics
 from prfaas_operator.clusters.api import Cluster
-from prfaas_operator.clusters.client import Gate
+from prfaas_operator.clusters.client import Gate, KubernetesCluster
 from prfaas_operator.clusters.connect import connect_hub, connect_lease, connect_member
 from prfaas_operator.election import Election, Ending
 from prfaas_operator.following import follow, until_served
@@ -63,10 +63,10 @@ def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo |
     )
 
 
-async def check_resources(hub: Cluster) -> None:
+async def check_resources(hub: KubernetesCluster) -> None:
     """Fail at once where the custom resources are missing or may not be read; the message says which."""
     for kind in JUDGES:
-        await hub.page(kind)
+        await hub.check_served(kind)
 
 
 @contextlib.asynccontextmanager
@@ -95,27 +95,27 @@ async def running(hub: Cluster, connect: Connect, options: Options, health: http
 
 
 async def lead(options: Options, gate: Gate, health: http.Health, ending: Ending, term: asyncio.Event) -> None:
-    """Reconcile until `term` is set or the process is asked to end."""
+    """Reconcile until `term` is set."""
     hub = await connect_hub(options.namespace, gate)
     try:
         await check_resources(hub)
         again = True
         while again and not term.is_set():
             async with running(hub, partial(connect_member, gate=gate), options, health) as runtime:
-                operate = partial(_operate, runtime, options.namespace, health)
+                operate = partial(_operate, runtime, options.namespace, health, ending)
                 again = await follow(operate, term)
-            ending.listen()
             if again:
                 await until_served(partial(check_resources, hub), term)
     finally:
         await hub.close()
 
 
-async def _operate(runtime: Runtime, namespace: str, health: http.Health, stop: asyncio.Event) -> None:
-    """Have kopf follow our kinds until `stop` is set or the process is asked to end."""
+async def _operate(runtime: Runtime, namespace: str, health: http.Health, ending: Ending, stop: asyncio.Event) -> None:
+    """Have kopf follow our kinds until `stop` is set."""
     registry = handlers.register(runtime)
     kopf.on.login(registry=registry)(login)
-    await kopf.operator(
+    others = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
         registry=registry,
         settings=handlers.settings(),
         standalone=True,
@@ -123,6 +123,9 @@ async def _operate(runtime: Runtime, namespace: str, health: http.Health, stop: 
         stop_flag=stop,
         ready_flag=health.ready,
     )
+    # kopf has put its own handlers there, which lose a signal that comes while it is ending already.
+    ending.listen()
+    await kopf.run_tasks(tasks, ignored=others)
 
 
 async def serve(options: Options, endpoints: http.Endpoints) -> None:

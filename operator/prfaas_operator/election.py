@@ -40,9 +40,11 @@ RELEASE_SECONDS: Final = 2.0
 HARD_END_SECONDS: Final = 14.0
 WATCH_SECONDS: Final = 0.25
 HARD_END_CODE: Final = 70
+GRACE_SECONDS: Final = 25.0
+"""An orderly end takes half of this at most; a pod is killed 30 s after it was asked to end, and says nothing then."""
 
 Work = Callable[[asyncio.Event], Awaitable[None]]
-"""Works until the event is set, or until the process is asked to end."""
+"""Works until the event is set."""
 
 
 def identity() -> str:
@@ -58,13 +60,20 @@ class Ending:
         self.term = asyncio.Event()
 
     def listen(self) -> None:
-        """Install the handlers; kopf replaces them while it runs."""
+        """Install the handlers, also in place of those that kopf installs as it starts."""
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, self._ask)
 
     def _ask(self) -> None:
+        if not self.asked.is_set():
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_hard)
         self.asked.set()
         self.term.set()
+
+    def _end_hard(self) -> None:
+        waiting = sorted(task.get_name() for task in asyncio.all_tasks())
+        log.critical("asked to end %g s ago, and these still go on: %s; ending", GRACE_SECONDS, ", ".join(waiting))
+        os._exit(HARD_END_CODE)
 
 
 class Election:
@@ -96,7 +105,6 @@ class Election:
                 lost = await self._lead(work, ending)
                 if not lost:
                     return
-                ending.listen()
         finally:
             watched.set()
             await self._holder.release(RELEASE_SECONDS)

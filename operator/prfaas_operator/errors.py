@@ -47,6 +47,12 @@ class InvalidObjectError(ConfigError):
     reason: ClassVar = "Invalid"
 
 
+class KindNotServedError(InvalidObjectError):
+    """The API server does not serve a kind at all, which says nothing about its objects."""
+
+    reason: ClassVar = "KindNotServed"
+
+
 class NamespaceNotFoundError(ConfigError):
     """The namespace that an object should be created in does not exist."""
 

@@ -1,7 +1,8 @@
 """Begin anew where kopf has ended because the API server refused to tell of a kind, instead of ending with it.
 
 A CRD that is not served for a moment is enough, or a minute of missing rights or of a store that fails. What runs goes
-on meanwhile; everything is followed again as soon as the API server serves every kind.
+on meanwhile, and nothing is changed, since our kinds are judged by each other; all are followed again as soon as every
+one is served.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ LOOK_SECONDS: Final = 1.0
 
 
 async def follow(operate: Callable[[asyncio.Event], Awaitable[None]], term: asyncio.Event) -> bool:
-    """Run kopf until it ends; tell whether an API server's refusal ended it, rather than `term` or a signal."""
+    """Run kopf until it ends; tell whether an API server's refusal ended it, rather than `term`."""
     try:
         await operate(term)
     except Exception as error:

@@ -107,25 +107,27 @@ class KubernetesCluster:
             return None
 
     async def page(self, kind: Kind, *, selector: str = "", after: str = "") -> Page:  # noqa: D102
-        try:
-            answer = await self._call(
-                "get",
-                kind.path(self.namespace),
-                kind.plural,
-                label_selector=selector or None,
-                limit=PAGE_LIMIT,
-                _continue=after or None,
-            )
-        except _NotFoundError as error:
-            raise errors.InvalidObjectError(
-                f"{self._label} does not know {kind.api_version} {kind.name}; install its CRD"
-            ) from error
+        answer = await self._call(
+            "get",
+            kind.path(self.namespace),
+            kind.plural,
+            label_selector=selector or None,
+            limit=PAGE_LIMIT,
+            _continue=after or None,
+        )
         metadata = answer["metadata"]
         return Page(answer.get("items") or [], metadata.get("resourceVersion", ""), metadata.get("continue", ""))
 
     async def try_list(self, kind: Kind, *, selector: str = "") -> None:  # noqa: D102
         path = kind.path(self.namespace)
         await self._call("get", path, kind.plural, at_once=True, label_selector=selector or None, limit=1)
+
+    async def check_served(self, kind: Kind) -> None:
+        """Raise unless objects of one of our kinds can be listed, and are told of by discovery, which kopf goes by."""
+        await self.try_list(kind)
+        told = await self._call("get", f"/apis/{kind.api_version}", kind.plural, at_once=True)
+        if not any(each["name"] == kind.plural for each in told["resources"]):
+            raise errors.KindNotServedError(f"{self._label} does not tell of {kind.plural} in its discovery yet")
 
     async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:  # noqa: D102
         page = await self.page(kind, selector=selector)
@@ -308,6 +310,8 @@ class KubernetesCluster:
         if rest_seconds is not None:
             self._throttle.rest(rest_seconds)
             return _BusyError(f"{self._label} is too busy: {_server_message(error)} ({what})")
+        if status == NOT_FOUND and not _is_told_by_api(error):
+            return errors.KindNotServedError(f"{self._label} does not serve this kind ({what}); install its CRD")
         message = f"{self._label}, {what}: {_server_message(error)}"
         if status in TOO_BUSY:
             return errors.ClusterUnreachableError(message)
@@ -323,11 +327,18 @@ class KubernetesCluster:
 
 
 class _NotFoundError(errors.ConflictError):
-    """404; every call says itself what that means."""
+    """404 from a kind that is served; every call says itself what that means."""
 
 
 class _BusyError(errors.ClusterUnreachableError):
     """The server asked to be left alone for a while, which all calls to it heed."""
+
+
+def _is_told_by_api(error: ApiException) -> bool:
+    """Tell whether a refusal is a Status object: a path that nobody serves gets a line of text."""
+    with contextlib.suppress(msgspec.DecodeError, AttributeError):
+        return msgspec.json.decode(error.body or b"").get("kind") == "Status"
+    return False
 
 
 def _server_message(error: ApiException) -> str:

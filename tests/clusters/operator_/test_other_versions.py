@@ -220,7 +220,9 @@ def test_a_status_of_a_newer_version_is_written_anew(joined, crds):
     joined.hub.wait_reason("pfpool", "away", "AllReady")
 
 
-def test_kinds_that_vanish_and_come_back_are_followed_again(joined, crds):
+def test_while_a_kind_is_not_served_nothing_changes_and_then_all_is_followed_again(joined, crds):
+    joined.hub.wait_reason("prfaas", "kimi", "AllReady")
+    routes, children = table(joined), joined.children()
     unserved = copy.deepcopy(CRDS["DecodePool"])
     other = {**copy.deepcopy(unserved["spec"]["versions"][0]), "name": "v9", "storage": False}
     unserved["spec"]["versions"].append(other)
@@ -229,16 +231,18 @@ def test_kinds_that_vanish_and_come_back_are_followed_again(joined, crds):
 
     served = lambda: joined.hub.kubectl("get", "--raw", "/apis/prfaas.io/v1alpha1")  # noqa: E731
     joined.eventually(lambda: '"decodepools"' not in served(), "the kind is not served")
-    joined.hub.kubectl("scale", "pfpool/away", "--replicas=2")
-    scaled = lambda: joined.member.get("deployment", "away")["spec"]["replicas"] == 2  # noqa: E731
-    joined.eventually(scaled, "other kinds are kept meanwhile")
+    waits = lambda: "not followed any more" in joined.log.read_text()  # noqa: E731
+    joined.eventually(waits, "the operator waits for it")
+    assert told(joined, "kimi", "DecodePoolNotFound") == [], "a pool that nobody tells of is not a pool that is gone"
+    assert (table(joined)["instances"], joined.children()) == (routes["instances"], children)
     put_right(joined)
 
     def works() -> bool:
-        joined.hub.kubectl("scale", "dcpool/home", "--replicas=2")
-        return joined.hub.get("deployment", "home")["spec"]["replicas"] == 2
+        joined.hub.kubectl("scale", "pfpool/away", "dcpool/home", "--replicas=2")
+        kept = ((joined.member, "away"), (joined.hub, "home"))
+        return all(where.get("deployment", name)["spec"]["replicas"] == 2 for where, name in kept)
 
-    joined.eventually(works, "with its CRD back a kind is followed again", 120)
+    joined.eventually(works, "with its CRD back every kind is followed again", 120)
     joined.hub.kubectl("scale", "pfpool/away", "dcpool/home", "--replicas=1")
 
 

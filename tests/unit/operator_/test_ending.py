@@ -1,0 +1,38 @@
+"""Proves that a process which is asked to end does, also where its work does not, and says then what that was."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import asyncio, logging, sys
+from prfaas_operator import election
+
+election.GRACE_SECONDS = 0.5
+logging.basicConfig()
+
+async def main(heeds):
+    ending = election.Ending()
+    ending.listen()
+    print("listening", flush=True)
+    await ending.term.wait()
+    if not heeds:
+        await asyncio.create_task(asyncio.Event().wait(), name="stubborn")
+
+asyncio.run(main(sys.argv[1] == "heeds"))
+"""
+
+
+@pytest.mark.parametrize(("heeds", "code"), [("heeds", 0), ("ignores", 70)])
+def test_a_process_that_is_asked_to_end_does(heeds: str, code: int):
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, heeds], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listening\n"
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == code, told
+    assert ("these still go on: Task-1, stubborn; ending" in told) == (code == 70)
