@@ -6,7 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from aiohttp import web
 
@@ -31,6 +31,10 @@ from prfaas_gateway.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
+KEPT_SECONDS: Final = 1.0
+"""Whose stream has just ended asks the next thing on the same connection: its head was too early to say goodbye."""
+LOOK_SECONDS: Final = 0.05
+
 
 class Config(NamedTuple):
     """What the command line says. The table comes from `routes_file`, or else from `policy` in `namespace`."""
@@ -52,6 +56,7 @@ class Running(NamedTuple):
 
     state: GatewayState
     port: int
+    runner: web.AppRunner
 
 
 async def run(config: Config) -> None:
@@ -65,11 +70,24 @@ async def run(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with serving(config) as running:
+    async with serving(config._replace(drain_seconds=LOOK_SECONDS)) as running:
         await stop.wait()
         log.info("draining: %d requests in flight", running.state.in_flight)
-        running.state.draining = True
-        await asyncio.sleep(config.limits.linger_seconds)
+        await _drain(running, config)
+
+
+async def _drain(running: Running, config: Config) -> None:
+    """Take new connections while others learn that we leave; then serve the open ones until nothing comes any more."""
+    running.state.draining = True
+    await asyncio.sleep(config.limits.linger_seconds)
+    for site in running.runner.sites:
+        await site.stop()
+    now = asyncio.get_running_loop().time
+    began = quiet_since = now()
+    while now() - quiet_since < KEPT_SECONDS and now() - began < config.drain_seconds:
+        await asyncio.sleep(LOOK_SECONDS)
+        if running.state.in_flight:
+            quiet_since = now()
 
 
 @asynccontextmanager
@@ -102,7 +120,7 @@ async def serving(config: Config) -> AsyncIterator[Running]:
             await _listen(runner, control, config)
             port = runner.addresses[0][1]
             log.info("listening on %s:%d", config.host, port)
-            yield Running(state, port)
+            yield Running(state, port, runner)
         finally:
             await runner.cleanup()
             await control.cleanup()

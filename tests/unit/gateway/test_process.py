@@ -73,6 +73,50 @@ async def test_sigterm_lets_requests_finish_and_exits_with_zero(process, world):
         await world.client.get(f"{process.url}/healthz")
 
 
+async def test_who_asks_again_on_the_connection_of_a_stream_that_outlived_the_goodbye_is_answered(process, world):
+    here, gate = asyncio.Event(), asyncio.Event()
+
+    async def stream(request, _body):
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b'data: {"choices":[]}\n\n')
+        here.set()
+        await gate.wait()
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    world.workers["d0"].reply = stream
+    body = b'{"model":"m","stream":true}'
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(process.url.rpartition(":")[2]))
+    writer.write(request)
+    await asyncio.wait_for(here.wait(), 20)
+    process.process.send_signal(signal.SIGTERM)
+    await process.until_logged("draining: 1 requests")
+
+    async def refused() -> bool:
+        try:
+            _, new = await asyncio.open_connection("127.0.0.1", int(process.url.rpartition(":")[2]))
+        except OSError:
+            return True
+        new.close()
+        return False
+
+    async with asyncio.timeout(20):
+        while not await refused():  # noqa: ASYNC110  # another process is waited for
+            await asyncio.sleep(0.05)
+    gate.set()
+    assert b"Connection: close" not in await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 20)
+    await asyncio.sleep(0.2)  # what a busy client takes
+    writer.write(request)
+    last = await asyncio.wait_for(reader.read(), 20)
+    assert last.startswith(b"HTTP/1.1 200 OK")
+    assert b"Connection: close" in last
+    assert b"[DONE]" in last
+    writer.close()
+    assert await asyncio.wait_for(process.process.wait(), 20) == 0
+
+
 async def test_memory_stays_below_its_limit_under_large_prompts(process, world, long):
     async def ask(session: aiohttp.ClientSession) -> None:
         for _ in range(20):
