@@ -79,14 +79,18 @@ class Namespace:
         """Start a program there, which dies with the thread that calls this. Options are those of Popen."""
         with self.inside():
             started = subprocess.Popen([*_MORTAL, *command], text=True, **options)
-        # Until then a death of ours would pass unnoticed.
-        while started.poll() is None and Path(f"/proc/{started.pid}/comm").read_text().strip() == _MORTAL[0]:
+        # Until then a death of ours would pass unnoticed. A program has no arguments yet where it has just taken over.
+        while started.poll() is None and _program(started.pid) in ("", _MORTAL[0]):
             time.sleep(0.001)
         return started
 
     def close(self) -> None:
         """Let go of it."""
         os.close(self._descriptor)
+
+
+def _program(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode()
 
 
 class Link:
