@@ -143,7 +143,7 @@ class Gateway:
             table=self.table,
             cached_tokens=cached_by_cluster(self.table, found) if found else {},
             cached_on=found or None,
-            profiles=self._profiles if found else {},
+            profiles=self._profiles,
             in_flight=self._in_flight,
             queued_tokens=self._queued_tokens,
             backlog=self._backlog,

@@ -40,7 +40,7 @@ class Live:
         on = self.journeys.caches.found(request)
         profiles = {one.name: self.journeys.scenario.profiles[one.pool] for one in self.journeys.table.instances}
         clusters = cached_by_cluster(self.journeys.table, on)
-        return Found(None, on, clusters, profiles).added_to(facts) if on else facts
+        return Found(None, on, clusters, profiles).added_to(facts)
 
 
 def conversations(seed: int, count: int = 200) -> list[Request]:
