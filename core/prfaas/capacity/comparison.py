@@ -12,7 +12,7 @@ import msgspec
 
 from prfaas.capacity import bound, equalcost, equations, optimum, ttft
 from prfaas.capacity.equalcost import EqualCost
-from prfaas.capacity.optimum import Plan
+from prfaas.capacity.optimum import Carried, Plan
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.system import System
 from prfaas.capacity.ttft import FirstToken
@@ -22,19 +22,9 @@ from prfaas.errors import ConfigError
 LOADS: Final = (0.5, 0.7, 0.9)
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class Figures(Carried, frozen=True, kw_only=True):
     """One system's column of Table 6. The times are the paper's: prefill and transfer, and nothing waits."""
 
-    threshold_tokens: int | None
-    n_prfaas: int
-    n_p: float
-    n_d: float
-    theta_prfaas: float
-    theta_pd_p: float
-    theta_pd_d: float
-    lambda_max: float
-    offloaded_fraction: float
-    egress_gbps: float
     ttft_mean_seconds: float
     ttft_p90_seconds: float
 
@@ -114,17 +104,11 @@ def compare(file: PlanFile) -> Comparison:
 
 def _figures(system: System, workload: Workload, plan: Plan) -> Figures:
     first = ttft.unloaded(system, workload, plan)
+    carried = {name: getattr(plan, name) for name in Carried.__struct_fields__}
+    for name in ("n_p", "n_d"):
+        carried[name] = int(carried[name]) if carried[name].is_integer() else carried[name]
     return Figures(
-        threshold_tokens=plan.threshold_tokens,
-        n_prfaas=plan.n_prfaas,
-        n_p=int(plan.n_p) if plan.n_p.is_integer() else plan.n_p,
-        n_d=int(plan.n_d) if plan.n_d.is_integer() else plan.n_d,
-        theta_prfaas=plan.theta_prfaas,
-        theta_pd_p=plan.theta_pd_p,
-        theta_pd_d=plan.theta_pd_d,
-        lambda_max=plan.lambda_max,
-        offloaded_fraction=plan.offloaded_fraction,
-        egress_gbps=plan.egress_gbps,
+        **carried,
         ttft_mean_seconds=first.mean_seconds,
         ttft_p90_seconds=first.p90_seconds,
     )

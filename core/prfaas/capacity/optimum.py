@@ -27,7 +27,7 @@ from prfaas.errors import ConfigError
 MAX_SPLITS: Final = 50_000
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Carried(msgspec.Struct, frozen=True, kw_only=True):
     """A threshold, a split, and what they carry in requests a second; a stage without instances carries 0."""
 
     threshold_tokens: int | None
@@ -42,6 +42,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     offloaded_fraction: float
     egress_gbps: float
     """Of all links together, at lambda_max."""
+
+
+class Plan(Carried, frozen=True, kw_only=True):
+    """The same, and by pool."""
+
     split: dict[str, float]
     """Instances of each pool of the hub that prefill."""
 

@@ -32,8 +32,6 @@ from prfaas_gateway.upstream import Upstream
 LOOK_SECONDS: Final = 0.25
 LARGEST_BODY_BYTES: Final = 4 << 20
 """A million tokens. Of larger bodies nothing is asked: hashing them would hold up other requests."""
-
-
 MOST_TOKEN_BLOCKS: Final = 1 << 14
 """Of a prompt of token ids, so many of an engine's blocks are looked at: a million tokens in blocks of 64."""
 

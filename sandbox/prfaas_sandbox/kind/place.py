@@ -1,11 +1,10 @@
 """A pair of kind clusters as a `Place`: brought up, used like the sandbox, and taken down so that nothing is left."""
 
 import asyncio
-import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -224,7 +223,7 @@ def _warn_of_inotify(report: Report) -> None:
 
 async def _answered(url: str) -> None:
     async with httpx.AsyncClient(timeout=ANSWER_SECONDS) as http:
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             async with asyncio.timeout(OUTSIDE_SECONDS):
                 while True:
                     try:

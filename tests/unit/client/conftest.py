@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import web
+from tests.serving import serving
 
 from prfaas.client import AsyncClient, Client
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
@@ -54,14 +55,8 @@ class Server:
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
     made = Server()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", made.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield made
-    await runner.cleanup()
+    async with serving(made.handle) as made.url:
+        yield made
 
 
 class Both:

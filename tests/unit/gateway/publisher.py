@@ -9,6 +9,7 @@ import itertools
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -50,17 +51,19 @@ def pack(value: Any) -> bytes:  # noqa: PLR0911 - a line a kind
     raise TypeError(value)
 
 
-class Engine:
+class Engine(ABC):
     """What vLLM and SGLang have in common: a chain of blocks by names of their own making."""
 
     block_size = 16
     wraps_in_maps = False
 
+    @abstractmethod
     def name(self, tokens: tuple[int, ...]) -> bytes | int:
-        raise NotImplementedError
+        """The name of the block that ends these tokens."""
 
+    @abstractmethod
     def stored(self, tokens: list[int], first: int = 0, **more: Any) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
+        """The blocks from number `first` on of a prompt."""
 
     def removed(self, tokens: list[int], first: int = 0) -> dict[str, Any]:
         """The end of the blocks from number `first` on of a prompt."""

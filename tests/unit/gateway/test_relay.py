@@ -191,8 +191,8 @@ async def test_a_client_that_leaves_while_it_waits_aborts_the_worker_at_once(wor
     await started.wait()
     left = time.monotonic()
     waiting.cancel()
-    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 30)
-    assert time.monotonic() - left < 20, "its answer would take a minute"
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 2)
+    assert time.monotonic() - left < 0.5
     await settled(world)
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="aborted"}') == 1
 
@@ -203,7 +203,7 @@ async def test_a_client_that_leaves_a_stream_aborts_the_worker_at_once(world):
     response = await world.client.post(world.url + "/v1/chat/completions", data=b'{"model":"m","stream":true}')
     assert await response.content.readany() == b"data: 1\n\n"
     response.close()
-    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 30)
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 2)
     await settled(world)
 
 
@@ -220,10 +220,10 @@ async def test_a_client_that_stops_reading_is_cut_off_and_the_worker_aborted(wor
     body = b'{"model":"m","stream":true}'
     reader, writer = await asyncio.open_connection("127.0.0.1", world.running.port, limit=1000)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 30)
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 5)
     await settled(world)
     with contextlib.suppress(ConnectionResetError):
-        await asyncio.wait_for(reader.read(), 30)  # all that was under way, and then the end
+        await asyncio.wait_for(reader.read(), 5)  # all that was under way, and then the end
     writer.close()
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="aborted"}') == 1
 
@@ -232,7 +232,7 @@ async def test_a_client_that_never_finishes_its_body_is_answered(world):
     await world.start("d0", limits=world_limits(idle_seconds=0.1))
     reader, writer = await asyncio.open_connection("127.0.0.1", world.running.port)
     writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"model":')
-    assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 408 ")
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 408 ")
     writer.close()
 
 
@@ -289,7 +289,7 @@ async def test_a_worker_that_never_answers_is_a_timeout(world):
     world.workers["d0"].reply = reply
     got = await world.post(b'{"model":"m"}')
     assert (got.status, got.json["error"]["code"]) == (504, "timeout")
-    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 30)
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 1)
 
 
 def world_limits(**changed) -> Limits:
@@ -302,7 +302,7 @@ async def test_an_http_1_0_client_gets_the_whole_stream(world):
     body = b'{"model":"m","stream":true}'
     reader, writer = await asyncio.open_connection("127.0.0.1", world.running.port)
     writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    got = await asyncio.wait_for(reader.read(), 30)
+    got = await asyncio.wait_for(reader.read(), 5)
     writer.close()
     await writer.wait_closed()
     assert got.endswith(b"\r\n\r\ndata: 1\n\ndata: [DONE]\n\n")

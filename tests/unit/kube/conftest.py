@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
+from tests.serving import serving
 
 from prfaas.kube import KubeSession, ObjectRef
 
@@ -107,14 +108,8 @@ def refused(status: int, reason: str) -> web.Response:
 @pytest.fixture
 async def api() -> AsyncIterator[FakeApi]:
     made = FakeApi()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", made.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield made
-    await runner.cleanup()
+    async with serving(made.handle) as made.url:
+        yield made
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
+from tests.serving import serving
 
 from prfaas_operator.clusters.api import SECRET
 from prfaas_operator.clusters.client import TRIES, KubernetesCluster
@@ -44,20 +45,14 @@ class Server:
 
 @asynccontextmanager
 async def reached(server: Server) -> AsyncIterator[KubernetesCluster]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    configuration = Configuration()
-    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    cluster = KubernetesCluster(ApiClient(configuration), "ns", "cluster eu")
-    try:
-        yield cluster
-    finally:
-        await cluster.close()
-        await runner.cleanup()
+    async with serving(server.handle) as url:
+        configuration = Configuration()
+        configuration.host = url
+        cluster = KubernetesCluster(ApiClient(configuration), "ns", "cluster eu")
+        try:
+            yield cluster
+        finally:
+            await cluster.close()
 
 
 async def test_a_call_that_came_at_a_busy_time_is_made_again_after_as_long_as_was_asked():

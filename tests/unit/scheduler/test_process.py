@@ -77,7 +77,7 @@ async def test_it_waits_for_its_gateway_pushes_and_ends_promptly(gateway):
             resident = resident_mib(process.pid)
             started = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            _, logged = await asyncio.wait_for(process.communicate(), 30)
+            _, logged = await asyncio.wait_for(process.communicate(), 10)
             ended_seconds = time.monotonic() - started
     finally:
         if process.returncode is None:
@@ -88,7 +88,7 @@ async def test_it_waits_for_its_gateway_pushes_and_ends_promptly(gateway):
     assert "prfaas_scheduler_threshold_tokens 1024.0" in exposed
     assert 'prfaas_scheduler_link_alive{member_cluster="eu"} 1.0' in exposed
     assert resident <= MAX_RSS_MIB, f"{resident:.0f} MiB resident"
-    assert ended_seconds < 20
+    assert ended_seconds < 2
     text = logged.decode()
     assert text.count("control socket failed") == 1, text
     assert "control socket works again" in text

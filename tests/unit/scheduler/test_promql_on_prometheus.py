@@ -61,7 +61,7 @@ async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_fro
     )
     sample = measured.samples["eu"]
     assert (sample.unsent_bytes, sample.waiting_prefills) == (1123, 3)
-    assert 0 <= sample.age_seconds < 20
+    assert 0 <= sample.age_seconds < 2
     assert measured.hub_measured
     assert measured.errors == ()
     assert set(measured.samples) == {"eu"}

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from aiohttp import web
+from tests.serving import serving
 
 from prfaas.kube import KubeSession
 from prfaas_scheduler import status
@@ -75,16 +76,10 @@ class Clock:
 @pytest.fixture
 async def world():
     api, clock = ApiServer(), Clock()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", api.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with KubeSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+    async with serving(api.handle) as url, KubeSession(url) as session:
         publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: made.report, clock)
         made = World(api, publisher, clock)
         yield made
-    await runner.cleanup()
 
 
 def said(tokens: int, link: str = "True", utilisation: int = 10) -> Report:

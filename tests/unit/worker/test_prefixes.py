@@ -81,13 +81,15 @@ async def test_a_source_that_fails_costs_two_seconds_at_most(client, pair, chang
     source, taker = pair
     salt, prompt = f"fails {change}", text_of(1000, seed=9)
     await ask(client, source, prompt=prompt, cache_salt=salt)
-    wanted = await ask(client, source, prompt=prompt + "?", cache_salt="none of it")
+    began = time.monotonic()
+    wanted = await ask(client, source, prompt=prompt + "?", cache_salt=f"none of it {change}")
+    undisturbed_seconds = time.monotonic() - began
     before = await client.metrics(taker)
     async with proxied(source, {}, **change) as url:
         began = time.monotonic()
         answer = await ask(client, taker, url if change else "http://127.0.0.1:9", prompt=prompt + "?", cache_salt=salt)
         seconds = time.monotonic() - began
-    assert seconds < 20, "the prefill itself may be waited for longer"
+    assert seconds < 4 + undisturbed_seconds
     assert (await choices(answer))[0]["logprobs"] == (await choices(wanted))[0]["logprobs"]
     assert answer.headers["x-prfaas-cached-tokens"] == "0"
     assert await difference(client, taker, before, fetches(outcome)) == 1

@@ -114,7 +114,7 @@ async def test_a_prefill_instance_that_does_not_listen_is_an_error_at_once(clien
     body = await answer.json()
     assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
     assert "127.0.0.1:9" in body["error"]["message"]
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 1
     await client.eventually(pair[1], **IDLE)
 
 
@@ -234,7 +234,7 @@ async def test_a_silent_link_is_noticed_within_seconds(client, pair):
     body = await answer.json()
     assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
     assert "answered nothing for 1.0 s" in body["error"]["message"]
-    assert 1.0 <= seconds < 20, "a second of silence, and another until a new connection proves it"
+    assert 1.0 <= seconds < 3.5, "a second of silence, and another until a new connection proves it"
     await client.eventually(decode, **IDLE)
 
 
@@ -295,7 +295,7 @@ async def test_a_prefill_worker_whose_engine_is_killed_mid_transfer_costs_one_er
     os.kill(victim.engine_pid, signal.SIGKILL)
     killed = time.monotonic()
     answer = await request
-    assert time.monotonic() - killed < 20
+    assert time.monotonic() - killed < 2
     assert (answer.status, (await answer.json())["error"]["code"]) == (502, "prefill_failed")
     await client.eventually(pair[1], **IDLE)
     assert await victim.exit_code() == 1, "the front ends too, so that the kubelet starts the pod's container anew"
