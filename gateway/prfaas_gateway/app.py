@@ -7,6 +7,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from prfaas.errors import RequestError
+from prfaas.wire import openapi
 from prfaas.wire.control import ThresholdUpdate
 from prfaas_gateway.dashboard.pages import Dashboard
 from prfaas_gateway.dispatch import Dispatcher
@@ -39,6 +40,7 @@ class PublicApp:
             app.router.add_post(path, self._dispatcher.handle)
         app.router.add_get("/v1/models", self._for_clients(self._models))
         app.router.add_get("/v1/models/{model:.+}", self._for_clients(self._model))
+        app.router.add_get("/openapi.json", self._openapi)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._show_metrics)
@@ -79,6 +81,9 @@ class PublicApp:
             message = f"the model {name!r} is not served here"
             return error_response(RequestError(message, status=404, code="model_not_found", param="model"))
         return _json(model_card(name))
+
+    async def _openapi(self, _request: web.Request) -> web.Response:
+        return _json(openapi.gateway())
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.Response(text="ok\n")

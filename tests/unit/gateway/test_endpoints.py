@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from prfaas.wire import headers
+from prfaas.wire import headers, openapi
 from prfaas_gateway.limits import Limits
 
 BAD_BODIES = [
@@ -67,6 +67,11 @@ async def test_the_model_is_listed(world):
     assert [one["id"] for one in (await world.get("/v1/models")).json["data"]] == ["m"]
     assert (await world.get("/v1/models/m")).json["object"] == "model"
     assert (await world.get("/v1/models/other")).status == 404
+
+
+async def test_it_tells_what_it_serves(world):
+    await world.start("d0")
+    assert (await world.get("/openapi.json")).json == openapi.gateway()
 
 
 async def test_health_and_readiness(world):

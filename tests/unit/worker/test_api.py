@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from prfaas.wire import openapi
+
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 40}
 
 
@@ -128,3 +130,8 @@ async def test_the_model_list_tells_the_context(client, pair):
     async with client.session.get(f"{pair[1].url}/v1/models") as answer:
         (model,) = (await answer.json())["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 131072)
+
+
+async def test_it_tells_how_prefills_are_asked_for(client, pair):
+    async with client.session.get(f"{pair[1].url}/openapi.json") as answer:
+        assert await answer.json() == openapi.prefill()

@@ -9,6 +9,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, RequestError
+from prfaas.wire import openapi
 from prfaas.wire.headers import CODE_OVERLOADED, TRANSFER_ID
 from prfaas_worker.credentials import Credentials
 from prfaas_worker.front import control, event_stream, generation, prefills, profile, tokenization
@@ -46,6 +47,7 @@ def build_app(serving: Serving, credentials: Credentials | None = None) -> web.A
             web.put("/v1/egress", control.set_egress),
             web.post("/v1/cache/reset", control.reset_cache),
             web.post("/reset_prefix_cache", control.reset_prefix_cache),
+            web.get("/openapi.json", _openapi),
             web.get("/healthz", _healthz),
             web.get("/readyz", _readyz),
             web.get("/metrics", _metrics),
@@ -105,6 +107,10 @@ async def _models(request: web.Request) -> web.Response:
 
 async def _healthz(_request: web.Request) -> web.Response:
     return web.Response(text="ok\n")
+
+
+async def _openapi(_request: web.Request) -> web.Response:
+    return web.json_response(openapi.prefill())
 
 
 async def _readyz(request: web.Request) -> web.Response:

@@ -26,6 +26,7 @@ OPEN: Final = frozenset(
         "/v1/models",
         "/tokenize",
         "/detokenize",
+        "/openapi.json",
         "/healthz",
         "/readyz",
         "/metrics",
