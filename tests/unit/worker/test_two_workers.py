@@ -64,7 +64,7 @@ async def test_sampled_text_depends_on_the_seed_and_not_on_where_the_prompt_was_
 
 async def test_the_first_cache_byte_leaves_long_before_the_prefill_ends(client, pair):
     prefill, decode = pair
-    answer = await client.complete(decode, prefill, prompt=text_of(16_000), max_tokens=1)
+    answer = await client.complete(decode, prefill, prompt=text_of(16_000), max_tokens=1, cache_salt="first byte")
     assert answer.status == 200, await answer.text()
     seconds = {
         name: float(answer.headers[f"x-prfaas-{name}-seconds"]) for name in ("first-byte", "prefill", "transfer")
