@@ -79,6 +79,8 @@ class Dispatcher:
         self._estimator = TokenEstimator()
         self._saturation = Saturation()
         self._budget = RetryBudget(state.clock())
+        self.open_requests = 0
+        """Requests from their heads to the ends of their answers, so those too whose bodies still come."""
         self.kv: KvManager | None = None
         """Knows what is cached where; without it, load alone decides."""
         self.on_end: Callable[[Account, str, Outcome], None] = lambda _account, _decision, _outcome: None
@@ -89,6 +91,7 @@ class Dispatcher:
         account = Account(self._tracing.start("request", read_trace(request.headers), "server"))
         exchange: Exchange | None = None
         outcome: Outcome = "failed"
+        self.open_requests += 1
         try:
             with self._door.entered(request) as meter:
                 account.client = meter.client.name
@@ -113,6 +116,7 @@ class Dispatcher:
             response = error_response(error)
             account.status = response.status
         finally:
+            self.open_requests -= 1
             decision = exchange.began.kind if exchange and exchange.began else "none"
             self._metrics.requests.labels(decision, outcome).inc()
             account.close(decision, outcome)

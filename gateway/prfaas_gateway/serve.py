@@ -57,6 +57,7 @@ class Running(NamedTuple):
     state: GatewayState
     port: int
     runner: web.AppRunner
+    dispatcher: Dispatcher
 
 
 async def run(config: Config) -> None:
@@ -70,6 +71,7 @@ async def run(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    # What the drain has not seen the end of has had its time.
     async with serving(config._replace(drain_seconds=LOOK_SECONDS)) as running:
         await stop.wait()
         log.info("draining: %d requests in flight", running.state.in_flight)
@@ -86,7 +88,7 @@ async def _drain(running: Running, config: Config) -> None:
     began = quiet_since = now()
     while now() - quiet_since < KEPT_SECONDS and now() - began < config.drain_seconds:
         await asyncio.sleep(LOOK_SECONDS)
-        if running.state.in_flight:
+        if running.dispatcher.open_requests:
             quiet_since = now()
 
 
@@ -120,7 +122,7 @@ async def serving(config: Config) -> AsyncIterator[Running]:
             await _listen(runner, control, config)
             port = runner.addresses[0][1]
             log.info("listening on %s:%d", config.host, port)
-            yield Running(state, port, runner)
+            yield Running(state, port, runner, dispatcher)
         finally:
             await runner.cleanup()
             await control.cleanup()

@@ -12,6 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from prfaas_gateway.serve import KEPT_SECONDS
+
 RSS_LIMIT_BYTES = 100 * 1000 * 1000
 
 
@@ -30,6 +32,21 @@ class Process:
                 assert line, f"the gateway ended: {self.log}"
                 self.log += line
         return found
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def until_refused(self) -> None:
+        """Wait until no new connection is taken."""
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                except OSError:
+                    return
+                writer.close()
+                await asyncio.sleep(0.05)
 
 
 @pytest.fixture
@@ -88,23 +105,13 @@ async def test_who_asks_again_on_the_connection_of_a_stream_that_outlived_the_go
     world.workers["d0"].reply = stream
     body = b'{"model":"m","stream":true}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(process.url.rpartition(":")[2]))
+    reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
     writer.write(request)
     await asyncio.wait_for(here.wait(), 20)
     process.process.send_signal(signal.SIGTERM)
     await process.until_logged("draining: 1 requests")
 
-    async def refused() -> bool:
-        try:
-            _, new = await asyncio.open_connection("127.0.0.1", int(process.url.rpartition(":")[2]))
-        except OSError:
-            return True
-        new.close()
-        return False
-
-    async with asyncio.timeout(20):
-        while not await refused():  # noqa: ASYNC110  # another process is waited for
-            await asyncio.sleep(0.05)
+    await process.until_refused()
     gate.set()
     assert b"Connection: close" not in await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 20)
     await asyncio.sleep(0.2)  # what a busy client takes
@@ -113,6 +120,21 @@ async def test_who_asks_again_on_the_connection_of_a_stream_that_outlived_the_go
     assert last.startswith(b"HTTP/1.1 200 OK")
     assert b"Connection: close" in last
     assert b"[DONE]" in last
+    writer.close()
+    assert await asyncio.wait_for(process.process.wait(), 20) == 0
+
+
+async def test_a_request_whose_body_still_comes_as_the_gateway_leaves_is_served(process):
+    body = b'{"model":"m"}'
+    reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:5])
+    await writer.drain()
+    await asyncio.sleep(0.3)
+    process.process.send_signal(signal.SIGTERM)
+    await process.until_refused()
+    await asyncio.sleep(KEPT_SECONDS + 0.5)
+    writer.write(body[5:])
+    assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200 OK")
     writer.close()
     assert await asyncio.wait_for(process.process.wait(), 20) == 0
 
