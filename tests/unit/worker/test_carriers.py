@@ -134,8 +134,7 @@ def test_a_slot_whose_read_failed_is_set_aside_since_bytes_may_still_land_in_it(
 def test_a_carrier_that_always_fails_ends_the_transfer_and_holds_nothing(fabric: Fabric, monkeypatch):
     monkeypatch.setattr(mooncake, "COMING_SECONDS", 0.2)
     fabric.engine.fail = 10_000
-    # The taker gives up, and another of its connections may hear from the giver that it did before it says so itself.
-    with pytest.raises(PeerError, match=r"no slot of Mooncake's memory came free|the other side gave up"):
+    with pytest.raises(PeerError, match=r"no slot of Mooncake's memory came free"):
         fabric.take(fabric.taker)
     eventually(lambda: fabric.giver._leaving.qsize() == 4)
 

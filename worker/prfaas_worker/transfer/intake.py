@@ -71,6 +71,8 @@ class Intake:
         self.stop = Stop()
         self.on_whole: Callable[[], None] = lambda: None
         """Called when everything is there, perhaps by several connections, from their threads."""
+        self.gave_up: PeerError | None = None
+        """Why a connection gave up for all, noted before the sender hears of it and tells the others."""
         self.codecs: set[int] = set()
         """Of the frames that arrived."""
         self._broken: list[int] = []
@@ -135,6 +137,7 @@ class Reception:
         except (UnreachableError, DamagedError):
             raise
         except PeerError as error:
+            self._intake.gave_up = self._intake.gave_up or error
             with suppress(PeerError):
                 self._say(Kind.ABORT, Abort(str(error)[:4096]))
             raise

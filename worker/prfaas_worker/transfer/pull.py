@@ -278,5 +278,5 @@ class Pull:
 
     def _fail(self, error: PrfaasError) -> None:
         with self._changed:
-            self._failure = self._failure or error
+            self._failure = self._failure or self._intake.gave_up or error
             self._changed.notify_all()
