@@ -9,17 +9,19 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from prfaas.telemetry.logs import OURS
+
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-PACKAGES = ("", "prfaas", "prfaas_gateway", "prfaas_operator", "prfaas_scheduler", "prfaas_worker")
+LOGGERS = ("", *OURS, "prfaas_operator")
 
 
 @pytest.fixture(autouse=True)
 def _levels() -> Iterator[None]:
     """Give loggers their levels back, which a command that is run in this process sets for good."""
-    levels = {name: logging.getLogger(name).level for name in PACKAGES}
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
     yield
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)

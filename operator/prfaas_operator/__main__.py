@@ -18,7 +18,7 @@ from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from prfaas.telemetry.tracing import tracing_from_environment
 from prfaas_operator import handlers, http, logs, metrics
 from prfaas_operator.clusters.api import Cluster
-from prfaas_operator.clusters.client import Gate, KubernetesCluster
+from prfaas_operator.clusters.client import Gate
 from prfaas_operator.clusters.connect import connect_hub, connect_lease, connect_member
 from prfaas_operator.election import Election, Ending
 from prfaas_operator.following import follow, until_served
@@ -63,12 +63,6 @@ def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo |
     )
 
 
-async def check_resources(hub: KubernetesCluster) -> None:
-    """Fail at once where the custom resources are missing or may not be read; the message says which."""
-    for kind in JUDGES:
-        await hub.check_served(kind)
-
-
 @contextlib.asynccontextmanager
 async def running(hub: Cluster, connect: Connect, options: Options, health: http.Health) -> AsyncIterator[Runtime]:
     """Follow the hub's pods, children, PrefillPools and MemberClusters, and close every connection in the end."""
@@ -98,14 +92,15 @@ async def lead(options: Options, gate: Gate, health: http.Health, ending: Ending
     """Reconcile until `term` is set."""
     hub = await connect_hub(options.namespace, gate)
     try:
-        await check_resources(hub)
+        is_served = partial(hub.check_served, JUDGES)
+        await is_served()  # at once, with a message that says which kind is missing or may not be read
         again = True
         while again and not term.is_set():
             async with running(hub, partial(connect_member, gate=gate), options, health) as runtime:
                 operate = partial(_operate, runtime, options.namespace, health, ending)
                 again = await follow(operate, term)
             if again:
-                await until_served(partial(check_resources, hub), term)
+                await until_served(is_served, term)
     finally:
         await hub.close()
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -22,7 +22,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.watch import Watch
 
-from prfaas.names import FIELD_MANAGER_OPERATOR
+from prfaas.names import API_VERSION, FIELD_MANAGER_OPERATOR
 from prfaas_operator import errors
 from prfaas_operator.clusters.api import BY_NAME, SERVICE_ACCOUNT, Kind, Object, Page, WatchEvent
 from prfaas_operator.clusters.clock import ServerClock
@@ -122,12 +122,15 @@ class KubernetesCluster:
         path = kind.path(self.namespace)
         await self._call("get", path, kind.plural, at_once=True, label_selector=selector or None, limit=1)
 
-    async def check_served(self, kind: Kind) -> None:
-        """Raise unless objects of one of our kinds can be listed, and are told of by discovery, which kopf goes by."""
-        await self.try_list(kind)
-        told = await self._call("get", f"/apis/{kind.api_version}", kind.plural, at_once=True)
-        if not any(each["name"] == kind.plural for each in told["resources"]):
-            raise errors.KindNotServedError(f"{self._label} does not tell of {kind.plural} in its discovery yet")
+    async def check_served(self, kinds: Collection[Kind]) -> None:
+        """Raise unless objects of our kinds can be listed, and are told of by discovery, which kopf goes by."""
+        for kind in kinds:
+            await self.try_list(kind)
+        answer = await self._call("get", f"/apis/{API_VERSION}", API_VERSION, at_once=True)
+        told = {each["name"] for each in answer["resources"]}
+        for kind in kinds:
+            if kind.plural not in told:
+                raise errors.KindNotServedError(f"{self._label} does not tell of {kind.plural} in its discovery yet")
 
     async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:  # noqa: D102
         page = await self.page(kind, selector=selector)
@@ -310,7 +313,8 @@ class KubernetesCluster:
         if rest_seconds is not None:
             self._throttle.rest(rest_seconds)
             return _BusyError(f"{self._label} is too busy: {_server_message(error)} ({what})")
-        if status == NOT_FOUND and not _is_told_by_api(error):
+        # A path that nobody serves is answered by a line of text.
+        if status == NOT_FOUND and _answer(error).get("kind") != "Status":
             return errors.KindNotServedError(f"{self._label} does not serve this kind ({what}); install its CRD")
         message = f"{self._label}, {what}: {_server_message(error)}"
         if status in TOO_BUSY:
@@ -334,16 +338,15 @@ class _BusyError(errors.ClusterUnreachableError):
     """The server asked to be left alone for a while, which all calls to it heed."""
 
 
-def _is_told_by_api(error: ApiException) -> bool:
-    """Tell whether a refusal is a Status object: a path that nobody serves gets a line of text."""
-    with contextlib.suppress(msgspec.DecodeError, AttributeError):
-        return msgspec.json.decode(error.body or b"").get("kind") == "Status"
-    return False
+def _answer(error: ApiException) -> Object:
+    """Return the object in a refusal, the API server's Status; an empty one where there is none."""
+    try:
+        found = msgspec.json.decode(error.body or b"")
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _server_message(error: ApiException) -> str:
     """Return the sentence of the API server's Status object, or what the client has in its place."""
-    try:
-        return str(msgspec.json.decode(error.body or b"")["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return f"{error.status} {error.reason}"
+    return str(_answer(error).get("message", f"{error.status} {error.reason}"))

@@ -1,15 +1,34 @@
 """Objects as the API server gives them, as short as a test needs."""
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+from tests.serving import serving
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
+from prfaas_operator.clusters.client import KubernetesCluster
 from prfaas_operator.plan.pods import PodFacts
 from prfaas_operator.plan.policy import PolicyFacts
 
 MODEL = {"name": "tiny", "source": "builtin:tiny"}
+
+
+@asynccontextmanager
+async def reached(handle: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[KubernetesCluster]:
+    """The cluster eu, whose API server answers by `handle`."""
+    async with serving(handle) as url:
+        configuration = Configuration()
+        configuration.host = url
+        cluster = KubernetesCluster(ApiClient(configuration), "ns", "cluster eu")
+        try:
+            yield cluster
+        finally:
+            await cluster.close()
 
 
 def metadata(name: str, **more: Any) -> dict[str, Any]:

@@ -1,15 +1,12 @@
 """Proves that a kind which an API server does not serve is never taken for objects that do not exist."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import ApiClient, Configuration
-from tests.serving import serving
+from tests.unit.operator_.conftest import reached
 
 from prfaas_operator.clusters.api import DECODE_POOL
-from prfaas_operator.clusters.client import KubernetesCluster
 from prfaas_operator.errors import ForbiddenError, KindNotServedError
 
 COLLECTION = DECODE_POOL.path("ns")
@@ -17,8 +14,7 @@ DISCOVERY = f"/apis/{DECODE_POOL.api_version}"
 ABSENT = {"kind": "Status", "status": "Failure", "reason": "NotFound", "message": "not found", "code": 404}
 
 
-@asynccontextmanager
-async def reached(answers: dict[str, object]) -> AsyncIterator[KubernetesCluster]:
+def answering(answers: dict[str, object]) -> Callable[[web.Request], Awaitable[web.Response]]:
     """A server that gives these answers by path; what is not among them it does not serve."""
 
     async def handle(request: web.Request) -> web.Response:
@@ -28,27 +24,20 @@ async def reached(answers: dict[str, object]) -> AsyncIterator[KubernetesCluster
         code = answer.get("code", 200) if isinstance(answer, dict) else 200
         return web.json_response(answer, status=code)
 
-    async with serving(handle) as url:
-        configuration = Configuration()
-        configuration.host = url
-        cluster = KubernetesCluster(ApiClient(configuration), "ns", "hub")
-        try:
-            yield cluster
-        finally:
-            await cluster.close()
+    return handle
 
 
 async def test_an_object_that_is_absent_is_none():
-    async with reached({f"{COLLECTION}/home": ABSENT}) as hub:
-        assert await hub.get(DECODE_POOL, "home") is None
+    async with reached(answering({f"{COLLECTION}/home": ABSENT})) as cluster:
+        assert await cluster.get(DECODE_POOL, "home") is None
 
 
 async def test_a_kind_that_is_not_served_says_nothing_of_its_objects():
-    async with reached({}) as hub:
-        with pytest.raises(KindNotServedError, match=r"hub does not serve this kind \(DecodePool home\)"):
-            await hub.get(DECODE_POOL, "home")
+    async with reached(answering({})) as cluster:
+        with pytest.raises(KindNotServedError, match=r"cluster eu does not serve this kind \(DecodePool home\)"):
+            await cluster.get(DECODE_POOL, "home")
         with pytest.raises(KindNotServedError):
-            await hub.list_all(DECODE_POOL)
+            await cluster.list_all(DECODE_POOL)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +51,9 @@ async def test_a_kind_that_is_not_served_says_nothing_of_its_objects():
     ],
 )
 async def test_a_kind_is_followed_once_it_is_listed_and_told_of(answers: dict[str, object], error: type | None):
-    async with reached(answers) as hub:
+    async with reached(answering(answers)) as cluster:
         if error is None:
-            await hub.check_served(DECODE_POOL)
+            await cluster.check_served([DECODE_POOL])
             return
         with pytest.raises(error):
-            await hub.check_served(DECODE_POOL)
+            await cluster.check_served([DECODE_POOL])

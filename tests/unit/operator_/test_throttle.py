@@ -2,16 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import ApiClient, Configuration
-from tests.serving import serving
+from tests.unit.operator_.conftest import reached
 
 from prfaas_operator.clusters.api import SECRET
-from prfaas_operator.clusters.client import TRIES, KubernetesCluster
+from prfaas_operator.clusters.client import TRIES
 from prfaas_operator.clusters.throttle import (
     BURST_CALLS,
     CALLS_AT_ONCE,
@@ -43,21 +41,9 @@ class Server:
         return web.json_response({"message": "not now"} if status != 200 else {}, status=status, headers=headers)
 
 
-@asynccontextmanager
-async def reached(server: Server) -> AsyncIterator[KubernetesCluster]:
-    async with serving(server.handle) as url:
-        configuration = Configuration()
-        configuration.host = url
-        cluster = KubernetesCluster(ApiClient(configuration), "ns", "cluster eu")
-        try:
-            yield cluster
-        finally:
-            await cluster.close()
-
-
 async def test_a_call_that_came_at_a_busy_time_is_made_again_after_as_long_as_was_asked():
     server = Server(BUSY)
-    async with reached(server) as cluster:
+    async with reached(server.handle) as cluster:
         await cluster.get(SECRET, "s")
     first, second = server.called_at
     assert second - first >= 0.99
@@ -65,7 +51,7 @@ async def test_a_call_that_came_at_a_busy_time_is_made_again_after_as_long_as_wa
 
 async def test_what_one_call_was_told_holds_for_all():
     server = Server(BUSY)
-    async with reached(server) as cluster:
+    async with reached(server.handle) as cluster:
         await cluster.get(SECRET, "s")
         refused = server.refused_at[0]
         await asyncio.gather(*(cluster.get(SECRET, str(number)) for number in range(5)))
@@ -75,7 +61,7 @@ async def test_what_one_call_was_told_holds_for_all():
 
 async def test_a_server_that_stays_busy_is_told_as_such():
     server = Server(*[BUSY] * TRIES)
-    async with reached(server) as cluster:
+    async with reached(server.handle) as cluster:
         with pytest.raises(ClusterUnreachableError, match="too busy"):
             await cluster.get(SECRET, "s")
     assert len(server.called_at) == TRIES
@@ -83,7 +69,7 @@ async def test_a_server_that_stays_busy_is_told_as_such():
 
 async def test_a_server_that_asks_for_a_long_rest_is_not_called_and_its_objects_say_so():
     server = Server((503, {"Retry-After": "3600"}))
-    async with reached(server) as cluster:
+    async with reached(server.handle) as cluster:
         for _ in range(2):
             with pytest.raises(ClusterUnreachableError, match=r"asks to be left alone for [56]\d s"):
                 await cluster.get(SECRET, "s")
