@@ -8,6 +8,7 @@ from prfaas.api import MemberCluster
 from prfaas_operator.clusters.api import PREFILL_POOL, SECRET, Cluster, Object
 from prfaas_operator.plan import member as plan
 from prfaas_operator.plan.conditions import rfc3339
+from prfaas_operator.reconcile import guard
 from prfaas_operator.reconcile.members import Owned
 from prfaas_operator.reconcile.reading import read
 from prfaas_operator.reconcile.runtime import Report, Runtime
@@ -23,7 +24,7 @@ async def judge(runtime: Runtime, live: Object) -> Report:
     secret = await hub.get(SECRET, member.spec.kubeconfig_secret_ref.name)
     contact = await runtime.members.contact(member, secret)
     if secret is not None:
-        await _guard_secret(runtime, secret)
+        await guard.while_needed(runtime, secret)
     orphans = await _sweep(runtime, member) if contact.error is None else []
     leaving = member.metadata.deletion_timestamp is not None
     users = await _users(hub, member) if leaving else ()
@@ -43,19 +44,6 @@ async def judge(runtime: Runtime, live: Object) -> Report:
             await runtime.renewals.renew(hub, there, live, secret, contact.token)
     conditions = {**plan.verdicts(member, contact, users), **runtime.certificates.conditions(member.metadata.name)}
     return Report(conditions, fields, again_seconds=PROBE_SECONDS)
-
-
-async def _guard_secret(runtime: Runtime, secret: Object) -> None:
-    """Keep our finalizer on the Secret exactly while a pool is reached through it."""
-    metadata = secret["metadata"]
-    needed = plan.secret_is_needed(metadata["name"], runtime.kubeconfigs(), runtime.clusters_in_use())
-    guarded = names.FINALIZER in metadata.get("finalizers", ())
-    if needed == guarded or (needed and "deletionTimestamp" in metadata):
-        return
-    ours = {"finalizers": [names.FINALIZER]} if needed else {}
-    # The uid keeps the apply from making an empty Secret where the old one has just gone.
-    body = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"], **ours}
-    await runtime.hub.apply({"apiVersion": "v1", "kind": "Secret", "metadata": body})
 
 
 async def _sweep(runtime: Runtime, member: MemberCluster) -> Owned:

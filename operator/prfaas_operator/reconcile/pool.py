@@ -18,7 +18,7 @@ from prfaas_operator.errors import ClusterNotFoundError, ForbiddenError, reason_
 from prfaas_operator.plan import pool as plan
 from prfaas_operator.plan import replicas, secrets
 from prfaas_operator.plan.conditions import DELETING, READY, Verdict, no, rfc3339
-from prfaas_operator.reconcile import children, events, roles
+from prfaas_operator.reconcile import children, events, guard, roles
 from prfaas_operator.reconcile.reading import read
 from prfaas_operator.reconcile.runtime import RESYNC_SECONDS, RETRY_SECONDS, SEEN_RESYNC_SECONDS, Report, Runtime
 from prfaas_operator.reconcile.wakers import Ref
@@ -47,6 +47,8 @@ async def _judge(runtime: Runtime, ref: Ref, pool: plan.Pool, live: Object) -> R
     secrets.check(pool.spec.template, runtime.kubeconfigs().values())
     member = _member(runtime, pool)
     cluster = await runtime.members.cluster(member.metadata.name) if member else runtime.hub
+    if member:
+        await guard.before_children(runtime, member.spec.kubeconfig_secret_ref.name)
     tls = await runtime.certificates.pool_uses_tls(member.metadata.name if member else names.HUB)
     settings = [render.settings(pool, member)] if isinstance(pool, PrefillPool) else []  # before the pods that read it
     share = roles.share_of(runtime, pool)

@@ -71,6 +71,8 @@ class Runtime:
         self.sharers = Informer(hub, PREFILL_POOL, "", project_sharer, self._sharer_changed)
         self.clusters = Informer(hub, MEMBER_CLUSTER, "", project_cluster, self._cluster_changed)
         """The hub's MemberClusters without their statuses."""
+        self.guarded: set[str] = set()
+        """The Secrets that were last seen with our finalizer, by name."""
         self.settling: dict[str, Settling] = {}
         self.applied: dict[Ref, dict[tuple[str, str], Applied]] = {}
         self.seen: dict[Ref, Object] = {}
@@ -139,6 +141,8 @@ class Runtime:
 
     def _sharer_changed(self, pool: Sharer) -> None:
         self.wakers.wake(Ref(DECODE_POOL, pool.share_with))
+        # It keeps its Secret for the pools seen here, of which it may have heard before they were.
+        self.wakers.wake(Ref(MEMBER_CLUSTER, pool.cluster))
 
     def _cluster_changed(self, _: Mapping[str, Any]) -> None:
         self.wakers.wake_kinds(PREFILL_POOL, DECODE_POOL, POLICY)

@@ -50,6 +50,8 @@ def follow_the_page(ground) -> None:
 def test_a_namespace_that_is_deleted_before_its_objects_goes_by_the_way_out(ground, settled):
     settled.kill()
     settled.wait()
+    of_secret = ("get", "secret", "eu-kubeconfig", "-n", ground.hub.name, "-o", "jsonpath={.metadata.finalizers}")
+    assert "prfaas.io/cleanup" in ground.hub.cluster.kubectl(*of_secret), "the Secret is kept before anything is made"
     ground.hub.cluster.kubectl("delete", "namespace", ground.hub.name, "--wait=false")
 
     def says() -> str:
