@@ -54,7 +54,7 @@ test: lint tools browser ## Everything but kind: lint, types, unit, model parity
 	$(call tested,e2e and not kind)
 
 test-kind: tools ## The whole system once more, in containers on two kind clusters; says loudly where Docker is missing
-	$(PYTEST) -m kind -s
+	$(call tested,kind,-s)
 
 unit: $(STAMP) ## The tests that need no cluster
 	$(PYTEST) tests/unit

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from prfaas.errors import ConfigError
+from prfaas.errors import ConfigError, PeerError
 from prfaas_sandbox.demo.install import NAMESPACE, POLICY, Installation, repository_root
 from prfaas_sandbox.kind.clusters import remove_everything
 from prfaas_sandbox.kind.daemon import ensure_daemon
@@ -58,7 +58,7 @@ async def require_docker(layout: Layout, config: pytest.Config) -> None:
     layout.logs.mkdir(parents=True)
     try:
         await ensure_daemon(layout, lambda line: print(line, file=sys.stderr))
-    except ConfigError as error:
+    except (ConfigError, PeerError) as error:
         config.stash[WHY_NOT_KIND] = str(error)
         pytest.skip(f"kind cannot run here: {error}")
     await remove_everything(layout)  # what a run that was killed left
