@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
 NONE: Final = 0
 """The number of a key that has none; in the table, a place that nothing took yet."""
 _GONE: Final = 1
@@ -40,7 +42,7 @@ class Keys:
     def __init__(self) -> None:
         self._keys = array("q", [0, -1])
         self._parts = [array("I", bytes(4 * _SMALLEST)) for _ in range(_PARTS)]
-        self._used = [0] * _PARTS  # places in each part that something took, be it gone since
+        self._room = [_room(_SMALLEST)] * _PARTS  # places in each part that may be taken before it grows
         self._spare = array("I")
 
     def __len__(self) -> int:
@@ -59,7 +61,7 @@ class Keys:
 
     def numbers(self, wanted: Sequence[int]) -> list[int]:
         """Return the numbers of keys; those that have none are given one."""
-        parts, keys, used, spare = self._parts, self._keys, self._used, self._spare
+        parts, keys, room, spare = self._parts, self._keys, self._room, self._spare
         found: list[int] = []
         for key in wanted:
             which = key & 255
@@ -78,8 +80,8 @@ class Keys:
                     number = len(keys)
                     keys.append(key)
                 part[at] = number
-                used[which] = taken = used[which] + 1
-                if 3 * taken > 2 * mask:
+                room[which] = left = room[which] - 1
+                if not left:
                     self._make_room(which)
             found.append(number)
         return found
@@ -98,14 +100,22 @@ class Keys:
 
     def _make_room(self, which: int) -> None:
         """Move one part to a table of twice the size, or of the same where half of what filled it is gone."""
-        live = [number for number in self._parts[which] if number > _GONE]
-        size = len(self._parts[which])
-        if 3 * len(live) > size:
-            size *= 2
-        part, keys, mask = array("I", bytes(4 * size)), self._keys, size - 1
-        for number in live:
-            at = keys[number] >> 8 & mask
-            while part[at]:
-                at = at + 1 & mask
-            part[at] = number
-        self._parts[which], self._used[which] = part, len(live)
+        old = np.frombuffer(self._parts[which], np.uint32)
+        live = old[old > _GONE]
+        size = len(old) * (2 if 3 * len(live) > len(old) else 1)
+        homes = np.frombuffer(self._keys, np.int64)[live] >> 8 & size - 1
+        order, steps = np.argsort(homes), np.arange(len(live))
+        live = live[order]
+        # Each takes its home, or the place behind the one before it: as if they had come in this order.
+        places = np.maximum.accumulate(homes[order] - steps) + steps
+        inside = int(np.searchsorted(places, size))
+        table = np.zeros(size, np.uint32)
+        table[places[:inside]] = live[:inside]
+        beyond = live[inside:]  # these go on from the beginning
+        table[np.flatnonzero(table == NONE)[: len(beyond)]] = beyond
+        self._parts[which], self._room[which] = array("I", table.tobytes()), _room(size) - len(live)
+
+
+def _room(size: int) -> int:
+    """Return how many places of a part may be taken: two thirds, beyond which searches get long."""
+    return 2 * (size - 1) // 3 + 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.kvindex.byte_maps import last_where
-from prfaas.kvindex.keys import NONE, Keys, key_of
+from prfaas.kvindex.keys import NONE, key_of
 from prfaas.kvindex.tree import BlockTree
 
 CHAINS = [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 13, 14, 15], [0, 1, 2, 13, 24, 25], [30, 31, 32]]
@@ -138,23 +138,6 @@ def test_numbers_given_again_make_no_run_of_blocks_that_do_not_follow_each_other
     assert tree.find(KEYS[14]) < tree.find(KEYS[13]), "else this proves nothing"
     tree.remove([KEYS[13]], False, 0)
     assert tree.usable(tree.find(KEYS[14])) == 3
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 300)), max_size=1500))
-def test_keys_are_numbered_like_entries_of_a_dict(done):
-    keys, known = Keys(), {}
-    for adds, name in done:
-        key = key_of(name)
-        if adds:
-            (number,) = keys.numbers([key])
-            assert known.setdefault(key, number) == number
-        elif key in known:
-            keys.remove(known.pop(key))
-        assert len(keys) == len(known)
-    assert {key: keys.find(key) for key in known} == known
-    assert len(set(known.values())) == len(known)
-    assert all(keys.find(key_of(name)) == known.get(key_of(name), NONE) for name in range(300))
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
