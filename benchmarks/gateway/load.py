@@ -104,11 +104,12 @@ async def pace(port: int, body: bytes, per_second: float, requests: int) -> list
 
 
 class Stream(asyncio.Protocol):
-    """One client of a stream; gathers how long each event was on its way."""
+    """One client of a stream; gathers how long each event was on its way, and when it came."""
 
     def __init__(self, request: bytes):
         self.request = request
         self.delays: list[float] = []
+        self.came_ns: list[int] = []
         self.over = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport):
@@ -117,7 +118,9 @@ class Stream(asyncio.Protocol):
 
     def data_received(self, data):
         now = time.monotonic_ns()
-        self.delays += [(now - int(sent)) / 1e9 for sent in SENT.findall(data)]
+        delays = [(now - int(sent)) / 1e9 for sent in SENT.findall(data)]
+        self.delays += delays
+        self.came_ns += [now] * len(delays)
         if b"[DONE]" in data and not self.over.done():
             self.over.set_result(None)
 
@@ -126,10 +129,16 @@ class Stream(asyncio.Protocol):
             self.over.set_exception(SystemExit("a stream broke off"))
 
 
-async def stream(port: int, body: bytes, streams: int) -> list[float]:
-    """Open streams at once and return the seconds that each of their events was on its way."""
+async def stream(port: int, body: bytes, streams: int) -> tuple[list[float], float]:
+    """Open streams at once; return the seconds that each of their events was on its way, and events per second.
+
+    The rate is that of the middle four fifths, while all streams flow.
+    """
     opened = [await connect(port, lambda: Stream(request_of(body))) for _ in range(streams)]
     await asyncio.wait_for(asyncio.gather(*(one.over for one in opened)), 120)
     for one in opened:
         one.transport.close()
-    return [delay for one in opened for delay in one.delays]
+    came_ns = sorted(at for one in opened for at in one.came_ns)
+    first, last = len(came_ns) // 10, len(came_ns) * 9 // 10
+    rate = (last - first) / (came_ns[last] - came_ns[first]) * 1e9
+    return [delay for one in opened for delay in one.delays], rate
