@@ -1,10 +1,13 @@
 """Read our custom resources, which another version of this project may have written.
 
 What this version does not understand it does not act upon: the object says so, and what was made of it stays. A status
-is another matter: it is only what was observed, so one that cannot be read counts as none and is written anew.
+is another matter: it is only what was observed, so one that cannot be read counts as none and is written anew. And an
+object that is being deleted asks for nothing any more: what is not understood is left out, so that it can go.
 """
 
 import asyncio
+import contextlib
+import copy
 import logging
 from collections.abc import Iterable
 from typing import TypeVar
@@ -32,8 +35,26 @@ def read(model: type[R], body: Object) -> R:
     except ValidationError as error:
         if all(each["loc"][:1] == ("status",) for each in error.errors()):
             return model.model_validate({**body, "status": {}})
+        if "deletionTimestamp" in body["metadata"]:
+            with contextlib.suppress(ValidationError):
+                return model.model_validate(_without(body, [each["loc"] for each in error.errors()]))
         name = f"{model.kind_name} {body['metadata']['name']}"
         raise InvalidObjectError(f"{name} does not fit this version of prfaas: {error}") from error
+
+
+def _without(body: Object, places: Iterable[tuple[str | int, ...]]) -> Object:
+    """Return an object without what stands in its spec at some places, or else the last that is there on the way.
+
+    Where an object has been is not left out: nowhere else would its children be looked for.
+    """
+    spec = copy.deepcopy(body.get("spec") or {})
+    for _, *steps in (place for place in places if place[0] == "spec" and place[1:2] not in ((), ("clusterName",))):
+        holder = spec
+        while len(steps) > 1 and isinstance(inner := holder.get(steps[0]), dict) and steps[1] in inner:
+            holder = inner
+            steps.pop(0)
+        holder.pop(steps[0], None)
+    return {**body, "spec": spec}
 
 
 async def read_all(hub: Cluster, kind: Kind, model: type[R]) -> list[R]:

@@ -209,6 +209,28 @@ def test_a_pool_of_a_newer_version_is_left_alone_with_all_that_belongs_to_it(joi
     joined.hub.wait_reason("prfaas", "kimi", "AllReady")
 
 
+def test_a_pool_of_a_newer_version_can_be_deleted(joined, crds):
+    crds("PrefillPool", knows_more)
+    newer = joined.pool("PrefillPool", "newer", clusterName="eu", invented="x")
+    newer["spec"]["engine"] = {**newer["spec"].get("engine", {}), "type": "future"}
+
+    def is_taken() -> bool:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            joined.hub.apply(newer)
+        return joined.hub.exists("pfpool", "newer")
+
+    joined.eventually(is_taken, "the CRD takes it")
+    joined.hub.wait_reason("pfpool", "newer", "Invalid")
+    # What it was before its kind of engine came to be, still runs.
+    child = joined.member.get("deployment", "away")
+    labels = {**child["metadata"]["labels"], "prfaas.io/pool-uid": joined.hub.get("pfpool", "newer")["metadata"]["uid"]}
+    child["metadata"], child["spec"]["replicas"] = {"name": "newer", "labels": labels}, 0
+    joined.member.apply({key: child[key] for key in ("apiVersion", "kind", "metadata", "spec")})
+
+    joined.hub.kubectl("delete", "pfpool", "newer", "--timeout=60s")
+    assert not joined.member.exists("deployment", "newer"), "its Deployment went first"
+
+
 def test_a_status_of_a_newer_version_is_written_anew(joined, crds):
     crds("PrefillPool", lambda object_: object_["status"]["properties"]["replicasOwner"]["enum"].append("Oracle"))
     patch = json.dumps({"status": {"replicasOwner": "Oracle"}})
