@@ -1,4 +1,4 @@
-"""Proves that an instance converts under load: no request is lost, no model is loaded, and its new legs soon come.
+"""Proves that an instance converts under load, by hand and by the policy: no request is lost, no model is loaded.
 
 The pools of this file are its own, beside those of the installation, and go in the end.
 """
@@ -15,9 +15,8 @@ import pytest
 
 from prfaas.wire import headers
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, POLICY, Installation
-from prfaas_sandbox.demo.texts import text_of
 
-from .checks import apply, eventually, get
+from .checks import apply, condition, eventually, fresh_text, get
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -34,21 +33,21 @@ class Answer(NamedTuple):
 
 
 @asynccontextmanager
-async def asking(url: str) -> AsyncIterator[list[Answer]]:
+async def asking(url: str, tokens: int = 300, answer_tokens: int = 8) -> AsyncIterator[list[Answer]]:
     """Keep three requests under way as long as the block runs; give the list that collects the answers."""
     answers: list[Answer] = []
     stopped = asyncio.Event()
 
-    async def ask(http: httpx.AsyncClient, start: int) -> None:
+    async def ask(http: httpx.AsyncClient) -> None:
         while not stopped.is_set():
-            body = {"model": MODEL, "prompt": text_of(300, start=start + 31 * len(answers)), "max_tokens": 8}
+            body = {"model": MODEL, "prompt": fresh_text(tokens), "max_tokens": answer_tokens}
             sent_seconds = time.monotonic()
             got = await http.post("/v1/completions", json=body)
             served = (got.headers.get(headers.PREFILL_INSTANCE, ""), got.headers.get(headers.DECODE_INSTANCE, ""))
             answers.append(Answer(sent_seconds, got.status_code, *served))
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        tasks = [asyncio.create_task(ask(http, start)) for start in (1, 2, 3)]
+        tasks = [asyncio.create_task(ask(http)) for _ in range(3)]
         try:
             yield answers
         finally:
@@ -75,10 +74,11 @@ async def scale(installation: Installation, prefill: int, decode: int) -> None:
         await place.kubectl(place.hub, "-n", NAMESPACE, "scale", pool, f"--replicas={replicas}")
 
 
-async def test_an_instance_converts_under_load_without_loss_and_without_loading_a_model(installation: Installation):
-    place = installation.place
-    decode = {**(await get(installation, "dcpool", "decode"))["spec"], "replicas": 2}
-    policy = (await get(installation, "prfaas", POLICY))["spec"]
+@asynccontextmanager
+async def swinging(installation: Installation, replicas: dict[str, int], **policy: object) -> AsyncIterator[str]:
+    """Have pools that share their instances, and a policy over them; give its gateway's URL."""
+    place, standing = installation.place, (await get(installation, "prfaas", POLICY))["spec"]
+    decode = {**(await get(installation, "dcpool", "decode"))["spec"], "replicas": sum(replicas.values())}
     specs = {
         # First, so that the Deployment is made in its shared form: sharing one that runs would replace its pods once.
         ("PrefillPool", NAME): {"shareWith": f"{NAME}-decode", "replicas": 0},
@@ -88,7 +88,9 @@ async def test_an_instance_converts_under_load_without_loss_and_without_loading_
             "decodePool": f"{NAME}-decode",
             "prefillPools": [NAME],
             "threshold": {"mode": "Disabled"},
-            "gateway": policy["gateway"],
+            "gateway": standing["gateway"],
+            "metrics": standing["metrics"],
+            **policy,
         },
     }
     for (kind, name), spec in specs.items():
@@ -101,7 +103,15 @@ async def test_an_instance_converts_under_load_without_loss_and_without_loading_
         await place.kubectl(
             place.hub, "-n", NAMESPACE, "rollout", "status", f"deployment/{NAME}-gateway", "--timeout=120s"
         )
-        url = await place.forward(place.hub, NAMESPACE, f"{NAME}-gateway", 80)
+        await scale(installation, **replicas)
+        yield await place.forward(place.hub, NAMESPACE, f"{NAME}-gateway", 80)
+    finally:
+        for kind, name in reversed(specs):
+            await place.kubectl(place.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=120s")
+
+
+async def test_an_instance_converts_under_load_without_loss_and_without_loading_a_model(installation: Installation):
+    async with swinging(installation, {"prefill": 0, "decode": 2}) as url:
         before = await instances(installation)
         assert sorted(role for role, _, _ in before.values()) == ["decode", "decode"]
         async with asking(url) as answers:
@@ -114,12 +124,37 @@ async def test_an_instance_converts_under_load_without_loss_and_without_loading_
             await scale(installation, prefill=0, decode=2)
             await eventually(lambda: decodes(answers, converted), "the instance decodes again")
         after = await instances(installation)
-    finally:
-        for kind, name in reversed(specs):
-            await place.kubectl(place.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=120s")
     print(f"first leg in the new role after {leg.sent_seconds - asked_seconds:.2f} s; {len(answers)} requests")
     assert {one.status for one in answers} == {200}, "no request failed"
     assert after == before, "the same containers, none restarted, in the roles that they had"
+
+
+async def test_a_policy_converts_an_instance_when_prompts_are_long_and_answers_short(installation: Installation):
+    async with swinging(
+        installation,
+        {"prefill": 1, "decode": 2},
+        conversion={"enabled": True, "minPrefill": 1, "minDecode": 1, "cooldownSeconds": 10},
+        intervals={"longSeconds": 10},
+    ) as url:
+        place = installation.place
+        for pool in (f"pfpool/{NAME}", f"dcpool/{NAME}-decode"):
+            await place.kubectl(place.hub, "-n", NAMESPACE, "annotate", pool, "prfaas.io/scaled-by-policy=true")
+        before = await instances(installation)
+        async with asking(url, tokens=2000, answer_tokens=2) as answers:
+            await eventually(lambda: prefills(installation, 2), "the policy converts an instance", 240)
+            said = await condition(installation, "prfaas", NAME, "Balanced")
+            await there_are(answers, len(answers) + 10)
+        after = await instances(installation)
+        plan = (await get(installation, "prfaas", NAME))["status"]["plan"]
+    print(f"converted after {len(answers)} requests: {said['message']}")
+    assert {one.status for one in answers} == {200}, "no request failed"
+    assert (plan["prefill"], plan["decode"]) == (2, 1)
+    assert {name: facts[1:] for name, facts in after.items()} == {name: facts[1:] for name, facts in before.items()}
+
+
+async def prefills(installation: Installation, count: int) -> bool:
+    """Tell whether so many of the shared instances prefill."""
+    return [role for role, _, _ in (await instances(installation)).values()].count("prefill") == count
 
 
 async def there_are(answers: list[Answer], count: int) -> None:
