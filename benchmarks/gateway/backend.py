@@ -6,10 +6,12 @@ It listens on two ports, for routers that tell workers apart by address, and pri
 
 It answers a constant with the headers of a worker and with where a cache would lie, as vLLM does, so that either leg of
 a two-leg protocol is served. A body with "stream":true gets 1000 events, one every 9.5 ms, each with the time at which
-it was sent.
+it was sent. One task sends them all, a millisecond's worth at a time: as many timers as streams would cost the core
+that the gateway needs.
 """
 
 import asyncio
+import heapq
 import time
 
 import uvloop
@@ -23,7 +25,43 @@ STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
     b"x-prfaas-prompt-tokens: 100\r\n\r\n"
 )
+STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 EVENTS, EVERY_SECONDS = 1000, 0.0095
+
+
+class Streams:
+    """All streams, each on its own beat."""
+
+    def __init__(self):
+        self.due = []  # (seconds, number, events left, transport)
+        self.number = 0
+        self.task = None
+
+    def add(self, transport):
+        transport.write(STREAM_HEAD)
+        self.number += 1
+        heapq.heappush(self.due, (asyncio.get_running_loop().time(), self.number, EVENTS, transport))
+        if self.task is None or self.task.done():
+            self.task = asyncio.ensure_future(self.send())
+
+    async def send(self):
+        """Send what is due, until nothing is left."""
+        loop = asyncio.get_running_loop()
+        while self.due:
+            while self.due and self.due[0][0] <= loop.time():
+                at, number, left, transport = self.due[0]
+                event = b'data: {"sent":%d,"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'
+                event %= time.monotonic_ns()
+                transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+                if left > 1 and not transport.is_closing():
+                    heapq.heapreplace(self.due, (at + EVERY_SECONDS, number, left - 1, transport))
+                else:
+                    heapq.heappop(self.due)
+                    transport.write(STREAM_END)
+            await asyncio.sleep(0.001)
+
+
+streams = Streams()
 
 
 class Backend(asyncio.Protocol):
@@ -55,20 +93,9 @@ class Backend(asyncio.Protocol):
         if self.missing_bytes <= 0:
             self.missing_bytes = 0
             if self.streams:
-                self.task = asyncio.ensure_future(self.stream())
+                streams.add(self.transport)
             else:
                 self.transport.write(self.answer)
-
-    async def stream(self):
-        """Send an event every so often, each on its own beat, whatever the last one took."""
-        self.transport.write(STREAM_HEAD)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        for number in range(EVENTS):
-            await asyncio.sleep(began + number * EVERY_SECONDS - loop.time())
-            event = b'data: {"sent":%d,"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n' % time.monotonic_ns()
-            self.transport.write(b"%x\r\n" % len(event) + event + b"\r\n")
-        self.transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def main() -> None:

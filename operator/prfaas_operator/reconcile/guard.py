@@ -29,6 +29,16 @@ async def while_needed(runtime: Runtime, secret: Object) -> None:
     await _put(runtime, secret, needed=needed)
 
 
+async def release_others(runtime: Runtime) -> None:
+    """Take the finalizer off Secrets that MemberClusters named once and name no more."""
+    for name in runtime.guarded - set(runtime.kubeconfigs().values()):
+        secret = await runtime.hub.get(SECRET, name)
+        if secret is None:
+            runtime.guarded.discard(name)
+        else:
+            await while_needed(runtime, secret)
+
+
 def _is_guarded(secret: Object) -> bool:
     return names.FINALIZER in secret["metadata"].get("finalizers", ())
 

@@ -25,6 +25,7 @@ async def judge(runtime: Runtime, live: Object) -> Report:
     contact = await runtime.members.contact(member, secret)
     if secret is not None:
         await guard.while_needed(runtime, secret)
+    await guard.release_others(runtime)
     orphans = await _sweep(runtime, member) if contact.error is None else []
     leaving = member.metadata.deletion_timestamp is not None
     users = await _users(hub, member) if leaving else ()

@@ -131,6 +131,19 @@ def test_a_member_and_its_secret_stay_while_a_pool_needs_them(world):
     assert not world.member.exists("deployment", "late-pool")
 
 
+def test_a_secret_that_a_member_names_no_more_is_let_go(world):
+    world.join("moving")
+    world.hub.apply(world.pool("PrefillPool", "stays", clusterName="moving"))
+    world.eventually(lambda: world.member.exists("deployment", "stays"), "its Deployment")
+    world.hub.apply(
+        world.secret("another-kubeconfig", world.kubeconfig()), world.member_cluster("moving", "another-kubeconfig")
+    )
+    world.eventually(lambda: world.hub.get("secret", "another-kubeconfig")["metadata"].get("finalizers"), "it is kept")
+    world.hub.kubectl("delete", "secret", "moving-kubeconfig", "--timeout=60s")
+    world.hub.kubectl("delete", "pfpool", "stays", "--timeout=60s")
+    world.hub.kubectl("delete", "pmc", "moving", "--timeout=60s")
+
+
 def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_it_is_back(world, tap):
     world.hub.apply(
         world.secret("cut", world.kubeconfig(server=tap.url)),
