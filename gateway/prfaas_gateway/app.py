@@ -39,13 +39,13 @@ class PublicApp:
         for path in RELAYED:
             app.router.add_post(path, self._dispatcher.handle)
         app.router.add_get("/v1/models", self._for_clients(self._models))
-        app.router.add_get("/v1/models/{model:.+}", self._for_clients(self._model))
+        app.router.add_get("/v1/models/{model:(?s:.+)}", self._for_clients(self._model))
         app.router.add_get("/openapi.json", self._openapi)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._show_metrics)
         self._dashboard.add_to(app, self._for_clients)
-        app.router.add_route("*", "/{path:.*}", self._unknown)
+        app.router.add_route("*", "/{path:(?s:.*)}", self._unknown)
         app.on_response_prepare.append(self._say_goodbye)
         return app
 
@@ -99,6 +99,15 @@ class PublicApp:
         return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _unknown(self, request: web.Request) -> web.Response:
+        methods = {one for each in request.app.router.resources() for one in (await each.resolve(request))[1]} - {"*"}
+        if methods:
+            allowed = ", ".join(sorted(methods))
+            error = RequestError(
+                f"{request.path} takes {allowed}, not {request.method}", status=405, code="method_not_allowed"
+            )
+            response = error_response(error)
+            response.headers["Allow"] = allowed
+            return response
         served = f"POST {' and '.join(RELAYED)}, GET /v1/models"
         message = f"there is no {request.method} {request.path}; this gateway serves {served}"
         return error_response(RequestError(message, status=404, code="unknown_url"))

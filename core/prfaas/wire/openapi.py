@@ -11,7 +11,7 @@ import msgspec
 
 from prfaas.wire import headers
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
-from prfaas.wire.wishes import MAX_DEADLINE_SECONDS
+from prfaas.wire.wishes import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS
 
 Document = dict[str, Any]
 API_VERSION: Final = "1.0.0"
@@ -45,9 +45,14 @@ _ANSWER_HEADERS: Final = {
     headers.CACHED_TOKENS: "How many of them were cached",
 }
 _WISHES: Final[dict[str, Document]] = {
-    headers.DATACENTERS: {"type": "string", "maxLength": 4096, "example": "prefer eu-west, eu-north; forbid us"},
+    headers.DATACENTERS: {
+        "type": "string",
+        "maxLength": 4096,
+        "pattern": "^(prefer|forbid) [^;]+(; ?(prefer|forbid) [^;]+)?$",
+        "example": "prefer eu-west, eu-north; forbid us",
+    },
     headers.OFFLOAD: {"type": "string", "enum": ["auto", "never", "always"]},
-    headers.DEADLINE_SECONDS: {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_SECONDS},
+    headers.DEADLINE_SECONDS: {"type": "number", "minimum": MIN_DEADLINE_SECONDS, "maximum": MAX_DEADLINE_SECONDS},
     headers.REQUEST_ID: {"type": "string", "pattern": "^[A-Za-z0-9._:/+=-]{1,128}$"},
 }
 _COMMON_FIELDS: Final[Document] = {

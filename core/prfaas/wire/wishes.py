@@ -21,10 +21,11 @@ Offload = Literal["auto", "never", "always"]
 
 MAX_NAMES: Final = 32
 """Names in one clause, as many as a policy may list."""
+MIN_DEADLINE_SECONDS: Final = 0.001
 MAX_DEADLINE_SECONDS: Final = 86_400
 _MAX_CHARACTERS: Final = 4096
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
-_SECONDS = re.compile(r"[0-9]{1,5}(?:\.[0-9]{1,6})?")
+_SECONDS = re.compile(r"[0-9]{1,5}(?:\.[0-9]{1,20})?")
 _FORM: Final = "want `prefer NAME, NAME; forbid NAME`, either part alone, names as clusters have them in `datacenter`"
 
 
@@ -111,8 +112,8 @@ def read_offload(text: str) -> Offload:
 def read_deadline_seconds(text: str) -> float:
     """Return how long a request may take; raises RequestError."""
     seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
-    if not 0 < seconds <= MAX_DEADLINE_SECONDS:
-        form = f"want seconds above 0 and up to {MAX_DEADLINE_SECONDS}, such as 2.5"
+    if not MIN_DEADLINE_SECONDS <= seconds <= MAX_DEADLINE_SECONDS:
+        form = f"want seconds from {MIN_DEADLINE_SECONDS} to {MAX_DEADLINE_SECONDS}, such as 2.5"
         raise _refused(DEADLINE_SECONDS, f"is {text[:64]!r}; {form}")
     return seconds
 

@@ -56,10 +56,20 @@ async def test_an_unknown_path_is_404_in_openai_form(world):
     await world.start("d0")
     for got in (
         await world.get("/v2"),
-        await world.get("/v1/chat/completions"),
+        await world.get("/v2/%0A"),
         await world.post({}, "/v1/embeddings"),
     ):
         assert (got.status, got.json["error"]["code"]) == (404, "unknown_url")
+
+
+async def test_another_method_is_405_and_told_the_right_one(world):
+    await world.start("d0")
+    for got, allowed in (
+        (await world.get("/v1/chat/completions"), "POST"),
+        (await world.post({}, "/v1/models/m"), "GET, HEAD"),
+    ):
+        assert (got.status, got.json["error"]["code"]) == (405, "method_not_allowed")
+        assert got.headers["allow"] == allowed
 
 
 async def test_the_model_is_listed(world):

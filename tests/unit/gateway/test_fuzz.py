@@ -5,6 +5,7 @@ The worker behind it serves whatever comes, so that a 5xx can be the gateway's a
 
 import asyncio
 import contextlib
+import copy
 import gzip
 import json
 import socket
@@ -16,9 +17,10 @@ import pytest
 from aiohttp import web
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.documented import keeps_its_word
 
 from prfaas.names import HUB
-from prfaas.wire import headers
+from prfaas.wire import headers, openapi
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.serve import Config, serving
@@ -184,6 +186,18 @@ def test_any_header_is_answered(port, name, value):
 def test_any_packed_body_is_answered(port, cut, garbage):
     packed = gzip.compress(GOOD)
     judge(port, post(port, packed[:cut] + garbage, **{"Content-Encoding": "gzip"}))
+
+
+def test_the_openapi_document_is_kept(port, tmp_path):
+    document = copy.deepcopy(openapi.gateway())
+    for operation in ("/v1/chat/completions", "/v1/completions"):
+        asking = document["paths"][operation]["post"]
+        asking["requestBody"]["content"]["application/json"]["schema"]["properties"]["model"] = {"const": "m"}
+        wishes = {one["name"]: one["schema"] for one in asking["parameters"]}
+        wishes[headers.DATACENTERS]["enum"] = ["prefer a", "forbid b, c", "prefer a; forbid b"]
+        wishes[headers.DEADLINE_SECONDS]["minimum"] = 60  # 504 is right for a thousandth of a second
+    # A body's fields are the worker's to judge, and the one behind this gateway takes all.
+    keeps_its_word(document, f"http://127.0.0.1:{port}", tmp_path, without=("negative_data_rejection",))
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nConnection: close\r\n"

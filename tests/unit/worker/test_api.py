@@ -1,9 +1,11 @@
 """One real worker's HTTP face: streams say what whole answers say, and every error is an OpenAI-style body."""
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
+from tests.documented import keeps_its_word
 
 from prfaas.wire import openapi
 
@@ -135,3 +137,14 @@ async def test_the_model_list_tells_the_context(client, pair):
 async def test_it_tells_how_prefills_are_asked_for(client, pair):
     async with client.session.get(f"{pair[1].url}/openapi.json") as answer:
         assert await answer.json() == openapi.prefill()
+
+
+async def test_the_openapi_document_is_kept(pair, tmp_path):
+    document = copy.deepcopy(openapi.prefill())
+    tokens = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}, "minItems": 1, "maxItems": 9}
+    for kind in ("PrefillRequest", "PrefixRequest"):
+        properties = document["components"]["schemas"][kind]["properties"]
+        properties |= {"model": {"const": "tiny"}, "token_ids": tokens, "start_token": {"const": 0}}
+    # The model knows more tokens than these; and 7.0, an integer to JSON Schema, is none here.
+    without = ("negative_data_rejection", "positive_data_acceptance")
+    await asyncio.to_thread(keeps_its_word, document, pair[0].url, tmp_path, without=without)

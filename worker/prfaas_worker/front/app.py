@@ -84,7 +84,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return _error(f"{request.method} {request.path}: {error.reason}", status=error.status, code="invalid_request")
+        text = f"{request.method} {request.path}: {error.reason}"
+        answer = _error(text, status=error.status, code="invalid_request")
+        if allowed := error.headers.get("Allow"):
+            answer.headers["Allow"] = allowed
+        return answer
     except RecursionError:  # nothing of ours nests deeply, only what callers send does
         return _error("the body is nested too deeply", status=400, code="invalid_json")
     except ConnectionError:
