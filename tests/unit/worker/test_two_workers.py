@@ -77,6 +77,7 @@ async def test_the_first_cache_byte_leaves_long_before_the_prefill_ends(client, 
 
 async def test_both_sides_hold_nothing_and_count_the_transfer_afterwards(client, pair):
     prefill, decode = pair
+    await client.eventually(prefill, **IDLE)  # else the end of an earlier transfer counts here
     before = [await client.metrics(worker) for worker in pair]
     answer = await client.complete(decode, prefill, prompt=text_of(1000), max_tokens=2)
     kv_bytes = int(answer.headers["x-prfaas-kv-bytes"])
