@@ -104,10 +104,19 @@ async def swinging(installation: Installation, replicas: dict[str, int], **polic
             place.hub, "-n", NAMESPACE, "rollout", "status", f"deployment/{NAME}-gateway", "--timeout=120s"
         )
         await scale(installation, **replicas)
-        yield await place.forward(place.hub, NAMESPACE, f"{NAME}-gateway", 80)
+        url = await place.forward(place.hub, NAMESPACE, f"{NAME}-gateway", 80)
+        await eventually(lambda: serves(url), "the gateway knows its instances")
+        yield url
     finally:
         for kind, name in reversed(specs):
             await place.kubectl(place.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=120s")
+
+
+async def serves(url: str) -> bool:
+    """Tell whether a request is answered."""
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        body = {"model": MODEL, "prompt": fresh_text(100), "max_tokens": 1}
+        return (await http.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_an_instance_converts_under_load_without_loss_and_without_loading_a_model(installation: Installation):
