@@ -34,6 +34,7 @@ SEEDS = (1, 2, 3)
 TTFT_REQUESTS = 20_000
 FALL_SECONDS, LOW_SHARE = 600.0, 0.2
 FALL_SEEDS = range(1, 11)
+FALL_LOADS = (0.7, 0.9)
 FALL_REQUESTS = 1_000
 FALL_INTERVALS = 10
 """What makes the link busy later than this is no caches that were under way, but the next prompts."""
@@ -75,8 +76,8 @@ def times(file: PlanFile, name: str, system: System, plan: Plan) -> Iterator[Fig
         yield Figure(name=f"{name}: TTFT at {share:.0%} load, estimate off by", value=100 * worst, unit="%", reach=15.0)
 
 
-def recovery() -> Iterator[Figure]:
-    """The link falls for good to a fifth, at nine tenths of the load that the best threshold then still carries."""
+def recovery(load: float) -> Iterator[Figure]:
+    """The link falls for good to a fifth, at a share of the load that the best threshold then still carries."""
     loaded = Load(EXAMPLES / "simulate.yaml", None, None, requests=FALL_REQUESTS)
     system = loaded.file.system
     (link,) = system.links
@@ -87,15 +88,15 @@ def recovery() -> Iterator[Figure]:
     results: list[Result] = []
     for seed in FALL_SEEDS:
         loaded.setup = msgspec.structs.replace(loaded.setup, seed=seed, bursts=None, links={link.name: falls})
-        results.append(loaded.run("threshold", 0.9 * left.lambda_max))
+        results.append(loaded.run("threshold", load * left.lambda_max))
     moved = [_until_moved(one, left.threshold_tokens or 0) for one in results]
-    name = "intervals of 1 s until the threshold is what a narrowed link bears"
+    name = f"link falls, {load:.0%} load: intervals of 1 s until the threshold is what it bears"
     yield Figure(name=f"{name}, median", value=median(moved), unit="", reach=3)
     yield Figure(name="  the worst of ten seeds", value=max(moved), unit="", reach=3)
     drained = [_until_drained(one) for one in results]
-    name = "intervals until it is under 80 %, with the caches that were under way"
+    name = f"link falls, {load:.0%} load: until it is under 80 %, with the caches that were under way"
     yield Figure(name=f"{name}, median", value=median(drained), unit="", reach=3)
-    yield Figure(name="  the worst of ten seeds", value=max(drained), unit="")
+    yield Figure(name="  the worst of ten seeds", value=max(drained), unit="", reach=3)
     lost = sum(one.requests - one.completed for one in results)
     yield Figure(name="requests lost or refused meanwhile", value=lost, unit="", reach=0)
 
@@ -121,7 +122,8 @@ def figures() -> Iterator[Figure]:
     for name, (system, plan) in sections.plans(file).items():
         yield from carried(file, sections.TITLES[name], system, plan)
         yield from times(file, sections.TITLES[name], system, plan)
-    yield from recovery()
+    for share in FALL_LOADS:
+        yield from recovery(share)
 
 
 if __name__ == "__main__":
