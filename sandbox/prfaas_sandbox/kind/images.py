@@ -13,7 +13,7 @@ from pathlib import Path
 from prfaas.errors import ConfigError, PeerError
 from prfaas_sandbox.build import ensure_modules, module_folder
 from prfaas_sandbox.commands import Command, run
-from prfaas_sandbox.kind.docker import docker, has_image
+from prfaas_sandbox.kind.docker import docker, has_image, inspect
 from prfaas_sandbox.kind.workshop import BUILD_TIMEOUT_SECONDS, Workshop, digest
 from prfaas_sandbox.place import Images
 from prfaas_sandbox.tools import COREDNS, KIND, NODE, PROMETHEUS, pinned_version
@@ -93,6 +93,9 @@ async def product_images(workshop: Workshop) -> Images:
             words = [await builder(), "build", "--target", target, "-t", reference]
             words += ["--build-arg", f"BASE={base}", "--build-arg", "TORCH=debian", root]
             await workshop.run(_build(words), reference)
+    sizes = await inspect("{{.Size}}", *references.values())
+    told = (f"{target} {int(size) / 1e6:.0f} MB" for target, size in zip(references, sizes, strict=True))
+    workshop.report(f"images, unpacked: {', '.join(told)}")
     return Images(**references)
 
 
