@@ -14,7 +14,7 @@ from prfaas.client.errors import BusyError, DeadlinePassedError, error_of
 from prfaas.client.places import Places
 from prfaas.errors import BadInputError, PrfaasError, UnreachableError
 from prfaas.wire import headers as names
-from prfaas.wire.wishes import MAX_DEADLINE_SECONDS, Offload, read_offload
+from prfaas.wire.wishes import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS, Offload, read_offload
 
 RETRIES: Final = 2
 CONNECT_SECONDS: Final = 5.0
@@ -66,8 +66,9 @@ class Options(NamedTuple):
     def checked(self) -> "Options":
         """Return these options; raises BadInputError for what no request could carry."""
         read_offload(self.offload)
-        if self.deadline is not None and not 0.001 <= self.deadline <= MAX_DEADLINE_SECONDS:
-            raise BadInputError(f"deadline is {self.deadline} s; want 0.001 to {MAX_DEADLINE_SECONDS}, or None")
+        if self.deadline is not None and not MIN_DEADLINE_SECONDS <= self.deadline <= MAX_DEADLINE_SECONDS:
+            form = f"want {MIN_DEADLINE_SECONDS} to {MAX_DEADLINE_SECONDS}, or None"
+            raise BadInputError(f"deadline is {self.deadline} s; {form}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise BadInputError("api_key must be printable ASCII; is there a line break at its end?")
         return self

@@ -141,8 +141,6 @@ class Runtime:
 
     def _sharer_changed(self, pool: Sharer) -> None:
         self.wakers.wake(Ref(DECODE_POOL, pool.share_with))
-        # It keeps its Secret for the pools seen here, of which it may have heard before they were.
-        self.wakers.wake(Ref(MEMBER_CLUSTER, pool.cluster))
 
     def _cluster_changed(self, _: Mapping[str, Any]) -> None:
         self.wakers.wake_kinds(PREFILL_POOL, DECODE_POOL, POLICY)
