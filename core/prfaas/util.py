@@ -1,0 +1,122 @@
+"""Four small mechanisms that every deployable needs: a rate, a back-off, files that change, and a message logged once.
+
+Each is arithmetic over a time that the caller gives, or a comparison with what was there before. Waiting, reading and
+deciding stay with the caller.
+"""
+
+import logging
+import os
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+Stamp = tuple[int, int, int]
+
+
+class RateBucket:
+    """A token bucket: `rate_per_second` refills it up to `depth`. It may be overdrawn; it then refills from below zero.
+
+    Args:
+        rate_per_second: what time adds, in the caller's unit (bytes, requests, tokens, retries).
+        depth: the most that the bucket holds.
+        now_seconds: a monotonic clock's.
+        level: what it holds at first; full when None.
+
+    """
+
+    def __init__(self, rate_per_second: float, depth: float, now_seconds: float, level: float | None = None):
+        self.rate_per_second = rate_per_second
+        self.depth = depth
+        self._level = depth if level is None else level
+        self._at_seconds = now_seconds
+
+    def level(self, now_seconds: float) -> float:
+        """Return what the bucket holds now. A clock that went back adds nothing."""
+        refilled = max(0.0, now_seconds - self._at_seconds) * self.rate_per_second
+        return min(self.depth, self._level + refilled)
+
+    def delay_seconds(self, amount: float, now_seconds: float) -> float:
+        """Return how long until the bucket holds `amount`, 0 when it does. `amount` may not exceed the depth."""
+        return max(0.0, amount - self.level(now_seconds)) / self.rate_per_second
+
+    def take(self, amount: float, now_seconds: float) -> None:
+        """Take `amount` out, whether or not the bucket holds it; a negative amount adds."""
+        self._level = min(self.depth, self.level(now_seconds) - amount)
+        self._at_seconds = max(self._at_seconds, now_seconds)
+
+
+def backoff_seconds(failures: int, first_seconds: float, max_seconds: float, *, jitter: bool = True) -> float:
+    """Return the pause after `failures` failures in a row: it doubles from `first_seconds` up to `max_seconds`.
+
+    Jitter multiplies the pause by a random factor in [0.5, 1), so that a server's clients do not all return at once.
+    """
+    pause_seconds = min(max_seconds, first_seconds * 2 ** min(max(failures, 1) - 1, 30))
+    return pause_seconds * random.uniform(0.5, 1.0) if jitter else pause_seconds  # noqa: S311  # spreads retries
+
+
+class Backoff:
+    """The pauses between attempts of one thing that keeps failing."""
+
+    def __init__(self, first_seconds: float, max_seconds: float, *, jitter: bool = True):
+        self._first_seconds = first_seconds
+        self._max_seconds = max_seconds
+        self._jitter = jitter
+        self.failures = 0
+
+    def failed(self) -> float:
+        """Count one more failure; return the pause before the next attempt."""
+        self.failures += 1
+        return backoff_seconds(self.failures, self._first_seconds, self._max_seconds, jitter=self._jitter)
+
+    def succeeded(self) -> None:
+        """Begin anew with the shortest pause."""
+        self.failures = 0
+
+
+def file_stamp(file: Path | os.DirEntry[str]) -> Stamp | None:
+    """Return what changes when a file is written or replaced, through symlinks; None where there is no file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+class WatchedFiles:
+    """Tells whether any of some files changed since the last look."""
+
+    def __init__(self, paths: Iterable[Path]):
+        self._paths = tuple(paths)
+        self._stamps: tuple[Stamp | None, ...] | None = None
+
+    def changed(self) -> bool:
+        """Look at the files; return whether one differs from the last look. The first look finds a change."""
+        stamps = tuple(file_stamp(path) for path in self._paths)
+        is_new = stamps != self._stamps
+        self._stamps = stamps
+        return is_new
+
+
+class LogOnce:
+    """Logs a failure once, however often it repeats, and once that it is over."""
+
+    def __init__(self, log: logging.Logger):
+        self._log = log
+        self._failing: dict[str, object] = {}
+
+    def failed(self, what: str, message: str, *, reason: object = None, level: int = logging.WARNING) -> None:
+        """Log `message`, unless `what` failed last time for the same reason (by default: with the same message)."""
+        reason = message if reason is None else reason
+        if self._failing.get(what) != reason:
+            self._failing[what] = reason
+            self._log.log(level, "%s", message)
+
+    def worked(self, what: str, message: str = "") -> None:
+        """Log `message` (or "WHAT works again") if `what` failed before."""
+        if self._failing.pop(what, None) is not None:
+            self._log.info("%s", message or f"{what} works again")
+
+    def keep_only(self, names: Iterable[str]) -> None:
+        """Forget every `what` that is not in `names`."""
+        kept = set(names)
+        self._failing = {what: reason for what, reason in self._failing.items() if what in kept}
