@@ -17,7 +17,7 @@ from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.routing.admission import overload
 from prfaas.routing.decide import decide, decide_again
 from prfaas.routing.facts import Decision, Facts, Refusal, Route
-from prfaas.routing.wishes import narrowed
+from prfaas.routing.preferences import narrowed
 from prfaas.telemetry.logs import line
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
@@ -336,7 +336,7 @@ class Dispatcher:
             self._estimator.observe(len(exchange.intake.body), account.prompt_tokens)
 
     def _facts(self, exchange: Exchange) -> Facts:
-        """Return the facts of this moment, as the request's wishes and full instances leave them.
+        """Return the facts of this moment, as the request's preferences and full instances leave them.
 
         Raises:
             CapacityError: there is no routing table yet, or every decode instance that lives is full.
@@ -345,6 +345,6 @@ class Dispatcher:
         facts = self._state.facts(exchange.intake.request_id, exchange.total_tokens, exchange.tried)
         if facts is None:
             raise CapacityError("the gateway has no routing table yet; is the operator running?")
-        facts = narrowed(exchange.found.added_to(facts), exchange.intake.wishes)
+        facts = narrowed(exchange.found.added_to(facts), exchange.intake.preferences)
         full = self._saturation.full(facts.in_flight, facts.now_seconds)
         return avoiding(facts, full) if full else facts

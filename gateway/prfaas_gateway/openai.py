@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas.errors import BadInputError, CapacityError, PeerError, RequestError
 from prfaas.wire import headers
-from prfaas.wire.wishes import Wishes, read_deadline_seconds, read_wishes
+from prfaas.wire.preferences import Preferences, read_deadline_seconds, read_preferences
 from prfaas_gateway.limits import Limits
 
 # What a worker needs of a request stands in its body. An allow-list keeps out hop-by-hop headers, credentials meant for
@@ -98,7 +98,7 @@ class Intake(msgspec.Struct, frozen=True):
     request_id: str
     body: bytes
     headers: dict[str, str]
-    wishes: Wishes
+    preferences: Preferences
     deadline_seconds: float | None
 
     def leg_headers(self) -> dict[str, str]:
@@ -119,18 +119,18 @@ async def read_intake(request: web.Request, limits: Limits) -> Intake:
 
     """
     deadline_seconds = _read_deadline(request)
-    wishes = read_wishes(_only_once(request))
+    preferences = read_preferences(_only_once(request))
     body = await _read_body(request, limits, deadline_seconds)
     request_id = request.headers.get(headers.REQUEST_ID, "")
     if not REQUEST_ID_PATTERN.fullmatch(request_id):
         request_id = uuid.uuid4().hex
     forwarded = {name: request.headers[name] for name in FORWARDED_REQUEST_HEADERS if name in request.headers}
     forwarded[headers.REQUEST_ID] = request_id
-    return Intake(request.path, _read_model(body), request_id, body, forwarded, wishes, deadline_seconds)
+    return Intake(request.path, _read_model(body), request_id, body, forwarded, preferences, deadline_seconds)
 
 
 def _only_once(request: web.Request) -> Mapping[str, str]:
-    """Return the headers, of which those that carry wishes may not come twice: one of them would be ignored."""
+    """Return the headers, of which those that carry preferences may not come twice: one of them would be ignored."""
     for name in (headers.DATACENTERS, headers.OFFLOAD, headers.DEADLINE_SECONDS):
         if name in request.headers and len(request.headers.getall(name)) > 1:
             raise RequestError(f"the header {name} comes twice; send it once", code="invalid_header", param=name)

@@ -211,7 +211,7 @@ async def test_what_the_node_does_not_offer_is_refused_by_name(hub):
         "metadata": {"name": "disk"},
         "spec": {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"], "hostPath": {"path": "/tmp"}},
     }
-    wish = {
+    preference = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": "disk"},
@@ -221,7 +221,7 @@ async def test_what_the_node_does_not_offer_is_refused_by_name(hub):
             "resources": {"requests": {"storage": "1Gi"}},
         },
     }
-    await hub.apply(claim, wish)
+    await hub.apply(claim, preference)
     await hub.run("fancy", "true", spec={"volumes": volumes, "initContainers": init})
 
     async def waiting():

@@ -1,6 +1,6 @@
-"""Where a prompt may travel, in Python; on the wire it is one header (prfaas.wire.wishes)."""
+"""Where a prompt may travel, in Python; on the wire it is one header (prfaas.wire.preferences)."""
 
-from prfaas.wire.wishes import check_datacenters, write_datacenters
+from prfaas.wire.preferences import check_datacenters, write_datacenters
 
 
 class Places:

@@ -14,7 +14,7 @@ from prfaas.client.errors import BusyError, DeadlinePassedError, error_of
 from prfaas.client.places import Places
 from prfaas.errors import BadInputError, PrfaasError, UnreachableError
 from prfaas.wire import headers as names
-from prfaas.wire.wishes import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS, Offload, read_offload
+from prfaas.wire.preferences import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS, Offload, read_offload
 
 RETRIES: Final = 2
 CONNECT_SECONDS: Final = 5.0

@@ -33,7 +33,7 @@ from prfaas.client.requests import (
     server_of,
 )
 from prfaas.errors import UnreachableError
-from prfaas.wire.wishes import Offload
+from prfaas.wire.preferences import Offload
 
 
 class Stream(Generic[Chunk]):

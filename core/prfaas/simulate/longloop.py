@@ -15,7 +15,7 @@ from prfaas.capacity.observed import MIN_PROMPTS, slices, workload_of
 from prfaas.capacity.system import HubPool, Link
 from prfaas.names import HUB
 from prfaas.routing.lengths import EDGES
-from prfaas.simulate.journey import Journeys
+from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import Conversion
 from prfaas.simulate.shortloop import LENGTHS_WINDOW_SECONDS, ShortLoop
 
@@ -33,17 +33,17 @@ class LongLoop:
     """The policy's long timescale, for a hub of one pool; looks and converts by itself.
 
     Args:
-        journeys: what is watched, and converted.
+        process: what is watched, and converted.
         short: has measured lengths and links.
         conversion: the policy's part.
 
     """
 
-    def __init__(self, journeys: Journeys, short: ShortLoop, conversion: Conversion):
-        self._journeys = journeys
+    def __init__(self, process: RequestProcess, short: ShortLoop, conversion: Conversion):
+        self._process = process
         self._short = short
         self._conversion = conversion
-        self._pool: HubPool = journeys.scenario.system.hub[0]
+        self._pool: HubPool = process.scenario.system.hub[0]
         self._rules = Rules(
             converts=True,
             min_prefill=max(1, self._pool.min_prefill),
@@ -54,31 +54,31 @@ class LongLoop:
             scaling_cooldown_seconds=math.inf,
             ttft_seconds=conversion.ttft_seconds,
         )
-        self._prefilling = journeys.scenario.prefilling(self._pool)
+        self._prefilling = process.scenario.prefilling(self._pool)
         self._decided_at_seconds = -math.inf
         self._answers = deque([_Answers(0.0, 0.0, 0)])
-        journeys.events.after(conversion.interval_seconds, self._look)
+        process.events.after(conversion.interval_seconds, self._look)
 
     def _look(self, _: None) -> None:
-        self._journeys.events.after(self._conversion.interval_seconds, self._look)
-        now_seconds, installation = self._journeys.events.now, self._installation()
+        self._process.events.after(self._conversion.interval_seconds, self._look)
+        now_seconds, installation = self._process.events.now, self._installation()
         decision = decide(self._rules, installation, self._moment(installation))
         if decision.changes:
             self._prefilling = decision.changes[SHARER.format(self._pool.name)]
             self._decided_at_seconds = now_seconds
-            self._journeys.events.after(self._conversion.conversion_seconds, self._convert, self._prefilling)
+            self._process.events.after(self._conversion.conversion_seconds, self._convert, self._prefilling)
 
     def _convert(self, prefilling: int) -> None:
-        self._journeys.gateway.divide(self._pool.name, prefilling)
+        self._process.gateway.divide(self._pool.name, prefilling)
 
     def _moment(self, installation: Installation) -> Moment:
-        since_seconds = self._journeys.events.now - self._decided_at_seconds
+        since_seconds = self._process.events.now - self._decided_at_seconds
         ours = since_seconds < self._conversion.conversion_seconds
         links = {link.name for link in installation.links}
         lacking = [
             one.name
-            for one in self._journeys.table.instances
-            if one.name in self._journeys.dead and (one.cluster == HUB or one.cluster in links)
+            for one in self._process.table.instances
+            if one.name in self._process.dead and (one.cluster == HUB or one.cluster in links)
         ]
         return Moment(
             arrivals_per_second=self._short.arrivals_lately(),
@@ -89,7 +89,7 @@ class LongLoop:
         )
 
     def _installation(self) -> Installation:
-        scenario, name = self._journeys.scenario, self._pool.name
+        scenario, name = self._process.scenario, self._pool.name
         links = tuple(
             Link(name=link.cluster, capacity_mbps=link.effective_mbps)
             for link in self._short.links
@@ -128,9 +128,9 @@ class LongLoop:
 
     def _output_tokens(self) -> float | None:
         """Return the tokens generated a finished answer."""
-        journeys, now_seconds = self._journeys, self._journeys.events.now
-        tokens = sum(one.generated_tokens for one in journeys.hub.values())
-        self._answers.append(_Answers(now_seconds, tokens, journeys.tally.completed))
+        process, now_seconds = self._process, self._process.events.now
+        tokens = sum(one.generated_tokens for one in process.hub.values())
+        self._answers.append(_Answers(now_seconds, tokens, process.tally.completed))
         while len(self._answers) > 2 and self._answers[1].at_seconds <= now_seconds - LENGTHS_WINDOW_SECONDS:
             self._answers.popleft()
         first, last = self._answers[0], self._answers[-1]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from prfaas.names import HUB
 from prfaas.simulate.faults import Faults
-from prfaas.simulate.journey import Journeys
+from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.longloop import LongLoop
 from prfaas.simulate.outcome import Interval, Result, Tally
 from prfaas.simulate.request import Arrival
@@ -40,22 +40,22 @@ class _Run:
         self._arrivals = arrivals
         self._tally = tally
         self._progress = progress
-        self._journeys = Journeys(scenario, tally)
-        self._events = self._journeys.events
-        self._loop = ShortLoop(self._journeys)
+        self._process = RequestProcess(scenario, tally)
+        self._events = self._process.events
+        self._loop = ShortLoop(self._process)
         self._more = True
-        Faults(self._journeys)
+        Faults(self._process)
         self._next_arrival()
         if scenario.offloads:
             self._events.at(0.0, self._interval)
             if scenario.policy.conversion is not None:
-                LongLoop(self._journeys, self._loop, scenario.policy.conversion)
+                LongLoop(self._process, self._loop, scenario.policy.conversion)
 
     def result(self) -> Result:
         """Run to the end."""
         while (self._more or self._tally.ended < self._tally.arrived) and self._events.step():
             pass
-        return self._tally.result(sum(link.to_hub.served for link in self._journeys.links.values()))
+        return self._tally.result(sum(link.to_hub.served for link in self._process.links.values()))
 
     def _next_arrival(self) -> None:
         arrival = next(self._arrivals, None)
@@ -65,23 +65,23 @@ class _Run:
             self._events.at(arrival.at_seconds, self._arrive, arrival)
 
     def _arrive(self, arrival: Arrival) -> None:
-        self._journeys.start(arrival)
+        self._process.start(arrival)
         self._next_arrival()
         if self._progress is not None and self._tally.arrived % PROGRESS_EVERY == 0:
             self._progress(self._tally.arrived)
 
     def _interval(self, _: None) -> None:
-        journeys = self._journeys
+        process = self._process
         made = self._loop.step()
-        journeys.gateway.update(self._loop.update(made))
+        process.gateway.update(self._loop.update(made))
         self._tally.timeline.append(
             Interval(
                 at_seconds=self._events.now,
-                threshold_tokens=journeys.gateway.rule.threshold_tokens,
+                threshold_tokens=process.gateway.rule.threshold_tokens,
                 utilisation_percent=max((link.utilisation_percent or 0.0 for link in made.links), default=0.0),
-                unsent_bytes=sum(link.to_hub.unserved for link in journeys.links.values()),
+                unsent_bytes=sum(link.to_hub.unserved for link in process.links.values()),
                 in_flight=self._tally.arrived - self._tally.ended,
-                hub_prefills=sum(one.cluster == HUB and one.role == "prefill" for one in journeys.table.instances),
+                hub_prefills=sum(one.cluster == HUB and one.role == "prefill" for one in process.table.instances),
             )
         )
-        self._events.after(journeys.table.short_interval_seconds, self._interval)
+        self._events.after(process.table.short_interval_seconds, self._interval)

@@ -12,7 +12,7 @@ from prfaas.routing.controller import Config, Facts, LinkFacts, Offered, Step, i
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkReport, LinkSample
-from prfaas.simulate.journey import Journeys
+from prfaas.simulate.request_process import RequestProcess
 from prfaas.wire.control import ThresholdUpdate
 
 LENGTHS_WINDOW_SECONDS: Final = 300.0
@@ -29,13 +29,13 @@ class ShortLoop:
     """The policy's short timescale.
 
     Args:
-        journeys: what is watched.
+        process: what is watched.
 
     """
 
-    def __init__(self, journeys: Journeys):
-        table = journeys.table
-        self._journeys = journeys
+    def __init__(self, process: RequestProcess):
+        table = process.table
+        self._process = process
         self._table = table
         self._config = Config(
             threshold=table.threshold, watermarks=table.watermarks, stale_after_seconds=table.stale_after_seconds
@@ -45,11 +45,11 @@ class ShortLoop:
         self._lengths: deque[_Counted] = deque()
         self.links: tuple[LinkReport, ...] = ()
         """As the last step saw them."""
-        self._profiles = journeys.scenario.profiles
+        self._profiles = process.scenario.profiles
 
     def step(self) -> Step:
         """Measure, and decide."""
-        now_seconds = self._journeys.events.now
+        now_seconds = self._process.events.now
         self._count_lengths(now_seconds)
         made = step(
             self._config,
@@ -67,14 +67,14 @@ class ShortLoop:
 
     def lengths_lately(self) -> list[int]:
         """Return the prompts of the last minutes by bin."""
-        latest = self._journeys.lengths.counts
+        latest = self._process.lengths.counts
         return list(map(sub, latest, self._lengths[0].lengths)) if self._lengths else []
 
     def arrivals_lately(self) -> float | None:
         """Return the requests a second over the same minutes; None: too few seconds."""
         if not self._lengths:
             return None
-        seconds = self._journeys.events.now - self._lengths[0].at_seconds
+        seconds = self._process.events.now - self._lengths[0].at_seconds
         return None if seconds < LENGTHS_STEP_SECONDS else sum(self.lengths_lately()) / seconds
 
     def update(self, made: Step) -> ThresholdUpdate:
@@ -94,28 +94,28 @@ class ShortLoop:
                 cluster=cluster.name,
                 capacity_mbps=cluster.capacity_mbps,
                 reachable=cluster.reachable,
-                ready_instances=sum(one.cluster == cluster.name for one in self._journeys.living()),
+                ready_instances=sum(one.cluster == cluster.name for one in self._process.living()),
                 sample=self._sample(cluster.name),
             )
             for cluster in self._table.clusters
         )
 
     def _sample(self, cluster: str) -> LinkSample | None:
-        link = self._journeys.links[cluster]
+        link = self._process.links[cluster]
         sample = link.sample(self._config.window_seconds, self._waiting(cluster))
         return None if link.down else sample
 
     def _waiting(self, cluster: str) -> int:
         """Return the prompts that wait at prefill instances of a cluster."""
-        journeys = self._journeys
+        process = self._process
         return sum(
-            journeys.prefills[one.name].waiting_prefills
-            for one in journeys.table.instances
+            process.prefills[one.name].waiting_prefills
+            for one in process.table.instances
             if one.cluster == cluster and one.role == "prefill"
         )
 
     def _recent_offloads(self, now_seconds: float) -> int:
-        offloads = self._journeys.offloads
+        offloads = self._process.offloads
         self._offloads.append((now_seconds, offloads))
         while len(self._offloads) > 2 and self._offloads[1][0] <= now_seconds - self._config.window_seconds:
             self._offloads.popleft()
@@ -123,7 +123,7 @@ class ShortLoop:
 
     def _count_lengths(self, now_seconds: float) -> None:
         if not self._lengths or now_seconds - self._lengths[-1].at_seconds >= LENGTHS_STEP_SECONDS:
-            self._lengths.append(_Counted(now_seconds, self._journeys.lengths.counts))
+            self._lengths.append(_Counted(now_seconds, self._process.lengths.counts))
             while len(self._lengths) > 1 and self._lengths[1].at_seconds <= now_seconds - LENGTHS_WINDOW_SECONDS:
                 self._lengths.popleft()
 
@@ -135,12 +135,12 @@ class ShortLoop:
         if demand is None:
             return None
         ready: dict[tuple[str, str], int] = {}
-        for one in self._journeys.living():
+        for one in self._process.living():
             if one.role == "prefill":
                 ready[one.cluster, one.pool] = ready.get((one.cluster, one.pool), 0) + 1
         return Offered(
             demand=demand,
-            arrivals_per_second=self._arrivals_per_second(_Counted(now_seconds, self._journeys.lengths.counts)),
+            arrivals_per_second=self._arrivals_per_second(_Counted(now_seconds, self._process.lengths.counts)),
             pools=tuple(
                 PoolFacts(cluster=cluster, ready_instances=count, profile=self._profiles[pool])
                 for (cluster, pool), count in ready.items()

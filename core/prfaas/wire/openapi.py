@@ -11,7 +11,7 @@ import msgspec
 
 from prfaas.wire import headers
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
-from prfaas.wire.wishes import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS
+from prfaas.wire.preferences import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS
 
 Document = dict[str, Any]
 API_VERSION: Final = "1.0.0"

@@ -193,9 +193,9 @@ def test_the_openapi_document_is_kept(port, tmp_path):
     for operation in ("/v1/chat/completions", "/v1/completions"):
         asking = document["paths"][operation]["post"]
         asking["requestBody"]["content"]["application/json"]["schema"]["properties"]["model"] = {"const": "m"}
-        wishes = {one["name"]: one["schema"] for one in asking["parameters"]}
-        wishes[headers.DATACENTERS]["enum"] = ["prefer a", "forbid b, c", "prefer a; forbid b"]
-        wishes[headers.DEADLINE_SECONDS]["minimum"] = 60  # 504 is right for a thousandth of a second
+        preferences = {one["name"]: one["schema"] for one in asking["parameters"]}
+        preferences[headers.DATACENTERS]["enum"] = ["prefer a", "forbid b, c", "prefer a; forbid b"]
+        preferences[headers.DEADLINE_SECONDS]["minimum"] = 60  # 504 is right for a thousandth of a second
     # A body's fields are the worker's to judge, and the one behind this gateway takes all.
     keeps_its_word(document, f"http://127.0.0.1:{port}", tmp_path, without=("negative_data_rejection",))
 

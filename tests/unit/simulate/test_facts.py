@@ -12,7 +12,7 @@ from prfaas.routing.decide import decide
 from prfaas.routing.facts import Facts, Route, cached_by_cluster
 from prfaas.simulate.faults import Faults
 from prfaas.simulate.gateway import EJECT_SECONDS
-from prfaas.simulate.journey import Journeys
+from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request import Arrival, Request
 from prfaas.simulate.scenario import Conditions, Failure, Scenario
@@ -29,17 +29,17 @@ CACHES = {"hub": 1e12, "member": 1e12}
 class Live:
     """The live gateway's state over the same table, and what a KV manager would have found."""
 
-    def __init__(self, journeys: Journeys):
-        self.journeys = journeys
-        self.state = GatewayState(Limits(eject_seconds=EJECT_SECONDS), clock=lambda: journeys.events.now)
-        self.state.set_table(journeys.table)
+    def __init__(self, process: RequestProcess):
+        self.process = process
+        self.state = GatewayState(Limits(eject_seconds=EJECT_SECONDS), clock=lambda: process.events.now)
+        self.state.set_table(process.table)
 
     def facts(self, request: Request) -> Facts:
         facts = self.state.facts(str(request.index), request.total_tokens, request.tried)
         assert facts is not None
-        on = self.journeys.caches.found(request)
-        profiles = {one.name: self.journeys.scenario.profiles[one.pool] for one in self.journeys.table.instances}
-        clusters = cached_by_cluster(self.journeys.table, on)
+        on = self.process.caches.found(request)
+        profiles = {one.name: self.process.scenario.profiles[one.pool] for one in self.process.table.instances}
+        clusters = cached_by_cluster(self.process.table, on)
         return Found(None, on, clusters, profiles).added_to(facts)
 
 
@@ -54,8 +54,8 @@ def conversations(seed: int, count: int = 200) -> list[Request]:
 
 @pytest.mark.parametrize("mode", ["Fixed", "Priced"])
 def test_both_place_every_request_alike_while_caches_and_queues_fill(mode):
-    journeys = Journeys(world(threshold(8_000, mode), cache_bytes=CACHES).validated(), Tally())
-    live, sim, rng = Live(journeys), journeys.gateway, random.Random(7)
+    process = RequestProcess(world(threshold(8_000, mode), cache_bytes=CACHES).validated(), Tally())
+    live, sim, rng = Live(process), process.gateway, random.Random(7)
     under_way: list[tuple[Request, Route, ExitStack]] = []
     with ExitStack() as at_end:
         for request in conversations(3):
@@ -69,7 +69,7 @@ def test_both_place_every_request_alike_while_caches_and_queues_fill(mode):
             if rng.random() < 0.7:
                 done, its_route, its_leg = under_way.pop(rng.randrange(len(under_way)))
                 for one in {its_route.decode.name, (its_route.prefill or its_route.decode).name}:
-                    journeys.caches.insert(one, done)
+                    process.caches.insert(one, done)
                 sim.prefilled(its_route, done)
                 sim.leave(its_route.decode.name, done)
                 its_leg.close()
@@ -91,13 +91,13 @@ def turn(number: int, blocks: int, conversation: int = 0) -> Request:
 
 def placed(scenario: Scenario, arrivals: list[Arrival]) -> list[str]:
     """The instances that prefill these, which come at once."""
-    journeys = Journeys(scenario.validated(), Tally())
+    process = RequestProcess(scenario.validated(), Tally())
     names = []
     for index, arrival in enumerate(arrivals):
         request = Request(index, arrival)
-        route = journeys.gateway.decide(request)
+        route = process.gateway.decide(request)
         assert isinstance(route, Route)
-        journeys.gateway.enter(route, request)
+        process.gateway.enter(route, request)
         names.append((route.prefill or route.decode).name)
     return names
 
@@ -122,12 +122,12 @@ def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_compute
     costly = linear(1e-3, token_bytes=1_000_000)  # 82 s to fetch
     for profile, seconds in ((cheap, 0.512), (costly, 10.752)):
         scenario = lone(decoding=1, prefilling=1, profiles=(profile, profile), cache_bytes={"hub": 1e12})
-        journeys = Journeys(scenario.validated(), Tally())
-        journeys.caches.insert("home-decode-0", turn(9, 20))
-        journeys.start(turn(0, 21).arrival)
-        while journeys.tally.ended < 1 and journeys.events.step():
+        process = RequestProcess(scenario.validated(), Tally())
+        process.caches.insert("home-decode-0", turn(9, 20))
+        process.start(turn(0, 21).arrival)
+        while process.tally.ended < 1 and process.events.step():
             pass
-        assert journeys.tally.result(0.0).ttft_seconds.mean == pytest.approx(seconds, abs=0.01)
+        assert process.tally.result(0.0).ttft_seconds.mean == pytest.approx(seconds, abs=0.01)
 
 
 def test_a_loan_over_a_link_that_stops_is_done_without():
@@ -143,30 +143,30 @@ def test_a_loan_over_a_link_that_stops_is_done_without():
             cache_bytes=CACHES,
             conditions=conditions,
         )
-        journeys = Journeys(scenario.validated(), Tally())
-        Faults(journeys)
+        process = RequestProcess(scenario.validated(), Tally())
+        Faults(process)
         for name in ("far-0", "far-1"):
-            journeys.caches.insert(name, turn(9, 20))
+            process.caches.insert(name, turn(9, 20))
         update = ThresholdUpdate(
             tokens=1 << 20, bandwidth="Abundant", offload_clusters=("member",), expires_seconds=10, reason=""
         )
-        journeys.gateway.update(update)
-        journeys.start(turn(0, 21).arrival)
-        while journeys.tally.ended < 1 and journeys.events.step():
+        process.gateway.update(update)
+        process.start(turn(0, 21).arrival)
+        while process.tally.ended < 1 and process.events.step():
             pass
-        assert journeys.tally.result(0.0).ttft_seconds.mean == pytest.approx(seconds, abs=0.01)
+        assert process.tally.result(0.0).ttft_seconds.mean == pytest.approx(seconds, abs=0.01)
 
 
 def test_an_instance_that_dies_forgets_and_the_others_of_its_cluster_do_not():
     failure = Failure(at_seconds=1.0, for_seconds=1.0, name="far-0")
-    journeys = Journeys(world(cache_bytes=CACHES, failures=(failure,)).validated(), Tally())
-    Faults(journeys)
+    process = RequestProcess(world(cache_bytes=CACHES, failures=(failure,)).validated(), Tally())
+    Faults(process)
     for name in ("far-0", "far-1"):
-        journeys.caches.insert(name, turn(0, 20))
-    assert journeys.caches.found(turn(1, 21)) == {"far-0": 10_240, "far-1": 10_240}
-    while journeys.events.step():
+        process.caches.insert(name, turn(0, 20))
+    assert process.caches.found(turn(1, 21)) == {"far-0": 10_240, "far-1": 10_240}
+    while process.events.step():
         pass
-    assert journeys.caches.found(turn(1, 21)) == {"far-1": 10_240}
+    assert process.caches.found(turn(1, 21)) == {"far-1": 10_240}
 
 
 def test_memory_of_a_cluster_is_shared_by_its_instances():
@@ -175,7 +175,7 @@ def test_memory_of_a_cluster_is_shared_by_its_instances():
 
     def kept(size_bytes: float) -> int:
         scenario = lone(decoding=2, profiles=(profile, profile), cache_bytes={"hub": size_bytes})
-        caches = Journeys(scenario.validated(), Tally()).caches
+        caches = RequestProcess(scenario.validated(), Tally()).caches
         for conversation in range(8):
             caches.insert("home-decode-0", turn(0, 10, conversation))
         return sum(bool(caches.match("home-decode-0", turn(1, 11, conversation))) for conversation in range(8))
@@ -185,8 +185,8 @@ def test_memory_of_a_cluster_is_shared_by_its_instances():
 
 def test_a_gateway_that_forgets_what_is_queued_places_requests_elsewhere():
     """Negative control of the first test: what it compares matters."""
-    journeys = Journeys(world(threshold(1 << 20), offload=0, hub=(2, 1)).validated(), Tally())
-    live = Live(journeys)
+    process = RequestProcess(world(threshold(1 << 20), offload=0, hub=(2, 1)).validated(), Tally())
+    live = Live(process)
     long = Request(0, Arrival(0.0, 60_000, 1))
     with ExitStack() as legs:
         for request in (long, *(Request(n, Arrival(0.0, 1_000, 1)) for n in (1, 2))):

@@ -16,7 +16,7 @@ import pytest
 from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
-from prfaas.wire.wishes import NO_WISHES
+from prfaas.wire.preferences import NO_PREFERENCES
 from prfaas_gateway.kv.manager import NOTHING, Found, KvManager
 from prfaas_gateway.openai import Intake
 from prfaas_gateway.serve import Config, serving
@@ -121,7 +121,7 @@ def text_of(length: int, seed: str) -> str:
 def known(manager: KvManager, prompt: str) -> Found:
     """What the gateway knows of a prompt, each of whose bytes is a token."""
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-    return find(manager, Intake("/v1/completions", "tiny", "r", body, {}, NO_WISHES, None), len(prompt))
+    return find(manager, Intake("/v1/completions", "tiny", "r", body, {}, NO_PREFERENCES, None), len(prompt))
 
 
 async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tuple[str, int]]:

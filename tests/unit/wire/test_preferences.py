@@ -1,4 +1,4 @@
-"""Proves that wishes are read as they were written, and that a header that breaks its form is refused and never read
+"""Proves that preferences are read as they were written, and that a header that breaks its form is refused and never read
 as something else.
 """
 
@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from prfaas.errors import RequestError
 from prfaas.wire.headers import DATACENTERS, DEADLINE_SECONDS, OFFLOAD
-from prfaas.wire.wishes import (
-    NO_WISHES,
-    Wishes,
+from prfaas.wire.preferences import (
+    NO_PREFERENCES,
+    Preferences,
     covers,
     read_datacenters,
     read_deadline_seconds,
     read_offload,
-    read_wishes,
+    read_preferences,
     write_datacenters,
 )
 
@@ -24,13 +24,13 @@ LISTS = st.lists(NAMES, max_size=8, unique=True)
 
 
 def test_a_request_without_headers_has_no_wishes():
-    assert read_wishes({"x-prfaas-other": "1"}) is NO_WISHES
+    assert read_preferences({"x-prfaas-other": "1"}) is NO_PREFERENCES
 
 
 def test_all_three_headers_are_read():
     headers = {DATACENTERS: "prefer eu-west,eu-north ;forbid  us", OFFLOAD: "always"}
-    assert read_wishes(headers) == Wishes(("eu-west", "eu-north"), ("us",), "always")
-    assert read_wishes({OFFLOAD: "never"}) == Wishes(offload="never")
+    assert read_preferences(headers) == Preferences(("eu-west", "eu-north"), ("us",), "always")
+    assert read_preferences({OFFLOAD: "never"}) == Preferences(offload="never")
     assert read_deadline_seconds("2.5") == 2.5
 
 

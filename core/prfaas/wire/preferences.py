@@ -4,7 +4,7 @@
     x-prfaas-offload: auto | never | always
     x-prfaas-deadline-seconds: 2.5
 
-Wishes narrow what the policy allows and never widen it; prfaas.routing.wishes says how. A header that breaks its form
+Preferences narrow what the policy allows and never widen it; prfaas.routing.preferences says how. A header that breaks its form
 is refused: a misspelt `forbid` that were ignored would send a prompt to where it must not go.
 """
 
@@ -29,7 +29,7 @@ _SECONDS = re.compile(r"[0-9]{1,5}(?:\.[0-9]{1,20})?")
 _FORM: Final = "want `prefer NAME, NAME; forbid NAME`, either part alone, names as clusters have them in `datacenter`"
 
 
-class Wishes(msgspec.Struct, frozen=True):
+class Preferences(msgspec.Struct, frozen=True):
     """Where and how one request is to be prefilled.
 
     A name covers the datacenter of that name and those within it: `us` covers us and us-east-1, and not usa.
@@ -40,16 +40,16 @@ class Wishes(msgspec.Struct, frozen=True):
     offload: Offload = "auto"
 
 
-NO_WISHES: Final = Wishes()
+NO_PREFERENCES: Final = Preferences()
 
 
 def covers(name: str, datacenter: str) -> bool:
-    """Return whether a name in a wish means this datacenter."""
+    """Return whether a name in a preference means this datacenter."""
     return datacenter == name or datacenter.startswith(f"{name}-")
 
 
-def read_wishes(headers: Mapping[str, str]) -> Wishes:
-    """Return the wishes of a request; `headers` answers to lower-case names.
+def read_preferences(headers: Mapping[str, str]) -> Preferences:
+    """Return the preferences of a request; `headers` answers to lower-case names.
 
     Raises:
         RequestError: 400, a header breaks its form.
@@ -57,9 +57,9 @@ def read_wishes(headers: Mapping[str, str]) -> Wishes:
     """
     places, offload = headers.get(DATACENTERS), headers.get(OFFLOAD)
     if places is None and offload is None:
-        return NO_WISHES
+        return NO_PREFERENCES
     prefer, forbid = ((), ()) if places is None else read_datacenters(places)
-    return Wishes(prefer, forbid, "auto" if offload is None else read_offload(offload))
+    return Preferences(prefer, forbid, "auto" if offload is None else read_offload(offload))
 
 
 def read_datacenters(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -102,7 +102,7 @@ def write_datacenters(prefer: Iterable[str], forbid: Iterable[str]) -> str:
 
 
 def read_offload(text: str) -> Offload:
-    """Return the wish about offloading; raises RequestError."""
+    """Return the preference about offloading; raises RequestError."""
     for known in get_args(Offload):
         if text == known:
             return known

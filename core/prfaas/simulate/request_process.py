@@ -39,7 +39,7 @@ class Attempt(NamedTuple):
     leg: Leg = "prefill"
 
 
-class Journeys:
+class RequestProcess:
     """All requests on their way, and what they meet there.
 
     Args:

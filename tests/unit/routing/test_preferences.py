@@ -1,4 +1,4 @@
-"""Proves that a request's wishes narrow where it may be prefilled, and that none of them lets it go anywhere new."""
+"""Proves that a request's preferences narrow where it may be prefilled, and that none of them lets it go anywhere new."""
 
 import pytest
 from hypothesis import given
@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Facts, Refusal, Route, rule_in_force
-from prfaas.routing.wishes import narrowed
+from prfaas.routing.preferences import narrowed
 from prfaas.wire.control import Price, ThresholdUpdate
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
-from prfaas.wire.wishes import Wishes, covers
+from prfaas.wire.preferences import Preferences, covers
 
 PLACES = {"a": "eu-west", "b": "eu-north", "c": "us-east", "d": ""}
 LONG, SHORT, TINY = 5000, 500, 50
@@ -48,15 +48,15 @@ def facts(tokens: int, world: RoutingTable | None = None, update: ThresholdUpdat
     return Facts(now_seconds=0, request_id="r", total_tokens=tokens, table=world, rule=rule_in_force(world, update))
 
 
-def decided(tokens: int, *, world: RoutingTable | None = None, **wishes) -> Route:
-    decision = decide(narrowed(facts(tokens, world), Wishes(**wishes)))
+def decided(tokens: int, *, world: RoutingTable | None = None, **preferences) -> Route:
+    decision = decide(narrowed(facts(tokens, world), Preferences(**preferences)))
     assert isinstance(decision, Route)
     return decision
 
 
 def test_without_wishes_the_facts_are_the_very_same():
     given_facts = facts(LONG)
-    assert narrowed(given_facts, Wishes()) is given_facts
+    assert narrowed(given_facts, Preferences()) is given_facts
 
 
 def test_a_preferred_datacenter_comes_first_and_in_the_order_given():
@@ -93,7 +93,7 @@ def test_always_offloads_below_the_threshold_and_not_below_the_least_that_the_po
 def test_always_opens_neither_a_disabled_policy_nor_a_dead_link():
     assert decided(LONG, world=table("Disabled"), offload="always").kind == "local"
     dead = ThresholdUpdate(tokens=500, bandwidth="Scarce", offload_clusters=(), expires_seconds=9, reason="")
-    assert decide(narrowed(facts(LONG, None, dead), Wishes(offload="always"))).kind == "local"
+    assert decide(narrowed(facts(LONG, None, dead), Preferences(offload="always"))).kind == "local"
 
 
 def price(cluster: str, token_seconds: float) -> Price:
@@ -111,7 +111,7 @@ def test_wishes_hold_where_prices_decide(offload, home_seconds, kind):
     update = ThresholdUpdate(
         tokens=1000, bandwidth="Scarce", offload_clusters=("a",), expires_seconds=9, reason="", prices=prices
     )
-    assert decide(narrowed(facts(SHORT, world, update), Wishes(offload=offload))).kind == kind
+    assert decide(narrowed(facts(SHORT, world, update), Preferences(offload=offload))).kind == kind
 
 
 NAMES = st.sampled_from(["eu", "eu-west", "eu-north", "us", "us-east", "mars"])
@@ -121,21 +121,21 @@ NAMES = st.sampled_from(["eu", "eu-west", "eu-north", "us", "us-east", "mars"])
     tokens=st.integers(0, 20_000),
     mode=st.sampled_from(["Auto", "Fixed", "Disabled"]),
     forbidden=st.lists(st.sampled_from(list(PLACES.values())), unique=True),
-    wishes=st.builds(
-        Wishes,
+    preferences=st.builds(
+        Preferences,
         st.lists(NAMES, unique=True).map(tuple),
         st.lists(NAMES, unique=True).map(tuple),
         st.sampled_from(["auto", "never", "always"]),
     ),
 )
-def test_no_wish_reaches_a_cluster_that_policy_or_request_forbid(tokens, mode, forbidden, wishes):
+def test_no_wish_reaches_a_cluster_that_policy_or_request_forbid(tokens, mode, forbidden, preferences):
     world = table(mode, forbid_datacenters=tuple(forbidden))
-    decision = decide(narrowed(facts(tokens, world), wishes))
+    decision = decide(narrowed(facts(tokens, world), preferences))
     assert not isinstance(decision, Refusal)
     place = PLACES.get(decision.prefill.cluster) if decision.prefill else None
     if decision.kind == "offload":
         assert mode != "Disabled"
         assert place not in forbidden
-        assert not any(covers(name, place) for name in wishes.forbid)
-        assert wishes.offload != "never"
+        assert not any(covers(name, place) for name in preferences.forbid)
+        assert preferences.offload != "never"
         assert tokens > world.threshold.min_tokens
