@@ -12,8 +12,8 @@ Nothing widens: a cluster that the policy forbids, a dead link and mode Disabled
 from msgspec.structs import replace
 
 from prfaas.routing.facts import Facts, Rule
-from prfaas.wire.routes import RoutingTable
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, covers
+from prfaas.wire.routes import RoutingTable
 
 
 def narrowed(facts: Facts, preferences: Preferences) -> Facts:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from prfaas.names import HUB
 from prfaas.simulate.faults import Faults
-from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.longloop import LongLoop
 from prfaas.simulate.outcome import Interval, Result, Tally
 from prfaas.simulate.request import Arrival
+from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import Scenario
 from prfaas.simulate.shortloop import ShortLoop
 

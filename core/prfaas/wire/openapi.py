@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from prfaas.wire import headers
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
 from prfaas.wire.preferences import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
 
 Document = dict[str, Any]
 API_VERSION: Final = "1.0.0"

@@ -8,9 +8,9 @@ from prfaas.routing.decide import decide
 from prfaas.routing.facts import Facts, Refusal, Route, rule_in_force
 from prfaas.routing.preferences import narrowed
 from prfaas.wire.control import Price, ThresholdUpdate
+from prfaas.wire.preferences import Preferences, covers
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
-from prfaas.wire.preferences import Preferences, covers
 
 PLACES = {"a": "eu-west", "b": "eu-north", "c": "us-east", "d": ""}
 LONG, SHORT, TINY = 5000, 500, 50

@@ -12,9 +12,9 @@ from prfaas.routing.decide import decide
 from prfaas.routing.facts import Facts, Route, cached_by_cluster
 from prfaas.simulate.faults import Faults
 from prfaas.simulate.gateway import EJECT_SECONDS
-from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request import Arrival, Request
+from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import Conditions, Failure, Scenario
 from prfaas.wire.control import ThresholdUpdate
 from prfaas_gateway.kv.manager import Found

@@ -15,8 +15,8 @@ import pytest
 
 from prfaas.names import HUB
 from prfaas.wire import headers
-from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas.wire.preferences import NO_PREFERENCES
+from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas_gateway.kv.manager import NOTHING, Found, KvManager
 from prfaas_gateway.openai import Intake
 from prfaas_gateway.serve import Config, serving
