@@ -1,4 +1,4 @@
-"""Proves what a gateway does with full workers and with preferences: full ones are left alone until they have a place, all
+"""Proves what a gateway does with full workers and with preferences: full ones are left alone until they have room, all
 full is 429 at once, and a request goes where its headers allow.
 """
 

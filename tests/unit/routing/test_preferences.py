@@ -1,4 +1,4 @@
-"""Proves that a request's preferences narrow where it may be prefilled, and that none of them lets it go anywhere new."""
+"""Proves that a request's preferences narrow where it may be prefilled, and never widen it."""
 
 import pytest
 from hypothesis import given

@@ -1,5 +1,5 @@
-"""Proves that preferences are read as they were written, and that a header that breaks its form is refused and never read
-as something else.
+"""Proves that preferences are read as they were written, and that a header that breaks its form is refused,
+never read as something else.
 """
 
 import pytest
