@@ -4,8 +4,8 @@
     x-prfaas-offload: auto | never | always
     x-prfaas-deadline-seconds: 2.5
 
-Preferences narrow what the policy allows and never widen it (prfaas.routing.preferences). A header that breaks its form is
-refused: a misspelt `forbid` that were ignored would send a prompt to where it must not go.
+Preferences narrow what the policy allows and never widen it (prfaas.routing.preferences). A header that breaks its form
+is refused: a misspelt `forbid` that were ignored would send a prompt to where it must not go.
 """
 
 import re

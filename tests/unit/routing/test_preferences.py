@@ -128,7 +128,7 @@ NAMES = st.sampled_from(["eu", "eu-west", "eu-north", "us", "us-east", "mars"])
         st.sampled_from(["auto", "never", "always"]),
     ),
 )
-def test_no_wish_reaches_a_cluster_that_policy_or_request_forbid(tokens, mode, forbidden, preferences):
+def test_no_preference_reaches_a_cluster_that_policy_or_request_forbid(tokens, mode, forbidden, preferences):
     world = table(mode, forbid_datacenters=tuple(forbidden))
     decision = decide(narrowed(facts(tokens, world), preferences))
     assert not isinstance(decision, Refusal)
