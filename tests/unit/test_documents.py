@@ -1,0 +1,100 @@
+"""Proves that what the documents lean on exists: files and headings that they link to, and tests that they name."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+PAGES: Final = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "charts").rglob("*.md")]
+DOCUMENTS: Final = sorted(str(page.relative_to(ROOT)) for page in PAGES)
+TEST: Final = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
+HEADING: Final = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+THREAT: Final = re.compile(r"^## (.+)$", re.MULTILINE)
+FENCE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+WITHOUT_TESTS: Final = ("With GitOps",)
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS)
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    return TEST.findall(text)
+
+
+def functions_of(path: str) -> set[str]:
+    """Return the names of a test file's tests; a file that is not there has none."""
+    file = ROOT / path
+    if not file.exists():
+        return set()
+    tree = ast.parse(file.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as code hosts make them."""
+    headings = HEADING.findall(FENCE.sub("", text))
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", one).replace("`", "").lower() for one in headings]
+    return {re.sub(r"[^\w\- ]", "", one).strip().replace(" ", "-") for one in plain}
+
+
+def broken_links(folder: Path, text: str) -> list[str]:
+    """Return the local links of a page that lead to no file, or to no heading of one."""
+    broken: list[str] = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = folder / path if path else None
+        if target is not None and not target.exists():
+            broken.append(link)
+            continue
+        page = text if target is None else target.read_text() if anchor else ""
+        if anchor and anchor not in anchors_of(page):
+            broken.append(link)
+    return broken
+
+
+@each_document
+def test_every_test_that_is_named_exists(document: str):
+    named = named_tests((ROOT / document).read_text())
+    assert [f"{path}::{name}" for path, name in named if name not in functions_of(path)] == []
+
+
+@each_document
+def test_every_link_leads_somewhere(document: str):
+    page = ROOT / document
+    assert broken_links(page.parent, page.read_text()) == []
+
+
+def test_every_page_of_the_documents_is_linked_from_their_index():
+    index = (ROOT / "docs/README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(page for page in pages if f"]({page})" not in index) == []
+
+
+def test_every_threat_names_a_test():
+    _, *parts = THREAT.split((ROOT / "docs/security.md").read_text())
+    threats = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert len(threats) > 12
+    assert [title for title, text in threats.items() if not named_tests(text) and title not in WITHOUT_TESTS] == []
+
+
+def test_security_limits_stand_in_one_place():
+    """SECURITY.md once said that clients are not authenticated, when they were."""
+    text = (ROOT / "SECURITY.md").read_text()
+    assert "docs/security.md" in text
+    assert "does not authenticate clients" not in text
+    assert "Known limits" not in text
+
+
+def test_what_is_gone_would_be_found(tmp_path: Path):
+    here = Path(__file__).relative_to(ROOT).as_posix()
+    assert "test_what_is_gone_would_be_found" in functions_of(here)
+    assert "test_that_never_was" not in functions_of(here)
+    assert functions_of("tests/no_such_file.py") == set()
+    (tmp_path / "a.md").write_text("# One: `two`\n")
+    page = "[a](a.md) [b](a.md#one-two) [c](a.md#three) [d](b.md) [e](https://example.org/x)"
+    assert broken_links(tmp_path, page) == ["a.md#three", "b.md"]
