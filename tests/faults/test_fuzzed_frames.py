@@ -196,7 +196,7 @@ class Session:
         do fields of its JSON that nobody knows.
         """
         kind = header_of(frame).kind
-        return kind in (Kind.KEEP_ALIVE, Kind.ACK) or (kind == Kind.DONE and decoded(frame) == self.done)
+        return kind == Kind.KEEP_ALIVE or (kind == Kind.DONE and decoded(frame) == self.done)
 
     def end(self) -> None:
         self.receiver.receipt.require_whole()
@@ -206,7 +206,7 @@ class Session:
 
 
 REASONS = (
-    "after an error", "stale or foreign", "wrong direction", "repeats sequence number", "outside of tokens", "overlaps",
+    "after an error", "stale or foreign", "repeats sequence number", "outside of tokens", "overlaps",
     "was sent before", "no such", "the group has layers", "codec", "the manifest says", "are allowed", "unknown",
     "no place here", "cannot be read", "gave up", "carries no cache", "the sender counted", "digest over all",
 )  # fmt: skip

@@ -215,7 +215,7 @@ def test_a_giver_that_forges_frames_never_makes_a_taker_use_anything_else(port: 
 
 
 def test_what_a_connected_taker_may_not_say_ends_its_transfer_alone(port: Port):
-    for kind in sorted(set(Kind) - {Kind.KEEP_ALIVE, Kind.ACK, Kind.TAKEN}):
+    for kind in sorted(set(Kind) - {Kind.KEEP_ALIVE, Kind.ACK}):
         offer, grant = port.grant(int(kind))
         with closing(connect(port, hello(grant))) as sock:
             assert kinds(sock, 1) == [Kind.WELCOME]

@@ -56,8 +56,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """A file that says the same, and may change."""
     transfer_memory_mib: int = 256
     wire_codec: WireCodec = "auto"
-    mooncake_fabric: str = ""
-    """Name of a trusted fabric whose members carry payloads by Mooncake Transfer Engine; empty: TCP alone."""
 
     @property
     def max_waiting(self) -> int:
@@ -174,13 +172,6 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="how a cache is compressed on its way: auto takes what pays on the link and changes no bit, int8 changes "
         "answers a little (%(default)s)",
-    )
-    add(
-        "--mooncake-fabric",
-        default="",
-        metavar="NAME",
-        help="carry caches by Mooncake Transfer Engine among instances that name the same trusted fabric; it has no "
-        "authentication: never across clusters (TCP)",
     )
     return parser
 

@@ -19,16 +19,11 @@ from typing import Final
 
 import xxhash
 
-from prfaas.names import HUB
 from prfaas.routing.facts import Facts
-from prfaas.routing.lending import LendingFacts, decide_lending
 from prfaas.wire.routes import Instance
 
 ANSWER_TOKENS: Final = 343
 """Mean length of an answer in the published conversation trace (Mooncake), of which the gateway cannot know its own."""
-CLUSTER_MBPS: Final = 1000.0
-"""What instances of one cluster are thought to be joined by at least, since nobody measures it: the slowest Ethernet
-that servers have. A faster one makes prefixes worth fetching that are computed for it."""
 
 
 def cached_tokens(facts: Facts, instance: Instance) -> int:
@@ -70,53 +65,3 @@ def spread(facts: Facts, equals: Sequence[Instance]) -> Instance | None:
     if len(equals) < 2:  # there is no choice
         return equals[0] if equals else None
     return min(equals, key=lambda one: (xxhash.xxh3_64_intdigest(f"{facts.request_id}/{one.name}".encode()), one.name))
-
-
-def prefix_source(
-    facts: Facts, prefiller: Instance, candidates: Sequence[Instance], clusters: Sequence[str]
-) -> Instance | None:
-    """Return the instance that `prefiller` should fetch more of the prompt's prefix from; None where that pays nowhere.
-
-    `candidates` can be talked to and are no part of the route. Those of the same cluster count, and where bandwidth is
-    abundant those of `clusters` for an instance of the hub: it reaches them, and they do not reach it.
-    """
-    profile = facts.profiles.get(prefiller.name)
-    if profile is None or not facts.cached_on:
-        return None
-    have_tokens = cached_tokens(facts, prefiller)
-    near = [one for one in candidates if _reaches(facts, prefiller, one, clusters)]
-    best = max((cached_tokens(facts, one) for one in near), default=0)
-    if best <= have_tokens:
-        return None
-    source = cheapest(facts, [one for one in near if cached_tokens(facts, one) == best])
-    if source is None:
-        return None
-    link_mbps, round_trip_seconds = _link(facts, prefiller, source)
-    lending = decide_lending(
-        LendingFacts(
-            prompt_tokens=facts.total_tokens,
-            cached_tokens=have_tokens,
-            lend_tokens=best,
-            profile=profile,
-            link_mbps=link_mbps,
-            round_trip_seconds=round_trip_seconds,
-        )
-    )
-    return source if lending.borrow else None
-
-
-def _reaches(facts: Facts, prefiller: Instance, source: Instance, clusters: Sequence[str]) -> bool:
-    if source.name == prefiller.name:
-        return False
-    if source.cluster == prefiller.cluster:
-        return True
-    return facts.rule.bandwidth == "Abundant" and prefiller.cluster == HUB and source.cluster in clusters
-
-
-def _link(facts: Facts, prefiller: Instance, source: Instance) -> tuple[float, float]:
-    """Return the Mbit/s and the round trip between two instances."""
-    if source.cluster == prefiller.cluster:
-        return CLUSTER_MBPS, 0.0
-    priced = next((one.link_mbps for one in facts.rule.prices if one.cluster == source.cluster), None)
-    cluster = next(one for one in facts.table.clusters if one.name == source.cluster)
-    return priced or float(cluster.capacity_mbps), cluster.round_trip_millis / 1000

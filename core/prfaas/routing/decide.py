@@ -23,9 +23,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from prfaas.names import HUB
-from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spread
+from prfaas.routing.affinity import cheapest, lacking_tokens, spread
 from prfaas.routing.backlog import Work
 from prfaas.routing.facts import Decision, Facts, Leg, Refusal, Route, RouteReason
+from prfaas.routing.prefix_fetch import prefix_source
 from prfaas.routing.prices import NOTHING_WAITS, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
 from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure
@@ -182,18 +183,17 @@ def _with_prefix(facts: Facts, decision: Decision) -> Decision:
     route = replace(decision, prefill_tokens=lacking_tokens(facts, prefiller))
     if not facts.profiles:
         return route
-    source = _prefix_source(facts, route, prefiller) if facts.cached_on else None
+    source = _prefix_source(facts, prefiller) if facts.cached_on else None
     if route.work is None:
         lacking = route.prefill_tokens if source is None else lacking_tokens(facts, source)
         route = replace(route, work=own_work(facts.profiles.get(prefiller.name), lacking))
     return replace(route, prefix=source) if source is not None else route
 
 
-def _prefix_source(facts: Facts, route: Route, prefiller: Instance) -> Instance | None:
+def _prefix_source(facts: Facts, prefiller: Instance) -> Instance | None:
     """Return who has more of the prompt than who prefills it, where fetching that pays."""
     others = [*_usable(facts, "decode"), *_usable(facts, "prefill")]
-    # The decode instance lends what it has over the connection that there is anyhow.
-    alike = [one for one in others if one != route.decode and _speech(one) == _speech(prefiller)]
+    alike = [one for one in others if _speech(one) == _speech(prefiller)]
     return prefix_source(facts, prefiller, alike, [cluster.name for cluster in _offload_clusters(facts)])
 
 

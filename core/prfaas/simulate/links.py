@@ -40,24 +40,22 @@ class _Rates(NamedTuple):
 
 
 class SharedLink:
-    """One link, full duplex.
+    """One link, in the direction to the hub.
 
     Args:
         events: the run's clock.
         mbps: what it carries at first.
         round_trip_seconds: there and back.
         arrived: called with a request all of whose bytes handed over so far have crossed to the hub.
-        fetched: called with a request whose prefix has crossed from the hub.
 
     """
 
-    def __init__(self, events: Events, mbps: float, round_trip_seconds: float, arrived: Told, fetched: Told):
+    def __init__(self, events: Events, mbps: float, round_trip_seconds: float, arrived: Told):
         self._events = events
         self.round_trip_seconds = round_trip_seconds
         self._mbps = mbps
         self._cut = False
         self.to_hub: FairShare[Request] = FairShare(events, self._bytes_per_second_each, arrived)
-        self.from_hub: FairShare[Request] = FairShare(events, self._bytes_per_second_each, fetched)
         self._readings = deque([_Reading(0.0, 0.0, 0.0)])
 
     @property
@@ -105,4 +103,3 @@ class SharedLink:
 
     def _changed(self) -> None:
         self.to_hub.rate_changed()
-        self.from_hub.rate_changed()

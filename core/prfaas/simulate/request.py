@@ -19,8 +19,8 @@ class Arrival(NamedTuple):
     blocks: Sequence[int] = ()
 
 
-class Loan(NamedTuple):
-    """What is brought to who prefills, before that begins."""
+class PrefixFetch(NamedTuple):
+    """A cached prefix that is brought to the instance that prefills, before the prefill begins."""
 
     tokens: int
     """Of the prompt's beginning, there when it has come."""
@@ -41,11 +41,11 @@ class Request:
         "chunk_bytes",
         "chunk_ends",
         "computed_tokens",
+        "fetch",
         "first_token_seconds",
         "generated_tokens",
         "index",
         "last_bytes",
-        "loan",
         "prefill_seconds",
         "prefilled",
         "queued_tokens",
@@ -66,7 +66,7 @@ class Request:
         self.tried: set[str] = set()
         self.generated_tokens = 0
         self.first_token_seconds: float | None = None
-        self.loan: Loan | None = None
+        self.fetch: PrefixFetch | None = None
         """What its prefill instance takes from another one first, of its present route."""
         self.queued_tokens = 0
         """Tokens that its gateway counts as still to be prefilled."""

@@ -1,6 +1,6 @@
 """The way of every request from its first decision to its one end.
 
-    decide -> [round trip, loan of a longer prefix] -> queue -> prefill, chunks on the link -> cache whole in the hub
+    decide -> [round trip, fetch of a longer prefix] -> queue -> prefill, chunks on the link -> cache whole in the hub
     -> queue for the batch -> first token -> last token
 
 A leg that fails goes through `routing.decide_again`, with what was generated so far as part of the prompt, as the
@@ -21,12 +21,11 @@ from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import Events
 from prfaas.simulate.gateway import Gateway, routing_table
 from prfaas.simulate.instances import HubServer, PrefillServer
-from prfaas.simulate.lending import Lending
 from prfaas.simulate.links import SharedLink
 from prfaas.simulate.outcome import Outcome, Tally
-from prfaas.simulate.request import Arrival, Loan, Request
+from prfaas.simulate.prefix_fetch import PrefixFetches
+from prfaas.simulate.request import Arrival, Request
 from prfaas.simulate.scenario import Conditions, Scenario
-from prfaas.simulate.sharing import FairShare
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
@@ -62,11 +61,10 @@ class RequestProcess:
                 link.capacity_mbps,
                 scenario.conditions.get(link.name, Conditions()).round_trip_seconds,
                 self._crossed,
-                self._submit,
             )
             for link in scenario.system.links
         }
-        self._lending = Lending(self.caches, self.links, self._profiles)
+        self._prefix_fetches = PrefixFetches(self.caches, self.links, self._profiles)
         hub = {pool.name: pool for pool in scenario.system.hub}
         self.hub = {
             one.name: HubServer(self.events, hub[one.pool], self._first, self._last, self._in_hub)
@@ -122,8 +120,8 @@ class RequestProcess:
             self.prefills[route.prefill.name].withdraw(request)
         if route.kind == "offload":
             self._link(route).to_hub.remove(request)
-        if request.loan is not None and request.loan.link:
-            self._way(request, request.loan).remove(request)
+        if request.fetch is not None and request.fetch.link:
+            self.links[request.fetch.link].to_hub.remove(request)
 
     # A route, and its end.
 
@@ -133,7 +131,7 @@ class RequestProcess:
             return
         request.attempts += 1
         request.run += 1
-        request.route, request.loan = decision, None
+        request.route, request.fetch = decision, None
         request.prefilled = False
         self.gateway.enter(decision, request)
         if decision.decode.name in self.dead:
@@ -160,14 +158,14 @@ class RequestProcess:
             return
         if route.kind == "offload" and self._link(route).down:
             self._fail(attempt)
-        elif request.loan is not None and request.loan.link and self.links[request.loan.link].down:
-            self._do_without(request, route, self.links[request.loan.link])
+        elif request.fetch is not None and request.fetch.link and self.links[request.fetch.link].down:
+            self._do_without(request, route, self.links[request.fetch.link])
 
     def _do_without(self, request: Request, route: Route, link: SharedLink) -> None:
-        """Have a local prefill begin whose loan does not come."""
+        """Have a local prefill begin whose prefix does not come."""
         if request in link.to_hub:
             link.to_hub.remove(request)
-            request.loan = None
+            request.fetch = None
             self._plan_prefill(request, _prefiller(route))
             self._submit(request)
 
@@ -186,34 +184,34 @@ class RequestProcess:
 
     def _begin(self, request: Request, route: Route) -> None:
         prefiller = _prefiller(route)
-        request.loan = self._lending.loan(request, route)
+        request.fetch = self._prefix_fetches.plan(request, route)
         self._plan_prefill(request, prefiller)
         attempt = Attempt(request, request.run)
         if route.kind == "local":
-            self._borrow(attempt)
+            self._fetch(attempt)
             return
         self.offloads += 1
         link = self._link(route)
         if link.down:
             self.doom_if_stalled(request)
         self._plan_transfer(request, self._profiles[prefiller.name], self.caches.match(route.decode.name, request))
-        self.events.after(link.round_trip_seconds, self._borrow, attempt)
+        self.events.after(link.round_trip_seconds, self._fetch, attempt)
 
-    def _borrow(self, attempt: Attempt) -> None:
-        """Bring what a route borrows to who prefills, and have it prefill."""
-        request, loan = attempt.request, attempt.request.loan
+    def _fetch(self, attempt: Attempt) -> None:
+        """Bring the prefix that a route names to the instance that prefills, and have it prefill."""
+        request, fetch = attempt.request, attempt.request.fetch
         if not self._stands(attempt):
             return
-        if loan is None:
+        if fetch is None:
             self._submit(request)
-        elif loan.link:
-            self._way(request, loan).add(request, loan.nbytes)
-            if self.links[loan.link].down:
+        elif fetch.link:
+            self.links[fetch.link].to_hub.add(request, fetch.nbytes)
+            if self.links[fetch.link].down:
                 self.doom_if_stalled(request)
         else:
-            self.events.after(loan.seconds, self._borrowed, attempt)
+            self.events.after(fetch.seconds, self._fetched, attempt)
 
-    def _borrowed(self, attempt: Attempt) -> None:
+    def _fetched(self, attempt: Attempt) -> None:
         if self._stands(attempt):
             self._submit(attempt.request)
 
@@ -221,11 +219,6 @@ class RequestProcess:
         """Tell whether a request is still on that route, and who prefills lives."""
         route = attempt.request.route
         return attempt.request.run == attempt.run and route is not None and _prefiller(route).name not in self.dead
-
-    def _way(self, request: Request, loan: Loan) -> FairShare[Request]:
-        """Return the direction of its link that a loan crosses."""
-        link, route = self.links[loan.link], request.route
-        return link.from_hub if route is not None and route.kind == "offload" else link.to_hub
 
     def _submit(self, request: Request) -> None:
         route = request.route
@@ -236,8 +229,8 @@ class RequestProcess:
 
     def _plan_prefill(self, request: Request, one: Instance) -> None:
         profile, cached_tokens = self._profiles[one.name], self.caches.match(one.name, request)
-        if request.loan is not None:
-            cached_tokens = request.loan.tokens
+        if request.fetch is not None:
+            cached_tokens = request.fetch.tokens
         request.computed_tokens = request.total_tokens - cached_tokens
         request.prefill_seconds = prefill_seconds(profile, request.computed_tokens, cached_tokens)
         request.chunk_ends = ()
@@ -269,7 +262,7 @@ class RequestProcess:
         route = request.route
         if route is None:
             return
-        if route.kind == "local":  # what it borrowed
+        if route.kind == "local":  # its prefix
             self._submit(request)
         elif request.prefilled:
             half_seconds = self._link(route).round_trip_seconds / 2

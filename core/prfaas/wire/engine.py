@@ -96,8 +96,6 @@ class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str = ""
     peer: str = ""
     """The cluster that asks, as its certificate has proven it; empty without TLS."""
-    lend_tokens: int = 0
-    """Rows and states of so many first tokens could come from the caller."""
     prefix_url: str = ""
     trace: TraceContext = NO_TRACE
     prefix_cluster: str = ""
@@ -276,8 +274,7 @@ class EgressSet(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Gauges now and counters since the engine's start. `transfers` is counted by (direction, outcome).
 
-    `prefixes` are those asked of other instances, by outcome; they brought `prefix_tokens`, and takers of prefills lent
-    `borrowed_tokens`.
+    `prefixes` are those asked of other instances, by outcome; they brought `prefix_tokens`.
 
     `decode_seconds` is what the `decode_steps` took, in which nothing but decodes was computed. `memory_bytes` of
     `memory_limit_bytes` are what transfers hold beside the cache; `egress_mbps` is the cap on what is sent.
@@ -304,7 +301,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     memory_limit_bytes: int = 0
     prefixes: tuple[tuple[str, int], ...] = ()
     prefix_tokens: int = 0
-    borrowed_tokens: int = 0
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True, tag=True):

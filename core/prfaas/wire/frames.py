@@ -23,12 +23,6 @@ MAX_DATA_BYTES: Final = 64 << 20
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_HELLO_BYTES: Final = 64 << 10
 """Upper bound of what a stranger can have us read."""
-TO_GIVER: Final = 1
-"""Flag of a frame that carries cache from the taker to the giver, which prefills on top of it."""
-
-ELSEWHERE: Final = 2
-"""Flag of a data frame whose payload stands in the sender's registered memory: its address (u64) follows instead."""
-ADDRESS_OF_PAYLOAD: Final = struct.Struct("!Q")
 
 # magic, kind, codec, group, layer, flags, sequence, transfer id, epoch, first token, tokens, payload bytes
 _FIELDS: Final = struct.Struct("!4sBBHHHI16sQIII")
@@ -50,7 +44,6 @@ class Kind(IntEnum):
     ABORT = 8
     ACK = 9
     FREED = 10
-    TAKEN = 11
 
 
 DATA_KINDS: Final = frozenset({Kind.BLOCK, Kind.STATE, Kind.HIDDEN})
@@ -67,7 +60,6 @@ _MAX_PAYLOAD: Final = {
     Kind.ABORT: MAX_HELLO_BYTES,
     Kind.ACK: 0,
     Kind.FREED: 0,
-    Kind.TAKEN: 0,
 }
 _KINDS: Final = {kind.value: kind for kind in Kind}
 
@@ -82,8 +74,8 @@ class Address(NamedTuple):
 class FrameHeader(NamedTuple):
     """One frame's header. `group` and `layer` place BLOCK and STATE; the token range places BLOCK.
 
-    `sequence` numbers the data frames of one direction of a transfer from 0; `payload_bytes` counts what travels,
-    which `codec` may have made smaller.
+    `sequence` numbers the data frames of a transfer from 0; `payload_bytes` counts what travels, which `codec` may
+    have made smaller. `flags` are reserved: 0.
     """
 
     kind: Kind
@@ -140,7 +132,7 @@ def parse_header(data: Buffer) -> FrameHeader:
         raise ProtocolError(f"frame of unknown kind {kind}: not a data port of this version")
     if size > _MAX_PAYLOAD[known]:
         raise ProtocolError(f"{known.name} frame of {size} bytes, at most {_MAX_PAYLOAD[known]} are allowed")
-    if flags & ~(TO_GIVER | ELSEWHERE):
+    if flags:
         raise ProtocolError(f"{known.name} frame with unknown flags {flags:#x}: not a data port of this version")
     (digest,) = _DIGEST.unpack_from(data, _FIELDS.size + _CHECK.size)
     address = Address(raw_id.hex(), epoch)

@@ -20,9 +20,8 @@ PrefillState = Literal["waiting", "computing", "sending"]
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to prefill. Attention rows before `start_token` are at the caller already and are not sent.
 
-    Only prompts with the same `cache_salt` share cached prefixes. The caller could send rows and states of the first
-    `lend_tokens` tokens, if that is faster than computing them; `prefix_url` names an instance that may have more, and
-    `prefix_cluster` the cluster that it must prove to be of, empty for any.
+    Only prompts with the same `cache_salt` share cached prefixes. `prefix_url` names an instance that may have
+    a longer prefix cached; that instance must prove to be of `prefix_cluster`, empty for any.
     """
 
     request_id: str
@@ -30,7 +29,6 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     start_token: int = 0
     cache_salt: str = ""
-    lend_tokens: int = 0
     prefix_url: str = ""
     prefix_cluster: str = ""
 

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from prfaas.errors import PeerError, ProtocolError
 from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import (
-    DATA_KINDS,
-    ELSEWHERE,
     MAX_DATA_BYTES,
     Buffer,
     FrameHeader,
@@ -70,7 +68,6 @@ class Receipt:
     Args:
         expected: what has to arrive.
         codecs: which codecs frames may carry; 0 is none.
-        flags: of its data frames.
         guard: a lock, where several threads call.
 
     """
@@ -79,7 +76,6 @@ class Receipt:
         self,
         expected: Manifest,
         codecs: Collection[int] = (0,),
-        flags: int = 0,
         guard: AbstractContextManager[object] = NO_GUARD,
     ):
         self.expected = expected
@@ -88,7 +84,6 @@ class Receipt:
         self.is_exact = True
         """No frame came through a codec that loses anything."""
         self._codecs = frozenset(codecs)
-        self._flags = flags
         self._lock = guard
         self._broken = ""  # why
         self._whole = False
@@ -259,8 +254,6 @@ class Receipt:
             raise ProtocolError(
                 f"{header.describe()} is for {header.address}, want {self.expected.address}: stale or foreign"
             )
-        if header.kind in DATA_KINDS and header.flags & ~ELSEWHERE != self._flags:
-            raise ProtocolError(f"{header.describe()} travels in the wrong direction")
 
     def _claim(self, header: FrameHeader) -> Destination:
         match header.kind:
@@ -343,7 +336,7 @@ class Receipt:
                 self.done = done
             case Kind.ABORT if self._missing():
                 raise PeerError(f"the other side gave up: {decode_message(header, payload, Abort).message}")
-            case Kind.KEEP_ALIVE | Kind.ACK | Kind.ABORT:  # of the other direction, or late: everything is there
+            case Kind.KEEP_ALIVE | Kind.ABORT:  # late: everything is there
                 pass
             case _:
                 raise ProtocolError(f"{header.describe()} has no place here")

@@ -11,11 +11,9 @@ The *giver* has a cache and a data port; the *taker* asked for it over HTTP (pre
     both            KEEP_ALIVE nothing to send at the moment (giver); the taker still wants it (taker)
                     ABORT      this transfer is over, and why
     taker -> giver  ACK        everything arrived whole: the giver may free its copy
-                    TAKEN      a payload that stood in the giver's memory was read (with a carrier alone)
     giver -> taker  FREED      it did; the connection waits for the next HELLO
 
-When the grant says that the giver borrows, BLOCK, STATE and DONE first travel from taker to giver with the flag
-TO_GIVER, and the giver's ACK ends that half. `receipt.py` and `shipment.py` hold the two halves as state machines.
+`receipt.py` and `shipment.py` hold the two halves as state machines.
 
 The payload of BLOCK and STATE is the group's tensors one after the other in manifest order, each contiguous, in the
 byte order of both machines (little endian: the manifest's dtype names it), then encoded with the frame's codec.
@@ -72,7 +70,7 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one direction of a transfer consists of: rows of tokens `start_token` up to (excluding) `end_token`, and all
+    """What a transfer consists of: rows of tokens `start_token` up to (excluding) `end_token`, and all
     states there; and the hidden state of the last token, unless `hidden_size` is 0: then it is a prefix, not a prompt.
     """
 
@@ -106,34 +104,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame on a connection, or the next after FREED. The token is a secret: it never enters a log.
 
-    `fabric` asks for payloads by a carrier. `connection` numbers the connections of this transfer. What was sent on one
-    of the `broken` and is not among `received` was lost; the taker does not read from those any more.
+    `connection` numbers the connections of this transfer. What was sent on one of the `broken` and is not among
+    `received` was lost; the taker does not read from those any more.
     """
 
     versions: tuple[int, ...] = (VERSION,)
     codecs: tuple[int, ...] = (0,)
     token: str
-    fabric: str = ""
     connection: int = 0
     broken: tuple[int, ...] = ()
     received: Ranges = ()
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The giver's answer: what this connection speaks, and what will come; `segment` is where a carrier finds it.
-
-    `lend` asks the taker for what it offered: rows and states which the giver prefills on top of. As HELLO does for
-    the other direction, `lend_codecs` says what the giver reads, and `lend_broken` and `lend_received` what of it
-    arrived already.
-    """
+    """The giver's answer: what this connection speaks, and what will come."""
 
     version: int
     manifest: Manifest
-    segment: str = ""
-    lend: Manifest | None = None
-    lend_codecs: tuple[int, ...] = (0,)
-    lend_broken: tuple[int, ...] = ()
-    lend_received: Ranges = ()
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,10 +158,10 @@ def decode_message(header: FrameHeader, payload: Buffer, kind: type[Message]) ->
         raise ProtocolError(f"{header.describe()} cannot be read: {error}") from error
 
 
-def message_frame(kind: Kind, address: Address, message: msgspec.Struct | None = None, flags: int = 0) -> bytes:
+def message_frame(kind: Kind, address: Address, message: msgspec.Struct | None = None) -> bytes:
     """Return a whole frame (header and payload) that carries a message, or none."""
     payload = msgspec.json.encode(message) if message is not None else b""
-    return seal(FrameHeader(kind, address, len(payload), flags=flags), [payload]).header + payload
+    return seal(FrameHeader(kind, address, len(payload)), [payload]).header + payload
 
 
 def as_ranges(numbers: set[int]) -> Ranges:

@@ -110,9 +110,9 @@ def test_a_prefix_is_fetched_inside_the_cluster_where_that_is_quicker_than_compu
     assert route(ejected).prefix is None
 
 
-def test_the_decode_instance_of_a_route_lends_and_is_not_fetched_from():
+def test_the_decode_instance_of_a_route_is_fetched_from_as_any_other():
     given = facts("d0 p0", cached_on={"d0": 8000}, profiles={"p0": QUICK_TO_SEND})
-    assert route(given).prefix is None
+    assert route(given).prefix == instance("d0")
 
 
 def test_a_prefix_crosses_to_the_hub_only_where_bandwidth_is_abundant_and_never_from_it():

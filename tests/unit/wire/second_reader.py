@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import xxhash
 import zstandard
 
-HELLO, WELCOME, BLOCK, STATE, HIDDEN, DONE, KEEP_ALIVE, ABORT, ACK, FREED, TAKEN = range(1, 12)
+HELLO, WELCOME, BLOCK, STATE, HIDDEN, DONE, KEEP_ALIVE, ABORT, ACK, FREED = range(1, 11)
 KIB, MIB = 1 << 10, 1 << 20
 LIMITS = {
     HELLO: 64 * KIB, WELCOME: MIB, BLOCK: 64 * MIB, STATE: 64 * MIB, HIDDEN: 64 * MIB, DONE: 64 * KIB,
-    KEEP_ALIVE: 0, ABORT: 64 * KIB, ACK: 0, FREED: 0, TAKEN: 0,
+    KEEP_ALIVE: 0, ABORT: 64 * KIB, ACK: 0, FREED: 0,
 }  # fmt: skip
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 PLANES = {"float32": (2, 1, 1), "float16": (1, 1), "bfloat16": (1, 1)}

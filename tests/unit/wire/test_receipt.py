@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
-from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_DATA_BYTES, TO_GIVER, FrameHeader, Kind, parse_header
+from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_DATA_BYTES, FrameHeader, Kind, parse_header
 from prfaas.wire.receipt import Hidden, Receipt, Rows, State
 from prfaas.wire.transfer import Abort, message_frame
 
@@ -200,7 +200,6 @@ def test_a_tensor_that_is_not_ours_in_name_axes_type_or_shape_is_refused(changes
         (state(0, bytes(21)), "the manifest says 22"),
         (hidden(bytes(20)), "the manifest says 16"),
         (data_frame(FrameHeader(Kind.HIDDEN, MANIFEST.address, 0, codec=1), bytes(9)), "has codec 1"),
-        (data_frame(FrameHeader(Kind.HIDDEN, MANIFEST.address, 0, flags=TO_GIVER), bytes(16)), "wrong direction"),
         (message_frame(Kind.HELLO, MANIFEST.address), "no place here"),
         (message_frame(Kind.WELCOME, MANIFEST.address), "no place here"),
         (message_frame(Kind.FREED, MANIFEST.address), "no place here"),

@@ -34,8 +34,8 @@ class FetchByHand:
 
     transfer_id = ""
 
-    def __init__(self, sequence: Sequence, is_prefix: bool, lend_tokens: int):
-        self.sequence, self.is_prefix, self.lend_tokens = sequence, is_prefix, lend_tokens
+    def __init__(self, sequence: Sequence, is_prefix: bool):
+        self.sequence, self.is_prefix = sequence, is_prefix
         self.cancelled = False
 
     def start(self, on_end: Any) -> None:
@@ -79,8 +79,8 @@ class Bench:
         self.offers.on_end = self.engine.offer_ended
         self._handles = itertools.count(1)
 
-    def new_fetch(self, sequence: Sequence, is_prefix: bool, lend_tokens: int) -> Any:
-        self.fetches.append(FetchByHand(sequence, is_prefix, lend_tokens))
+    def new_fetch(self, sequence: Sequence, is_prefix: bool) -> Any:
+        self.fetches.append(FetchByHand(sequence, is_prefix))
         return self.fetches[-1]
 
     def ask(self, prompt: bytes | list[int], **fields: Any) -> int:

@@ -53,18 +53,18 @@ class Giver(Bench):
     def grant(self, wanted: Wanted) -> PrefillGrant:
         """Answer what a fetch asks for; called from its thread, while another steps this engine."""
         if not wanted.is_prefix:
-            return self.grant_prefill(wanted.token_ids, wanted.start_token, wanted.lend_tokens)
+            return self.grant_prefill(wanted.token_ids, wanted.start_token)
         self._ask_prefix(wanted.request_id, wanted.token_ids, wanted.start_token)
         answer = self.answers.get(timeout=60)
         if isinstance(answer, Failed):
             raise (AbsentError if answer.status == 404 else PeerError)(answer.message)
         return answer.grant
 
-    def grant_prefill(self, prompt: list[int], start_token: int, lend_tokens: int) -> PrefillGrant:
+    def grant_prefill(self, prompt: list[int], start_token: int) -> PrefillGrant:
         """Queue a prefill for another."""
         self.asked += 1
-        message = StartPrefill(FAR + self.asked, "r", prompt, start_token, lend_tokens=lend_tokens)
-        offer, grant = self.offers.grant(Prompt(message.handle, "r", len(prompt), start_token, "", lend_tokens))
+        message = StartPrefill(FAR + self.asked, "r", prompt, start_token)
+        offer, grant = self.offers.grant(Prompt(message.handle, "r", len(prompt), start_token))
         self.engine.inbox.put(Offered(message, offer))
         return grant
 
@@ -94,7 +94,7 @@ class Taker(Bench):
         self.connections = connections.Connections(Door())
         self.shared = Shared(self.connections, self.offers.counters, TRAFFIC)
 
-    def new_fetch(self, sequence: Sequence, is_prefix: bool, lend_tokens: int) -> Any:
+    def new_fetch(self, sequence: Sequence, is_prefix: bool) -> Any:
         generate, offers = sequence.request.generation, self.offers
         wanted = Wanted(
             request_id=generate.request_id,
@@ -107,7 +107,6 @@ class Taker(Bench):
             groups=offers._groups,
             hidden_size=offers._hidden_size,
             is_prefix=is_prefix,
-            lend_tokens=lend_tokens,
         )
         fetch = FetchWithoutHttp(wanted, self.engine._parts.runner.place(sequence.held), self.shared)
         fetch.giver = self.giver

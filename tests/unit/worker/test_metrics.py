@@ -72,7 +72,6 @@ STATS = Stats(
     memory_limit_bytes=256 << 20,
     prefixes=(("absent", 2), ("fetched", 3)),
     prefix_tokens=1920,
-    borrowed_tokens=640,
 )
 GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=1, end_token=1, expires_seconds=1)
 VLLM = {"model_name": "tiny", "engine": "0"}
@@ -143,7 +142,6 @@ def test_the_caches_figures_are_told_tier_by_tier():
     assert found("prfaas_transfers_total", direction="send", outcome="done") == 5
     assert found("prfaas_prefix_fetches_total", outcome="fetched") == 3
     assert found("prfaas_prefix_fetched_tokens_total") == 1920
-    assert found("prfaas_borrowed_tokens_total") == 640
 
 
 def test_links_are_told_by_peer_cluster_and_unknown_delays_not_at_all():

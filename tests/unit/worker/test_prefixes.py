@@ -1,4 +1,4 @@
-"""Prefixes and lending between real workers: what comes from another is what would have been computed, only the rest is
+"""Prefixes between real workers: what comes from another is what would have been computed, only the rest is
 computed, and whatever a source does wrong costs no more than about two seconds.
 """
 
@@ -117,7 +117,7 @@ async def test_addresses_and_lengths_are_checked(client, pair):
         answer = await ask(client, taker, url, prompt="x")
         assert (answer.status, (await answer.json())["error"]["param"]) == (400, "x-prfaas-prefix-url")
     body = {"request_id": "r", "model": "tiny", "token_ids": [1, 2, 3]}
-    for fields, param in (({"prefix_url": "nonsense"}, "prefix_url"), ({"lend_tokens": 3}, "lend_tokens")):
+    for fields, param in (({"prefix_url": "nonsense"}, "prefix_url"),):
         async with client.session.post(f"{source.url}/v1/prefills", json=body | fields) as refused:
             assert (refused.status, (await refused.json())["error"]["param"]) == (400, param)
 
@@ -139,26 +139,6 @@ async def test_a_prefill_instance_takes_a_prefix_from_a_third(client, pair, laun
     assert await difference(client, prefill, before, fetches("fetched")) == 1
     for worker in (prefill, decode, third):
         await client.eventually(worker, **IDLE)
-
-
-async def test_a_decode_instance_lends_what_it_has_once_the_link_is_measured(client, pair):
-    prefill, decode = pair
-    prompt = text_of(6000, seed=12)
-    await ask(client, decode, prompt=prompt, cache_salt="lent")
-    wanted = await ask(client, decode, prompt=prompt + "?", cache_salt="none of it")
-    for salt in ("once", "twice"):  # the link is measured while data waits for it: what is cached comes all at once
-        await ask(client, prefill, prompt=text_of(12_000, seed=20), cache_salt=salt, max_tokens=1)
-        async with client.session.put(f"{prefill.url}/v1/egress", json={"mbps": 80}):
-            await ask(client, decode, prefill, prompt=text_of(12_000, seed=20) + "?", cache_salt=salt, max_tokens=1)
-    async with client.session.put(f"{prefill.url}/v1/egress", json={"mbps": None}):
-        before = await client.metrics(prefill)
-    answer = await client.complete(decode, prefill, prompt=prompt + "?", cache_salt="lent", logprobs=5, max_tokens=12)
-    assert (await choices(answer))[0]["logprobs"] == (await choices(wanted))[0]["logprobs"]
-    borrowed = await difference(client, prefill, before, "prfaas_borrowed_tokens_total")
-    assert borrowed == 6000 // 64 * 64
-    assert await difference(client, prefill, before, PROMPT_TOKENS) == 6002 - borrowed
-    await client.eventually(prefill, **IDLE)
-    await client.eventually(decode, **IDLE)
 
 
 async def test_a_client_that_leaves_while_its_prefix_comes_frees_both(client, pair):

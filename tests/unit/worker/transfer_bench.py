@@ -27,7 +27,7 @@ from prfaas_worker.transfer.door import Door
 from prfaas_worker.transfer.intake import Intake
 from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
 from prfaas_worker.transfer.offers import Offer, Offers, Prompt
-from prfaas_worker.transfer.pull import Lend, Pull, Shared, lend_nothing
+from prfaas_worker.transfer.pull import Pull, Shared
 from prfaas_worker.transfer.sender import Sender, listen
 from prfaas_worker.transfer.staging import Staging
 from prfaas_worker.transfer.traffic import Traffic, unlimited
@@ -149,8 +149,8 @@ class Port:
     def outcomes(self) -> dict[str, int]:
         return {outcome: count for _, outcome, count in self.offers.counters.snapshot()[0]}
 
-    def grant(self, handle: int = 1, start_token: int = 0, lend_tokens: int = 0) -> tuple[Offer, PrefillGrant]:
-        return self.offers.grant(Prompt(handle, "r", self.model.tokens, start_token, lend_tokens=lend_tokens))
+    def grant(self, handle: int = 1, start_token: int = 0) -> tuple[Offer, PrefillGrant]:
+        return self.offers.grant(Prompt(handle, "r", self.model.tokens, start_token))
 
     def ends(self, handle: int = 1, seconds: float = 60) -> bool:
         """Whether the offer with this handle is the next that ends, in time."""
@@ -196,7 +196,6 @@ class Taking:
         staged: bool = False,
         place: Place | None = None,
         traffic: Traffic | None = None,
-        lend: Lend = lend_nothing,
     ):
         traffic = traffic or TRAFFIC
         host, number = at or port.address
@@ -209,7 +208,7 @@ class Taking:
         silent_seconds = partial(self.connections.silent_seconds, self.giver)
         self.intake = Intake(self.receipt, self.place, self.counters.received, silent_seconds, traffic.memory)
         shared = Shared(self.connections, self.counters, traffic)
-        self.pull = Pull(shared, self.giver, grant.token, self.intake, lend)
+        self.pull = Pull(shared, self.giver, grant.token, self.intake)
         self.error: PrfaasError | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

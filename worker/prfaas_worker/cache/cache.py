@@ -34,15 +34,13 @@ MIB: Final = 1 << 20
 class Opened(NamedTuple):
     """Memory for a sequence, `cached_tokens` of which stand in it already.
 
-    `attention_tokens` is what attention alone would have given, and the slot has the state after `state_tokens`.
-    `checkpoints` are the lengths, ascending and above `cached_tokens`, at which the sequence's state should be kept:
-    cut its chunks there and call `checkpoint`.
+    `attention_tokens` is what attention alone would have given. `checkpoints` are the lengths, ascending and above
+    `cached_tokens`, at which the sequence's state should be kept: cut its chunks there and call `checkpoint`.
     """
 
     lease: Lease
     cached_tokens: int
     attention_tokens: int
-    state_tokens: int
     checkpoints: tuple[int, ...]
 
 
@@ -108,7 +106,7 @@ class HybridCache:
         """Take a slot, and pages for `tokens` tokens; None when either is short now.
 
         At most `most_tokens` of them come from the cache. Without `use_state` the state will come from elsewhere, so
-        rows alone count as cached, though the slot has what is known of the state until then.
+        rows alone count as cached.
         """
         if self._below is not None:
             self._below.adopt_loaded()
@@ -122,7 +120,7 @@ class HybridCache:
         self._hit_tokens += len(shared) * size
         self._stateless_tokens += (len(match.pages) - len(shared)) * size
         places = self._places(lease, match, most_tokens) if use_state else ()
-        return Opened(lease, len(shared) * size, len(match.pages) * size, match.state_blocks * size, places)
+        return Opened(lease, len(shared) * size, len(match.pages) * size, places)
 
     def open_prefix(self, chain: Sequence[BlockHash], tokens: int) -> Lease | None:
         """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, state included.

@@ -54,7 +54,7 @@ def assemble(
 
     shared = Shared(Connections(traffic.door), offers.counters, traffic)
 
-    def new_fetch(sequence: Sequence, is_prefix: bool, lend_tokens: int) -> Fetch:
+    def new_fetch(sequence: Sequence, is_prefix: bool) -> Fetch:
         request, message = sequence.request, sequence.request.message
         wanted = Wanted(
             request_id=message.request_id,
@@ -67,7 +67,6 @@ def assemble(
             groups=groups,
             hidden_size=model.hidden_size,
             is_prefix=is_prefix,
-            lend_tokens=lend_tokens,
             prefix_url="" if is_prefix else request.generation.prefix_url,
             prefix_cluster=request.prefix_cluster,
             cluster=request.prefix_cluster if is_prefix else request.generation.prefill_cluster,

@@ -33,12 +33,6 @@ class FetchEnded(NamedTuple):
     result: Fetched | PrfaasError
 
 
-class Borrowed(NamedTuple):
-    """What the taker of a prefill lent stands in the memory of its sequence; may be said more than once."""
-
-    handle: int
-
-
 class Prepared(NamedTuple):
     """A request need not wait for this part any longer; `grammar` is the outcome where that was the part."""
 
@@ -51,16 +45,4 @@ class End(NamedTuple):
     """Nobody is left to serve."""
 
 
-Event = (
-    Generate
-    | StartPrefix
-    | Cancel
-    | ResetCache
-    | SetRole
-    | Offered
-    | OfferEnded
-    | FetchEnded
-    | Borrowed
-    | Prepared
-    | End
-)
+Event = Generate | StartPrefix | Cancel | ResetCache | SetRole | Offered | OfferEnded | FetchEnded | Prepared | End

@@ -21,7 +21,6 @@ class Gauges(NamedTuple):
     role: Role = "mixed"
     prefixes: tuple[tuple[str, int], ...] = ()
     prefix_tokens: int = 0
-    borrowed_tokens: int = 0
 
     def plus(self, **more: float) -> "Gauges":
         """Add to some counts."""

@@ -103,8 +103,7 @@ class Desk:
             len(message.token_ids),
             message.start_token,
             message.peer,
-            message.lend_tokens,
-            message.trace,
+            trace=message.trace,
         )
         try:
             offer, grant = self._offers.grant(prompt)

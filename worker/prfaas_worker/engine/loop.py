@@ -31,7 +31,7 @@ from prfaas.wire.engine import (
 )
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
 from prfaas_worker.engine import sequences
-from prfaas_worker.engine.events import Borrowed, End, Event, FetchEnded, Offered, OfferEnded, Prepared
+from prfaas_worker.engine.events import End, Event, FetchEnded, Offered, OfferEnded, Prepared
 from prfaas_worker.engine.gauges import Gauges
 from prfaas_worker.engine.memory import give_back, keep
 from prfaas_worker.engine.others import Others
@@ -132,8 +132,6 @@ class Engine:
                 self._end(handle)
             case FetchEnded(handle, result):
                 self._fetched(handle, result)
-            case Borrowed(handle):
-                self._others.lent(self.requests.get(handle))
             case Prepared():
                 self._prepared(event)
             case ResetCache(handle):
@@ -219,7 +217,7 @@ class Engine:
             request.queue_seconds = time.monotonic() - request.arrived
             request.cached_tokens = opened.cached_tokens
         sequence.phase = Phase.RUNNING
-        self._others.begin(sequence, opened.state_tokens)
+        self._others.begin(sequence)
         return True
 
     def _fetched(self, handle: int, result: Fetched | PrfaasError) -> None:

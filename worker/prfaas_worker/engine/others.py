@@ -1,7 +1,6 @@
-"""What sequences have of other instances: three ways in which a prompt comes from them, in part or whole.
+"""What sequences have of other instances: two ways in which a prompt comes from them, in part or whole.
 
-    a prefill elsewhere    the prompt's whole cache and its last hidden state; who asks lends what it has cached itself
-    borrowing              a prefill for another instance begins with what that one lends
+    a prefill elsewhere    the prompt's whole cache and its last hidden state
     a cached prefix        of any prompt that is computed here, before the rest is
 
 And one in which they take a prefix of ours.
@@ -13,7 +12,6 @@ from collections.abc import Callable
 
 from prfaas.errors import PrfaasError
 from prfaas.wire.engine import Failed, Granted
-from prfaas_worker.engine.borrowing import Borrowing
 from prfaas_worker.engine.events import Event, FetchEnded
 from prfaas_worker.engine.gauges import Gauges
 from prfaas_worker.engine.giving import Giving
@@ -21,7 +19,7 @@ from prfaas_worker.engine.memory import give_back, keep
 from prfaas_worker.engine.parts import Parts
 from prfaas_worker.engine.prefixes import Prefixes
 from prfaas_worker.engine.schedule import Facts
-from prfaas_worker.engine.sequences import Phase, Request, Sequence
+from prfaas_worker.engine.sequences import Phase, Sequence
 from prfaas_worker.transfer.fetch import Fetched
 
 
@@ -34,7 +32,6 @@ class Others:
         self._post = post
         self._prefixes = Prefixes(parts.cache)
         self._giving = Giving(parts.cache, parts.runner, parts.offers)
-        self._borrowing = Borrowing(parts.runner, parts.profiler, parts.traffic, parts.offers.counters, post)
 
     def give(self, sequence: Sequence, facts: Facts[Sequence]) -> Granted | Failed:
         """Give a cached prefix to another instance; see Giving."""
@@ -44,17 +41,15 @@ class Others:
         """Tell whether a sequence that could be admitted waits for another's prefix instead, from now on."""
         return self._prefixes.joins(sequence)
 
-    def begin(self, sequence: Sequence, state_tokens: int) -> None:
-        """Start what brings a sequence more than is cached, if anything does; its slot has the state after so many.
+    def begin(self, sequence: Sequence) -> None:
+        """Start what brings a sequence more than is cached, if anything does.
 
-        It was just admitted, and is FETCHING then until `came` or `lent`.
+        It was just admitted, and is FETCHING then until `came`.
         """
         if sequence.request.is_remote:
-            self._fetch(sequence, is_prefix=False, lend_tokens=state_tokens)
-        elif self._borrowing.begins(sequence):
-            sequence.phase, sequence.request.prefix_url = Phase.FETCHING, ""
+            self._fetch(sequence, is_prefix=False)
         elif self._prefixes.asks(sequence):
-            self._fetch(sequence, is_prefix=True, lend_tokens=0)
+            self._fetch(sequence, is_prefix=True)
 
     def came(self, sequence: Sequence, result: Fetched | PrfaasError) -> Fetched | PrfaasError | None:
         """Go on after a fetch; returns what became of a whole prompt, which is for the caller to act upon."""
@@ -69,24 +64,17 @@ class Others:
             give_back(self._cache, sequence)  # its state may be half written
         return None
 
-    def lent(self, request: Request | None) -> None:
-        """Go on with a prefill once what it borrows is there; the request may be over, or have gone on already."""
-        receipt = self._borrowing.came(request.sequences[0]) if request is not None else None
-        if request is not None and receipt is not None:
-            self._go_on(request.sequences[0], receipt.expected.end_token, is_exact=receipt.is_exact)
-
     def counted(self, gauges: Gauges) -> Gauges:
         """Return gauges with what was counted here."""
         return gauges._replace(
             prefixes=tuple(sorted(self._prefixes.outcomes.items())),
             prefix_tokens=self._prefixes.tokens,
-            borrowed_tokens=self._borrowing.tokens,
         )
 
-    def _fetch(self, sequence: Sequence, *, is_prefix: bool, lend_tokens: int) -> None:
+    def _fetch(self, sequence: Sequence, *, is_prefix: bool) -> None:
         sequence.phase = Phase.FETCHING
         handle = sequence.request.handle
-        fetch = sequence.request.fetch = self._new_fetch(sequence, is_prefix, lend_tokens)
+        fetch = sequence.request.fetch = self._new_fetch(sequence, is_prefix)
         fetch.start(lambda result: self._post(FetchEnded(handle, result)))
 
     def _go_on(self, sequence: Sequence, tokens: int, *, is_exact: bool) -> None:

@@ -18,8 +18,8 @@ from prfaas_worker.transfer.traffic import Traffic
 class Parts(NamedTuple):
     """One of each.
 
-    `new_fetch(sequence, is_prefix, lend_tokens)` prepares what brings a sequence's prompt, or a cached prefix of it,
-    from another instance; the slot has the state after so many tokens. `answer` queues messages to the front, in order.
+    `new_fetch(sequence, is_prefix)` prepares what brings a sequence's prompt, or a cached prefix of it, from another
+    instance. `answer` queues messages to the front, in order.
     """
 
     runner: Runner
@@ -30,5 +30,5 @@ class Parts(NamedTuple):
     profiler: Profiler
     offers: Offers
     traffic: Traffic
-    new_fetch: Callable[[Sequence, bool, int], Fetch]
+    new_fetch: Callable[[Sequence, bool], Fetch]
     answer: Callable[[list[ToFront]], None]

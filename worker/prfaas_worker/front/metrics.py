@@ -40,7 +40,6 @@ COUNTERS: Final[Described] = {
     "prfaas_decode_steps": ("decode_steps", "Steps in which nothing but decodes was computed."),
     "prfaas_decode_seconds": ("decode_seconds", "What these steps took."),
     "prfaas_prefix_fetched_tokens": ("prefix_tokens", "Tokens of cached prefixes that other instances gave."),
-    "prfaas_borrowed_tokens": ("borrowed_tokens", "Tokens that takers of prefills lent."),
     "prfaas_preemptions": ("preemptions", "Running requests that had to give up their memory and begin again."),
 }
 LINK_GAUGES: Final[Described] = {

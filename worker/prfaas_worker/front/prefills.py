@@ -33,7 +33,6 @@ async def create(request: web.Request) -> web.Response:
             asked.start_token,
             asked.cache_salt,
             request[PEER],
-            asked.lend_tokens,
             asked.prefix_url,
             prefix_cluster=asked.prefix_cluster,
         )
@@ -93,6 +92,4 @@ def _checked(kind: type[Asked], body: bytes, served: Served, _tokenizer: Tokeniz
     require_room(asked.token_ids, served)
     last = len(asked.token_ids) - 1
     require(0 <= asked.start_token <= last, "start_token", f"must be 0 to {last}, the last prompt token's position")
-    if isinstance(asked, PrefillRequest):
-        require(0 <= asked.lend_tokens <= last, "lend_tokens", f"must be 0 to {last}, less than the prompt")
     return asked

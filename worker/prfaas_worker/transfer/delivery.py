@@ -5,16 +5,14 @@ is listened to: it may want no more, or have everything.
 """
 
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import (
-    ADDRESS_OF_PAYLOAD,
     DATA_KINDS,
-    ELSEWHERE,
     HEADER_BYTES,
     MAX_HELLO_BYTES,
     FrameHeader,
@@ -26,7 +24,6 @@ from prfaas.wire.frames import (
 from prfaas.wire.shipment import Next, Parcel
 from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, Abort, Done, decode_message, message_frame
 from prfaas_worker.refusals import MIXED, is_tls
-from prfaas_worker.transfer.carriers import CARRIED_BYTES, Carrier, Slot
 from prfaas_worker.transfer.outgoing import Bell, Frame, Outgoing
 from prfaas_worker.transfer.stop import StoppedError
 from prfaas_worker.transfer.streams import OnWait, Stream, give_up
@@ -40,7 +37,6 @@ class Channel(NamedTuple):
     connection: int
     peer: str = ""
     codecs: tuple[int, ...] = (Codec.NONE,)
-    carrier: Carrier | None = None
 
 
 class Delivery:
@@ -53,8 +49,6 @@ class Delivery:
         self._outgoing = outgoing
         self._traffic = traffic
         self._on_sent = on_sent
-        self._carrier = channel.carrier
-        self._slots: dict[int, Slot] = {}
 
     def run(self) -> None:
         """Send until the peer acknowledged everything, over whichever connection.
@@ -79,8 +73,6 @@ class Delivery:
         finally:
             self._outgoing.shipment.lost(self._connection)
             self._outgoing.leave(bell)
-            for sequence in list(self._slots):
-                self._taken(sequence)
 
     def _step(self, bell: Bell) -> None:
         out = self._outgoing
@@ -119,40 +111,15 @@ class Delivery:
         return self._outgoing.codecs.setdefault(sequence, chosen)
 
     def _send_loaded(self, sequence: int, frame: Frame, codec: Codec) -> None:
-        payload, carrier = frame.load(), self._carrier
-        header = frame.header._replace(sequence=sequence, flags=self._outgoing.flags)
+        payload = frame.load()
+        header = frame.header._replace(sequence=sequence)
         if codec:
             packed = self._traffic.packer.pack(codec, frame.tensors, frame.items, payload)
             payload = tuple(memoryview(part).cast("B") for part in packed.buffers)
             header = header._replace(codec=packed.codec, payload_bytes=packed.nbytes)
-        if carrier is not None and CARRIED_BYTES <= header.payload_bytes <= carrier.slot_bytes:
-            header = header._replace(flags=header.flags | ELSEWHERE)
         sealed = seal(header, payload)
         self._outgoing.shipment.sealed(sequence, sealed.digest, header.payload_bytes)
-        if carrier is not None and header.flags & ELSEWHERE:
-            self._lend(carrier, sequence, sealed.header, payload)
-        else:
-            self._pace([memoryview(sealed.header), *payload])
-
-    def _lend(self, carrier: Carrier, sequence: int, header: bytes, payload: Sequence[memoryview]) -> None:
-        """Have the peer read a payload from our memory; it says so with TAKEN."""
-        while True:
-            try:
-                slot = self._slots[sequence] = carrier.lend(payload, self._outgoing.stop, KEEP_ALIVE_SECONDS)
-                break
-            except CapacityError:
-                while self._stream.readable():
-                    self._hear()
-                self._say(Kind.KEEP_ALIVE)
-            except StoppedError as error:
-                raise UnreachableError(f"given up: {self._outgoing.failure}") from error
-        self._outgoing.begins()
-        self._stream.send([header, ADDRESS_OF_PAYLOAD.pack(slot.address)], self._on_data, self._on_wait)
-
-    def _taken(self, sequence: int) -> None:
-        slot = self._slots.pop(sequence, None)
-        if slot is not None and self._carrier is not None:
-            self._carrier.take_back(slot)
+        self._pace([memoryview(sealed.header), *payload])
 
     def _await_memory(self, count_bytes: int) -> bool:
         """Hold memory for a frame, and meanwhile keep the connection alive; False when the transfer is over."""
@@ -210,9 +177,6 @@ class Delivery:
         match header.kind:
             case Kind.KEEP_ALIVE:
                 self._outgoing.heard()
-            case Kind.TAKEN:
-                self._outgoing.heard()
-                self._taken(header.sequence)
             case Kind.ACK if self._outgoing.shipment.all_left:
                 self._outgoing.acknowledge()
             case Kind.ABORT:

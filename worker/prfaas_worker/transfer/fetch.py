@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import torch
 
-from prfaas.errors import InternalError, PeerError, PrfaasError, ProtocolError, UnreachableError
-from prfaas.wire.frames import TO_GIVER
+from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
 from prfaas.wire.receipt import Receipt
 from prfaas.wire.trace import NO_TRACE, TraceContext
@@ -27,9 +26,8 @@ from prfaas_worker.transfer.codecs import DECODABLE
 from prfaas_worker.transfer.connections import Giver
 from prfaas_worker.transfer.counters import Outcome
 from prfaas_worker.transfer.intake import Intake
-from prfaas_worker.transfer.layout import Place, prefix_frames
-from prfaas_worker.transfer.outgoing import Outgoing
-from prfaas_worker.transfer.pull import Pull, Shared, lend_nothing
+from prfaas_worker.transfer.layout import Place
+from prfaas_worker.transfer.pull import Pull, Shared
 from prfaas_worker.transfer.story import Carried, Story, Subject
 
 log = logging.getLogger(__name__)
@@ -48,8 +46,7 @@ class Wanted(NamedTuple):
     """What to fetch, and from whom: rows from `start_token` on, every state, and unless a cached prefix is enough, the
     last hidden state.
 
-    The giver must be of `cluster`, where that is known. It may have the rows of the first `lend_tokens` tokens,
-    and the states there, from the place. `groups` and `fingerprint` are those of the model here.
+    The giver must be of `cluster`, where that is known. `groups` and `fingerprint` are those of the model here.
     """
 
     request_id: str
@@ -62,7 +59,6 @@ class Wanted(NamedTuple):
     groups: tuple[LayerGroup, ...]
     hidden_size: int
     is_prefix: bool = False
-    lend_tokens: int = 0
     prefix_url: str = ""
     prefix_cluster: str = ""
     cluster: str = ""
@@ -173,9 +169,9 @@ class Fetch:
         receipt = Receipt(self._expected(grant), DECODABLE, guard=threading.Lock())
         connections, counters, traffic = self._shared
         silent_seconds = partial(connections.silent_seconds, giver)
-        intake = Intake(receipt, self._place, counters.received, silent_seconds, traffic.memory, traffic.carrier)
+        intake = Intake(receipt, self._place, counters.received, silent_seconds, traffic.memory)
         self._intake = intake
-        pull = self._pull = Pull(self._shared, giver, grant.token, intake, self._lend)
+        pull = self._pull = Pull(self._shared, giver, grant.token, intake)
         pull.on_broken = self._story.broke
         if self._over.is_set():  # it may have come before it could see the pull
             raise UnreachableError("cancelled")
@@ -196,31 +192,6 @@ class Fetch:
         intake = self._intake
         return Carried(intake.receipt.received_bytes, intake.seconds, intake.codecs) if intake else Carried()
 
-    def _lend(self, manifest: Manifest) -> Outgoing:
-        """Make the frames of what P borrows.
-
-        Raises:
-            ProtocolError: it asks for something else than was offered.
-
-        """
-        wanted = self._wanted
-        ours = msgspec.structs.replace(
-            self._expected(self._granted), start_token=manifest.start_token, end_token=wanted.lend_tokens, hidden_size=0
-        )
-        if manifest != ours or not 0 <= manifest.start_token < wanted.lend_tokens:
-            return lend_nothing(manifest)
-        outgoing = Outgoing(manifest.address, flags=TO_GIVER)
-        for frame in prefix_frames(manifest, self._place):
-            outgoing.put(frame)
-        outgoing.finish(0.0)
-        return outgoing
-
-    @property
-    def _granted(self) -> PrefillGrant:
-        if self._grant is None:
-            raise InternalError("a fetch without a grant")
-        return self._grant
-
     def _ask(self) -> PrefillGrant:
         wanted = self._wanted
         known = {
@@ -236,7 +207,6 @@ class Fetch:
             path = "/v1/prefills"
             body = PrefillRequest(
                 **known,
-                lend_tokens=wanted.lend_tokens,
                 prefix_url=wanted.prefix_url,
                 prefix_cluster=wanted.prefix_cluster,
             )

@@ -13,22 +13,18 @@ import torch
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import (
-    ADDRESS_OF_PAYLOAD,
     DATA_KINDS,
-    ELSEWHERE,
     HEADER_BYTES,
     MAX_HELLO_BYTES,
     Address,
     FrameHeader,
     Kind,
-    seal,
     verify,
 )
 from prfaas.wire.receipt import Destination, Hidden, Receipt
 from prfaas.wire.transfer import HEARTBEAT_SECONDS, NO_PROGRESS_SECONDS, Abort, message_frame
 from prfaas_worker.cache.memory import bytes_of
 from prfaas_worker.transfer.budget import Budget
-from prfaas_worker.transfer.carriers import Carrier
 from prfaas_worker.transfer.codecs import decode_into
 from prfaas_worker.transfer.delivery import receive_header
 from prfaas_worker.transfer.layout import Place, land, room_for
@@ -48,7 +44,6 @@ class Intake:
         received: hears of the bytes of every frame.
         giver_silent_seconds: how long no connection to this giver brought anything.
         memory: what frames may use beside the place.
-        carrier: what brings payloads that do not come by the connection.
 
     """
 
@@ -59,7 +54,6 @@ class Intake:
         received: Callable[[int], None],
         giver_silent_seconds: Callable[[], float],
         memory: Budget,
-        carrier: Carrier | None = None,
     ):
         self.receipt = receipt
         self.place = place
@@ -67,7 +61,6 @@ class Intake:
         self.received = received
         self.giver_silent_seconds = giver_silent_seconds
         self.memory = memory
-        self.carrier = carrier
         self.stop = Stop()
         self.on_whole: Callable[[], None] = lambda: None
         """Called when everything is there, perhaps by several connections, from their threads."""
@@ -107,9 +100,8 @@ class Intake:
 class Reception:
     """Reads one connection of an intake."""
 
-    def __init__(self, stream: Stream, connection: int, intake: Intake, segment: str = ""):
+    def __init__(self, stream: Stream, connection: int, intake: Intake):
         self._stream = stream
-        self._segment = segment
         self._connection = connection
         self._intake = intake
         self._spoke = time.monotonic()
@@ -165,10 +157,7 @@ class Reception:
         with self._memory(self._copied_bytes(header, place)):
             room = self._room(place)
             payload = [memoryview(bytearray(header.payload_bytes))] if header.codec else room
-            if header.flags & ELSEWHERE:
-                self._fetch(header, payload)
-            else:
-                self._stream.receive_into(*payload, on_wait=self._wait)
+            self._stream.receive_into(*payload, on_wait=self._wait)
             intake.receipt.accept(header, payload, lambda: self._land(header, place, payload, room))
         intake.codecs.add(header.codec)
         intake.received(HEADER_BYTES + header.payload_bytes)
@@ -191,27 +180,6 @@ class Reception:
         if header.codec:
             decode_into(Codec(header.codec), expected.groups[place.group].tensors, header.tokens or 1, payload[0], room)
         land(expected, self._intake.place, place, room)
-
-    def _fetch(self, header: FrameHeader, room: list[memoryview]) -> None:
-        """Read a payload from the sender's memory."""
-        carrier = self._intake.carrier
-        if carrier is None:
-            raise ProtocolError(f"{header.describe()} points to memory, and no fabric was agreed on")
-        raw = bytearray(ADDRESS_OF_PAYLOAD.size)
-        self._stream.receive_into(raw, on_wait=self._wait)
-        (address,) = ADDRESS_OF_PAYLOAD.unpack(raw)
-        try:
-            with carrier.fetched(self._segment, address, header.payload_bytes, self._intake.stop) as payload:
-                at = 0
-                for part in room:
-                    part[:] = payload[at : at + len(part)]
-                    at += len(part)
-        except StoppedError as error:
-            raise UnreachableError("cancelled") from error
-        except CapacityError as error:
-            raise PeerError(str(error)) from error
-        taken = FrameHeader(Kind.TAKEN, self._address, 0, sequence=header.sequence)
-        self._stream.send([seal(taken).header])
 
     @contextmanager
     def _memory(self, count_bytes: int) -> Iterator[None]:

@@ -10,16 +10,15 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
-from prfaas.errors import CapacityError, PeerError, UnreachableError
+from prfaas.errors import CapacityError, PeerError
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillState, PrefillStatus
 from prfaas.wire.trace import NO_TRACE, TraceContext
 from prfaas.wire.transfer import Hello, LayerGroup, Manifest
 from prfaas_worker.transfer.counters import Outcome, TransferCounters
-from prfaas_worker.transfer.intake import Intake
 from prfaas_worker.transfer.outgoing import Frame, Outgoing
 from prfaas_worker.transfer.story import Story, Subject
 from prfaas_worker.transfer.streams import Stream
@@ -29,13 +28,12 @@ RESUME_SECONDS = 5.0
 DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
 """A receiver that takes less on average once everything is computed is not worth its pages: 1 Mbit/s."""
 DELIVERY_GRACE_SECONDS = 30.0
-_GONE_TICK_SECONDS = 0.005
 
 
 class Prompt(NamedTuple):
     """What the receiver asked for: the front's handle of the call, its id, the length and the first row it lacks.
 
-    `peer` is the cluster identity of the caller, empty without TLS. It could send the first `lend_tokens` tokens.
+    `peer` is the cluster identity of the caller, empty without TLS.
     """
 
     handle: int
@@ -43,7 +41,6 @@ class Prompt(NamedTuple):
     tokens: int
     start_token: int
     peer: str = ""
-    lend_tokens: int = 0
     trace: TraceContext = NO_TRACE
 
 
@@ -65,29 +62,6 @@ class Offer:
         self.streams: dict[int, Stream] = {}
         self.was_connected = False
         self.ended = False
-        self.borrowed: Intake | None = None
-        """What the receiver sends first, once that is decided."""
-        self._decided = threading.Event()
-        if not prompt.lend_tokens:
-            self._decided.set()
-
-    def borrow(self, intake: Intake | None) -> None:
-        """Decide what the receiver sends before this is computed; None is nothing."""
-        self.borrowed = intake
-        if intake is not None:
-            self.must_end = _patience(intake.receipt.expected)
-            if self.outgoing.failure is not None:  # it ended meanwhile
-                intake.stop.set()
-        self._decided.set()
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether that was decided."""
-        return self._decided.is_set()
-
-    def decided(self, patience_seconds: float) -> bool:
-        """Wait until that is known."""
-        return self._decided.wait(patience_seconds)
 
     @property
     def connected(self) -> bool:
@@ -103,16 +77,10 @@ class Offer:
         self.outgoing.compute_started = time.monotonic()
         self.story.mark("computing")
         self.state = "computing"
-        self.must_end = float("inf")
 
     def put(self, frame: Frame) -> None:
         """Have a frame sent; never blocks."""
         self.outgoing.put(frame)
-
-    def silent_seconds(self) -> float:
-        """Return how long none of the receiver's connections brought a byte."""
-        heard = [stream.heard_at for stream in list(self.streams.values())]
-        return time.monotonic() - max(heard) if heard else float("inf")
 
     def computed(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that every frame was put in; not `is_exact` if it was computed on what came through a lossy codec."""
@@ -124,27 +92,10 @@ class Offer:
     def fail(self, message: str) -> None:
         """Note that the prefill cannot be computed; its connections, or its lease, end it."""
         self.outgoing.fail(message)
-        if self.borrowed is not None:
-            self.borrowed.stop.set()
-        self._decided.set()
 
     def is_late(self, now: float) -> bool:
-        """Tell whether the receiver did not connect, come back, or show life in time; who lends shows it by bytes."""
-        lends = self.borrowed is not None and not self.borrowed.is_whole and self.silent_seconds() < LEASE_SECONDS
-        return now > self.must_end or (now > self.lease_ends and not lends)
-
-    def await_gone(self, connections: Collection[int], patience_seconds: float) -> None:
-        """Wait until nothing is read any more from these, which were cut.
-
-        Raises:
-            UnreachableError: it takes too long.
-
-        """
-        deadline = time.monotonic() + patience_seconds
-        while any(number in self.streams for number in connections):
-            if time.monotonic() > deadline:
-                raise UnreachableError("a connection that broke is not through yet")
-            time.sleep(_GONE_TICK_SECONDS)
+        """Tell whether the receiver did not connect, come back, or show life in time."""
+        return now > self.must_end or now > self.lease_ends
 
 
 def _patience(manifest: Manifest) -> float:

@@ -73,14 +73,12 @@ class Outgoing:
     Args:
         address: transfer and epoch of every frame.
         heard: called whenever the peer shows that it lives.
-        flags: of every data frame.
 
     """
 
-    def __init__(self, address: Address, heard: Callable[[], None] = lambda: None, flags: int = 0):
+    def __init__(self, address: Address, heard: Callable[[], None]):
         self.address = address
         self.heard = heard
-        self.flags = flags
         self.shipment: Shipment[Frame] = Shipment(threading.Lock())
         self.failure: str | None = None
         self.acknowledged = False

@@ -22,11 +22,9 @@ from prfaas.errors import (
 )
 from prfaas.wire.frames import MAX_MESSAGE_BYTES, Kind
 from prfaas.wire.transfer import (
-    HEARTBEAT_SECONDS,
     NO_PROGRESS_SECONDS,
     Abort,
     Hello,
-    Manifest,
     Welcome,
     decode_message,
     message_frame,
@@ -35,9 +33,8 @@ from prfaas_worker.transfer import tcp_info
 from prfaas_worker.transfer.codecs import DECODABLE
 from prfaas_worker.transfer.connections import Connections, Giver
 from prfaas_worker.transfer.counters import TransferCounters
-from prfaas_worker.transfer.delivery import Channel, Delivery, receive_message
+from prfaas_worker.transfer.delivery import receive_message
 from prfaas_worker.transfer.intake import Intake, Reception
-from prfaas_worker.transfer.outgoing import Outgoing
 from prfaas_worker.transfer.sockets import NEAR_SECONDS
 from prfaas_worker.transfer.streams import Stream
 from prfaas_worker.transfer.traffic import Traffic
@@ -70,33 +67,17 @@ class Shared(NamedTuple):
     traffic: Traffic
 
 
-Lend = Callable[[Manifest], Outgoing]
-"""Makes what a giver borrows of this instance's cache."""
-
-
-def lend_nothing(manifest: Manifest) -> Outgoing:
-    """Refuse: nothing was offered.
-
-    Raises:
-        ProtocolError: always.
-
-    """
-    raise ProtocolError(f"the giver wants to borrow tokens up to {manifest.end_token}, which were not offered")
-
-
 class Pull:
     """One transfer from one giver; `run` is called once."""
 
-    def __init__(self, shared: Shared, giver: Giver, token: str, intake: Intake, lend: Lend = lend_nothing):
+    def __init__(self, shared: Shared, giver: Giver, token: str, intake: Intake):
         self._shared = shared
         self._connections = shared.connections
         self._giver = giver
         self._token = token
         self._intake = intake
-        self._lend = lend
         self.on_broken: Callable[[int, str], None] = lambda _breaks, _reason: None
         """Called with the breaks so far, and why, when another connection takes over."""
-        self._lent: Outgoing | None = None
         self._changed = threading.Condition()
         self._whole = False
         self._failure: PrfaasError | None = None
@@ -121,8 +102,6 @@ class Pull:
             if self._whole:
                 return
             self._intake.stop.set()
-            if self._lent is not None:
-                self._lent.fail("cancelled")
             for stream in self._streams.values():
                 stream.shutdown()
             self._changed.wait_for(lambda: not self._streams)
@@ -175,16 +154,12 @@ class Pull:
             self._streams[number] = stream
         try:
             info = partial(tcp_info.read, stream.socket)
-            with self._shared.traffic.monitor.watch(info, self._queued_bytes, self._giver.cluster):
-                welcome = self._greet(stream, number)
+            with self._shared.traffic.monitor.watch(info, lambda: 0, self._giver.cluster):
+                self._greet(stream, number)
                 self._widen(stream)
                 with self._changed:
                     self._welcomed[number] = stream
-                if welcome.lend is not None:
-                    lent = self._outgoing(number, welcome, welcome.lend)
-                    channel = Channel(stream, number, self._giver.cluster, welcome.lend_codecs)
-                    Delivery(channel, lent, self._shared.traffic, self._shared.counters.sent).run()
-                Reception(stream, number, self._intake, welcome.segment).run()
+                Reception(stream, number, self._intake).run()
             well = True
         finally:
             self._intake.lost(number)
@@ -195,39 +170,24 @@ class Pull:
                 del self._streams[number]
                 self._changed.notify_all()
 
-    def _outgoing(self, number: int, welcome: Welcome, manifest: Manifest) -> Outgoing:
-        """Return what the giver borrows, the same for every connection, and have this one carry its part."""
-        with self._changed:
-            if self._lent is None:
-                self._lent = self._lend(manifest)
-        self._lent.shipment.connect(number, welcome.lend_broken, welcome.lend_received)
-        return self._lent
-
-    def _queued_bytes(self) -> int:
-        """What waits to be sent: nothing, unless the giver borrows."""
-        return self._lent.queued_bytes() if self._lent is not None else 0
-
-    def _greet(self, stream: Stream, number: int) -> Welcome:
+    def _greet(self, stream: Stream, number: int) -> None:
         self._impatient(0.0)
         receipt = self._intake.receipt
         broken = self._intake.broken  # before what was received: nothing more comes from these
-        fabric = self._intake.carrier.fabric if self._intake.carrier else ""
         received = receipt.received
         hello = Hello(
             codecs=DECODABLE,
             token=self._token,
-            fabric=fabric,
             connection=number,
             broken=broken,
             received=received,
         )
         stream.send([message_frame(Kind.HELLO, receipt.expected.address, hello)])
-        return self._await_welcome(stream)
+        self._await_welcome(stream)
 
-    def _await_welcome(self, stream: Stream) -> Welcome:
+    def _await_welcome(self, stream: Stream) -> None:
         """Read the answer to HELLO; a word that was on its way from the transfer before is of no interest."""
         expected = self._intake.receipt.expected
-        spoke = time.monotonic()
         while True:
             header, payload = receive_message(stream, self._impatient, MAX_MESSAGE_BYTES)
             if header.address == expected.address and header.kind == Kind.ABORT:
@@ -235,12 +195,9 @@ class Pull:
             if header.address == expected.address and header.kind == Kind.WELCOME:
                 welcome = decode_message(header, payload, Welcome)
                 self._intake.receipt.require_manifest(welcome.manifest)
-                return welcome
+                return
             if header.kind not in (Kind.KEEP_ALIVE, Kind.FREED):
                 raise ProtocolError(f"{header.describe()} for {header.address} where WELCOME was due")
-            if time.monotonic() - spoke > HEARTBEAT_SECONDS:  # the giver may take its time to decide what it borrows
-                stream.send([message_frame(Kind.KEEP_ALIVE, expected.address)])
-                spoke = time.monotonic()
 
     def _impatient(self, silent_seconds: float) -> None:
         """Wait for a WELCOME no longer than for anything else, and not when nobody wants it."""

@@ -13,14 +13,10 @@ from contextlib import closing, suppress
 from functools import partial
 
 from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
-from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import Address, Kind
-from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, VERSION, Abort, Hello, Welcome, decode_message, message_frame
+from prfaas.wire.transfer import VERSION, Abort, Hello, Welcome, decode_message, message_frame
 from prfaas_worker.transfer import tcp_info
-from prfaas_worker.transfer.carriers import refusal
-from prfaas_worker.transfer.codecs import DECODABLE
 from prfaas_worker.transfer.delivery import Channel, Delivery, receive_message
-from prfaas_worker.transfer.intake import Reception
 from prfaas_worker.transfer.offers import Offer, Offers
 from prfaas_worker.transfer.sockets import CUBIC, use_congestion
 from prfaas_worker.transfer.streams import Stream
@@ -115,33 +111,12 @@ class Sender:
 
     def _deliver(self, stream: Stream, offer: Offer, hello: Hello) -> None:
         traffic, sent = self._traffic, self._offers.counters.sent
-        ours = traffic.carrier.fabric if traffic.carrier else ""
-        if reason := refusal(ours, hello.fabric, traffic.door.cluster, offer.prompt.peer):
-            offer.fail(reason)
-        carrier = traffic.carrier if hello.fabric and not reason else None
-        channel = Channel(stream, hello.connection, offer.prompt.peer, hello.codecs, carrier)
+        channel = Channel(stream, hello.connection, offer.prompt.peer, hello.codecs)
         try:
-            _await_decision(stream, offer)
-            # Until nobody reads from a broken connection, nobody knows what of the loan came by it.
-            offer.await_gone(hello.broken, HELLO_SECONDS)
-            lent = offer.borrowed if offer.borrowed and not offer.borrowed.is_whole else None
-            welcome = Welcome(
-                version=VERSION,
-                manifest=offer.manifest,
-                segment=carrier.segment if carrier else "",
-                lend=lent.receipt.expected if lent else None,
-                lend_codecs=DECODABLE if lent else (Codec.NONE,),
-                lend_broken=lent.broken if lent else (),
-                lend_received=lent.receipt.received if lent else (),
-            )
+            welcome = Welcome(version=VERSION, manifest=offer.manifest)
             stream.send([message_frame(Kind.WELCOME, offer.manifest.address, welcome)])
             info = partial(tcp_info.read, stream.socket)
             with traffic.monitor.watch(info, offer.outgoing.queued_bytes, offer.prompt.peer):
-                if lent is not None:
-                    try:
-                        Reception(stream, hello.connection, lent).run()
-                    finally:
-                        lent.lost(hello.connection)
                 Delivery(channel, offer.outgoing, traffic, sent).run()
         except (UnreachableError, DamagedError):
             raise  # the receiver may come back
@@ -149,25 +124,6 @@ class Sender:
             self._offers.end(offer, "failed", str(error) or repr(error))
             raise
         self._offers.end(offer, "delivered")
-
-
-def _await_decision(stream: Stream, offer: Offer) -> None:
-    """Wait until the engine knows what the receiver should send first, or that there will be nothing.
-
-    Raises:
-        PeerError: there will be nothing; the receiver was told why.
-
-    """
-    while not offer.decided(KEEP_ALIVE_SECONDS):
-        if stream.readable():
-            header, _ = receive_message(stream)
-            if header.kind != Kind.KEEP_ALIVE:
-                raise PeerError(f"{header.describe()} from a receiver that waits for WELCOME")
-            offer.heard()
-        stream.send([message_frame(Kind.KEEP_ALIVE, offer.manifest.address)])
-    if (reason := offer.outgoing.failure) is not None:
-        stream.send([message_frame(Kind.ABORT, offer.manifest.address, Abort(reason))])
-        raise PeerError(reason)
 
 
 def _await_hello(stream: Stream, patience_seconds: float) -> tuple[Address, Hello]:

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from prfaas_worker.credentials import Credentials
 from prfaas_worker.options import Options
-from prfaas_worker.transfer import mooncake
 from prfaas_worker.transfer.accounting import Monitor
 from prfaas_worker.transfer.bucket import TokenBucket
 from prfaas_worker.transfer.budget import Budget
-from prfaas_worker.transfer.carriers import Carrier
 from prfaas_worker.transfer.door import Door, TlsDoor
 from prfaas_worker.transfer.egress_file import EgressFile
 from prfaas_worker.transfer.packing import Packer
@@ -26,14 +24,13 @@ class Traffic(NamedTuple):
     memory: Budget
     packer: Packer
     door: Door
-    carrier: Carrier | None = None
 
 
 def traffic_of(options: Options) -> Traffic:
     """Return what the options ask for, with the cap in force; a file of it is followed from now on.
 
     Raises:
-        ConfigError: they ask for a carrier that cannot start here, or for credentials that cannot be used.
+        ConfigError: they ask for credentials that cannot be used.
 
     """
     mbps = options.egress_mbps or None
@@ -41,10 +38,9 @@ def traffic_of(options: Options) -> Traffic:
     if options.egress_file:
         EgressFile(Path(options.egress_file), egress, otherwise=mbps).start()
     memory_bytes = options.transfer_memory_mib * MIB
-    carrier = mooncake.start(options.host, options.mooncake_fabric, memory_bytes) if options.mooncake_fabric else None
     monitor = Monitor()
     door = TlsDoor(Credentials(Path(options.tls_dir))) if options.tls_dir else Door()
-    return Traffic(monitor, egress, Budget(memory_bytes), Packer(options.wire_codec, monitor), door, carrier)
+    return Traffic(monitor, egress, Budget(memory_bytes), Packer(options.wire_codec, monitor), door)
 
 
 def unlimited() -> Traffic:

@@ -2,24 +2,18 @@
 and nothing stays held, however it ends.
 """
 
-import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from prfaas.errors import UnreachableError
 from prfaas.kvindex.blocks import BlockChain, chain_root
-from prfaas.wire.engine import Cancel, Failed, Granted, Started
+from prfaas.wire.engine import Failed, Granted, Started
 from prfaas_worker.engine import schedule
 from prfaas_worker.engine.others import Others
 from prfaas_worker.engine.sequences import Phase, Sequence
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.transfer import offers
-from prfaas_worker.transfer.delivery import Delivery
-from prfaas_worker.transfer.outgoing import Frame
-from prfaas_worker.transfer.rates import Rates
 
 from .engine_bench import alone
 from .engine_pair import Giver, Taker
@@ -58,13 +52,6 @@ def teach(bench: Giver | Taker, prompt: bytes) -> None:
     """Let an engine serve a prompt, so that its states and rows are cached."""
     bench.ask(prompt, max_tokens=1)
     bench.run()
-
-
-def measured(bench: Giver | Taker, monkeypatch: pytest.MonkeyPatch, mbps: float | None = 1e5) -> None:
-    """Let it know that computing is slow, and what the link delivers."""
-    bench.engine._parts.profiler.observe(100, 1.0)
-    monkeypatch.setattr(Rates, "mbps", lambda _self, _peer: mbps)
-    monkeypatch.setattr(Rates, "round_trip_seconds", lambda _self, _peer: 0.001)
 
 
 def told(bench: Taker, handle: int) -> Started:
@@ -171,126 +158,18 @@ def test_a_prefix_that_nobody_takes_is_freed_when_its_lease_ends(pair):
     giver.step()
 
 
-def test_what_is_lent_is_not_computed_and_the_answer_is_the_same(pair, models, monkeypatch: pytest.MonkeyPatch):
-    giver, taker = pair
-    measured(giver, monkeypatch)
-    teach(taker, SYSTEM + b"x")
-    prompt = prompt_of(b"first")
-    handle = taker.ask(prompt, prefill_url="http://127.0.0.1:1")
-    taker.run_with(lambda: bool(taker.ends(handle)))
-    assert taker.fetches[0]._wanted.lend_tokens == len(SYSTEM)
-    assert taker.tokens(handle) == alone(models[1], prompt, 6)
-    assert giver.engine.gauges.prompt_tokens == len(prompt) - len(SYSTEM)
-    assert giver.engine.gauges.borrowed_tokens == len(SYSTEM)
-    # It is cached there as if it had been computed there.
-    rows = [[bench.memory.read_pages([page]) for page in pages_of(bench, prompt)] for bench in pair]
-    assert rows[0] == rows[1]
-    assert giver.memory.read_pages(state_of(giver, prompt)) == taker.memory.read_pages(state_of(taker, prompt))
-
-
-@pytest.mark.parametrize("mbps", [None, 0.001])
-def test_what_does_not_pay_is_computed(pair, models, monkeypatch: pytest.MonkeyPatch, mbps: float | None):
-    giver, taker = pair
-    measured(giver, monkeypatch, mbps)
-    teach(taker, SYSTEM + b"x")
-    prompt = prompt_of(b"first")
-    handle = taker.ask(prompt, prefill_url="http://127.0.0.1:1")
-    taker.run_with(lambda: bool(taker.ends(handle)))
-    assert taker.tokens(handle) == alone(models[1], prompt, 6)
-    assert giver.engine.gauges.prompt_tokens == len(prompt)
-    assert giver.engine.gauges.borrowed_tokens == 0
-
-
-def test_a_giver_that_has_as_much_borrows_nothing(pair, models, monkeypatch: pytest.MonkeyPatch):
-    giver, taker = pair
-    measured(giver, monkeypatch)
-    teach(taker, SYSTEM + b"x")
-    teach(giver, SYSTEM + b"x")
-    computed, prompt = giver.engine.gauges.prompt_tokens, prompt_of(b"first")
-    handle = taker.ask(prompt, prefill_url="http://127.0.0.1:1")
-    taker.run_with(lambda: bool(taker.ends(handle)))
-    assert taker.tokens(handle) == alone(models[1], prompt, 6)
-    assert giver.engine.gauges.prompt_tokens - computed == len(prompt) - len(SYSTEM)
-    assert giver.engine.gauges.borrowed_tokens == 0
-
-
-def test_a_taker_that_leaves_while_it_lends_frees_both(pair, monkeypatch: pytest.MonkeyPatch):
-    giver, taker = pair
-    measured(giver, monkeypatch)
-    teach(taker, SYSTEM + b"x")
-
-    def lend_nothing(delivery: Delivery) -> None:
-        while delivery._outgoing.failure is None:
-            while delivery._stream.readable():
-                delivery._hear()
-            time.sleep(0.01)
-        raise UnreachableError("cancelled")
-
-    monkeypatch.setattr(Delivery, "run", lend_nothing)
-    handle = taker.ask(prompt_of(b"first"), prefill_url="http://127.0.0.1:1")
-    deadline = time.monotonic() + 120
-    while not any(one.phase is Phase.FETCHING for one in giver.engine.requests):
-        assert time.monotonic() < deadline
-        taker.step()
-        giver.step()
-    taker.engine.inbox.put(Cancel(handle))
-    taker.run_with(lambda: True)
-    assert giver.engine.gauges.borrowed_tokens == 0
-
-
-def test_a_connection_that_breaks_while_it_lends_costs_nothing(pair, models, monkeypatch: pytest.MonkeyPatch):
-    giver, taker = pair
-    measured(giver, monkeypatch)
-    teach(taker, SYSTEM + b"x")
-    real, cut = Delivery._send, []
-
-    def send_once(delivery: Delivery, sequence: int, frame: Frame) -> None:
-        real(delivery, sequence, frame)
-        if not cut:
-            cut.append(sequence)
-            delivery._stream.shutdown()
-
-    monkeypatch.setattr(Delivery, "_send", send_once)
-    prompt = prompt_of(b"first")
-    handle = taker.ask(prompt, prefill_url="http://127.0.0.1:1")
-    taker.run_with(lambda: bool(taker.ends(handle)))
-    assert cut
-    assert giver.engine.gauges.borrowed_tokens == len(SYSTEM)
-    assert taker.tokens(handle) == alone(models[1], prompt, 6)
-
-
-def test_a_loan_may_take_longer_than_a_lease_and_no_longer_than_a_slow_link_explains(pair, monkeypatch):
-    giver, taker = pair
-    measured(giver, monkeypatch)
-    teach(taker, SYSTEM + b"x")
-    seen: list[tuple[bool, bool]] = []
-    real = Delivery.run
-
-    def lend(delivery: Delivery) -> None:
-        now = time.monotonic()
-        for offer in giver.offers._offers.values() if delivery._outgoing.flags else ():
-            offer.lease_ends = now - 1
-            seen.append((offer.is_late(now), offer.is_late(now + 40)))
-        real(delivery)
-
-    monkeypatch.setattr(Delivery, "run", lend)
-    handle = taker.ask(prompt_of(b"first"), prefill_url="http://127.0.0.1:1")
-    taker.run_with(lambda: bool(taker.ends(handle)))
-    assert seen == [(False, True)] * len(seen) != []
-
-
 def test_what_is_computed_on_lossy_rows_stays_out_of_the_takers_cache_too(pair, monkeypatch: pytest.MonkeyPatch):
     giver, taker = pair
-    measured(giver, monkeypatch)
     teach(taker, SYSTEM + b"x")
     cached = taker.engine.cache.stats().cached_pages
-    real = Others._go_on
+    real = Others.begin
 
-    def go_on(others: Others, sequence: Sequence, tokens: int, *, is_exact: bool) -> None:
-        assert is_exact
-        real(others, sequence, tokens, is_exact=False)
+    def begin(others: Others, sequence: Sequence) -> None:
+        assert sequence.is_exact
+        real(others, sequence)
+        sequence.is_exact = False
 
-    monkeypatch.setattr(Others, "_go_on", go_on)
+    monkeypatch.setattr(Others, "begin", begin)
     handle = taker.ask(prompt_of(b"first"), prefill_url="http://127.0.0.1:1", max_tokens=80, ignore_eos=True)
     taker.run_with(lambda: bool(taker.ends(handle)))
     assert giver.engine.cache.stats().cached_pages == 0
@@ -303,7 +182,7 @@ def test_a_prefill_that_is_on_its_way_keeps_its_pages_when_streams_want_them(mod
     stream = giver.ask(b"def f(", max_tokens=150, ignore_eos=True)
     while len(giver.tokens(stream)) < 50:
         giver.step()
-    giver.grant_prefill(list(b"x" * 200), 0, 0)  # all pages but the next one of the stream
+    giver.grant_prefill(list(b"x" * 200), 0)  # all pages but the next one of the stream
     while list(giver.engine.requests)[-1].phase is not Phase.DELIVERING:
         giver.step()
     assert giver.engine.gauges.preemptions == 0
@@ -312,18 +191,3 @@ def test_a_prefill_that_is_on_its_way_keeps_its_pages_when_streams_want_them(mod
     giver.run()
     assert len(giver.tokens(stream)) == 150
     giver.assert_nothing_is_held()
-
-
-def test_a_slot_has_the_state_that_it_lends(models):
-    """The control of lending: without the state the prefill that stands on it would be another."""
-    taker = Giver(models[1])
-    teach(taker, SYSTEM + b"x")
-    cache, hashes = taker.engine.cache, chain_of(taker, SYSTEM + b"y")
-    lent, own = (cache.open(hashes, 200, 192, use_state=use_state) for use_state in (False, True))
-    assert lent is not None
-    assert own is not None
-    assert lent.state_tokens == own.state_tokens == own.cached_tokens == lent.cached_tokens == 192
-    assert torch.equal(taker.memory.slots[lent.lease.slot], taker.memory.slots[own.lease.slot])
-    assert taker.memory.slots[lent.lease.slot].any()
-    cache.close(lent.lease)
-    cache.close(own.lease)
