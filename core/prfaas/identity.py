@@ -14,6 +14,7 @@ keys (P-256), everything else is PEM unless it says DER.
 """
 
 import datetime
+import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,9 +76,9 @@ def when_to_renew(not_before: datetime.datetime, not_after: datetime.datetime) -
 
 
 def make_authority(name: str, validity: Validity) -> KeyPair:
-    """Return a new certificate authority, which may sign certificates of clusters and no further authorities."""
+    """Return a new certificate authority, which may sign certificates and no further authorities."""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    subject = _name(name)
     builder = _builder(subject, subject, key.public_key(), validity)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
@@ -93,6 +94,32 @@ def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
     """
     if not _NAME.fullmatch(cluster):
         raise ConfigError(f"{cluster!r} cannot be a cluster's name; use up to 63 lower case letters, digits and '-'")
+    names = [x509.UniformResourceIdentifier(URI_PREFIX + cluster), x509.DNSName(cluster + DNS_SUFFIX)]
+    return _issue(authority, _name(cluster), names, validity)
+
+
+def issue_server(authority: KeyPair, name: str, hosts: Sequence[str], validity: Validity) -> KeyPair:
+    """Return a certificate for the DNS names and IP addresses `hosts`, whose holder may also act as a client.
+
+    Raises:
+        ConfigError: as `issue`.
+
+    """
+    return _issue(authority, _name(name), [_general_name(host) for host in hosts], validity)
+
+
+def issue_client(authority: KeyPair, user: str, groups: Sequence[str], validity: Validity) -> KeyPair:
+    """Return a client certificate that Kubernetes reads as `user` in `groups`.
+
+    Raises:
+        ConfigError: as `issue`.
+
+    """
+    return _issue(authority, _name(user, groups), [], validity)
+
+
+def _issue(authority: KeyPair, subject: x509.Name, names: list[x509.GeneralName], validity: Validity) -> KeyPair:
+    """Sign a certificate for servers and clients, or only for clients if it has no `names`."""
     signer = signing_certificate(authority)
     own = validity_of(signer)
     if validity.not_after > own.not_after or validity.not_after <= own.not_before:
@@ -102,15 +129,26 @@ def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
         )
     validity = Validity(max(validity.not_before, own.not_before), validity.not_after)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, cluster)])
-    names = [x509.UniformResourceIdentifier(URI_PREFIX + cluster), x509.DNSName(cluster + DNS_SUFFIX)]
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = _builder(subject, signer.subject, key.public_key(), validity, signer)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes if names else purposes[1:]), critical=False)
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return KeyPair(_pem(builder.sign(_signing_key(authority.key), hashes.SHA256())), _key_pem(key))
+
+
+def _name(common_name: str, organisations: Sequence[str] = ()) -> x509.Name:
+    groups = [x509.NameAttribute(NameOID.ORGANIZATION_NAME, one) for one in organisations]
+    return x509.Name([*groups, x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def bundle(*authorities: bytes) -> bytes:

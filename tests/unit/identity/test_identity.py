@@ -11,6 +11,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from prfaas import identity
 from prfaas.errors import ConfigError, IdentityError
@@ -71,6 +72,25 @@ def test_a_certificate_says_its_cluster_and_openssl_accepts_it_on_both_sides(tmp
     seen_by_server, seen_by_client = handshake(tmp_path, hub, eu, authority.certificate)
     assert (seen_by_server, seen_by_client) == (der(eu), der(hub))
     assert identity.check_peer(der(eu), authority.certificate, NOW) == "prefill-eu"
+
+
+def test_a_client_is_a_user_in_groups_and_no_server(authority):
+    pair = identity.issue_client(authority, "system:node:n", ["system:nodes"], YEAR)
+    certificate = x509.load_pem_x509_certificate(pair.certificate)
+    values = {each.oid: each.value for each in certificate.subject}
+    assert values == {NameOID.COMMON_NAME: "system:node:n", NameOID.ORGANIZATION_NAME: "system:nodes"}
+    purposes = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(purposes) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+
+
+def test_a_server_has_the_dns_names_and_addresses_that_it_was_issued_for_and_no_cluster(authority):
+    pair = identity.issue_server(authority, "api", ["127.0.0.1", "::1", "kubernetes.default"], YEAR)
+    certificate = x509.load_pem_x509_certificate(pair.certificate)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["kubernetes.default"]
+    assert [str(one) for one in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1", "::1"]
+    with pytest.raises(IdentityError, match="names no cluster"):
+        identity.check_peer(der(pair), authority.certificate, NOW)
 
 
 def test_openssl_and_we_refuse_another_authority(tmp_path, authority, other):
