@@ -118,7 +118,7 @@ def issue_client(authority: KeyPair, user: str, groups: Sequence[str], validity:
     return _issue(authority, _name(user, groups), [], validity)
 
 
-def _issue(authority: KeyPair, subject: x509.Name, names: list[x509.GeneralName], validity: Validity) -> KeyPair:
+def _issue(authority: KeyPair, subject: x509.Name, names: Sequence[x509.GeneralName], validity: Validity) -> KeyPair:
     """Sign a certificate for servers and clients, or only for clients if it has no `names`."""
     signer = signing_certificate(authority)
     own = validity_of(signer)
