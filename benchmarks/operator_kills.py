@@ -27,9 +27,8 @@ import yaml
 from benchmarks.report import Figure, run
 
 from prfaas.ports import free_ports
-from prfaas_sandbox.build import ensure_tools
 from prfaas_sandbox.controlplane import ControlPlane
-from prfaas_sandbox.tools import Tools
+from prfaas_sandbox.tools import Tools, ensure_tools
 
 ROOT = Path(__file__).parents[1]
 HUB, MEMBER = "kills", "kills-member"

@@ -24,7 +24,7 @@ from benchmarks.report import Figure, cpu_seconds, run
 
 from prfaas_operator.clusters.api import DEPLOYMENT, PREFILL_POOL
 from prfaas_operator.clusters.client import KubernetesCluster
-from prfaas_sandbox.build import ensure_tools
+from prfaas_sandbox.tools import ensure_tools
 
 REACTIONS = 100
 

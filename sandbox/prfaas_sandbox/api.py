@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import aiohttp
 
 from prfaas.errors import PeerError, UnreachableError
-from prfaas_sandbox.kubeconfig import Kubeconfig
+from prfaas_sandbox.credentials import Kubeconfig
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,13 @@ from rich.table import Table
 
 from prfaas.errors import ConfigError, PeerError
 from prfaas_sandbox.api import Api
-from prfaas_sandbox.build import ensure_tools
-from prfaas_sandbox.control import change_link, link_rate
-from prfaas_sandbox.kubeconfig import read_kubeconfig
-from prfaas_sandbox.place import ClusterAccess
+from prfaas_sandbox.credentials import read_kubeconfig
+from prfaas_sandbox.environment import ClusterAccess
 from prfaas_sandbox.processes import tail
 from prfaas_sandbox.progress import console, progress
-from prfaas_sandbox.sandbox import DEFAULT_LINK_MBPS, Description, Sandbox
+from prfaas_sandbox.sandbox import DEFAULT_LINK_MBPS, Description, Sandbox, change_link, link_rate
 from prfaas_sandbox.state import StateFolder
+from prfaas_sandbox.tools import ensure_tools
 
 DOWN_TIMEOUT_SECONDS = 15.0
 POLL_SECONDS = 0.1

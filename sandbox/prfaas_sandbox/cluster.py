@@ -15,12 +15,10 @@ from aiohttp import web
 from prfaas.errors import PeerError
 from prfaas_sandbox.api import Api, Listed
 from prfaas_sandbox.controlplane import ADMIN_GROUP, ControlPlane, Placement
-from prfaas_sandbox.messages import Message
+from prfaas_sandbox.forward import serve_connections
 from prfaas_sandbox.network import CLUSTERS, ClusterNetwork
 from prfaas_sandbox.node.agent import Folders, NodeAgent
-from prfaas_sandbox.relay import serve_relay
-from prfaas_sandbox.state import ClusterFolder, StateFolder
-from prfaas_sandbox.supervisor import Plan
+from prfaas_sandbox.state import ClusterFolder, InsideMessage, SandboxPlan, StateFolder
 from prfaas_sandbox.tools import Tools
 
 API_PORT = 6443
@@ -35,31 +33,31 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     state, name = StateFolder(Path(sys.argv[1])), sys.argv[2]
     network = next(each for each in CLUSTERS if each.name == name)
-    tools = Tools({key: Path(value) for key, value in Plan.read(state.plan).tools.items()})
+    tools = Tools({key: Path(value) for key, value in SandboxPlan.read(state.plan).tools.items()})
     try:
         asyncio.run(run(network, state.cluster(name), tools))
     except* (PeerError, OSError) as group:
-        Message(name, "failed", "; ".join(str(error) for error in group.exceptions)).send()
+        InsideMessage(name, "failed", "; ".join(str(error) for error in group.exceptions)).send()
         sys.exit(1)
 
 
 async def run(network: ClusterNetwork, folder: ClusterFolder, tools: Tools) -> None:
     """Run one cluster; return only by an exception."""
-    place = Placement(network.address, network.address, network.service_prefix, API_PORT, ETCD_PORTS)
-    async with ControlPlane.start(network.name, tools, folder.run / "plane", place, logs=folder.logs) as plane:
+    placement = Placement(network.address, network.address, network.service_prefix, API_PORT, ETCD_PORTS)
+    async with ControlPlane.start(network.name, tools, folder.run / "plane", placement, logs=folder.logs) as plane:
         plane.user("admin", ADMIN_GROUP).write(folder.internal_kubeconfig)
-        Message(network.name, "progress", "control plane ready").send()
+        InsideMessage(network.name, "progress", "control plane ready").send()
         folders = Folders(folder.run / "pods", folder.logs / "pods")
         async with (
             NodeAgent.start(plane, network, folders) as agent,
-            serve_relay(folder.relay),
+            serve_connections(folder.forward),
             _serve_control(folder.control, agent),
             Api(plane.user("admin", ADMIN_GROUP)) as api,
         ):
             await _admit_prometheus(api)
             plane.user(PROMETHEUS_USER).write(folder.prometheus_kubeconfig)
             await _wait_for_node(api, agent.name)
-            Message(network.name, "ready").send()
+            InsideMessage(network.name, "ready").send()
             while True:
                 plane.check_running()
                 await asyncio.sleep(CHECK_SECONDS)

@@ -16,9 +16,8 @@ from typing import Self
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.ports import free_ports
 from prfaas_sandbox.api import Api
-from prfaas_sandbox.kubeconfig import Kubeconfig
-from prfaas_sandbox.pki import Authority, service_account_key, write_private
-from prfaas_sandbox.processes import Child
+from prfaas_sandbox.credentials import Authority, Kubeconfig, service_account_key, write_private
+from prfaas_sandbox.processes import ChildProcess
 from prfaas_sandbox.tools import Tools
 
 log = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ class ControlPlane:
         self._placement = placement
         self._pki = folder / "pki"
         self._logs = logs
-        self._children: list[Child] = []
+        self._children: list[ChildProcess] = []
         for each in (self._pki, self._logs):
             each.mkdir(parents=True, exist_ok=True)
         self.kubeconfig = self.user("admin", ADMIN_GROUP).write(folder / "kubeconfig")
@@ -169,7 +168,7 @@ class ControlPlane:
 
     def _child(self, name: str, tools: Tools, flags: dict[str, object]) -> None:
         command = [tools[name], *(f"--{flag}={value}" for flag, value in flags.items())]
-        self._children.append(Child(f"{self.name}'s {name}", command, self._logs / f"{name}.log"))
+        self._children.append(ChildProcess(f"{self.name}'s {name}", command, self._logs / f"{name}.log"))
 
     def _etcd_flags(self) -> dict[str, object]:
         certificate, key = self.authority.server("etcd", [LOOPBACK]).write(self._pki, "etcd")
@@ -195,20 +194,20 @@ class ControlPlane:
         }
 
     def _api_server_flags(self) -> dict[str, object]:
-        place, pki = self._placement, self._pki
-        certificate, key = self.authority.server("kube-apiserver", place.server_names()).write(pki, "apiserver")
+        placement, pki = self._placement, self._pki
+        certificate, key = self.authority.server("kube-apiserver", placement.server_names()).write(pki, "apiserver")
         etcd_certificate, etcd_key = self.authority.client("apiserver").write(pki, "apiserver-etcd")
         node_client = self.authority.client("kube-apiserver-kubelet", ADMIN_GROUP)
         node_certificate, node_key = node_client.write(pki, "apiserver-node")
         return {
-            "bind-address": place.address,
-            "advertise-address": place.advertised,
-            "secure-port": place.api_port,
-            "service-cluster-ip-range": f"{place.service_prefix}.0/24",
+            "bind-address": placement.address,
+            "advertise-address": placement.advertised,
+            "secure-port": placement.api_port,
+            "service-cluster-ip-range": f"{placement.service_prefix}.0/24",
             "client-ca-file": pki / "ca.crt",
             "tls-cert-file": certificate,
             "tls-private-key-file": key,
-            "etcd-servers": place.etcd_url,
+            "etcd-servers": placement.etcd_url,
             "etcd-cafile": pki / "ca.crt",
             "etcd-certfile": etcd_certificate,
             "etcd-keyfile": etcd_key,

@@ -7,6 +7,9 @@ follows are commands as data; `prfaas_sandbox.supervisor` runs them.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from prfaas.errors import BadInputError
 
 LINK = "link0"
 NOBODY = "02:00:00:00:00:01"
@@ -17,6 +20,8 @@ BURST_MILLIS = 20
 # second's worth of link. Above 2 Gbit/s the kernel's timer needs at least a millisecond's worth.
 LARGEST_BURST_BYTES = 256 * 1024
 SMALLEST_BURST_BYTES = 8 * 1024
+LARGEST_MBPS = 100_000
+SMALLEST_MBPS = 0.1
 
 Command = list[str]
 
@@ -100,6 +105,13 @@ def lose(address: str, device: str, *, lost: bool) -> list[Command]:
 def shape_link(namespaces: tuple[Path, ...], mbps: float) -> list[Command]:
     """Return the commands that limit what leaves each end of the link; they also change a limit that is there."""
     return [enter(namespace, token_bucket(mbps)) for namespace in namespaces]
+
+
+def checked_rate(mbps: Any) -> float:
+    """Return a link rate in Mbit/s; raise BadInputError for one that no link here can have."""
+    if not isinstance(mbps, int | float) or not SMALLEST_MBPS <= mbps <= LARGEST_MBPS:
+        raise BadInputError(f"a link of {mbps} Mbit/s cannot be made: choose {SMALLEST_MBPS} to {LARGEST_MBPS}")
+    return mbps
 
 
 def token_bucket(mbps: float, device: str = LINK) -> Command:

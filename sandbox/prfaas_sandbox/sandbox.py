@@ -8,80 +8,48 @@ When the context ends, or this process does in whatever way, no process, mount o
 """
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 
-from prfaas.errors import PeerError, UnreachableError
+from prfaas.errors import BadInputError, ConfigError, PeerError, UnreachableError
 from prfaas_sandbox import prometheus
 from prfaas_sandbox.api import Api
-from prfaas_sandbox.build import ensure_tools
 from prfaas_sandbox.cluster import API_PORT
-from prfaas_sandbox.control import change_link, cut_link, kill_pod
-from prfaas_sandbox.kubeconfig import read_kubeconfig
-from prfaas_sandbox.messages import Message, parse
-from prfaas_sandbox.namespaces import search_path, unshare_command
-from prfaas_sandbox.network import CLUSTERS, HUB, ClusterNetwork
-from prfaas_sandbox.place import ClusterAccess, Images, run_in
+from prfaas_sandbox.credentials import read_kubeconfig
+from prfaas_sandbox.environment import ClusterAccess, Images, run_in
+from prfaas_sandbox.forward import Address, Forwards, endpoints
+from prfaas_sandbox.network import CLUSTERS, HUB, ClusterNetwork, checked_rate
 from prfaas_sandbox.processes import tail
-from prfaas_sandbox.relay import Forwards, Target
-from prfaas_sandbox.services import endpoints
-from prfaas_sandbox.state import StateFolder
-from prfaas_sandbox.supervisor import Plan, checked_rate
-from prfaas_sandbox.tools import Tools
+from prfaas_sandbox.state import Description, InsideMessage, SandboxPlan, StateFolder
+from prfaas_sandbox.tools import Tools, ensure_tools
 
 DEFAULT_LINK_MBPS = 100
 START_TIMEOUT_SECONDS = 120.0
 STOP_TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.1
 HTTP_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-
-
-@dataclass(frozen=True)
-class Description:
-    """Where everything is; kept in the state folder for other processes of the host.
-
-    Args:
-        hub: the cluster that decodes.
-        member: the other one.
-        prometheus_url: for the host.
-        prometheus_internal_url: for pods of both clusters.
-        start_seconds: how long the start took.
-
-    """
-
-    hub: ClusterAccess
-    member: ClusterAccess
-    prometheus_url: str
-    prometheus_internal_url: str
-    start_seconds: float
-
-    def write(self, path: Path) -> None:
-        """Write the description; it appears whole."""
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(self), indent=2, default=str) + "\n")
-        fresh.replace(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read what `write` wrote."""
-        fields: dict[str, Any] = json.loads(path.read_text())
-        for cluster in ("hub", "member"):
-            fields[cluster] = ClusterAccess(**{**fields[cluster], "kubeconfig": Path(fields[cluster]["kubeconfig"])})
-        return cls(**fields)
+CONTROL_TIMEOUT_SECONDS = 15.0
+UNSHARE_TIMEOUT_SECONDS = 10.0
+PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux", "mount": "util-linux"} | {
+    "ip": "iproute2",
+    "tc": "iproute2",
+}
+SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
+_NAMESPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+_USER_NAMESPACE = ["--user", "--map-root-user"]
 
 
 class Sandbox:
-    """A sandbox that is up; get one from `Sandbox.start`. It is a `Place`.
+    """A sandbox that is up; get one from `Sandbox.start`. It is an `Environment`.
 
     Attributes:
         description: where everything is.
@@ -127,7 +95,7 @@ class Sandbox:
         tools = await asyncio.to_thread(ensure_tools, report)
         with state.hold():
             started = asyncio.get_running_loop().time()
-            Plan({name: str(path) for name, path in tools.paths.items()}, link_mbps).write(state.plan)
+            SandboxPlan({name: str(path) for name, path in tools.paths.items()}, link_mbps).write(state.plan)
             async with _Inside.run(launcher, state) as inside, Forwards() as forwards:
                 await inside.wait_ready(report)
                 hub, member = [await _open(state, network, forwards) for network in CLUSTERS]
@@ -144,10 +112,9 @@ class Sandbox:
             await self._inside.next_message()
 
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
-        """Return a URL on 127.0.0.1 for a port of a Service; each connection goes to a pod that is ready then."""
         kubeconfig = read_kubeconfig(cluster.kubeconfig)
 
-        async def resolve() -> list[Target]:
+        async def resolve() -> list[Address]:
             selector = f"kubernetes.io/service-name={service}"
             slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
             async with Api(kubeconfig) as api:
@@ -156,39 +123,32 @@ class Sandbox:
             return endpoints(found, listed["items"], port)
 
         await resolve()  # a wrong name is told now, not at the first connection
-        return f"http://127.0.0.1:{await self._forwards.add(self._state.cluster(cluster.name).relay, resolve)}"
+        return f"http://127.0.0.1:{await self._forwards.add(self._state.cluster(cluster.name).forward, resolve)}"
 
     async def shape_link(self, mbps: float) -> None:
-        """Change the rate of the link, both ways; connections stay."""
         await change_link(self._state, mbps)
 
     async def cut_link(self) -> None:
-        """Let nothing cross the link, and no connection notice by itself; again is harmless."""
-        await cut_link(self._state, cut=True)
+        await _call(self._state.link, "PUT", "/link/cut", {"cut": True})
 
     async def heal_link(self) -> None:
-        """Undo `cut_link`; again is harmless."""
-        await cut_link(self._state, cut=False)
+        await _call(self._state.link, "PUT", "/link/cut", {"cut": False})
 
     async def kill_pod(self, cluster: ClusterAccess, namespace: str, pod: str) -> None:
-        """Kill all processes of a pod with SIGKILL; the node then restarts its containers, as after any crash."""
-        await kill_pod(self._state.cluster(cluster.name), namespace, pod)
+        await _call(self._state.cluster(cluster.name).control, "POST", f"/pods/{namespace}/{pod}/kill")
 
     def program(self, name: str) -> str:
-        """Return what a person types to run one of our programs: its name where PATH has it, else its path."""
         return name if shutil.which(name) else str(self._tools[name])
 
     async def kubectl(self, cluster: ClusterAccess, *arguments: str, stdin: str | None = None) -> str:
-        """Run kubectl against a cluster and return what it prints; raise PeerError with its message when it fails."""
         return await run_in(self._tools["kubectl"], cluster, arguments, stdin)
 
     async def helm(self, cluster: ClusterAccess, *arguments: str) -> str:
-        """Run Helm against a cluster and return what it prints; raise PeerError with its message when it fails."""
         return await run_in(self._tools["helm"], cluster, arguments)
 
 
 class _Inside:
-    """The sandbox's outermost process, whose life hangs on its standard input: see `prfaas_sandbox.inside`."""
+    """The sandbox's outermost process, whose life hangs on its standard input: see `prfaas_sandbox.supervisor`."""
 
     def __init__(self, process: asyncio.subprocess.Process, state: StateFolder):
         self._process = process
@@ -203,7 +163,7 @@ class _Inside:
                 *launcher,
                 sys.executable,
                 "-m",
-                "prfaas_sandbox.inside",
+                "prfaas_sandbox.supervisor",
                 str(state.root),
                 env=_environment(),
                 stdin=subprocess.PIPE,
@@ -222,12 +182,12 @@ class _Inside:
                 process.kill()  # --kill-child takes the rest along
                 await process.wait()
 
-    async def next_message(self) -> Message:
+    async def next_message(self) -> InsideMessage:
         """Return what the inside says next; raise PeerError when it says that something failed, or has ended."""
         line = await self._process.stdout.readline() if self._process.stdout is not None else b""
         if not line:
             raise PeerError(f"the sandbox ended; the end of its log:\n{tail(self.state.logs / 'sandbox.log')}")
-        message = parse(line)
+        message = InsideMessage.parse(line)
         if message.kind == "failed":
             raise PeerError(f"{message.sender}: {message.text}")
         return message
@@ -281,7 +241,65 @@ async def _open_prometheus(state: StateFolder, forwards: Forwards) -> str:
 
 
 async def _forward(state: StateFolder, network: ClusterNetwork, port: int, forwards: Forwards) -> int:
-    async def resolve() -> list[Target]:
+    async def resolve() -> list[Address]:
         return [(network.address, port)]
 
-    return await forwards.add(state.cluster(network.name).relay, resolve)
+    return await forwards.add(state.cluster(network.name).forward, resolve)
+
+
+async def change_link(state: StateFolder, mbps: float) -> None:
+    """Set the link's rate both ways; raise BadInputError for a rate that cannot be made."""
+    await _call(state.link, "PUT", "/link", {"mbps": mbps})
+
+
+async def link_rate(state: StateFolder) -> float:
+    """Return the link's rate in Mbit/s."""
+    return (await _call(state.link, "GET", "/link"))["mbps"]
+
+
+async def _call(socket: Path, method: str, path: str, body: Any = None) -> Any:
+    timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_SECONDS)
+    connector = aiohttp.UnixConnector(str(socket))
+    try:
+        async with (
+            aiohttp.ClientSession("http://sandbox", connector=connector, timeout=timeout) as session,
+            session.request(method, path, json=body) as response,
+        ):
+            answer = await response.json()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UnreachableError(f"no sandbox answers at {socket}: {error}") from error
+    if response.status >= 400:
+        raise BadInputError(answer["error"])
+    return answer
+
+
+def search_path() -> str:
+    """Return PATH with the folders of system programs, which many users' lacks."""
+    return f"{os.environ.get('PATH', os.defpath)}:{SYSTEM_FOLDERS}"
+
+
+def unshare_command() -> list[str]:
+    """Return the command that runs a program, given as further arguments, in new namespaces, tried out.
+
+    Raises:
+        ConfigError: a program is missing, or the kernel refuses namespaces to us.
+
+    """
+    missing = {package for program, package in PROGRAMS.items() if not shutil.which(program, path=search_path())}
+    if missing:
+        raise ConfigError(f"the sandbox needs programs of {' and '.join(sorted(missing))}: install these packages")
+    candidates = [[*_USER_NAMESPACE, *_NAMESPACES]]
+    if os.geteuid() == 0:
+        candidates.insert(0, _NAMESPACES)  # root in a container may lack the capability, but have user namespaces
+    reason = ""
+    for flags in candidates:
+        command = ["unshare", *flags]
+        words = [*command, "true"]
+        tried = subprocess.run(words, capture_output=True, text=True, timeout=UNSHARE_TIMEOUT_SECONDS, check=False)
+        if tried.returncode == 0:
+            return command
+        reason = tried.stderr.strip()
+    raise ConfigError(
+        f"neither root's rights nor user namespaces are to be had here ({reason}), so the sandbox cannot run: "
+        "use two kind clusters instead"
+    )

@@ -1,105 +1,60 @@
-"""The state folder of a sandbox: the one place where host and inside meet.
+"""The state folder of a sandbox, and what host and inside tell each other through it and through their pipe.
 
 lock                    held by the process that runs the sandbox; holds its pid
 plan.json               what the host asks the inside to do
 sandbox.json            where everything is, once it is ready
 link.sock               changes the link
 logs/                   everybody's logs, also after the end
-hub/, member/           kubeconfig (for the host), internal.kubeconfig, relay.sock, control.sock
+hub/, member/           kubeconfig (for the host), internal.kubeconfig, forward.sock, control.sock
 run/                    a tmpfs that only the inside sees: keys, Secrets, etcd, container roots
 """
 
 import fcntl
+import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from prfaas.errors import ConfigError
+from prfaas_sandbox.environment import ClusterAccess
 
 # sockaddr_un holds 108 bytes with the final zero.
 LONGEST_SOCKET_PATH = 107
 
 
-@dataclass(frozen=True)
 class ClusterFolder:
-    """The part of the state folder that belongs to one cluster."""
+    """The part of the state folder that belongs to one cluster, hub or member."""
 
-    root: Path
-    name: str
-
-    @property
-    def kubeconfig(self) -> Path:
-        """The administrator's kubeconfig for use on the host."""
-        return self.root / self.name / "kubeconfig"
-
-    @property
-    def internal_kubeconfig(self) -> Path:
-        """The administrator's kubeconfig with the server's address inside."""
-        return self.root / self.name / "internal.kubeconfig"
-
-    @property
-    def relay(self) -> Path:
-        """Socket that connects to any address inside, see `prfaas_sandbox.relay`."""
-        return self.root / self.name / "relay.sock"
-
-    @property
-    def control(self) -> Path:
-        """Socket of the cluster's control API."""
-        return self.root / self.name / "control.sock"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of the control plane's programs, and of containers in pods/."""
-        return self.root / "logs" / self.name
-
-    @property
-    def run(self) -> Path:
-        """The cluster's part of the tmpfs."""
-        return self.root / "run" / self.name
-
-    @property
-    def prometheus_kubeconfig(self) -> Path:
-        """What Prometheus uses; it appears when the cluster is ready for it."""
-        return self.run / "prometheus.kubeconfig"
+    def __init__(self, root: Path, name: str):
+        folder = root / name
+        self.kubeconfig = folder / "kubeconfig"  # the administrator's, for use on the host
+        self.internal_kubeconfig = folder / "internal.kubeconfig"  # with the server's address inside
+        self.forward = folder / "forward.sock"  # connects to any address inside, see `prfaas_sandbox.forward`
+        self.control = folder / "control.sock"  # kills pods
+        self.logs = root / "logs" / name  # of the control plane's programs, and of containers in pods/
+        self.run = root / "run" / name  # the cluster's part of the tmpfs
+        self.prometheus_kubeconfig = self.run / "prometheus.kubeconfig"  # appears when the cluster is ready
 
 
-@dataclass(frozen=True)
 class StateFolder:
     """Paths below the state folder, which is absolute."""
 
-    root: Path
+    def __init__(self, root: Path):
+        self.root = root
+        self.plan = root / "plan.json"
+        self.description = root / "sandbox.json"
+        self.link = root / "link.sock"
+        self.logs = root / "logs"
+        self.run = root / "run"
 
     def cluster(self, name: str) -> ClusterFolder:
         """Return the part of a cluster, hub or member."""
         return ClusterFolder(self.root, name)
-
-    @property
-    def plan(self) -> Path:
-        """What the host asks the inside to do."""
-        return self.root / "plan.json"
-
-    @property
-    def description(self) -> Path:
-        """Where everything is, once the sandbox is ready."""
-        return self.root / "sandbox.json"
-
-    @property
-    def link(self) -> Path:
-        """Socket that changes the link."""
-        return self.root / "link.sock"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of everybody."""
-        return self.root / "logs"
-
-    @property
-    def run(self) -> Path:
-        """The tmpfs of the inside."""
-        return self.root / "run"
 
     def namespace(self, cluster: str) -> Path:
         """Return the file at which the inside keeps a cluster's network namespace."""
@@ -162,3 +117,83 @@ class StateFolder:
             folder.mkdir()
         for name in ("hub", "member"):
             self.cluster(name).logs.mkdir(parents=True)
+
+
+@dataclass(frozen=True)
+class InsideMessage:
+    """What a process inside tells the host: one JSON object a line, on the common standard output.
+
+    Args:
+        sender: hub, member or sandbox.
+        kind: `progress`, `ready` or `failed`.
+        text: for people.
+
+    """
+
+    sender: str
+    kind: str
+    text: str = ""
+
+    def send(self) -> None:
+        """Write the line at once; lines of several processes do not mix, as a pipe takes small writes whole."""
+        sys.stdout.write(json.dumps(asdict(self)) + "\n")
+        sys.stdout.flush()
+
+    @classmethod
+    def parse(cls, line: bytes) -> Self:
+        return cls(**json.loads(line))
+
+
+@dataclass(frozen=True)
+class SandboxPlan:
+    """What the host asks the inside for.
+
+    Args:
+        tools: paths of the programs by name.
+        link_mbps: rate of the link at the start.
+
+    """
+
+    tools: dict[str, str]
+    link_mbps: float
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class Description:
+    """Where everything is; kept in the state folder for other processes of the host.
+
+    Args:
+        hub: the cluster that decodes.
+        member: the other one.
+        prometheus_url: for the host.
+        prometheus_internal_url: for pods of both clusters.
+        start_seconds: how long the start took.
+
+    """
+
+    hub: ClusterAccess
+    member: ClusterAccess
+    prometheus_url: str
+    prometheus_internal_url: str
+    start_seconds: float
+
+    def write(self, path: Path) -> None:
+        """Write the description; it appears whole."""
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps(asdict(self), indent=2, default=str) + "\n")
+        fresh.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `write` wrote."""
+        fields: dict[str, Any] = json.loads(path.read_text())
+        for cluster in ("hub", "member"):
+            fields[cluster] = ClusterAccess(**{**fields[cluster], "kubeconfig": Path(fields[cluster]["kubeconfig"])})
+        return cls(**fields)

@@ -1,72 +1,67 @@
-"""The sandbox's inner supervisor: lays the network, starts one process per cluster and Prometheus, shapes the link.
+"""The sandbox's inside: pid 1 of its namespaces, and the supervisor that lays the network and starts everything.
 
-It ends, and everything with it, as soon as one of them ends.
+`python -m prfaas_sandbox.supervisor STATE`, with the reading end of a pipe as standard input whose only writing end the
+host's process holds. However that process ends, the pipe does too; pid 1 then exits, and with it the kernel ends every
+process of the PID namespace, and the network and mount namespaces with the last of them.
+
+The supervisor starts one process per cluster and Prometheus, and shapes the link. It ends, and everything with it, as
+soon as one of them ends.
 """
 
 import asyncio
-import json
 import logging
+import os
 import subprocess
 import sys
-from dataclasses import dataclass
+import threading
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
 from prfaas.errors import BadInputError, InternalError, PeerError
 from prfaas_sandbox import prometheus
-from prfaas_sandbox.messages import Message
-from prfaas_sandbox.network import CLUSTERS, HUB, Command, create_link, cut_link, enter, shape_link
-from prfaas_sandbox.processes import Child
-from prfaas_sandbox.state import StateFolder
+from prfaas_sandbox.network import CLUSTERS, HUB, Command, checked_rate, create_link, cut_link, enter, shape_link
+from prfaas_sandbox.processes import ChildProcess
+from prfaas_sandbox.state import InsideMessage, SandboxPlan, StateFolder
 
 log = logging.getLogger(__name__)
-
 POLL_SECONDS = 0.1
 COMMAND_TIMEOUT_SECONDS = 10.0
-LARGEST_MBPS = 100_000
-SMALLEST_MBPS = 0.1
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the host asks for.
-
-    Args:
-        tools: paths of the programs by name.
-        link_mbps: rate of the link at the start.
-
-    """
-
-    tools: dict[str, str]
-    link_mbps: float
-
-    def write(self, path: Path) -> None:
-        """Write the plan."""
-        path.write_text(json.dumps({"tools": self.tools, "link_mbps": self.link_mbps}))
-
-    @classmethod
-    def read(cls, path: Path) -> "Plan":
-        """Read what `write` wrote."""
-        return cls(**json.loads(path.read_text()))
+def main() -> None:
+    """Fork the supervisor; stay behind as pid 1, reap orphans, and end with the host's process."""
+    supervisor = os.fork()
+    if supervisor == 0:
+        supervise(StateFolder(Path(sys.argv[1])))
+        return
+    threading.Thread(target=_end_with_host, daemon=True).start()
+    while True:
+        pid, status = os.wait()
+        if pid == supervisor:
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def main(root: Path) -> None:
+def _end_with_host() -> None:
+    while os.read(0, 1):
+        continue
+    os._exit(0)
+
+
+def supervise(state: StateFolder) -> None:
     """Run until something ends; the reason goes to the host."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    state = StateFolder(root)
     try:
-        asyncio.run(Supervisor(state, Plan.read(state.plan)).run())
+        asyncio.run(Supervisor(state, SandboxPlan.read(state.plan)).run())
     except (PeerError, InternalError, OSError) as error:
-        Message("sandbox", "failed", str(error)).send()
+        InsideMessage("sandbox", "failed", str(error)).send()
         sys.exit(1)
 
 
 class Supervisor:
-    """See the module."""
+    """Starts the parts of the sandbox and watches over them."""
 
-    def __init__(self, state: StateFolder, plan: Plan):
+    def __init__(self, state: StateFolder, plan: SandboxPlan):
         self._state = state
         self._plan = plan
         self._mbps = plan.link_mbps
@@ -85,7 +80,7 @@ class Supervisor:
         while True:
             await self._check(children)
 
-    async def _check(self, children: list[Child]) -> None:
+    async def _check(self, children: list[ChildProcess]) -> None:
         for child in children:
             child.check_running()
         await asyncio.sleep(POLL_SECONDS)
@@ -103,19 +98,19 @@ class Supervisor:
         hosts.write_text(f"{Path('/etc/hosts').read_text()}\n{prometheus.ADDRESS} {prometheus.SERVICE}\n")
         await _run([["mount", "--bind", str(hosts), "/etc/hosts"]])
 
-    def _start_cluster(self, name: str) -> Child:
+    def _start_cluster(self, name: str) -> ChildProcess:
         command = [sys.executable, "-m", "prfaas_sandbox.cluster", str(self._state.root), name]
         log_file = self._state.logs / f"{name}.log"
-        return Child(f"the {name} cluster", enter(self._namespaces[name], command), log_file, share_output=True)
+        return ChildProcess(f"the {name} cluster", enter(self._namespaces[name], command), log_file, share_output=True)
 
-    def _start_prometheus(self, kubeconfigs: dict[str, Path]) -> Child:
+    def _start_prometheus(self, kubeconfigs: dict[str, Path]) -> ChildProcess:
         folder = self._state.run / "prometheus"
         folder.mkdir()
         config = folder / "prometheus.yaml"
         config.write_text(prometheus.configuration(kubeconfigs))
         command = prometheus.command(Path(self._plan.tools["prometheus"]), config, folder / "data")
         entered = enter(self._namespaces[HUB.name], [str(part) for part in command])
-        return Child("Prometheus", entered, self._state.logs / "prometheus.log")
+        return ChildProcess("Prometheus", entered, self._state.logs / "prometheus.log")
 
     async def _serve_link(self) -> None:
         """Serve GET and PUT of {"mbps": rate}, and PUT of {"cut": whether}, at the link's socket."""
@@ -144,13 +139,6 @@ class Supervisor:
         await web.UnixSite(runner, str(self._state.link)).start()
 
 
-def checked_rate(mbps: Any) -> float:
-    """Return a link rate in Mbit/s; raise BadInputError for one that no link here can have."""
-    if not isinstance(mbps, int | float) or not SMALLEST_MBPS <= mbps <= LARGEST_MBPS:
-        raise BadInputError(f"a link of {mbps} Mbit/s cannot be made: choose {SMALLEST_MBPS} to {LARGEST_MBPS}")
-    return mbps
-
-
 async def _run(commands: list[Command]) -> None:
     """Run commands one after the other; raise InternalError when one fails."""
     for command in commands:
@@ -159,3 +147,7 @@ async def _run(commands: list[Command]) -> None:
         )
         if done.returncode:
             raise InternalError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    main()

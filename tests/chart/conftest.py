@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prfaas_sandbox.build import ensure_tools
+from prfaas_sandbox.tools import ensure_tools
 
 CHARTS = Path(__file__).parents[2] / "charts"
 HELM_TIMEOUT_SECONDS = 90

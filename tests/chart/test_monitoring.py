@@ -19,7 +19,7 @@ from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats, LinkStats
 from prfaas_gateway.metrics import Metrics as Gateway
 from prfaas_operator import metrics as operator
-from prfaas_sandbox.build import ensure_tools
+from prfaas_sandbox.tools import ensure_tools
 from prfaas_scheduler.metrics import Metrics as Scheduler
 from prfaas_worker.front.metrics import Metrics as Worker
 

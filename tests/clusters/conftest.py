@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas_sandbox.build import ensure_tools
 from prfaas_sandbox.controlplane import ControlPlane
-from prfaas_sandbox.tools import Tools
+from prfaas_sandbox.tools import Tools, ensure_tools
 
 KUBECTL_TIMEOUT_SECONDS = 90
 

@@ -34,7 +34,7 @@ async def test_fixture_serves_async_tests_too(hub):
 HOLD = """
 import asyncio, sys
 from pathlib import Path
-from prfaas_sandbox.build import ensure_tools
+from prfaas_sandbox.tools import ensure_tools
 from prfaas_sandbox.controlplane import ControlPlane
 
 async def main():

@@ -7,10 +7,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from prfaas_sandbox.demo.client import Client
-from prfaas_sandbox.demo.install import MODEL, NAMESPACE, Installation
+from prfaas_sandbox.demo.client import DemoClient, text_of
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, ExampleInstallation
 from prfaas_sandbox.demo.records import RequestRecord
-from prfaas_sandbox.demo.texts import text_of
 
 _numbers = itertools.count()
 
@@ -29,32 +28,32 @@ async def eventually(check: Callable[[], Awaitable[bool]], what: str, timeout_se
         await asyncio.sleep(0.3)
 
 
-async def apply(installation: Installation, body: dict) -> None:
+async def apply(installation: ExampleInstallation, body: dict) -> None:
     """Apply one object in the hub."""
-    await installation.place.kubectl(installation.place.hub, "apply", "-f", "-", stdin=json.dumps(body))
+    await installation.environment.kubectl(installation.environment.hub, "apply", "-f", "-", stdin=json.dumps(body))
 
 
-async def get(installation: Installation, kind: str, name: str) -> dict:
+async def get(installation: ExampleInstallation, kind: str, name: str) -> dict:
     """Return one object of the hub."""
-    place = installation.place
-    return json.loads(await place.kubectl(place.hub, "-n", NAMESPACE, "get", kind, name, "-o", "json"))
+    environment = installation.environment
+    return json.loads(await environment.kubectl(environment.hub, "-n", NAMESPACE, "get", kind, name, "-o", "json"))
 
 
-async def condition(installation: Installation, kind: str, name: str, type_: str = "Ready") -> dict:
+async def condition(installation: ExampleInstallation, kind: str, name: str, type_: str = "Ready") -> dict:
     """Return a condition of an object of the hub, or an empty one."""
     conditions = (await get(installation, kind, name)).get("status", {}).get("conditions", [])
     return next((c for c in conditions if c["type"] == type_), {"status": "", "reason": "", "message": ""})
 
 
 @asynccontextmanager
-async def asking(installation: Installation, tokens: int = 200) -> AsyncIterator[list[RequestRecord]]:
+async def asking(installation: ExampleInstallation, tokens: int = 200) -> AsyncIterator[list[RequestRecord]]:
     """Send one short prompt after the other as long as the block runs; give the list that collects the answers.
 
     Begins once one was answered: an installation may have been made just before.
     """
     records: list[RequestRecord] = []
     stopped = asyncio.Event()
-    client = Client(installation.gateway_url, MODEL)
+    client = DemoClient(installation.gateway_url, MODEL)
 
     async def serves() -> bool:
         return not (await client.ask(fresh_text(tokens), act="before", max_tokens=8)).outcome.startswith("failed")

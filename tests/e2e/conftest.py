@@ -1,4 +1,4 @@
-"""One installation of prfaas in each place, shared by all whole-system tests there: starting it is the expensive part.
+"""One installation of prfaas in each environment, which all whole-system tests there share: a start takes long.
 
 The sandbox runs on any machine. kind needs Docker: where that cannot be had, its tests say so in a section of their own
 at the end of the run, and count as skipped.
@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas_sandbox.demo.install import NAMESPACE, POLICY, Installation, repository_root
+from prfaas_sandbox.demo.install import NAMESPACE, POLICY, ExampleInstallation, repository_root
+from prfaas_sandbox.environment import Environment
 from prfaas_sandbox.kind.clusters import remove_everything
-from prfaas_sandbox.kind.daemon import ensure_daemon
+from prfaas_sandbox.kind.docker import ensure_daemon
+from prfaas_sandbox.kind.environment import KindEnvironment
 from prfaas_sandbox.kind.layout import Layout
-from prfaas_sandbox.kind.place import KindPlace
-from prfaas_sandbox.place import Place
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.sandbox import Sandbox
 
@@ -31,7 +31,7 @@ WHY_NOT_KIND = pytest.StashKey[str]()
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=PLACES)
 async def installation(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Installation]:
+) -> AsyncIterator[ExampleInstallation]:
     """Install prfaas as the README says, into two fresh clusters joined by a link of 100 Mbit/s."""
     state = tmp_path_factory.mktemp(request.param)
     if request.param == "sandbox":
@@ -41,15 +41,15 @@ async def installation(
     layout = Layout(repository_root(), state, "prfaas-e2e")
     await require_docker(layout, request.config)
     with progress() as report:
-        async with KindPlace.running(layout, link_mbps=LINK_MBPS, report=report) as place:
-            yield await created(place, report=report)
+        async with KindEnvironment.running(layout, link_mbps=LINK_MBPS, report=report) as environment:
+            yield await created(environment, report=report)
 
 
-async def created(place: Place, report: Callable[[str], None]) -> Installation:
+async def created(environment: Environment, report: Callable[[str], None]) -> ExampleInstallation:
     """Install, and bound the threshold: what many short prompts make of it must not keep at home what a test sends."""
-    installation = await Installation.create(place, report=report)
+    installation = await ExampleInstallation.create(environment, report=report)
     patch = json.dumps({"spec": {"threshold": {"max": 4096}}})
-    await place.kubectl(place.hub, "-n", NAMESPACE, "patch", "prfaas", POLICY, "--type=merge", "-p", patch)
+    await environment.kubectl(environment.hub, "-n", NAMESPACE, "patch", "prfaas", POLICY, "--type=merge", "-p", patch)
     return installation
 
 

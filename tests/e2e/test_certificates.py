@@ -10,10 +10,9 @@ import json
 import pytest
 
 from prfaas import identity
-from prfaas_sandbox.demo.client import Client
-from prfaas_sandbox.demo.install import MODEL, NAMESPACE, Installation, operator_values
+from prfaas_sandbox.demo.client import DemoClient, text_of
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, ExampleInstallation, operator_values
 from prfaas_sandbox.demo.records import RequestRecord
-from prfaas_sandbox.demo.texts import text_of
 
 from .checks import eventually
 
@@ -24,28 +23,30 @@ SETTLE_SECONDS = 15
 CHANGE_SECONDS = 240.0
 
 
-async def authorities(installation: Installation) -> list[set[str]]:
+async def authorities(installation: ExampleInstallation) -> list[set[str]]:
     """Return the fingerprints in each cluster's ca.crt."""
-    place, found = installation.place, []
-    for cluster in (place.hub, place.member):
+    environment, found = installation.environment, []
+    for cluster in (environment.hub, environment.member):
         command = ("-n", NAMESPACE, "get", "secret", "prfaas-tls", "-o", "json")
-        secret = json.loads(await place.kubectl(cluster, *command))
+        secret = json.loads(await environment.kubectl(cluster, *command))
         found.append(set(identity.fingerprints(base64.b64decode(secret["data"]["ca.crt"]))))
     return found
 
 
-async def test_an_authority_is_replaced_under_load_without_a_failed_or_rerouted_request(installation: Installation):
-    place = installation.place
-    values = (*operator_values(place.images), "--set", f"certificates.settleSeconds={SETTLE_SECONDS}")
-    await installation.helm_install(place.hub, "prfaas", *values)
+async def test_an_authority_is_replaced_under_load_without_a_failed_or_rerouted_request(
+    installation: ExampleInstallation,
+):
+    environment = installation.environment
+    values = (*operator_values(environment.images), "--set", f"certificates.settleSeconds={SETTLE_SECONDS}")
+    await installation.helm_install(environment.hub, "prfaas", *values)
     command = ("-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=120s")
-    await place.kubectl(place.hub, *command)
+    await environment.kubectl(environment.hub, *command)
     before = await authorities(installation)
     records: list[RequestRecord] = []
     done = asyncio.Event()
 
     async def load() -> None:
-        client = Client(installation.gateway_url, MODEL)
+        client = DemoClient(installation.gateway_url, MODEL)
         while not done.is_set():
             tokens = 9_000 if len(records) % 3 == 0 else 100
             records.append(await client.ask(text_of(tokens, start=500_000 + len(records) * 31), act="rotation"))
@@ -58,7 +59,7 @@ async def test_an_authority_is_replaced_under_load_without_a_failed_or_rerouted_
     loading = asyncio.create_task(load())
     try:
         patch = ("patch", "secret", "prfaas-ca", "--type=merge", "-p", '{"data": {"tls.key": null}}')
-        await place.kubectl(place.hub, "-n", NAMESPACE, *patch)
+        await environment.kubectl(environment.hub, "-n", NAMESPACE, *patch)
         await eventually(is_replaced, "both clusters trust a new authority alone", CHANGE_SECONDS)
         # What was judged by the former authority is judged by the new one alone now, also where it is kept open.
         await asyncio.sleep(SETTLE_SECONDS)

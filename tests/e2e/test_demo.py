@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas_sandbox.demo.records import FailureDrill, Story, judge
+from prfaas_sandbox.demo.records import DemoResults, FailureDrill, find_problems
 
 pytestmark = pytest.mark.e2e
 
@@ -45,6 +45,6 @@ async def test_the_demo_shows_what_it_promises_and_cleans_up(tmp_path: Path):
 
 
 def test_the_verdict_names_every_promise_that_an_empty_story_breaks():
-    problems = judge(Story())
+    problems = find_problems(DemoResults())
     assert len(problems) >= 6
     assert all(FailureDrill.__name__ not in problem for problem in problems)

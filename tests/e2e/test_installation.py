@@ -1,7 +1,7 @@
 """Proves on the running system that `helm test` finds an installation in order, that its alerts are quiet, and that the
 dashboards show what goes on.
 
-Alerts and queries are asked of the place's own Prometheus, which scrapes as docs/metrics.md says.
+Alerts and queries are asked of the environment's own Prometheus, which scrapes as docs/metrics.md says.
 """
 
 import asyncio
@@ -15,9 +15,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from prfaas_sandbox.demo.client import Client
-from prfaas_sandbox.demo.install import MODEL, NAMESPACE, Installation
-from prfaas_sandbox.demo.texts import text_of
+from prfaas_sandbox.demo.client import DemoClient, text_of
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, ExampleInstallation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -33,8 +32,8 @@ MUST_SHOW = {
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def prometheus(installation: Installation) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=installation.place.prometheus_url, timeout=20) as client:
+async def prometheus(installation: ExampleInstallation) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=installation.environment.prometheus_url, timeout=20) as client:
         yield client
 
 
@@ -47,16 +46,16 @@ async def ask(prometheus: httpx.AsyncClient, query: str) -> list[dict]:
     return answer.json()["data"]["result"]
 
 
-async def test_helm_test_finds_everything_in_place(installation: Installation):
-    place = installation.place
-    said = await place.helm(place.hub, "test", "prfaas", "-n", NAMESPACE, "--timeout", "90s")
+async def test_helm_test_finds_everything_in_environment(installation: ExampleInstallation):
+    environment = installation.environment
+    said = await environment.helm(environment.hub, "test", "prfaas", "-n", NAMESPACE, "--timeout", "90s")
     assert "Succeeded" in said
-    left = await place.kubectl(place.hub, "-n", NAMESPACE, "get", "pods", "-o", "name")
+    left = await environment.kubectl(environment.hub, "-n", NAMESPACE, "get", "pods", "-o", "name")
     assert "pod/prfaas-test" not in left
 
 
-async def test_the_dashboards_show_a_request_that_was_offloaded(installation: Installation, prometheus):
-    client = Client(installation.gateway_url, MODEL)
+async def test_the_dashboards_show_a_request_that_was_offloaded(installation: ExampleInstallation, prometheus):
+    client = DemoClient(installation.gateway_url, MODEL)
     await client.ask(text_of(6_000, start=4711), act="shown")
     await client.close()
     waiting = {(name, title) for name, titles in MUST_SHOW.items() for title in titles}

@@ -5,8 +5,8 @@ Requests go on all the while, and each must be answered.
 
 import pytest
 
-from prfaas_sandbox.demo.client import Client
-from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, Installation, operator_values
+from prfaas_sandbox.demo.client import DemoClient
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, ExampleInstallation, operator_values
 from prfaas_sandbox.demo.records import RequestRecord
 
 from .checks import asking, condition, eventually, fresh_text, get
@@ -19,26 +19,26 @@ def failed(records: list[RequestRecord]) -> list[RequestRecord]:
     return [record for record in records if record.outcome.startswith("failed") or record.output_tokens == 0]
 
 
-async def test_an_upgrade_and_a_rollback_of_the_release_lose_no_request(installation: Installation):
-    place = installation.place
+async def test_an_upgrade_and_a_rollback_of_the_release_lose_no_request(installation: ExampleInstallation):
+    environment = installation.environment
 
     async def asked_memory() -> str:
         operator = await get(installation, "deployment", "prfaas-operator")
         return operator["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"]
 
     async def settled() -> None:
-        await place.kubectl(
-            place.hub, "-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=120s"
+        await environment.kubectl(
+            environment.hub, "-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=120s"
         )
 
     before = await asked_memory()
     workers = await worker_pods(installation)
     async with asking(installation) as records:
         values = ("--set", "operator.resources.requests.memory=100Mi")
-        await installation.helm_install(place.hub, "prfaas", *operator_values(place.images), *values)
+        await installation.helm_install(environment.hub, "prfaas", *operator_values(environment.images), *values)
         await settled()
         assert await asked_memory() == "100Mi"
-        await place.helm(place.hub, "rollback", "prfaas", "-n", NAMESPACE)
+        await environment.helm(environment.hub, "rollback", "prfaas", "-n", NAMESPACE)
         await settled()
     assert await asked_memory() == before
     assert await worker_pods(installation) == workers, "no worker was replaced"
@@ -46,21 +46,23 @@ async def test_an_upgrade_and_a_rollback_of_the_release_lose_no_request(installa
     assert failed(records) == []
 
 
-async def worker_pods(installation: Installation) -> list[str]:
+async def worker_pods(installation: ExampleInstallation) -> list[str]:
     """Return the names of the workers' pods in both clusters."""
-    place = installation.place
+    environment = installation.environment
     words = ("-n", NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/component=worker", "-o", "name")
-    return sorted("".join([await place.kubectl(each, *words) for each in (place.hub, place.member)]).split())
+    return sorted(
+        "".join([await environment.kubectl(each, *words) for each in (environment.hub, environment.member)]).split()
+    )
 
 
-async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_itself(installation: Installation):
-    place, client = installation.place, Client(installation.gateway_url, MODEL)
+async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_itself(installation: ExampleInstallation):
+    environment, client = installation.environment, DemoClient(installation.gateway_url, MODEL)
     member = installation.member_name
 
     async def ready() -> str:
         return (await condition(installation, "pmc", member))["status"]
 
-    await place.cut_link()
+    await environment.cut_link()
     try:
         alone = await client.ask(fresh_text(9_000), act="cut off")
 
@@ -70,7 +72,7 @@ async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_it
         await eventually(is_told, "the MemberCluster says that it is not reachable", 180.0)
         pool = await condition(installation, "pfpool", OFFLOAD_POOL)
     finally:
-        await place.heal_link()
+        await environment.heal_link()
 
     async def is_back() -> bool:
         return await ready() == "True"

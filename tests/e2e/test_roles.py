@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from prfaas.wire import headers
-from prfaas_sandbox.demo.install import MODEL, NAMESPACE, POLICY, Installation
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, POLICY, ExampleInstallation
 
 from .checks import apply, condition, eventually, fresh_text, get
 
@@ -55,29 +55,29 @@ async def asking(url: str, tokens: int = 300, answer_tokens: int = 8) -> AsyncIt
             await asyncio.gather(*tasks)
 
 
-async def instances(installation: Installation) -> dict[str, tuple[str, str, int]]:
+async def instances(installation: ExampleInstallation) -> dict[str, tuple[str, str, int]]:
     """Return role, container and restarts of the shared Deployment's pods by name."""
-    place = installation.place
+    environment = installation.environment
     words = ("-n", NAMESPACE, "get", "pods", "-l", f"prfaas.io/pool={NAME}-decode", "-o", "json")
     found = {}
-    for pod in json.loads(await place.kubectl(place.hub, *words))["items"]:
+    for pod in json.loads(await environment.kubectl(environment.hub, *words))["items"]:
         (worker,) = pod["status"]["containerStatuses"]
         role = pod["metadata"]["labels"]["prfaas.io/role"]
         found[pod["metadata"]["name"]] = (role, worker["containerID"], worker["restartCount"])
     return found
 
 
-async def scale(installation: Installation, prefill: int, decode: int) -> None:
+async def scale(installation: ExampleInstallation, prefill: int, decode: int) -> None:
     """Scale both pools; the sum stays."""
-    place = installation.place
+    environment = installation.environment
     for pool, replicas in ((f"pfpool/{NAME}", prefill), (f"dcpool/{NAME}-decode", decode)):
-        await place.kubectl(place.hub, "-n", NAMESPACE, "scale", pool, f"--replicas={replicas}")
+        await environment.kubectl(environment.hub, "-n", NAMESPACE, "scale", pool, f"--replicas={replicas}")
 
 
 @asynccontextmanager
-async def swinging(installation: Installation, replicas: dict[str, int], **policy: object) -> AsyncIterator[str]:
+async def swinging(installation: ExampleInstallation, replicas: dict[str, int], **policy: object) -> AsyncIterator[str]:
     """Have pools that share their instances, and a policy over them; give its gateway's URL."""
-    place, standing = installation.place, (await get(installation, "prfaas", POLICY))["spec"]
+    environment, standing = installation.environment, (await get(installation, "prfaas", POLICY))["spec"]
     decode = {**(await get(installation, "dcpool", "decode"))["spec"], "replicas": sum(replicas.values())}
     specs = {
         # First, so that the Deployment is made in its shared form: sharing one that runs would replace its pods once.
@@ -100,16 +100,16 @@ async def swinging(installation: Installation, replicas: dict[str, int], **polic
         )
     try:
         await installation.wait_ready("dcpool", f"{NAME}-decode", timeout_seconds=180)
-        await place.kubectl(
-            place.hub, "-n", NAMESPACE, "rollout", "status", f"deployment/{NAME}-gateway", "--timeout=120s"
+        await environment.kubectl(
+            environment.hub, "-n", NAMESPACE, "rollout", "status", f"deployment/{NAME}-gateway", "--timeout=120s"
         )
         await scale(installation, **replicas)
-        url = await place.forward(place.hub, NAMESPACE, f"{NAME}-gateway", 80)
+        url = await environment.forward(environment.hub, NAMESPACE, f"{NAME}-gateway", 80)
         await eventually(lambda: serves(url), "the gateway knows its instances")
         yield url
     finally:
         for kind, name in reversed(specs):
-            await place.kubectl(place.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=120s")
+            await environment.kubectl(environment.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=120s")
 
 
 async def serves(url: str) -> bool:
@@ -119,7 +119,9 @@ async def serves(url: str) -> bool:
         return (await http.post("/v1/completions", json=body)).status_code == 200
 
 
-async def test_an_instance_converts_under_load_without_loss_and_without_loading_a_model(installation: Installation):
+async def test_an_instance_converts_under_load_without_loss_and_without_loading_a_model(
+    installation: ExampleInstallation,
+):
     async with swinging(installation, {"prefill": 0, "decode": 2}) as url:
         before = await instances(installation)
         assert sorted(role for role, _, _ in before.values()) == ["decode", "decode"]
@@ -138,16 +140,18 @@ async def test_an_instance_converts_under_load_without_loss_and_without_loading_
     assert after == before, "the same containers, none restarted, in the roles that they had"
 
 
-async def test_a_policy_converts_an_instance_when_prompts_are_long_and_answers_short(installation: Installation):
+async def test_a_policy_converts_an_instance_when_prompts_are_long_and_answers_short(installation: ExampleInstallation):
     async with swinging(
         installation,
         {"prefill": 1, "decode": 2},
         conversion={"enabled": True, "minPrefill": 1, "minDecode": 1, "cooldownSeconds": 10},
         intervals={"longSeconds": 10},
     ) as url:
-        place = installation.place
+        environment = installation.environment
         for pool in (f"pfpool/{NAME}", f"dcpool/{NAME}-decode"):
-            await place.kubectl(place.hub, "-n", NAMESPACE, "annotate", pool, "prfaas.io/scaled-by-policy=true")
+            await environment.kubectl(
+                environment.hub, "-n", NAMESPACE, "annotate", pool, "prfaas.io/scaled-by-policy=true"
+            )
         before = await instances(installation)
         async with asking(url, tokens=2000, answer_tokens=2) as answers:
             await eventually(lambda: prefills(installation, 2), "the policy converts an instance", 240)
@@ -161,7 +165,7 @@ async def test_a_policy_converts_an_instance_when_prompts_are_long_and_answers_s
     assert {name: facts[1:] for name, facts in after.items()} == {name: facts[1:] for name, facts in before.items()}
 
 
-async def prefills(installation: Installation, count: int) -> bool:
+async def prefills(installation: ExampleInstallation, count: int) -> bool:
     """Tell whether so many of the shared instances prefill."""
     return [role for role, _, _ in (await instances(installation)).values()].count("prefill") == count
 
@@ -173,7 +177,9 @@ async def there_are(answers: list[Answer], count: int) -> None:
     await eventually(reached, f"{count} answers")
 
 
-async def first_leg(installation: Installation, answers: list[Answer], before: dict[str, tuple[str, str, int]]) -> str:
+async def first_leg(
+    installation: ExampleInstallation, answers: list[Answer], before: dict[str, tuple[str, str, int]]
+) -> str:
     """Return the instance that prefills for another one, once a request was served so."""
 
     async def served() -> bool:

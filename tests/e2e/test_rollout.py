@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from prfaas_sandbox.demo.client import Client
-from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, POLICY, Installation
+from prfaas_sandbox.demo.client import DemoClient, text_of
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, POLICY, ExampleInstallation
 from prfaas_sandbox.demo.records import RequestRecord
-from prfaas_sandbox.demo.texts import text_of
 
 from .checks import eventually
 
@@ -24,13 +23,13 @@ ROLLED_SECONDS = 240.0
 
 
 @asynccontextmanager
-async def load(installation: Installation) -> AsyncIterator[list[RequestRecord]]:
+async def load(installation: ExampleInstallation) -> AsyncIterator[list[RequestRecord]]:
     """Stream answers all the while; the records are whole when the block has ended."""
     records: list[RequestRecord] = []
     ending = asyncio.Event()
 
     async def stream(index: int, prompt_tokens: int, max_tokens: int) -> None:
-        client = Client(installation.gateway_url, MODEL)
+        client = DemoClient(installation.gateway_url, MODEL)
         number = 0
         while not ending.is_set():
             prompt = text_of(prompt_tokens, start=700_000 + 100_000 * index + 97 * number)
@@ -47,25 +46,25 @@ async def load(installation: Installation) -> AsyncIterator[list[RequestRecord]]
             ending.set()
 
 
-async def pods(installation: Installation) -> set[str]:
+async def pods(installation: ExampleInstallation) -> set[str]:
     """Return the names of all worker and gateway pods in both clusters that belong to the example."""
-    place = installation.place
+    environment = installation.environment
     deployments = ",".join(("decode", "local", OFFLOAD_POOL))
     chosen = (f"prfaas.io/pool in ({deployments})", f"prfaas.io/policy={POLICY}")
     words = [("-n", NAMESPACE, "get", "pods", "-l", selector, "-o", "name") for selector in chosen]
-    clusters = (place.hub, place.member)
-    found = await asyncio.gather(*(place.kubectl(cluster, *each) for cluster in clusters for each in words))
+    clusters = (environment.hub, environment.member)
+    found = await asyncio.gather(*(environment.kubectl(cluster, *each) for cluster in clusters for each in words))
     return set("".join(found).split())
 
 
-async def roll(installation: Installation) -> None:
+async def roll(installation: ExampleInstallation) -> None:
     """Change the template of every Deployment at once, and wait until no pod of the old one is left."""
-    place, hub = installation.place, installation.place.hub
+    environment, hub = installation.environment, installation.environment.hub
     old = await pods(installation)
     for kind, name in POOLS:
-        await place.kubectl(hub, "-n", NAMESPACE, "patch", kind, name, "--type=merge", "-p", json.dumps(ROLL))
+        await environment.kubectl(hub, "-n", NAMESPACE, "patch", kind, name, "--type=merge", "-p", json.dumps(ROLL))
     gateway = json.dumps({"spec": {"gateway": {"drainSeconds": 90}}})
-    await place.kubectl(hub, "-n", NAMESPACE, "patch", "prfaas", POLICY, "--type=merge", "-p", gateway)
+    await environment.kubectl(hub, "-n", NAMESPACE, "patch", "prfaas", POLICY, "--type=merge", "-p", gateway)
 
     async def replaced() -> bool:
         now = await pods(installation)
@@ -76,7 +75,7 @@ async def roll(installation: Installation) -> None:
         await installation.wait_ready(kind, name, timeout_seconds=120)
 
 
-async def test_every_pool_and_the_gateway_roll_under_load_without_a_failed_request(installation: Installation):
+async def test_every_pool_and_the_gateway_roll_under_load_without_a_failed_request(installation: ExampleInstallation):
     async with load(installation) as records:
         await roll(installation)
         served = len(records)

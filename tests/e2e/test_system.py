@@ -8,17 +8,18 @@ import json
 import httpx
 import pytest
 
-from prfaas_sandbox.demo.client import Client
-from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, POLICY, Installation
-from prfaas_sandbox.demo.texts import text_of
+from prfaas_sandbox.demo.client import DemoClient, text_of
+from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, POLICY, ExampleInstallation
 
 from .checks import apply, condition, eventually, fresh_text, get
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_a_long_prompt_is_prefilled_in_the_other_cluster_and_a_short_one_at_home(installation: Installation):
-    client = Client(installation.gateway_url, MODEL)
+async def test_a_long_prompt_is_prefilled_in_the_other_cluster_and_a_short_one_at_home(
+    installation: ExampleInstallation,
+):
+    client = DemoClient(installation.gateway_url, MODEL)
     short = await client.ask(text_of(100), act="short")
     long = await client.ask(text_of(12_000), act="long")
     await client.close()
@@ -29,8 +30,8 @@ async def test_a_long_prompt_is_prefilled_in_the_other_cluster_and_a_short_one_a
     assert long.output_tokens == short.output_tokens == 24
 
 
-async def test_the_answer_does_not_depend_on_where_the_prompt_was_prefilled(installation: Installation):
-    place, client, tried = installation.place, Client(installation.gateway_url, MODEL), []
+async def test_the_answer_does_not_depend_on_where_the_prompt_was_prefilled(installation: ExampleInstallation):
+    environment, client, tried = installation.environment, DemoClient(installation.gateway_url, MODEL), []
 
     async def prefilled_away() -> bool:
         """Ask with a prompt that no cache holds, until the threshold has come down from what was tested before."""
@@ -43,7 +44,9 @@ async def test_the_answer_does_not_depend_on_where_the_prompt_was_prefilled(inst
 
     async def set_mode(mode: str) -> None:
         patch = json.dumps({"spec": {"threshold": {"mode": mode}}})
-        await place.kubectl(place.hub, "-n", NAMESPACE, "patch", "prfaas", POLICY, "--type=merge", "-p", patch)
+        await environment.kubectl(
+            environment.hub, "-n", NAMESPACE, "patch", "prfaas", POLICY, "--type=merge", "-p", patch
+        )
 
     await set_mode("Disabled")
     try:
@@ -61,14 +64,14 @@ async def test_the_answer_does_not_depend_on_where_the_prompt_was_prefilled(inst
     assert local.text == offloaded.text
 
 
-async def test_each_pool_scales_on_its_own_with_kubectl(installation: Installation):
-    place = installation.place
+async def test_each_pool_scales_on_its_own_with_kubectl(installation: ExampleInstallation):
+    environment = installation.environment
 
     async def ready(pool: str) -> int:
         return (await get(installation, "pfpool", pool))["status"].get("readyReplicas", 0)
 
     async def scale(pool: str, replicas: int) -> None:
-        await place.kubectl(place.hub, "-n", NAMESPACE, "scale", f"pfpool/{pool}", f"--replicas={replicas}")
+        await environment.kubectl(environment.hub, "-n", NAMESPACE, "scale", f"pfpool/{pool}", f"--replicas={replicas}")
 
     await scale("local", 2)
 
@@ -83,7 +86,7 @@ async def test_each_pool_scales_on_its_own_with_kubectl(installation: Installati
         return (await get(installation, "pfpool", OFFLOAD_POOL))["status"].get("replicas", 0) == 0
 
     await eventually(offload_is_gone, "pool offload has no instance")
-    client = Client(installation.gateway_url, MODEL)
+    client = DemoClient(installation.gateway_url, MODEL)
 
     async def served_at_home() -> bool:
         """Ask until the instance that leaves, which serves on until that is known, takes nothing more."""
@@ -117,7 +120,7 @@ async def test_each_pool_scales_on_its_own_with_kubectl(installation: Installati
     ],
 )
 async def test_bad_requests_get_an_openai_style_error(
-    installation: Installation, content: bytes, status: int, code: str | None
+    installation: ExampleInstallation, content: bytes, status: int, code: str | None
 ):
     async with httpx.AsyncClient(base_url=installation.gateway_url, timeout=30) as http:
         answer = await http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
@@ -129,8 +132,8 @@ async def test_bad_requests_get_an_openai_style_error(
         assert error["code"] == code
 
 
-async def test_what_cannot_be_satisfied_says_so_and_heals_when_the_cause_goes(installation: Installation):
-    place = installation.place
+async def test_what_cannot_be_satisfied_says_so_and_heals_when_the_cause_goes(installation: ExampleInstallation):
+    environment = installation.environment
     pool = await get(installation, "pfpool", "local")
     await apply(
         installation,
@@ -185,12 +188,12 @@ async def test_what_cannot_be_satisfied_says_so_and_heals_when_the_cause_goes(in
     await eventually(healed, "MemberCluster nowhere becomes Ready once the Secret exists")
     await eventually(only_the_certificate_is_wanting, "PrefillPool elsewhere says what it waits for now")
     for kind, name in (("pfpool", "elsewhere"), ("pmc", "nowhere"), ("secret", "nowhere-kubeconfig")):
-        await place.kubectl(place.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=120s")
+        await environment.kubectl(environment.hub, "-n", NAMESPACE, "delete", kind, name, "--timeout=120s")
 
 
-async def test_requests_are_served_while_the_operator_is_away(installation: Installation):
-    place, client = installation.place, Client(installation.gateway_url, MODEL)
-    hub, tried = place.hub, []
+async def test_requests_are_served_while_the_operator_is_away(installation: ExampleInstallation):
+    environment, client = installation.environment, DemoClient(installation.gateway_url, MODEL)
+    hub, tried = environment.hub, []
 
     async def prefilled_away() -> bool:
         """Wait until the threshold has come down from what was tested before."""
@@ -198,8 +201,8 @@ async def test_requests_are_served_while_the_operator_is_away(installation: Inst
         return tried[-1].prefilled_in == "prefill-eu"
 
     await eventually(prefilled_away, "a long prompt is offloaded", 180)
-    await place.kubectl(hub, "-n", NAMESPACE, "scale", "deployment/prfaas-operator", "--replicas=0")
-    await place.kubectl(
+    await environment.kubectl(hub, "-n", NAMESPACE, "scale", "deployment/prfaas-operator", "--replicas=0")
+    await environment.kubectl(
         hub,
         "-n",
         NAMESPACE,
@@ -211,18 +214,18 @@ async def test_requests_are_served_while_the_operator_is_away(installation: Inst
         "--timeout=120s",
     )
     records = [await client.ask(fresh_text(tokens), act="alone") for tokens in (100, 9_000)]
-    await place.kubectl(hub, "-n", NAMESPACE, "scale", "deployment/prfaas-operator", "--replicas=1")
-    await place.kubectl(hub, "-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=120s")
+    await environment.kubectl(hub, "-n", NAMESPACE, "scale", "deployment/prfaas-operator", "--replicas=1")
+    await environment.kubectl(hub, "-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=120s")
     await client.close()
     assert [(r.prefilled_in, r.output_tokens) for r in records] == [("hub", 24), ("prefill-eu", 24)]
 
 
-async def test_operator_gateway_and_scheduler_stay_small(installation: Installation):
+async def test_operator_gateway_and_scheduler_stay_small(installation: ExampleInstallation):
     limits = {"prfaas-operator:9090": 150e6, f"{POLICY}-gateway:8080": 100e6, f"{POLICY}-gateway:9091": 100e6}
     resident: dict[str, float] = {}
 
     async def all_are_scraped() -> bool:
-        async with httpx.AsyncClient(base_url=installation.place.prometheus_url, timeout=10) as http:
+        async with httpx.AsyncClient(base_url=installation.environment.prometheus_url, timeout=10) as http:
             answer = await http.get("/api/v1/query", params={"query": "process_resident_memory_bytes"})
         for result in answer.json()["data"]["result"]:
             deployment = result["metric"]["pod"].rsplit("-", 2)[0]
@@ -233,21 +236,23 @@ async def test_operator_gateway_and_scheduler_stay_small(installation: Installat
     assert {name: size for name, size in resident.items() if size > limits.get(name, size)} == {}
 
 
-async def test_logs_of_a_worker_in_the_member_cluster_can_be_read(installation: Installation):
-    place = installation.place
-    logs = await place.kubectl(place.member, "-n", NAMESPACE, "logs", f"deployment/{OFFLOAD_POOL}", "--tail=50")
+async def test_logs_of_a_worker_in_the_member_cluster_can_be_read(installation: ExampleInstallation):
+    environment = installation.environment
+    logs = await environment.kubectl(
+        environment.member, "-n", NAMESPACE, "logs", f"deployment/{OFFLOAD_POOL}", "--tail=50"
+    )
     assert logs.strip()
 
 
-async def test_deleting_everything_leaves_nothing_in_either_cluster(installation: Installation):
-    place = installation.place
+async def test_deleting_everything_leaves_nothing_in_either_cluster(installation: ExampleInstallation):
+    environment = installation.environment
     for kind in ("prfaas", "pfpool", "dcpool", "pmc"):
-        await place.kubectl(place.hub, "-n", NAMESPACE, "delete", kind, "--all", "--timeout=120s")
+        await environment.kubectl(environment.hub, "-n", NAMESPACE, "delete", kind, "--all", "--timeout=120s")
     kinds = "deployments,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases"
 
     async def nothing_left() -> bool:
-        for cluster in (place.hub, place.member):
-            listing = await place.kubectl(
+        for cluster in (environment.hub, environment.member):
+            listing = await environment.kubectl(
                 cluster, "get", kinds, "-A", "-l", "app.kubernetes.io/managed-by=prfaas-operator", "-o", "name"
             )
             if listing.strip():
@@ -257,10 +262,10 @@ async def test_deleting_everything_leaves_nothing_in_either_cluster(installation
     await eventually(nothing_left, "no child of a custom resource is left")
 
 
-async def test_uninstalling_leaves_nothing_of_prfaas_but_what_was_to_be_kept(installation: Installation):
-    place = installation.place
-    for cluster in (place.hub, place.member):
-        await place.helm(cluster, "uninstall", "prfaas", "-n", NAMESPACE, "--wait", "--timeout=120s")
+async def test_uninstalling_leaves_nothing_of_prfaas_but_what_was_to_be_kept(installation: ExampleInstallation):
+    environment = installation.environment
+    for cluster in (environment.hub, environment.member):
+        await environment.helm(cluster, "uninstall", "prfaas", "-n", NAMESPACE, "--wait", "--timeout=120s")
     kinds = (
         "deployments,replicasets,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases,"
         "poddisruptionbudgets,clusterroles,clusterrolebindings"
@@ -268,11 +273,13 @@ async def test_uninstalling_leaves_nothing_of_prfaas_but_what_was_to_be_kept(ins
 
     async def nothing_left() -> bool:
         listings = [
-            await place.kubectl(cluster, "get", kinds, "-A", "-l", "app.kubernetes.io/part-of=prfaas", "-o", "name")
-            for cluster in (place.hub, place.member)
+            await environment.kubectl(
+                cluster, "get", kinds, "-A", "-l", "app.kubernetes.io/part-of=prfaas", "-o", "name"
+            )
+            for cluster in (environment.hub, environment.member)
         ]
         return not "".join(listings).strip()
 
     await eventually(nothing_left, "nothing of the charts is left")
-    crds = await place.kubectl(place.hub, "get", "crds", "-o", "name")
+    crds = await environment.kubectl(environment.hub, "get", "crds", "-o", "name")
     assert "prefillpools.prfaas.io" in crds, "custom resources outlive the release that brought their definitions"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from prfaas_sandbox.place import ClusterAccess
+from prfaas_sandbox.environment import ClusterAccess
 from prfaas_sandbox.sandbox import Sandbox
 
 EVENTUALLY_SECONDS = 60.0

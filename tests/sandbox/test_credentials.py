@@ -9,8 +9,7 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 
 from prfaas.errors import ConfigError
-from prfaas_sandbox.kubeconfig import Kubeconfig, read_kubeconfig
-from prfaas_sandbox.pki import Authority, KeyPair
+from prfaas_sandbox.credentials import Authority, KeyPair, Kubeconfig, read_kubeconfig
 
 
 def test_a_client_is_a_user_in_groups():

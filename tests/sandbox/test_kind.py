@@ -1,4 +1,4 @@
-"""kind's side of a place, as far as it needs no Docker: files, tags, routes, and what a machine without it is told."""
+"""Files, tags, routes, and what a machine without Docker is told: all of kind that needs no Docker."""
 
 import ipaddress
 import os
@@ -9,16 +9,13 @@ import yaml
 
 from prfaas.errors import ConfigError
 from prfaas_sandbox.demo.install import example, operator_values, repository_root
+from prfaas_sandbox.environment import Images
 from prfaas_sandbox.kind import docker, images, prometheus
-from prfaas_sandbox.kind.clusters import configuration
-from prfaas_sandbox.kind.daemon import ensure_daemon, lacks_resource_capability, our_daemon, stop_daemon
-from prfaas_sandbox.kind.docker import daemon_answers
-from prfaas_sandbox.kind.images import NodeImage
+from prfaas_sandbox.kind.clusters import configuration, parse_rate
+from prfaas_sandbox.kind.docker import daemon_answers, ensure_daemon, lacks_resource_capability, our_daemon, stop_daemon
+from prfaas_sandbox.kind.environment import down
+from prfaas_sandbox.kind.images import NodeImage, digest
 from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
-from prfaas_sandbox.kind.node import parse_rate
-from prfaas_sandbox.kind.place import down
-from prfaas_sandbox.kind.workshop import digest
-from prfaas_sandbox.place import Images
 
 pytestmark = pytest.mark.kind
 
@@ -166,14 +163,14 @@ async def test_a_client_that_cannot_build_is_passed_over_for_one_that_can(
     folder = only(tmp_path, monkeypatch)
     program(folder, "docker", '[ "$1" = version ] && echo 28.2.2 || exit 1')
     with pytest.raises(ConfigError, match="docker-buildx"):
-        await images.builder()
+        await images.docker_client()
     other = tmp_path / "other"
     other.mkdir()
     program(other, "docker", '[ "$1" = version ] && echo 20.10.24')
     monkeypatch.setenv("PATH", f"{folder}:{other}")
-    assert await images.builder() == str(other / "docker")
+    assert await images.docker_client() == str(other / "docker")
     program(folder, "docker", "echo 28.2.2")
-    assert await images.builder() == str(folder / "docker")
+    assert await images.docker_client() == str(folder / "docker")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="asks what root lacks")

@@ -5,8 +5,7 @@ import ipaddress
 import pytest
 
 from prfaas.errors import BadInputError
-from prfaas_sandbox.network import CLUSTERS, HUB, MEMBER, lose, token_bucket
-from prfaas_sandbox.supervisor import checked_rate
+from prfaas_sandbox.network import CLUSTERS, HUB, MEMBER, checked_rate, lose, token_bucket
 
 
 def test_pod_addresses_are_distinct_and_inside_their_cluster():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prfaas_sandbox.node.probes import Outcomes
+from prfaas_sandbox.node.container import Outcomes
 
 PROBE = {"successThreshold": 2, "failureThreshold": 3}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from prfaas.errors import UnreachableError
-from prfaas_sandbox.services import endpoints
+from prfaas_sandbox.forward import endpoints
 
 SERVICE = {
     "metadata": {"name": "web"},

@@ -7,22 +7,22 @@ import pytest
 from prfaas_sandbox.node.container import back_off_seconds
 from prfaas_sandbox.node.status import (
     ContainerFacts,
-    PodPlace,
-    Running,
-    Terminated,
-    Waiting,
+    ContainerRunning,
+    ContainerTerminated,
+    ContainerWaiting,
+    PodAddresses,
     phase,
     pod_status,
     should_restart,
 )
 
 THEN, NOW = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
-PLACE = PodPlace("10.244.1.1", "10.244.0.1")
-UP = ContainerFacts("a", "none", Running(THEN), ready=True, started=True)
-STARTING = ContainerFacts("b", "none", Waiting("ContainerCreating"))
-GOOD, BAD = Terminated(0, "Completed", THEN, NOW), Terminated(1, "Error", THEN, NOW)
+PLACE = PodAddresses("10.244.1.1", "10.244.0.1")
+UP = ContainerFacts("a", "none", ContainerRunning(THEN), ready=True, started=True)
+STARTING = ContainerFacts("b", "none", ContainerWaiting("ContainerCreating"))
+GOOD, BAD = ContainerTerminated(0, "Completed", THEN, NOW), ContainerTerminated(1, "Error", THEN, NOW)
 DONE, FAILED = replace(UP, state=GOOD, ready=False), replace(UP, state=BAD, ready=False)
-LOOPING = replace(STARTING, state=Waiting("CrashLoopBackOff"), last=BAD)
+LOOPING = replace(STARTING, state=ContainerWaiting("CrashLoopBackOff"), last=BAD)
 
 
 def pod(**spec) -> dict:

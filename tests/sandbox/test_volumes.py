@@ -3,11 +3,11 @@
 import pytest
 
 from prfaas.errors import ConfigError
-from prfaas_sandbox.node.environment import Source
 from prfaas_sandbox.node.pod import unsupported
+from prfaas_sandbox.node.variables import ConfigSource
 from prfaas_sandbox.node.volumes import choose_items, decode, unsupported_volumes, write_files
 
-SOURCE = Source("configmaps", "conf")
+SOURCE = ConfigSource("configmaps", "conf")
 
 
 def test_files_are_written_replaced_and_removed(tmp_path):

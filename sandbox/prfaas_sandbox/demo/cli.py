@@ -20,18 +20,18 @@ def demo(
 ) -> None:
     """Run the whole system on this machine and show it at work. Example: prfaas demo --keep."""
     # The OpenAI client and what else a demo needs would cost every other `prfaas` command a second.
-    from prfaas_sandbox.demo.records import Story
-    from prfaas_sandbox.demo.run import run
-    from prfaas_sandbox.demo.show import Show
+    from prfaas_sandbox.demo.display import DemoDisplay
+    from prfaas_sandbox.demo.records import DemoResults
+    from prfaas_sandbox.demo.steps import run
 
     console = Console(soft_wrap=not sys.stdout.isatty())  # a log keeps its lines whole
-    story = Story()
+    results = DemoResults()
     state.mkdir(parents=True, exist_ok=True)
     try:
-        asyncio.run(run(Show(story, console), story, state=state, keep=keep))
+        asyncio.run(run(DemoDisplay(results, console), state=state, keep=keep))
     except KeyboardInterrupt:
         console.print("\nInterrupted; everything that was started has been stopped.")
-        raise typer.Exit(0 if keep and story.total_seconds else 130) from None
-    if story.problems:
+        raise typer.Exit(0 if keep and results.total_seconds else 130) from None
+    if results.problems:
         console.print(f"The demo did not show what it promises. Logs: {state}/sandbox", highlight=False)
         raise typer.Exit(1)

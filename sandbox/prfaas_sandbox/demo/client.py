@@ -1,7 +1,12 @@
-"""One request through the official `openai` client, streamed, timed, and read back with the gateway's headers."""
+"""Sends the demo's requests: real text of a wanted length, one streamed completion, timed, with the gateway's headers.
+
+The text is the language reference that every Python installation carries. The shipped model reads bytes, so that a text
+of n ASCII characters is a prompt of about n tokens.
+"""
 
 import time
 import uuid
+from functools import cache
 
 import openai
 
@@ -9,7 +14,7 @@ from prfaas.wire import headers
 from prfaas_sandbox.demo.records import RequestRecord
 
 
-class Client:
+class DemoClient:
     """Sends prompts to one gateway.
 
     Args:
@@ -92,3 +97,19 @@ class Client:
             outcome=f"failed: {why}",
             text="",
         )
+
+
+@cache
+def _corpus() -> str:
+    """Return Python's help topics as one ASCII text (about 700 KB)."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name].strip() for name in sorted(topics))
+    return text.encode("ascii", "ignore").decode("ascii")
+
+
+def text_of(tokens: int, *, start: int = 0) -> str:
+    """Return `tokens` characters of prose, beginning at a paragraph near `start`; equal arguments give equal text."""
+    corpus = _corpus()
+    begin = corpus.find("\n\n", start % (len(corpus) - tokens - 4096)) + 2
+    return corpus[begin : begin + tokens]

@@ -1,4 +1,4 @@
-"""Installs prfaas into the two clusters of a place the way a user would: Helm, `prfaas cluster join`, `kubectl apply`.
+"""Installs prfaas into two clusters as a user would: Helm, `prfaas cluster join`, `kubectl apply`.
 
 Nothing is created by hand here: what these three commands cannot do, the product cannot do.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas_sandbox.place import ClusterAccess, Images, Place
+from prfaas_sandbox.environment import ClusterAccess, Environment, Images
 
 NAMESPACE = "prfaas"
 MEMBER = "prefill-eu"
@@ -24,51 +24,51 @@ EXAMPLE = "examples/two-clusters.yaml"
 COMMAND_TIMEOUT_SECONDS = 240.0
 
 
-class Installation:
+class ExampleInstallation:
     """prfaas, installed and Ready in two clusters."""
 
     namespace = NAMESPACE
     member_name = MEMBER
 
-    def __init__(self, place: Place):
-        self.place = place
+    def __init__(self, environment: Environment):
+        self.environment = environment
         self.gateway_url = ""
 
     @classmethod
-    async def create(cls, place: Place, *, report: Callable[[str], None]) -> "Installation":
+    async def create(cls, environment: Environment, *, report: Callable[[str], None]) -> "ExampleInstallation":
         """Install both charts, join the member cluster, apply the example and wait until its policy is Ready.
 
         Raises:
             PeerError: a command failed or something did not become Ready in time; the message carries its last words.
 
         """
-        self = cls(place)
+        self = cls(environment)
         report("helm install prfaas and prfaas-member")
         await asyncio.gather(
-            self.helm_install(place.hub, "prfaas", *operator_values(place.images)),
-            self.helm_install(place.member, "prfaas-member"),
+            self.helm_install(environment.hub, "prfaas", *operator_values(environment.images)),
+            self.helm_install(environment.member, "prfaas-member"),
         )
         report(f"prfaas cluster join {MEMBER}")
         await self.join()
         report(f"kubectl apply -f {EXAMPLE}")
-        objects = example((repository_root() / EXAMPLE).read_text(), place.images)
-        await place.kubectl(place.hub, "apply", "-f", "-", stdin=objects)
+        objects = example((repository_root() / EXAMPLE).read_text(), environment.images)
+        await environment.kubectl(environment.hub, "apply", "-f", "-", stdin=objects)
         report("waiting for workers in both clusters, the gateway and the policy")
         await self.wait_ready("prfaaspolicy", POLICY, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
         # Ready serves requests; offload begins once the scheduler has seen the link.
         await self.wait_for("LinkHealthy", "prfaaspolicy", POLICY, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
-        self.gateway_url = await place.forward(place.hub, NAMESPACE, f"{POLICY}-gateway", 80)
+        self.gateway_url = await environment.forward(environment.hub, NAMESPACE, f"{POLICY}-gateway", 80)
         return self
 
     async def helm_install(self, cluster: ClusterAccess, chart: str, *arguments: str) -> None:
         """Install one of our charts as the release `prfaas`, or upgrade the release to it."""
         path = str(repository_root() / "charts" / chart)
         words = ("upgrade", "--install", "prfaas", path, "-n", NAMESPACE, "--create-namespace", *arguments)
-        await self.place.helm(cluster, *words)
+        await self.environment.helm(cluster, *words)
 
     async def join(self) -> None:
         """Register the member cluster in the hub by the command users run."""
-        member, hub = self.place.member, self.place.hub
+        member, hub = self.environment.member, self.environment.hub
         command = [sys.executable, "-m", "prfaas.cli.main", "cluster", "join", MEMBER]
         command += [
             "--kubeconfig",
@@ -98,8 +98,8 @@ class Installation:
 
         """
         try:
-            await self.place.kubectl(
-                self.place.hub,
+            await self.environment.kubectl(
+                self.environment.hub,
                 "-n",
                 NAMESPACE,
                 "wait",
@@ -113,7 +113,9 @@ class Installation:
 
     async def _conditions(self) -> str:
         """Return the conditions of everything of prfaas in the hub, a line each."""
-        listing = await self.place.kubectl(self.place.hub, "-n", NAMESPACE, "get", "prfaas-all", "-o", "json")
+        listing = await self.environment.kubectl(
+            self.environment.hub, "-n", NAMESPACE, "get", "prfaas-all", "-o", "json"
+        )
         return "\n".join(
             f"{item['kind']}/{item['metadata']['name']}: {c['type']}={c['status']} {c['reason']} {c.get('message', '')}"
             for item in json.loads(listing)["items"]
@@ -122,15 +124,15 @@ class Installation:
 
     async def ready_pod(self, pool: str) -> str:
         """Return the name of a Running worker pod of the offload pool in the member cluster."""
-        return await self.place.kubectl(
-            self.place.member, "-n", NAMESPACE, "get", "pods", "-l", f"prfaas.io/pool={pool}",
+        return await self.environment.kubectl(
+            self.environment.member, "-n", NAMESPACE, "get", "pods", "-l", f"prfaas.io/pool={pool}",
             "--field-selector=status.phase=Running", "-o", "jsonpath={.items[0].metadata.name}",
         )  # fmt: skip
 
     def next_commands(self, opening: str) -> str:
         """Return what a person may try next, with the addresses of this run, below an opening."""
-        hub, member = self.place.hub.kubeconfig, self.place.member.kubeconfig
-        kubectl = self.place.program("kubectl")
+        hub, member = self.environment.hub.kubeconfig, self.environment.member.kubeconfig
+        kubectl = self.environment.program("kubectl")
         prfaas = os.path.relpath(Path(sys.executable).with_name("prfaas"))
         return f"""
 {opening}
@@ -139,8 +141,8 @@ class Installation:
   {kubectl} --kubeconfig {hub} -n {NAMESPACE} get prfaas-all
   {kubectl} --kubeconfig {hub} -n {NAMESPACE} scale pfpool/local --replicas=2
   {kubectl} --kubeconfig {member} -n {NAMESPACE} logs deployment/{OFFLOAD_POOL} -f
-  {prfaas} {self.place.command} link 5        # narrow the link to 5 Mbit/s
-  Prometheus: {self.place.prometheus_url}"""
+  {prfaas} {self.environment.command} link 5        # narrow the link to 5 Mbit/s
+  Prometheus: {self.environment.prometheus_url}"""
 
 
 def operator_values(images: Images | None) -> list[str]:

@@ -46,7 +46,7 @@ class FailureDrill(msgspec.Struct, kw_only=True):
     request_after_recovery: RequestRecord
 
 
-class Story(msgspec.Struct, kw_only=True):
+class DemoResults(msgspec.Struct, kw_only=True):
     """Everything that `.prfaas/demo.json` holds."""
 
     startup_seconds: dict[str, float] = {}
@@ -60,14 +60,14 @@ class Story(msgspec.Struct, kw_only=True):
     problems: list[str] = []
 
 
-def judge(story: Story) -> list[str]:
+def find_problems(results: DemoResults) -> list[str]:
     """Return what went wrong, in sentences; an empty list is a demo that showed what it promises."""
-    drill = story.failure_drill
-    lengths = [record for record in story.requests if record.act == "lengths"]
+    drill = results.failure_drill
+    lengths = [record for record in results.requests if record.act == "lengths"]
     crossed = [record for record in lengths if record.decision == "offload" and record.kv_bytes > 0]
     claims = [
-        (all(not r.outcome.startswith("failed") for r in story.requests), "a request failed"),
-        (all(r.output_tokens > 0 for r in story.requests), "a request came back without a token"),
+        (all(not r.outcome.startswith("failed") for r in results.requests), "a request failed"),
+        (all(r.output_tokens > 0 for r in results.requests), "a request came back without a token"),
         (any(r.decision == "local" for r in lengths), "no short prompt was prefilled in the hub"),
         (bool(crossed), "no long prompt's cache crossed the link"),
         (
@@ -75,14 +75,14 @@ def judge(story: Story) -> list[str]:
             "the cache of a 16K prompt began to leave only in the second half of its prefill",
         ),
         (
-            story.threshold_narrow_peak >= 2 * story.threshold_before_narrowing > 0,
+            results.threshold_narrow_peak >= 2 * results.threshold_before_narrowing > 0,
             "the threshold did not double on the narrow link: "
-            f"{story.threshold_before_narrowing} -> {story.threshold_narrow_peak}",
+            f"{results.threshold_before_narrowing} -> {results.threshold_narrow_peak}",
         ),
         (
-            0 < story.threshold_after_widening <= story.threshold_narrow_peak / 2,
+            0 < results.threshold_after_widening <= results.threshold_narrow_peak / 2,
             "the threshold did not fall on the widened link: "
-            f"{story.threshold_narrow_peak} -> {story.threshold_after_widening}",
+            f"{results.threshold_narrow_peak} -> {results.threshold_after_widening}",
         ),
         (
             drill is not None and drill.bytes_sent_before_kill > 0,

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from prfaas.errors import ConfigError, PeerError, PrfaasError
-from prfaas_sandbox.demo.install import Installation, repository_root
-from prfaas_sandbox.kind import node
+from prfaas_sandbox.demo.install import ExampleInstallation, repository_root
+from prfaas_sandbox.kind import clusters
 from prfaas_sandbox.kind.docker import daemon_answers, inspect
+from prfaas_sandbox.kind.environment import KindEnvironment, down, mapped
 from prfaas_sandbox.kind.layout import GATEWAY_NODE_PORT, PROMETHEUS_NODE_PORT, KindCluster, Layout
-from prfaas_sandbox.kind.place import KindPlace, down, mapped
+from prfaas_sandbox.network import checked_rate
 from prfaas_sandbox.progress import console, progress
-from prfaas_sandbox.supervisor import checked_rate
 
 DEFAULT_LINK_MBPS = 100.0
 STATE = Path(".prfaas/kind")
@@ -51,8 +51,8 @@ async def _up(link_mbps: float) -> None:
     started = time.monotonic()
     try:
         with progress() as report:
-            place = await KindPlace.up(layout(), link_mbps=link_mbps, report=report)
-            installation = await Installation.create(place, report=report)
+            environment = await KindEnvironment.up(layout(), link_mbps=link_mbps, report=report)
+            installation = await ExampleInstallation.create(environment, report=report)
     except asyncio.CancelledError:
         console.print("Interrupted. `make kind-down` clears what is there, `make kind` goes on with it.")
         raise
@@ -78,7 +78,7 @@ def link(mbps: Annotated[float, typer.Argument(help="New rate in Mbit/s, each wa
 
     async def shape() -> None:
         await _require_running()
-        await node.shape_link(layout(), checked_rate(mbps))
+        await clusters.shape_link(layout(), checked_rate(mbps))
 
     asyncio.run(shape())
     typer.echo(f"the link carries {mbps:g} Mbit/s each way")
@@ -106,7 +106,7 @@ async def _status() -> dict[str, Any]:
         "clusters": [_facts(cluster) for cluster in pair.clusters],
         "gateway_url": await mapped(pair, GATEWAY_NODE_PORT),
         "prometheus_url": await mapped(pair, PROMETHEUS_NODE_PORT),
-        "link_mbps": await node.link_rate(pair),
+        "link_mbps": await clusters.link_rate(pair),
     }
 
 

@@ -1,17 +1,24 @@
-"""Creates, fills and deletes a pair of kind clusters. Whatever is there and well is left as it is."""
+"""Creates, fills and deletes a pair of kind clusters, and shapes and cuts the link between their nodes.
+
+Whatever is there and well is left as it is. The link is what lies between the two node containers on their Docker
+network. Each node's own end is shaped, so that nothing on this machine outside the containers is touched, and deleting
+a container undoes all of it. As in the sandbox, pods of one cluster reach those of the other by their own addresses.
+"""
 
 import asyncio
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from prfaas.errors import PeerError
-from prfaas_sandbox.commands import Command, run
-from prfaas_sandbox.kind import node
-from prfaas_sandbox.kind.docker import docker, inspect, remove_all, succeeds
+from prfaas_sandbox.kind.docker import QUICK_SECONDS, docker, inspect, remove_all, succeeds
 from prfaas_sandbox.kind.images import NodeImage
 from prfaas_sandbox.kind.layout import KindCluster, Layout
+from prfaas_sandbox.network import lose, token_bucket
+from prfaas_sandbox.processes import Command, run
 from prfaas_sandbox.progress import Report, ticking
 
 CREATE_TIMEOUT_SECONDS = 1200.0
@@ -19,7 +26,10 @@ READY_SECONDS = 240
 READY_AGAIN_SECONDS = 90
 LOAD_TIMEOUT_SECONDS = 900.0
 IMAGES_PATH = "/prfaas-images"
-QUICK_SECONDS = 120.0
+KIND_SECONDS = 120.0
+DEVICE = "eth0"
+CONTAINERS = ("ctr", "-n", "k8s.io")
+RATE_UNITS = {"": 1e-6, "K": 1e-3, "M": 1.0, "G": 1e3}
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Clusters:
             await docker("network", "create", "--label", self.layout.label, self.layout.network)
         for cluster in self.layout.clusters:
             await self._ensure(cluster, image)
-        await node.open_link(self.layout)
+        await open_link(self.layout)
 
     async def _ensure(self, cluster: KindCluster, image: NodeImage) -> None:
         if cluster.name in await self.names():
@@ -68,12 +78,10 @@ class Clusters:
             if await inspect("{{.State.Running}}", cluster.node) != ["true"]:
                 await docker("start", cluster.node)
             await self._kind(
-                ["export", "kubeconfig", "--name", cluster.name, "--kubeconfig", str(cluster.kubeconfig)], QUICK_SECONDS
+                ["export", "kubeconfig", "--name", cluster.name, "--kubeconfig", str(cluster.kubeconfig)], KIND_SECONDS
             )
             ready = ["wait", "--for=condition=Ready", "nodes", "--all", f"--timeout={READY_AGAIN_SECONDS}s"]
-            await run(
-                Command([self.kubectl, "--kubeconfig", cluster.kubeconfig, *ready], timeout_seconds=QUICK_SECONDS)
-            )
+            await run(Command([self.kubectl, "--kubeconfig", cluster.kubeconfig, *ready], timeout_seconds=KIND_SECONDS))
         except PeerError:
             return False
         return True
@@ -82,7 +90,7 @@ class Clusters:
         """Put images into clusters, which are named by their role; each leaves Docker once."""
         takers: dict[str, list[KindCluster]] = {}
         for cluster in self.layout.clusters:
-            present = (await node.execute(cluster, [*node.CONTAINERS, "images", "ls", "-q"])).split()
+            present = (await execute(cluster, [*CONTAINERS, "images", "ls", "-q"])).split()
             for image in wanted[cluster.role]:
                 if f"docker.io/{image}" not in present:
                     takers.setdefault(image, []).append(cluster)
@@ -98,19 +106,19 @@ class Clusters:
         try:
             await docker("save", "-o", archive, image, timeout_seconds=LOAD_TIMEOUT_SECONDS)
             seen = f"{IMAGES_PATH}/{archive.name}"
-            words = [*node.CONTAINERS, "images", "import", "--all-platforms", "--digests", seen]
-            await asyncio.gather(*(node.execute(cluster, words, LOAD_TIMEOUT_SECONDS) for cluster in clusters))
+            words = [*CONTAINERS, "images", "import", "--all-platforms", "--digests", seen]
+            await asyncio.gather(*(execute(cluster, words, LOAD_TIMEOUT_SECONDS) for cluster in clusters))
         finally:
             archive.unlink(missing_ok=True)
 
     async def names(self) -> list[str]:
         """Return the names of all kind clusters that Docker holds."""
-        return (await self._kind(["get", "clusters"], QUICK_SECONDS)).split()
+        return (await self._kind(["get", "clusters"], KIND_SECONDS)).split()
 
     async def delete(self, cluster: KindCluster) -> None:
         """Delete a cluster; none of that name is no error."""
         words = ["delete", "cluster", "--name", cluster.name, "--kubeconfig", str(cluster.kubeconfig)]
-        await self._kind(words, QUICK_SECONDS)
+        await self._kind(words, KIND_SECONDS)
 
     async def _kind(self, words: list[str], timeout_seconds: float, stdin: bytes | None = None) -> str:
         command = Command(
@@ -145,3 +153,69 @@ async def remove_everything(layout: Layout) -> None:
         await remove_all(("ps -aq", "rm -fv"), f"io.x-k8s.kind.cluster={cluster.name}")
     await remove_all(("ps -aq", "rm -fv"), layout.label)
     await remove_all(("network ls -q", "network rm"), layout.label)
+
+
+async def execute(cluster: KindCluster, words: Sequence[str], timeout_seconds: float = QUICK_SECONDS) -> str:
+    """Run a command in a cluster's node and return what it prints."""
+    return await docker("exec", "--privileged", cluster.node, *words, timeout_seconds=timeout_seconds)
+
+
+async def addresses(layout: Layout) -> dict[str, str]:
+    """Return the address of each cluster's node by the cluster's role."""
+    template = f'{{{{(index .NetworkSettings.Networks "{layout.network}").IPAddress}}}}'
+    found = await inspect(template, *(cluster.node for cluster in layout.clusters))
+    return {cluster.role: address for cluster, address in zip(layout.clusters, found, strict=True)}
+
+
+async def open_link(layout: Layout) -> None:
+    """Let everything pass between the clusters; pods reach pods by their own addresses."""
+    for own, other, address in await _ends(layout):
+        await execute(own, ["ip", "route", "replace", other.network.range, "via", address, "dev", DEVICE])
+    await _lose(layout, lost=False)
+
+
+async def cut_link(layout: Layout) -> None:
+    """Lose everything that one node or its pods send to the other."""
+    await _lose(layout, lost=True)
+
+
+async def _lose(layout: Layout, *, lost: bool) -> None:
+    for own, _, address in await _ends(layout):
+        for words in lose(address, DEVICE, lost=lost):
+            await execute(own, words)
+
+
+async def _ends(layout: Layout) -> list[tuple[KindCluster, KindCluster, str]]:
+    """Return each cluster with the other one and the address of the other one's node."""
+    found = await addresses(layout)
+    hub, member = layout.clusters
+    return [(hub, member, found[member.role]), (member, hub, found[hub.role])]
+
+
+async def kill_pod(cluster: KindCluster, namespace: str, pod: str) -> None:
+    """Kill all processes of a pod with SIGKILL; raise PeerError when the node runs no such pod."""
+    chosen = f'labels."io.kubernetes.pod.namespace"=={namespace},labels."io.kubernetes.pod.name"=={pod}'
+    containers = (await execute(cluster, [*CONTAINERS, "containers", "ls", "-q", chosen])).split()
+    running = (await execute(cluster, [*CONTAINERS, "tasks", "ls", "-q"])).split()
+    killed = [container for container in containers if container in running]
+    if not killed:
+        raise PeerError(f"node {cluster.node} runs no pod {namespace}/{pod}")
+    for container in killed:
+        await execute(cluster, [*CONTAINERS, "tasks", "kill", "--all", "--signal", "SIGKILL", container])
+
+
+async def shape_link(layout: Layout, mbps: float) -> None:
+    """Limit what each node sends to a rate in Mbit/s."""
+    for cluster in layout.clusters:
+        await execute(cluster, token_bucket(mbps, DEVICE))
+
+
+async def link_rate(layout: Layout) -> float:
+    """Return the rate in Mbit/s to which the link is shaped; 0 where it is not."""
+    return parse_rate(await execute(layout.hub, ["tc", "qdisc", "show", "dev", DEVICE]))
+
+
+def parse_rate(shown: str) -> float:
+    """Return the rate in Mbit/s that `tc qdisc show` tells, 0 if it tells none."""
+    found = re.search(r"\brate (\d+)([KMG]?)bit\b", shown)
+    return float(found[1]) * RATE_UNITS[found[2]] if found else 0.0

@@ -1,12 +1,24 @@
-"""Docker as this package uses it: its own command-line client, and what is wrong when that does not work."""
+"""Docker's client, and its daemon: the one that runs, or where none does and nobody else would start it, our own.
 
+Our daemon runs on when `prfaas kind up` has ended, as the clusters do; `prfaas kind down` ends it. A root that lacks
+CAP_SYS_RESOURCE, as in some virtual machines, needs ours, or one set up like it: nodes are privileged containers, and
+there only a runtime that asks for less can start them.
+"""
+
+import asyncio
 import json
+import os
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas_sandbox.commands import Command, run
+from prfaas_sandbox.kind.layout import Layout
+from prfaas_sandbox.processes import Command, run, tail
+from prfaas_sandbox.progress import Report
 
 INSTALL_ADVICE = (
     "install it (on Debian `apt-get install docker.io debootstrap`, elsewhere see docs.docker.com), or use the "
@@ -14,6 +26,13 @@ INSTALL_ADVICE = (
 )
 START_ADVICE = "start it (`systemctl start docker`, or as root without systemd `dockerd` in another terminal)"
 QUICK_SECONDS = 60.0
+CAP_SYS_RESOURCE = 24
+RUNTIME = "prfaas-runc"
+START_TIMEOUT_SECONDS = 60.0
+PIDFILE_SECONDS = 10.0  # dockerd writes it at once
+STOP_TIMEOUT_SECONDS = 60.0
+POLL_SECONDS = 0.2
+SYSTEMD = Path("/run/systemd/system")
 
 
 async def docker(*arguments: str | Path, stdin: bytes | None = None, timeout_seconds: float = QUICK_SECONDS) -> str:
@@ -69,3 +88,92 @@ async def remove_all(kind: Sequence[str], label: str) -> None:
     listing, removing = kind
     if found := (await docker(*listing.split(), "--filter", f"label={label}")).split():
         await docker(*removing.split(), *found)
+
+
+async def ensure_daemon(layout: Layout, report: Report) -> None:
+    """Return when a Docker daemon answers that can run kind's nodes.
+
+    Raises:
+        ConfigError: Docker is not installed, or does not run and is not ours to start; the message says what to do.
+        PeerError: the daemon that we started ended; the message carries the end of its log.
+
+    """
+    if not await daemon_answers():
+        why = _not_ours_to_start()
+        if why:
+            raise ConfigError(f"Docker's daemon does not run: {START_ADVICE} ({why})")
+        report("starting Docker's daemon, until `prfaas kind down`")
+        await asyncio.to_thread(_start, layout)
+    runtime = await docker("info", "--format", "{{.DefaultRuntime}}")
+    if lacks_resource_capability() and runtime != RUNTIME:
+        raise ConfigError(
+            "Docker's daemon cannot run privileged containers here, because root lacks CAP_SYS_RESOURCE: end the "
+            "daemon, and `make kind` starts one that can; or give yours the default runtime "
+            f"{layout.tools}/kind/runc-without-resource under the name {RUNTIME}"
+        )
+
+
+def _not_ours_to_start() -> str:
+    """Return why we cannot start a daemon, or nothing."""
+    if os.geteuid() != 0:
+        return "only root can"
+    if SYSTEMD.exists():
+        return "it is systemd's to start"
+    return "" if shutil.which("dockerd") else "there is no dockerd on PATH, only Docker's client"
+
+
+def lacks_resource_capability(status: str | None = None) -> bool:
+    """Return whether we, as root, lack CAP_SYS_RESOURCE; `status` is the text of /proc/self/status."""
+    status = status or Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return os.geteuid() == 0 and not int(effective, 16) >> CAP_SYS_RESOURCE & 1
+
+
+def _start(layout: Layout) -> None:
+    # Nobody's child: neither Ctrl-C nor our end is the clusters' end.
+    command: list[str | Path] = ["setsid", "--fork", "dockerd", "--pidfile", layout.daemon_pid]
+    if lacks_resource_capability():
+        wrapper = layout.tools / "kind" / "runc-without-resource"
+        command += ["--add-runtime", f"{RUNTIME}={wrapper}", "--default-runtime", RUNTIME]
+    path = layout.logs / "dockerd.log"
+    with path.open("ab") as log:
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
+    started = time.monotonic()
+    while not asyncio.run(daemon_answers()):
+        seconds = time.monotonic() - started
+        if seconds > START_TIMEOUT_SECONDS or (seconds > PIDFILE_SECONDS and our_daemon(layout) is None):
+            stop_daemon(layout)
+            raise PeerError(f"dockerd did not answer after {seconds:.0f} s; the end of its log:\n{tail(path)}")
+        time.sleep(POLL_SECONDS)
+
+
+def our_daemon(layout: Layout) -> int | None:
+    """Return the process id of the daemon that `ensure_daemon` started and that still runs, if there is one."""
+    try:
+        pid = int(layout.daemon_pid.read_text())
+    except (OSError, ValueError):
+        return None
+    return pid if _is_daemon(pid) else None
+
+
+def _is_daemon(pid: int) -> bool:
+    """Return whether a process is a dockerd that has not ended; one that nobody has waited for yet has."""
+    try:
+        name, _, state = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(") ")
+    except OSError:
+        return False
+    return name == "dockerd" and not state.startswith("Z")
+
+
+def stop_daemon(layout: Layout) -> bool:
+    """End the daemon that we started, if there is one; return whether there was."""
+    pid = our_daemon(layout)
+    if pid is None:
+        return False
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+    while _is_daemon(pid):  # its file is gone before it is
+        if time.monotonic() > deadline:
+            raise PeerError(f"dockerd (process {pid}) did not end within {STOP_TIMEOUT_SECONDS:.0f} s of SIGTERM")
+        time.sleep(POLL_SECONDS)
+    return True

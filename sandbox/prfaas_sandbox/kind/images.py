@@ -1,23 +1,43 @@
-"""The images of a pair of kind clusters: the node, what prfaas runs in, prfaas's own three, and Prometheus.
+"""Builds the images of a pair of kind clusters: the node, what prfaas runs in, prfaas's own three, and Prometheus.
 
 Where images can be pulled, the node is kind's published one and the base Debian's; else both are built from Debian
-packages and Go modules. Everything above them is built the same way in both cases.
+packages and Go modules. Everything above them is built the same way in both cases. Each image has a tag with a hash of
+what it is made of, so that nothing is built twice.
 """
 
 import asyncio
+import hashlib
 import os
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas_sandbox.build import ensure_modules, module_folder
-from prfaas_sandbox.commands import Command, run
-from prfaas_sandbox.kind.docker import docker, has_image, inspect
-from prfaas_sandbox.kind.workshop import BUILD_TIMEOUT_SECONDS, Workshop, digest
-from prfaas_sandbox.place import Images
-from prfaas_sandbox.tools import COREDNS, KIND, NODE, PROMETHEUS, pinned_version
+from prfaas_sandbox.environment import Images
+from prfaas_sandbox.kind.docker import INSTALL_ADVICE, docker, free_bytes, has_image, inspect
+from prfaas_sandbox.kind.layout import Layout
+from prfaas_sandbox.processes import Command, run, run_logged
+from prfaas_sandbox.progress import Report, ticking
+from prfaas_sandbox.tools import (
+    COREDNS,
+    KIND,
+    NODE,
+    PROMETHEUS,
+    cache_folder,
+    ensure_modules,
+    module_folder,
+    pinned_version,
+)
 
+BUILD_TIMEOUT_SECONDS = 1800.0
+PULL_TIMEOUT_SECONDS = 900.0
+NEEDED_BYTES = 8 * 2**30
+WORK_PREFIX = "kind-build-"
+STEP_MARK = "== "
+ROOT_TOOLS = ("debootstrap", "tar", "apt-get")
 # The newest of kind 0.33's images whose kubelet still starts under cgroup v1; a tag alone may be another release's.
 PUBLISHED_NODE = "kindest/node:v1.34.11@sha256:44e222ee2132dab25ff87301682f89eb82c7880ea3a1bf543bfe9708fd08d67d"
 PUBLISHED_BASE = "debian:trixie-slim"
@@ -29,6 +49,103 @@ PRODUCT_SOURCES = (
 )  # fmt: skip
 REPOSITORIES = ("prfaas/kind-node", "prfaas/kind-base", "prfaas/kind-prometheus")
 TARGETS = ("operator", "gateway", "worker")
+
+
+@dataclass(frozen=True)
+class ImageBuilder:
+    """Makes images, and says how it goes.
+
+    Args:
+        layout: whose sources, logs and label.
+        report: gets lines of progress.
+
+    """
+
+    layout: Layout
+    report: Report
+
+    async def pulls(self, reference: str) -> bool:
+        """Return whether an image can be had from its registry; afterwards Docker has it."""
+        async with ticking(self.report, lambda: f"{reference} (pulling)"):
+            try:
+                await docker("pull", reference, timeout_seconds=PULL_TIMEOUT_SECONDS)
+            except PeerError:
+                return False
+        return True
+
+    async def check_space(self) -> None:
+        """Raise ConfigError when Docker's disk has no room for what is built."""
+        free = await free_bytes()
+        if free is not None and free < NEEDED_BYTES:
+            raise ConfigError(
+                f"Docker's disk has {free / 2**30:.1f} GiB free and the images need about {NEEDED_BYTES / 2**30:.0f}: "
+                "make room (`docker system df` shows what holds it, `make kind-down PURGE=1` removes ours)"
+            )
+
+    async def script(self, name: str, reference: str, environment: Mapping[str, str] | None = None) -> None:
+        """Build an image by a script of tools/kind, from Debian packages."""
+        if os.geteuid() != 0 or missing_programs(ROOT_TOOLS):
+            needs = ", ".join(missing_programs(ROOT_TOOLS)) or "root"
+            raise ConfigError(
+                "no image can be pulled here, so they are built from Debian packages, and that needs "
+                f"{needs}: {INSTALL_ADVICE}"
+            )
+        async with self._folder() as work:
+            command = Command(
+                [self.layout.tools / "kind" / name, work, reference],
+                shown=f"building {reference}",
+                environment=environment or {},
+                timeout_seconds=BUILD_TIMEOUT_SECONDS,
+            )
+            await self.run(command, reference)
+
+    async def run(self, command: Command, reference: str) -> None:
+        """Run what builds an image; its output goes to a log of the image's name."""
+        step = ""
+
+        def read(line: str) -> None:
+            nonlocal step
+            if line.startswith(STEP_MARK):
+                step = f", {line.removeprefix(STEP_MARK)}"
+
+        await self.check_space()
+        log = self.layout.logs / f"{reference.replace('/', '-').replace(':', '-')}.log"
+        async with ticking(self.report, lambda: reference + step):
+            await run_logged(command, log, read)
+
+    @asynccontextmanager
+    async def _folder(self) -> AsyncIterator[Path]:
+        """Give an empty folder on the cache's disk, gone afterwards."""
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=cache_folder()))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_work() -> None:
+    """Remove the folders of builds that were killed."""
+    for folder in cache_folder().glob(f"{WORK_PREFIX}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def missing_programs(names: Sequence[str]) -> list[str]:
+    """Return which of some programs PATH does not have."""
+    return [name for name in names if shutil.which(name) is None]
+
+
+def digest(root: Path, parts: Iterable[str], *more: str) -> str:
+    """Return a short hash of files and folders below `root`, names and contents, and of more words."""
+    total = hashlib.sha256("\0".join(more).encode())
+    for part in parts:
+        path = root / part
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        for file in files:
+            if "__pycache__" not in file.parts:
+                content = file.read_bytes()
+                total.update(f"{file.relative_to(root)}\0{len(content)}\0".encode() + content)
+    return total.hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -45,68 +162,68 @@ class NodeImage:
     published: bool
 
 
-async def node_image(workshop: Workshop) -> NodeImage:
+async def node_image(builder: ImageBuilder) -> NodeImage:
     """Return the node image: ours if it is here, else the published one, else ours built now."""
-    tools = workshop.layout.tools
+    tools = builder.layout.tools
     version = f"v{pinned_version((tools / NODE.name / 'go.mod').read_text(), NODE.pin)}"
     own = f"prfaas/kind-node:{version}-{digest(tools, NODE_SOURCES)}"
     if await has_image(own):
         return NodeImage(own, published=False)
-    if await has_image(PUBLISHED_NODE) or await workshop.pulls(PUBLISHED_NODE):
+    if await has_image(PUBLISHED_NODE) or await builder.pulls(PUBLISHED_NODE):
         return NodeImage(PUBLISHED_NODE, published=True)
-    workshop.report("no image can be pulled here: the node image is built, about 10 minutes the first time")
-    programs = await asyncio.to_thread(ensure_modules, (NODE, COREDNS), workshop.report)
-    files = await asyncio.to_thread(module_folder, KIND, KIND.pin, workshop.report)
+    builder.report("no image can be pulled here: the node image is built, about 10 minutes the first time")
+    programs = await asyncio.to_thread(ensure_modules, (NODE, COREDNS), builder.report)
+    files = await asyncio.to_thread(module_folder, KIND, KIND.pin, builder.report)
     environment = {
         **{name.upper(): str(programs[name]) for name in ("kube", "coredns", "pause")},
         "KIND_FILES": str(files / "images" / "base" / "files"),
         "VERSION": version,
-        "OWNER": workshop.layout.label,
+        "OWNER": builder.layout.label,
     }
-    await workshop.script("node-image.sh", own, environment)
+    await builder.script("node-image.sh", own, environment)
     return NodeImage(own, published=False)
 
 
-async def base_image(workshop: Workshop) -> str:
+async def base_image(builder: ImageBuilder) -> str:
     """Return the image below prfaas's own: Debian trixie with its Python."""
-    tools = workshop.layout.tools
+    tools = builder.layout.tools
     base = f"prfaas/kind-base:trixie-{digest(tools, BASE_SOURCES)}"
     if await has_image(base):
         return base
-    if await workshop.pulls(PUBLISHED_BASE):
+    if await builder.pulls(PUBLISHED_BASE):
         source = tools / "kind"
-        words = [await builder(), "build", "-q", "-t", base, "-f", source / "base.Dockerfile", source]
-        await workshop.run(_build(words), base)
+        words = [await docker_client(), "build", "-q", "-t", base, "-f", source / "base.Dockerfile", source]
+        await builder.run(_build(words), base)
     else:
-        await workshop.script("base-image.sh", base)
+        await builder.script("base-image.sh", base)
     return base
 
 
-async def product_images(workshop: Workshop) -> Images:
+async def product_images(builder: ImageBuilder) -> Images:
     """Return prfaas's three images, built from this checkout."""
-    root = workshop.layout.repository
-    base = await base_image(workshop)
+    root = builder.layout.repository
+    base = await base_image(builder)
     tag = digest(root, PRODUCT_SOURCES, base)
     references = {target: f"prfaas/{target}:kind-{tag}" for target in TARGETS}
     for target, reference in references.items():
         if not await has_image(reference):
-            words = [await builder(), "build", "--target", target, "-t", reference]
+            words = [await docker_client(), "build", "--target", target, "-t", reference]
             words += ["--build-arg", f"BASE={base}", "--build-arg", "TORCH=debian", root]
-            await workshop.run(_build(words), reference)
+            await builder.run(_build(words), reference)
     sizes = await inspect("{{.Size}}", *references.values())
     told = (f"{target} {int(size) / 1e6:.0f} MB" for target, size in zip(references, sizes, strict=True))
-    workshop.report(f"images, unpacked: {', '.join(told)}")
+    builder.report(f"images, unpacked: {', '.join(told)}")
     return Images(**references)
 
 
-async def prometheus_image(workshop: Workshop) -> str:
+async def prometheus_image(builder: ImageBuilder) -> str:
     """Return an image with nothing but our Prometheus in it."""
-    program = (await asyncio.to_thread(ensure_modules, (PROMETHEUS,), workshop.report))["prometheus"]
+    program = (await asyncio.to_thread(ensure_modules, (PROMETHEUS,), builder.report))["prometheus"]
     reference = f"prfaas/kind-prometheus:{program.parent.name.rpartition('-')[2]}"
     if not await has_image(reference):
-        recipe = workshop.layout.tools / "kind" / "prometheus.Dockerfile"
-        words = [await builder(), "build", "-q", "-t", reference, "-f", recipe, program.parent]
-        await workshop.run(_build(words), reference)
+        recipe = builder.layout.tools / "kind" / "prometheus.Dockerfile"
+        words = [await docker_client(), "build", "-q", "-t", reference, "-f", recipe, program.parent]
+        await builder.run(_build(words), reference)
     return reference
 
 
@@ -115,7 +232,7 @@ def _build(words: Sequence[str | Path]) -> Command:
     return Command(words, f"docker build of {words[-1]}", environment, timeout_seconds=BUILD_TIMEOUT_SECONDS)
 
 
-async def builder() -> str:
+async def docker_client() -> str:
     """Return a docker client on PATH that can build with BuildKit; newer ones need their plugin buildx for that.
 
     Raises:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from prfaas_sandbox.environment import ClusterAccess
 from prfaas_sandbox.network import ClusterNetwork
-from prfaas_sandbox.place import ClusterAccess
 
 OWNER_LABEL = "io.prfaas.kind"
 API_PORT = 6443

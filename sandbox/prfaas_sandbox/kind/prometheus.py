@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from prfaas.errors import PeerError
+from prfaas_sandbox.environment import ClusterAccess, run_in
 from prfaas_sandbox.kind.layout import Layout
-from prfaas_sandbox.place import ClusterAccess, run_in
 from prfaas_sandbox.prometheus import configuration
 
 NAMESPACE = "monitoring"

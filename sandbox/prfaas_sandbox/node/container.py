@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -12,13 +13,20 @@ from pathlib import Path
 import aiohttp
 
 from prfaas.errors import ConfigError, PeerError
+from prfaas.util import backoff_seconds
 from prfaas_sandbox.api import Object
-from prfaas_sandbox.node.probes import Target, attempt, verdicts
 from prfaas_sandbox.node.process import ContainerProcess, ProcessSpec, StartError
-from prfaas_sandbox.node.status import ContainerFacts, Running, State, Terminated, Waiting, should_restart
+from prfaas_sandbox.node.status import (
+    ContainerFacts,
+    ContainerRunning,
+    ContainerState,
+    ContainerTerminated,
+    ContainerWaiting,
+    should_restart,
+)
+from prfaas_sandbox.processes import wait_process
 
 log = logging.getLogger(__name__)
-
 CONFIG_RETRY_SECONDS = 1.0
 # Shorter than the kubelet's 10 s to 5 min: what is tried out here is how prfaas heals, not how long one has to wait.
 LONGEST_BACK_OFF_SECONDS = 30.0
@@ -27,7 +35,7 @@ START_ERROR_CODE = 128
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ContainerContext:
     """What a container gets from its pod.
 
     Args:
@@ -50,6 +58,30 @@ class Surroundings:
     changed: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class ProbeTarget:
+    """What probes of one container aim at.
+
+    Args:
+        address: the pod's IP address.
+        ports: the container's ports by name.
+        process: for exec probes.
+        env: the container's environment, for exec probes.
+        session: for HTTP probes; must not verify certificates, as the kubelet does not.
+
+    """
+
+    address: str
+    ports: dict[str, int]
+    process: ContainerProcess
+    env: dict[str, str]
+    session: aiohttp.ClientSession
+
+    def port(self, port: int | str) -> int:
+        """Return a port by number or name; 0, which nobody serves, for a name that the container does not have."""
+        return port if isinstance(port, int) else self.ports.get(port, 0)
+
+
 class Container:
     """A container; `run` keeps it alive, `stop` ends it after `run` was cancelled.
 
@@ -59,12 +91,12 @@ class Container:
 
     """
 
-    def __init__(self, spec: Object, surroundings: Surroundings):
+    def __init__(self, spec: Object, surroundings: ContainerContext):
         self._spec = spec
         self._around = surroundings
-        self._facts = ContainerFacts(spec["name"], spec.get("image", ""), Waiting("ContainerCreating"))
+        self._facts = ContainerFacts(spec["name"], spec.get("image", ""), ContainerWaiting("ContainerCreating"))
         self._process: ContainerProcess | None = None
-        self._target: Target | None = None
+        self._target: ProbeTarget | None = None
         self._around.logs.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -75,7 +107,7 @@ class Container:
     @property
     def running(self) -> bool:
         """Whether its process runs."""
-        return isinstance(self._facts.state, Running)
+        return isinstance(self._facts.state, ContainerRunning)
 
     def log_file(self, *, previous: bool) -> Path:
         """Return the log of the present run, or of the one before; it may not exist."""
@@ -83,7 +115,7 @@ class Container:
 
     def wait_for(self, reason: str, message: str) -> None:
         """Say what the container waits for before its first run."""
-        self._set(Waiting(reason, message))
+        self._set(ContainerWaiting(reason, message))
 
     async def run(self) -> None:
         """Run the container until its pod's restart policy says that it is done."""
@@ -102,18 +134,18 @@ class Container:
             await asyncio.sleep(seconds)
             self._facts = replace(self._facts, restarts=self._facts.restarts + 1)
 
-    async def _run_once(self) -> Terminated:
+    async def _run_once(self) -> ContainerTerminated:
         """Start the container as soon as everything it refers to is there, and return how it ended."""
         spec = await self._prepared()
         started_at = now_text()
         try:
             self._process = await ContainerProcess.start(spec, self.log_file(previous=False))
         except StartError as error:
-            return Terminated(START_ERROR_CODE, "StartError", started_at, now_text(), str(error))
+            return ContainerTerminated(START_ERROR_CODE, "StartError", started_at, now_text(), str(error))
         ports = {port["name"]: port["containerPort"] for port in self._spec.get("ports", []) if "name" in port}
-        self._target = Target(self._around.address, ports, self._process, spec.env, self._around.session)
+        self._target = ProbeTarget(self._around.address, ports, self._process, spec.env, self._around.session)
         started = "startupProbe" not in self._spec
-        self._set(Running(started_at), ready=started and "readinessProbe" not in self._spec, started=started)
+        self._set(ContainerRunning(started_at), ready=started and "readinessProbe" not in self._spec, started=started)
         exit_code = await self._supervise(self._process, self._target)
         self._process = None
         return _terminated(exit_code, started_at)
@@ -123,10 +155,10 @@ class Container:
             try:
                 return await self._around.prepare(self._spec)
             except (ConfigError, PeerError) as error:
-                self._set(Waiting("CreateContainerConfigError", str(error)))
+                self._set(ContainerWaiting("CreateContainerConfigError", str(error)))
                 await asyncio.sleep(CONFIG_RETRY_SECONDS)
 
-    async def _supervise(self, process: ContainerProcess, target: Target) -> int:
+    async def _supervise(self, process: ContainerProcess, target: ProbeTarget) -> int:
         """Probe the process while it runs and return its exit code."""
         probing = asyncio.create_task(self._probe(process, target))
         try:
@@ -136,7 +168,7 @@ class Container:
             with suppress(asyncio.CancelledError):
                 await probing
 
-    async def _probe(self, process: ContainerProcess, target: Target) -> None:
+    async def _probe(self, process: ContainerProcess, target: ProbeTarget) -> None:
         if startup := self._spec.get("startupProbe"):
             async for verdict in verdicts(startup, target, initial=None):
                 if verdict is False:
@@ -151,11 +183,11 @@ class Container:
             if liveness := self._spec.get("livenessProbe"):
                 group.create_task(self._follow_liveness(liveness, process, target))
 
-    async def _follow_readiness(self, probe: Object, target: Target) -> None:
+    async def _follow_readiness(self, probe: Object, target: ProbeTarget) -> None:
         async for verdict in verdicts(probe, target, initial=False):
             self._set(self._facts.state, ready=bool(verdict), started=True)
 
-    async def _follow_liveness(self, probe: Object, process: ContainerProcess, target: Target) -> None:
+    async def _follow_liveness(self, probe: Object, process: ContainerProcess, target: ProbeTarget) -> None:
         async for verdict in verdicts(probe, target, initial=True):
             if not verdict:
                 await self._end_unhealthy(process, "liveness")
@@ -168,7 +200,7 @@ class Container:
     async def stop(self, grace_seconds: float) -> None:
         """End the process: preStop hook, SIGTERM, SIGKILL after `grace_seconds`. `run` must have been cancelled."""
         process, state = self._process, self._facts.state
-        if process is None or self._target is None or not isinstance(state, Running):
+        if process is None or self._target is None or not isinstance(state, ContainerRunning):
             return
         deadline = asyncio.get_running_loop().time() + grace_seconds
         self._set(state)
@@ -177,7 +209,7 @@ class Container:
         await process.stop(max(deadline - asyncio.get_running_loop().time(), 0))
         self._set(_terminated(await process.wait(), state.started_at))
 
-    async def _pre_stop(self, hook: Object, target: Target, grace_seconds: float) -> None:
+    async def _pre_stop(self, hook: Object, target: ProbeTarget, grace_seconds: float) -> None:
         if "sleep" in hook:
             with suppress(TimeoutError):
                 await asyncio.wait_for(target.process.wait(), min(hook["sleep"]["seconds"], grace_seconds))
@@ -189,27 +221,115 @@ class Container:
         if self._process is not None:
             self._process.send(signal.SIGKILL)
 
-    def _set(self, state: State, *, last: Terminated | None = None, ready: bool = False, started: bool = False) -> None:
+    def _set(
+        self,
+        state: ContainerState,
+        *,
+        last: ContainerTerminated | None = None,
+        ready: bool = False,
+        started: bool = False,
+    ) -> None:
         self._facts = replace(self._facts, state=state, last=last or self._facts.last, ready=ready, started=started)
         self._around.changed()
 
 
 def back_off_seconds(failures: int) -> float:
     """Return how long to wait after `failures` earlier restarts: 0, 1, 2, 4, ... up to the longest."""
-    return 0.0 if failures == 0 else min(2.0 ** (failures - 1), LONGEST_BACK_OFF_SECONDS)
+    return 0.0 if failures == 0 else backoff_seconds(failures, 1.0, LONGEST_BACK_OFF_SECONDS, jitter=False)
 
 
-def _pause(ended: Terminated, seconds: float) -> Waiting:
+def _pause(ended: ContainerTerminated, seconds: float) -> ContainerWaiting:
     """Return the state between two runs."""
     if ended.reason == "StartError":
-        return Waiting("RunContainerError", ended.message)
-    return Waiting("CrashLoopBackOff", f"ended with exit code {ended.exit_code}; starting again in {seconds:.0f} s")
+        return ContainerWaiting("RunContainerError", ended.message)
+    return ContainerWaiting(
+        "CrashLoopBackOff", f"ended with exit code {ended.exit_code}; starting again in {seconds:.0f} s"
+    )
 
 
-def _terminated(exit_code: int, started_at: str) -> Terminated:
-    return Terminated(exit_code, "Error" if exit_code else "Completed", started_at, now_text())
+def _terminated(exit_code: int, started_at: str) -> ContainerTerminated:
+    return ContainerTerminated(exit_code, "Error" if exit_code else "Completed", started_at, now_text())
 
 
 def now_text() -> str:
     """Return the time as the API wants it (RFC 3339, UTC, whole seconds)."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Outcomes:
+    """Counts attempts; the verdict changes when enough of them in a row say so.
+
+    Args:
+        probe: its spec.
+        initial: the verdict before that, None when there is none.
+
+    """
+
+    def __init__(self, probe: Object, *, initial: bool | None):
+        self._needed = {True: probe.get("successThreshold", 1), False: probe.get("failureThreshold", 3)}
+        self._verdict = initial
+        self._last: bool | None = None
+        self._in_a_row = 0
+
+    def add(self, *, succeeded: bool) -> bool | None:
+        """Count an attempt and return the verdict that holds now."""
+        self._in_a_row = self._in_a_row + 1 if succeeded == self._last else 1
+        self._last = succeeded
+        if self._in_a_row >= self._needed[succeeded]:
+            self._verdict = succeeded
+        return self._verdict
+
+
+async def verdicts(probe: Object, target: ProbeTarget, *, initial: bool | None) -> AsyncIterator[bool | None]:
+    """Attempt for ever and yield the verdict after each attempt."""
+    outcomes = Outcomes(probe, initial=initial)
+    await asyncio.sleep(probe.get("initialDelaySeconds", 0))
+    while True:
+        yield outcomes.add(succeeded=await attempt(probe, target))
+        await asyncio.sleep(probe.get("periodSeconds", 10))
+
+
+async def attempt(probe: Object, target: ProbeTarget) -> bool:
+    """Return whether one attempt succeeds within the probe's timeout."""
+    try:
+        async with asyncio.timeout(probe.get("timeoutSeconds", 1)):
+            return await perform(probe, target)
+    except (OSError, TimeoutError, aiohttp.ClientError, ValueError):
+        return False
+
+
+async def perform(action: Object, target: ProbeTarget) -> bool:
+    """Do what a probe or a lifecycle hook asks for and return whether it went well."""
+    if "httpGet" in action:
+        return await _http(action["httpGet"], target)
+    if "exec" in action:
+        return await run_in(target, action["exec"]["command"]) == 0
+    goal = action["tcpSocket"]
+    _, writer = await asyncio.open_connection(goal.get("host") or target.address, target.port(goal["port"]))
+    writer.close()
+    return True
+
+
+async def _http(get: Object, target: ProbeTarget) -> bool:
+    host = get.get("host") or target.address
+    url = f"{get.get('scheme', 'HTTP').lower()}://{host}:{target.port(get['port'])}/{get.get('path', '/').lstrip('/')}"
+    headers = {header["name"]: header["value"] for header in get.get("httpHeaders", [])}
+    async with target.session.get(url, headers=headers, allow_redirects=False) as response:
+        return 200 <= response.status < 400
+
+
+async def run_in(target: ProbeTarget, command: list[str]) -> int:
+    """Run a command inside the container and return its status; it is killed when the caller stops waiting."""
+    process = subprocess.Popen(  # noqa: ASYNC220  # only its end takes time, and that is awaited
+        target.process.enter_command(command),
+        env=target.env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        return await wait_process(process)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.wait()

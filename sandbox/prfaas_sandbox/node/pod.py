@@ -12,11 +12,10 @@ import aiohttp
 
 from prfaas.errors import BadInputError, PeerError
 from prfaas_sandbox.api import Api, ApiError, Object
-from prfaas_sandbox.node.container import Container, Surroundings, now_text
-from prfaas_sandbox.node.environment import command_line, environment, sources
-from prfaas_sandbox.node.fields import field
+from prfaas_sandbox.node.container import Container, ContainerContext, now_text
 from prfaas_sandbox.node.process import Mount, ProcessSpec
-from prfaas_sandbox.node.status import PodPlace, pod_status
+from prfaas_sandbox.node.status import PodAddresses, pod_status
+from prfaas_sandbox.node.variables import command_line, environment, field, sources
 from prfaas_sandbox.node.volumes import PodVolumes, unsupported_volumes
 
 log = logging.getLogger(__name__)
@@ -104,16 +103,16 @@ class Pod:
         metadata = pod["metadata"]
         self._path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
         self._folder = node.folder / metadata["uid"]
-        self._place = PodPlace(address, node.address)
+        self._addresses = PodAddresses(address, node.address)
         self._volumes = PodVolumes(node.api, pod, self._folder / "volumes", (address, node.address))
         self._containers = {
             spec["name"]: Container(spec, self._surroundings(spec)) for spec in pod["spec"]["containers"]
         }
 
-    def _surroundings(self, spec: Object) -> Surroundings:
+    def _surroundings(self, spec: Object) -> ContainerContext:
         metadata, pod_spec = self._pod["metadata"], self._pod["spec"]
         folder = f"{metadata['namespace']}_{metadata['name']}_{metadata['uid'][:8]}"
-        return Surroundings(
+        return ContainerContext(
             restart_policy=pod_spec.get("restartPolicy", "Always"),
             grace_seconds=pod_spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS),
             address=self.address,
@@ -261,7 +260,7 @@ class Pod:
 
     async def _send_status(self) -> None:
         facts = [container.facts for container in self._containers.values()]
-        status = pod_status(self._pod, facts, self._place, now_text())
+        status = pod_status(self._pod, facts, self._addresses, now_text())
         if status == self._sent:
             return
         # The uid keeps us from writing to another pod of the same name.

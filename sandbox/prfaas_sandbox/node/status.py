@@ -11,7 +11,7 @@ from prfaas_sandbox.api import Object
 
 
 @dataclass(frozen=True)
-class Waiting:
+class ContainerWaiting:
     """Not running yet, or not at the moment."""
 
     reason: str
@@ -19,14 +19,14 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Running:
+class ContainerRunning:
     """Running since a time (RFC 3339)."""
 
     started_at: str
 
 
 @dataclass(frozen=True)
-class Terminated:
+class ContainerTerminated:
     """Ended."""
 
     exit_code: int
@@ -36,7 +36,7 @@ class Terminated:
     message: str = ""
 
 
-State = Waiting | Running | Terminated
+ContainerState = ContainerWaiting | ContainerRunning | ContainerTerminated
 
 
 @dataclass(frozen=True)
@@ -56,38 +56,38 @@ class ContainerFacts:
 
     name: str
     image: str
-    state: State
-    last: Terminated | None = None
+    state: ContainerState
+    last: ContainerTerminated | None = None
     restarts: int = 0
     ready: bool = False
     started: bool = False
 
 
 @dataclass(frozen=True)
-class PodPlace:
+class PodAddresses:
     """The addresses that a pod's status tells."""
 
     pod_address: str
     node_address: str
 
 
-def pod_status(pod: Object, containers: Sequence[ContainerFacts], place: PodPlace, now: str) -> Object:
+def pod_status(pod: Object, containers: Sequence[ContainerFacts], addresses: PodAddresses, now: str) -> Object:
     """Return the node's part of the status.
 
     Args:
         pod: the pod object; its conditions keep their transition times while they hold.
         containers: all its containers, in the spec's order.
-        place: addresses.
+        addresses: addresses.
         now: time for new transitions, RFC 3339.
 
     """
     current = phase(pod["spec"].get("restartPolicy", "Always"), containers)
     return {
         "phase": current,
-        "podIP": place.pod_address,
-        "podIPs": [{"ip": place.pod_address}],
-        "hostIP": place.node_address,
-        "hostIPs": [{"ip": place.node_address}],
+        "podIP": addresses.pod_address,
+        "podIPs": [{"ip": addresses.pod_address}],
+        "hostIP": addresses.node_address,
+        "hostIPs": [{"ip": addresses.node_address}],
         "startTime": pod.get("status", {}).get("startTime") or now,
         "conditions": _conditions(pod, containers, current, now),
         "containerStatuses": [_container_status(pod, facts) for facts in containers],
@@ -96,14 +96,14 @@ def pod_status(pod: Object, containers: Sequence[ContainerFacts], place: PodPlac
 
 def phase(restart_policy: str, containers: Sequence[ContainerFacts]) -> str:
     """Return the pod's phase."""
-    ended = [each.state for each in containers if isinstance(each.state, Terminated)]
+    ended = [each.state for each in containers if isinstance(each.state, ContainerTerminated)]
     if len(ended) == len(containers) and restart_policy != "Always":
         failed = any(state.exit_code != 0 for state in ended)
         if not failed:
             return "Succeeded"
         if restart_policy == "Never":
             return "Failed"
-    first_start_is_due = any(isinstance(each.state, Waiting) and each.last is None for each in containers)
+    first_start_is_due = any(isinstance(each.state, ContainerWaiting) and each.last is None for each in containers)
     return "Pending" if first_start_is_due else "Running"
 
 
@@ -156,13 +156,13 @@ def _container_status(pod: Object, facts: ContainerFacts) -> Object:
     return status
 
 
-def _state(state: State) -> Object:
+def _state(state: ContainerState) -> Object:
     match state:
-        case Waiting():
+        case ContainerWaiting():
             return {"waiting": {"reason": state.reason, "message": state.message}}
-        case Running():
+        case ContainerRunning():
             return {"running": {"startedAt": state.started_at}}
-        case Terminated():
+        case ContainerTerminated():
             times = {"startedAt": state.started_at, "finishedAt": state.finished_at}
             return {
                 "terminated": {"exitCode": state.exit_code, "reason": state.reason, "message": state.message, **times}

@@ -10,8 +10,8 @@ from typing import Any
 
 from prfaas.errors import ConfigError
 from prfaas_sandbox.api import Api, ApiError, Object
-from prfaas_sandbox.node.environment import Kind, Source
-from prfaas_sandbox.node.fields import field as pod_field
+from prfaas_sandbox.node.variables import ConfigSource, SourceKind
+from prfaas_sandbox.node.variables import field as pod_field
 
 DEFAULT_MODE = 0o644
 DEFAULT_TOKEN_SECONDS = 3600
@@ -74,7 +74,7 @@ class PodVolumes:
             else:
                 write_files(target, await self._files(volume))
 
-    async def data(self, sources: Iterable[Source]) -> dict[Source, dict[str, bytes] | None]:
+    async def data(self, sources: Iterable[ConfigSource]) -> dict[ConfigSource, dict[str, bytes] | None]:
         """Return the content of ConfigMaps and Secrets, None for those that do not exist."""
         return {source: await self._read(source) for source in sources}
 
@@ -96,9 +96,9 @@ class PodVolumes:
             return {source["path"]: (await self._token(source), mode)}
         if kind == "downwardAPI":
             return {item["path"]: (self._field(item), item.get("mode", mode)) for item in source.get("items", [])}
-        kinds: dict[str, Kind] = {"configMap": "configmaps", "secret": "secrets"}
+        kinds: dict[str, SourceKind] = {"configMap": "configmaps", "secret": "secrets"}
         # A volume says secretName where a projected source says name.
-        wanted = Source(kinds[kind], source.get("secretName") or source["name"])
+        wanted = ConfigSource(kinds[kind], source.get("secretName") or source["name"])
         found = await self._read(wanted)
         if found is None:
             if source.get("optional"):
@@ -111,7 +111,7 @@ class PodVolumes:
             raise ConfigError(f"downwardAPI file {item['path']}: the process node offers fieldRef alone")
         return pod_field(self.pod, item["fieldRef"]["fieldPath"], self.addresses).encode()
 
-    async def _read(self, source: Source) -> dict[str, bytes] | None:
+    async def _read(self, source: ConfigSource) -> dict[str, bytes] | None:
         namespace = self.pod["metadata"]["namespace"]
         try:
             found = await self.api.get(f"/api/v1/namespaces/{namespace}/{source.kind}/{source.name}")
@@ -141,7 +141,7 @@ class PodVolumes:
         return _Token(answer["status"]["token"].encode(), time.monotonic() + seconds * TOKEN_LIFE_USED)
 
 
-def decode(found: Object, kind: Kind) -> dict[str, bytes]:
+def decode(found: Object, kind: SourceKind) -> dict[str, bytes]:
     """Return the bytes that a ConfigMap or Secret object holds, by key."""
     encoded = found.get("data", {}) if kind == "secrets" else found.get("binaryData", {})
     result = {key: base64.b64decode(value) for key, value in (encoded or {}).items()}
@@ -150,7 +150,7 @@ def decode(found: Object, kind: Kind) -> dict[str, bytes]:
     return result
 
 
-def choose_items(source: Source, found: dict[str, bytes], spec: Object, mode: int) -> Files:
+def choose_items(source: ConfigSource, found: dict[str, bytes], spec: Object, mode: int) -> Files:
     """Return all keys as files, or those that spec.items names, under the paths that it gives them."""
     if not spec.get("items"):
         return {key: (value, mode) for key, value in found.items()}

@@ -3,10 +3,9 @@
 import pytest
 
 from prfaas.errors import ConfigError
-from prfaas_sandbox.node.environment import Source, command_line, environment, expand, sources
-from prfaas_sandbox.node.fields import field
+from prfaas_sandbox.node.variables import ConfigSource, command_line, environment, expand, field, sources
 
-CONFIG, SECRET = Source("configmaps", "conf"), Source("secrets", "sec")
+CONFIG, SECRET = ConfigSource("configmaps", "conf"), ConfigSource("secrets", "sec")
 
 
 @pytest.mark.parametrize(

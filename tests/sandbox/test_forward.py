@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from prfaas.errors import UnreachableError
-from prfaas_sandbox.relay import Forwards, connect_inside, serve_relay
+from prfaas_sandbox.forward import Forwards, connect_inside, serve_connections
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -33,7 +33,7 @@ async def test_megabytes_go_both_ways_and_each_connection_is_resolved_anew(tmp_p
         return targets
 
     async with (
-        serve_relay(tmp_path / "s"),
+        serve_connections(tmp_path / "s"),
         Forwards() as forwards,
         await asyncio.start_server(echo, "127.0.0.1", 0) as server,
     ):
@@ -46,7 +46,7 @@ async def test_megabytes_go_both_ways_and_each_connection_is_resolved_anew(tmp_p
 
 
 async def test_the_reason_of_a_failure_comes_back(tmp_path):
-    async with serve_relay(tmp_path / "s"):
+    async with serve_connections(tmp_path / "s"):
         with pytest.raises(UnreachableError, match=r"127.0.0.1:1 inside"):
             await connect_inside(tmp_path / "s", ("127.0.0.1", 1))
     with pytest.raises(UnreachableError, match="does not answer"):
@@ -59,7 +59,7 @@ async def test_open_connections_end_with_the_forwards(tmp_path):
         await reader.read()
         writer.close()
 
-    async with serve_relay(tmp_path / "s"), await asyncio.start_server(hold, "127.0.0.1", 0) as server:
+    async with serve_connections(tmp_path / "s"), await asyncio.start_server(hold, "127.0.0.1", 0) as server:
         target = server.sockets[0].getsockname()[:2]
 
         async def resolve() -> list[tuple[str, int]]:

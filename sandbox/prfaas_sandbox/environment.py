@@ -1,6 +1,6 @@
 """What the sandbox and kind have in common: two clusters, a link between them, and ways in.
 
-Whatever installs prfaas or tests it whole takes a place, and does not know which of the two it is.
+Whatever installs prfaas or tests it whole takes an environment, and does not know which of the two it is.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from prfaas_sandbox.commands import Command, run
+from prfaas_sandbox.processes import Command, run
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Images:
     worker: str
 
 
-class Place(Protocol):
+class Environment(Protocol):
     """Two clusters that run.
 
     Attributes:
-        command: the subcommand of `prfaas` that changes this place.
+        command: the subcommand of `prfaas` that changes this environment.
         hub, member: the clusters.
         images: what pods run; None where pods are processes of this checkout.
         prometheus_url: for the host.
@@ -94,7 +94,7 @@ class Place(Protocol):
 async def run_in(
     program: str | Path, cluster: ClusterAccess, arguments: Sequence[str], stdin: str | None = None
 ) -> str:
-    """Run kubectl or Helm against a cluster, as `Place` says."""
+    """Run kubectl or Helm against a cluster, as `Environment` says."""
     shown = f"{Path(program).name} {' '.join(arguments)} ({cluster.name})"
     command = Command([program, *arguments], shown, {"KUBECONFIG": str(cluster.kubeconfig)})
     return await run(command, None if stdin is None else stdin.encode())

@@ -1,4 +1,4 @@
-"""TCP from the host to addresses inside: a listener on 127.0.0.1 here, a unix socket in between, a connection there.
+"""Forwards TCP from the host to addresses inside: a listener on 127.0.0.1, a unix socket, a connection inside.
 
 A unix socket in the file system is reached from any network namespace. The host's side sends one line, `ADDRESS PORT`;
 the inside connects, answers `ok` or the reason why not, and from then on bytes flow both ways.
@@ -11,14 +11,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from prfaas.errors import PeerError, UnreachableError
+from prfaas_sandbox.api import Object
 
 log = logging.getLogger(__name__)
-
 CONNECT_TIMEOUT_SECONDS = 5.0
 CHUNK_BYTES = 256 * 1024
-
-Target = tuple[str, int]
-Resolve = Callable[[], Awaitable[Sequence[Target]]]
+Address = tuple[str, int]
+Resolve = Callable[[], Awaitable[Sequence[Address]]]
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 
@@ -48,7 +47,7 @@ class _Connections:
 
 
 @asynccontextmanager
-async def serve_relay(socket: Path) -> AsyncIterator[None]:
+async def serve_connections(socket: Path) -> AsyncIterator[None]:
     """Inside: connect whoever comes to `socket` to where they want to go."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -72,18 +71,18 @@ async def serve_relay(socket: Path) -> AsyncIterator[None]:
             await connections.end()
 
 
-async def connect_inside(socket: Path, target: Target) -> Stream:
+async def connect_inside(socket: Path, address: Address) -> Stream:
     """On the host: return a connection to an address inside; raise UnreachableError with the reason if it fails."""
-    address, port = target
+    host, port = address
     try:
         reader, writer = await asyncio.open_unix_connection(socket)
-        writer.write(f"{address} {port}\n".encode())
+        writer.write(f"{host} {port}\n".encode())
         answer = (await asyncio.wait_for(reader.readline(), 2 * CONNECT_TIMEOUT_SECONDS)).decode().strip()
     except (OSError, TimeoutError) as error:
         raise UnreachableError(f"the sandbox does not answer at {socket}: {error}") from error
     if answer != "ok":
         await _close(writer)
-        raise UnreachableError(f"cannot connect to {address}:{port} inside: {answer or 'the sandbox has ended'}")
+        raise UnreachableError(f"cannot connect to {host}:{port} inside: {answer or 'the sandbox has ended'}")
     return reader, writer
 
 
@@ -98,7 +97,7 @@ class Forwards:
         self._connections = _Connections()
 
     async def add(self, socket: Path, resolve: Resolve) -> int:
-        """Forward a new port of 127.0.0.1 and return it; `resolve` returns targets in the order to try them in."""
+        """Forward a new port of 127.0.0.1 and return it; `resolve` returns addresses in the order to try them in."""
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -122,12 +121,12 @@ class Forwards:
         await self._connections.end()
 
 
-async def _first(socket: Path, targets: Sequence[Target]) -> Stream:
-    """Connect to the first target that accepts."""
+async def _first(socket: Path, addresses: Sequence[Address]) -> Stream:
+    """Connect to the first address that accepts."""
     reason = UnreachableError("nothing is ready behind this forward")
-    for target in targets:
+    for address in addresses:
         try:
-            return await connect_inside(socket, target)
+            return await connect_inside(socket, address)
         except UnreachableError as error:
             reason = error
     raise reason
@@ -159,3 +158,32 @@ async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()
+
+
+def endpoints(service: Object, slices: list[Object], port: int | str) -> list[Address]:
+    """Return the ready (address, port) pairs behind a port of a Service.
+
+    Args:
+        service: the Service.
+        slices: its EndpointSlices.
+        port: number or name of one of the Service's ports.
+
+    Raises:
+        UnreachableError: the Service has no such port.
+
+    """
+    ports = service["spec"].get("ports", [])
+    wanted = next((each for each in ports if port in (each["port"], each.get("name"))), None)
+    if wanted is None:
+        offered = ", ".join(str(each["port"]) for each in ports)
+        raise UnreachableError(f"Service {service['metadata']['name']} has no port {port}; it has: {offered or 'none'}")
+    name = wanted.get("name", "")
+    return [
+        (address, target["port"])
+        for each in slices
+        for target in each.get("ports") or []
+        if (target.get("name") or "") == name
+        for endpoint in each.get("endpoints") or []
+        if endpoint.get("conditions", {}).get("ready")
+        for address in endpoint["addresses"]
+    ]

@@ -1,4 +1,4 @@
-"""A container's environment and command line, from its spec and the objects that it refers to. Pure.
+"""A container's environment variables and command line, and the fields of a pod as text (the downward API). Pure.
 
 Rules: https://kubernetes.io/docs/tasks/inject-data-application/define-environment-variable-container/ and the
 `command` field of the API reference.
@@ -12,45 +12,45 @@ from prfaas.errors import ConfigError
 from prfaas_sandbox.api import Object
 
 _REFERENCE = re.compile(r"\$\$|\$\(([^()]+)\)")
+SourceKind = Literal["configmaps", "secrets"]
+_KEYED = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
-Kind = Literal["configmaps", "secrets"]
 
-
-class Source(NamedTuple):
+class ConfigSource(NamedTuple):
     """A ConfigMap or Secret of the pod's namespace."""
 
-    kind: Kind
+    kind: SourceKind
     name: str
 
 
-Data = Mapping[Source, Mapping[str, bytes] | None]
+Data = Mapping[ConfigSource, Mapping[str, bytes] | None]
 
 
-def sources(container: Object) -> set[Source]:
+def sources(container: Object) -> set[ConfigSource]:
     """Return every ConfigMap and Secret that the container's environment refers to."""
     return {source for source, *_ in (*_bulk(container), *_single(container))}
 
 
-def _bulk(container: Object) -> Iterator[tuple[Source, str, bool]]:
+def _bulk(container: Object) -> Iterator[tuple[ConfigSource, str, bool]]:
     """Yield (source, prefix, optional) of each envFrom entry."""
     for entry in container.get("envFrom", []):
-        kind: Kind = "secrets" if "secretRef" in entry else "configmaps"
+        kind: SourceKind = "secrets" if "secretRef" in entry else "configmaps"
         reference = entry.get("secretRef") or entry.get("configMapRef") or {}
-        yield Source(kind, reference["name"]), entry.get("prefix", ""), reference.get("optional", False)
+        yield ConfigSource(kind, reference["name"]), entry.get("prefix", ""), reference.get("optional", False)
 
 
-def _single(container: Object) -> Iterator[tuple[Source, str, bool]]:
+def _single(container: Object) -> Iterator[tuple[ConfigSource, str, bool]]:
     """Yield (source, key, optional) of each env entry that refers to a key."""
     for entry in container.get("env", []):
         if found := _key_reference(entry.get("valueFrom") or {}):
             yield found
 
 
-def _key_reference(origin: Object) -> tuple[Source, str, bool] | None:
-    kinds: tuple[tuple[str, Kind], ...] = (("secretKeyRef", "secrets"), ("configMapKeyRef", "configmaps"))
+def _key_reference(origin: Object) -> tuple[ConfigSource, str, bool] | None:
+    kinds: tuple[tuple[str, SourceKind], ...] = (("secretKeyRef", "secrets"), ("configMapKeyRef", "configmaps"))
     for name, kind in kinds:
         if reference := origin.get(name):
-            return Source(kind, reference["name"]), reference["key"], reference.get("optional", False)
+            return ConfigSource(kind, reference["name"]), reference["key"], reference.get("optional", False)
     return None
 
 
@@ -97,7 +97,7 @@ def _value(entry: Object, known: Mapping[str, str], data: Data, field: Callable[
     raise ConfigError(f"env {entry['name']}: {source.kind} {source.name!r} has no key {key!r}")
 
 
-def _content(data: Data, source: Source, *, optional: bool) -> Mapping[str, bytes] | None:
+def _content(data: Data, source: ConfigSource, *, optional: bool) -> Mapping[str, bytes] | None:
     content = data[source]
     if content is None and not optional:
         raise ConfigError(f"{source.kind} {source.name!r} not found")
@@ -118,3 +118,45 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
         return "$" if match[1] is None else variables.get(match[1], match[0])
 
     return _REFERENCE.sub(value, text)
+
+
+def field(pod: Object, path: str, addresses: tuple[str, str]) -> str:
+    """Return the text of field `path`.
+
+    Args:
+        pod: the pod object.
+        path: a fieldPath such as metadata.name or metadata.labels['app'].
+        addresses: the pod's and the node's IP address, which the pod's status may not say yet.
+
+    Raises:
+        ConfigError: the path names no field that pods offer.
+
+    """
+    metadata, spec = pod["metadata"], pod["spec"]
+    pod_address, node_address = addresses
+    plain = {
+        "metadata.name": metadata["name"],
+        "metadata.namespace": metadata["namespace"],
+        "metadata.uid": metadata["uid"],
+        "spec.nodeName": spec.get("nodeName", ""),
+        "spec.serviceAccountName": spec.get("serviceAccountName", "default"),
+        "status.podIP": pod_address,
+        "status.podIPs": pod_address,
+        "status.hostIP": node_address,
+        "status.hostIPs": node_address,
+    }
+    if path in plain:
+        return plain[path]
+    if match := _KEYED.fullmatch(path):
+        return metadata.get(match[1], {}).get(match[2], "")
+    if path in ("metadata.labels", "metadata.annotations"):
+        return _lines(metadata.get(path.removeprefix("metadata."), {}))
+    raise ConfigError(f"fieldPath {path!r} is not a field that a pod offers")
+
+
+def _lines(values: dict[str, str]) -> str:
+    """Return key="value" lines, as the kubelet writes labels and annotations."""
+    quoted = (
+        (key, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")) for key, value in values.items()
+    )
+    return "\n".join(f'{key}="{value}"' for key, value in sorted(quoted))

@@ -1,4 +1,4 @@
-"""A pair of kind clusters as a `Place`: brought up, used like the sandbox, and taken down so that nothing is left."""
+"""A pair of kind clusters as an `Environment`: brought up, used like the sandbox, and taken down without a trace."""
 
 import asyncio
 import json
@@ -12,25 +12,29 @@ from typing import Final, Self
 import httpx
 
 from prfaas.errors import ConfigError, UnreachableError
-from prfaas_sandbox.build import ensure_modules, ensure_tools
-from prfaas_sandbox.kind import node, prometheus
+from prfaas_sandbox.environment import ClusterAccess, Images, run_in
+from prfaas_sandbox.kind import clusters, prometheus
 from prfaas_sandbox.kind.clusters import Clusters, remove_everything
-from prfaas_sandbox.kind.daemon import ensure_daemon, stop_daemon
-from prfaas_sandbox.kind.docker import daemon_answers, docker
-from prfaas_sandbox.kind.images import node_image, product_images, prometheus_image, remove_images
+from prfaas_sandbox.kind.docker import daemon_answers, docker, ensure_daemon, stop_daemon
+from prfaas_sandbox.kind.images import (
+    ImageBuilder,
+    clear_work,
+    node_image,
+    product_images,
+    prometheus_image,
+    remove_images,
+)
 from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
-from prfaas_sandbox.kind.workshop import Workshop, clear_work
-from prfaas_sandbox.place import ClusterAccess, Images, run_in
+from prfaas_sandbox.network import checked_rate
 from prfaas_sandbox.progress import Report
-from prfaas_sandbox.supervisor import checked_rate
-from prfaas_sandbox.tools import HELM, KIND
+from prfaas_sandbox.tools import HELM, KIND, ensure_modules, ensure_tools
 
 INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
 ENOUGH_INOTIFY = 256
 OUTSIDE = "-outside"
 OUTSIDE_SECONDS: Final = 60.0
 ANSWER_SECONDS: Final = 5.0
-LOOK_SECONDS: Final = 0.2
+POLL_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,8 @@ def programs(report: Report) -> Programs:
     return Programs(found["kind"], found["helm"], Path(kubectl) if kubectl else ensure_tools(report)["kubectl"])
 
 
-class KindPlace:
-    """A pair of kind clusters that is up; get one from `KindPlace.up` or `KindPlace.running`. It is a `Place`.
+class KindEnvironment:
+    """A pair of kind clusters that is up; get one from `up` or `running`. It is an `Environment`.
 
     Attributes:
         layout: names and files.
@@ -85,17 +89,15 @@ class KindPlace:
         layout.state.chmod(0o700)
         await ensure_daemon(layout, report)
         used = await asyncio.to_thread(programs, report)
-        workshop = Workshop(layout, report)
+        builder = ImageBuilder(layout, report)
         _warn_of_inotify(report)
-        nodes = await node_image(workshop)
-        images, watcher = await product_images(workshop), await prometheus_image(workshop)
-        clusters = Clusters(layout, used.kind, used.kubectl, report)
-        await clusters.ensure(nodes)
-        await clusters.load(
-            {"hub": [images.operator, images.gateway, images.worker, watcher], "member": [images.worker]}
-        )
-        await node.shape_link(layout, link_mbps)
-        found = await node.addresses(layout)
+        nodes = await node_image(builder)
+        images, watcher = await product_images(builder), await prometheus_image(builder)
+        pair = Clusters(layout, used.kind, used.kubectl, report)
+        await pair.ensure(nodes)
+        await pair.load({"hub": [images.operator, images.gateway, images.worker, watcher], "member": [images.worker]})
+        await clusters.shape_link(layout, link_mbps)
+        found = await clusters.addresses(layout)
         hub, member = (cluster.access(found[cluster.role]) for cluster in layout.clusters)
         self = cls(layout, used, (hub, member), images)
         report("installing Prometheus in the hub")
@@ -113,11 +115,9 @@ class KindPlace:
             await asyncio.shield(down(layout))
 
     async def kubectl(self, cluster: ClusterAccess, *arguments: str, stdin: str | None = None) -> str:
-        """Run kubectl against a cluster and return what it prints; raise PeerError with its message when it fails."""
         return await run_in(self._programs.kubectl, cluster, arguments, stdin)
 
     async def helm(self, cluster: ClusterAccess, *arguments: str) -> str:
-        """Run Helm against a cluster and return what it prints; raise PeerError with its message when it fails."""
         return await run_in(self._programs.helm, cluster, arguments)
 
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
@@ -167,24 +167,19 @@ class KindPlace:
         )
 
     async def shape_link(self, mbps: float) -> None:
-        """Change the rate of the link, both ways; connections stay."""
-        await node.shape_link(self.layout, checked_rate(mbps))
+        await clusters.shape_link(self.layout, checked_rate(mbps))
 
     async def cut_link(self) -> None:
-        """Let nothing cross the link, and no connection notice by itself; again is harmless."""
-        await node.cut_link(self.layout)
+        await clusters.cut_link(self.layout)
 
     async def heal_link(self) -> None:
-        """Undo `cut_link`; again is harmless."""
-        await node.open_link(self.layout)
+        await clusters.open_link(self.layout)
 
     async def kill_pod(self, cluster: ClusterAccess, namespace: str, pod: str) -> None:
-        """Kill all processes of a pod with SIGKILL; the node then restarts its containers, as after any crash."""
         owner = self.layout.hub if cluster == self.hub else self.layout.member
-        await node.kill_pod(owner, namespace, pod)
+        await clusters.kill_pod(owner, namespace, pod)
 
     def program(self, name: str) -> str:
-        """Return what a person types to run one of our programs: its name where PATH has it, else its path."""
         return name if shutil.which(name) else str(getattr(self._programs, name))
 
 
@@ -229,7 +224,7 @@ async def _answered(url: str) -> None:
                     try:
                         await http.get(url)
                     except httpx.TransportError:
-                        await asyncio.sleep(LOOK_SECONDS)
+                        await asyncio.sleep(POLL_SECONDS)
                     else:
                         return
     raise UnreachableError(f"{url} was not answered within {OUTSIDE_SECONDS:.0f} s; does the Service have a ready pod?")

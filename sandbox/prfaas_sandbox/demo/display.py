@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from prfaas_sandbox.demo.records import RequestRecord, Story, ThresholdSample
+from prfaas_sandbox.demo.records import DemoResults, RequestRecord, ThresholdSample
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_REQUESTS = 14
@@ -60,25 +60,25 @@ def request_table(records: list[RequestRecord]) -> Table:
     return table
 
 
-class Show:
-    """Shows the story as it grows.
+class DemoDisplay:
+    """Shows the results as they grow.
 
     Args:
-        story: the story being told; this class only reads it.
+        results: what is shown; this class only reads it.
         console: where to; a terminal gets a live table.
 
     """
 
-    def __init__(self, story: Story, console: Console):
+    def __init__(self, results: DemoResults, console: Console):
         self.console = console
-        self._story = story
+        self.results = results
         self._live: Live | None = None
 
     def line(self, text: str) -> None:
         """Print one line above the live table."""
         self.console.print(text, highlight=False)
 
-    def act(self, text: str) -> None:
+    def step(self, text: str) -> None:
         """Say what happens next."""
         self.console.print(f"\n[bold]{text}[/bold]", highlight=False)
         self._refresh()
@@ -95,7 +95,7 @@ class Show:
 
     def sample(self, sample: ThresholdSample) -> None:
         """Show a new sample of the threshold."""
-        if self._live is None and len(self._story.threshold) % 5 == 0:
+        if self._live is None and len(self.results.threshold) % 5 == 0:
             percent = "" if sample.utilisation_percent is None else f", link at {sample.utilisation_percent:.0f}%"
             self.console.print(f"  threshold {sample.tokens} tokens{percent}", highlight=False)
         self._refresh()
@@ -112,32 +112,32 @@ class Show:
                 yield
             finally:
                 self._live = None
-        self.console.print(request_table(self._story.requests))
+        self.console.print(request_table(self.results.requests))
 
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.update(self._picture())
 
     def _picture(self) -> Group:
-        story = self._story
+        results = self.results
         status = "waiting for the first sample"
-        if story.threshold:
-            last = story.threshold[-1]
+        if results.threshold:
+            last = results.threshold[-1]
             percent = "?" if last.utilisation_percent is None else f"{last.utilisation_percent:.0f}%"
             status = f"threshold {last.tokens:,} tokens   link {last.link_mbps} Mbit/s at {percent}   "
-            status += sparkline([sample.tokens for sample in story.threshold])
-        return Group(request_table(story.requests[-SHOWN_REQUESTS:]), Text(status, style="bold blue"))
+            status += sparkline([sample.tokens for sample in results.threshold])
+        return Group(request_table(results.requests[-SHOWN_REQUESTS:]), Text(status, style="bold blue"))
 
 
-def summary(story: Story) -> list[str]:
+def summary(results: DemoResults) -> list[str]:
     """Return the end in lines of console markup: what was shown, in figures, and what went wrong if anything did."""
-    offloaded = [record for record in story.requests if record.decision == "offload"]
+    offloaded = [record for record in results.requests if record.decision == "offload"]
     moved = human_bytes(sum(record.kv_bytes for record in offloaded))
     lines = [
-        f"\n[bold]Summary[/bold]  {len(story.requests)} requests, {len(offloaded)} offloaded, {moved} of cache crossed "
-        f"the link, {story.total_seconds:.0f} s",
-        f"  threshold   {story.threshold_before_narrowing:,} before, {story.threshold_narrow_peak:,} on the narrow "
-        f"link, {story.threshold_after_widening:,} after widening",
+        f"\n[bold]Summary[/bold]  {len(results.requests)} requests, {len(offloaded)} offloaded, "
+        f"{moved} of cache crossed the link, {results.total_seconds:.0f} s",
+        f"  threshold   {results.threshold_before_narrowing:,} before, {results.threshold_narrow_peak:,} on the narrow "
+        f"link, {results.threshold_after_widening:,} after widening",
     ]
     longest = max(offloaded, key=lambda record: (record.outcome == "ok", record.tokens), default=None)
     if longest is not None and longest.prefill_seconds:
@@ -146,9 +146,9 @@ def summary(story: Story) -> list[str]:
             f"{longest.first_byte_seconds:.3f} s of its {longest.prefill_seconds:.2f} s prefill"
         )
         lines.append(f"  text        which went on: {escape(repr(longest.text))}")
-    if (drill := story.failure_drill) is not None:
+    if (drill := results.failure_drill) is not None:
         lines.append(
             f"  failure     killed after {human_bytes(drill.bytes_sent_before_kill)} of cache; the request completed "
             f"({drill.request.outcome}), the worker was back after {drill.recovered_seconds:.1f} s"
         )
-    return lines + [f"  [red]problem[/red]     {problem}" for problem in story.problems]
+    return lines + [f"  [red]problem[/red]     {problem}" for problem in results.problems]

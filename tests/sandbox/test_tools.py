@@ -6,9 +6,19 @@ from pathlib import Path
 import pytest
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas_sandbox import build
-from prfaas_sandbox.build import CACHE_VARIABLE, build_flags, cache_folder, ensure_tools
-from prfaas_sandbox.tools import MODULES, GoModule, Program, pinned_version, required_go, source_folder
+from prfaas_sandbox import tools
+from prfaas_sandbox.tools import (
+    CACHE_VARIABLE,
+    MODULES,
+    GoModule,
+    Program,
+    build_flags,
+    cache_folder,
+    ensure_tools,
+    pinned_version,
+    required_go,
+    source_folder,
+)
 
 GO_MOD = (
     "module example\n\ngo 1.24.0\n\ntool example.com/hello\n\nrequire (\n\texample.com/hello v1.2.3 // indirect\n)\n"
@@ -23,8 +33,8 @@ def source(tmp_path, monkeypatch) -> Path:
     source.mkdir(parents=True)
     (source / "go.mod").write_text(GO_MOD)
     (source / "go.sum").write_text("")
-    monkeypatch.setattr(build, "MODULES", (HELLO,))
-    monkeypatch.setattr(build, "source_folder", lambda: tmp_path / "tools")
+    monkeypatch.setattr(tools, "MODULES", (HELLO,))
+    monkeypatch.setattr(tools, "source_folder", lambda: tmp_path / "tools")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.errors import ConfigError, PeerError, UnreachableError
-from prfaas_sandbox.commands import TAIL_LINES, Command, run, run_logged
+from prfaas_sandbox.processes import TAIL_LINES, Command, run, run_logged
 
 
 async def test_output_comes_back_and_input_goes_in():

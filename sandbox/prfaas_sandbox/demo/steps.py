@@ -1,0 +1,260 @@
+"""The steps of the demo: install, prompts of many lengths, a link that narrows and widens, a worker that is killed.
+
+Each step drives the running system from outside only (HTTP to the gateway, tc on the link, a signal to a process) and
+writes what it saw into the records; nothing here knows how the system decides.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from prfaas_sandbox.demo.client import DemoClient, text_of
+from prfaas_sandbox.demo.display import DemoDisplay, summary
+from prfaas_sandbox.demo.install import MODEL, OFFLOAD_POOL, ExampleInstallation
+from prfaas_sandbox.demo.records import FailureDrill, RequestRecord, ThresholdSample, find_problems
+from prfaas_sandbox.sandbox import Sandbox
+
+LENGTHS = (100, 300, 600, 1_200, 2_500, 5_000, 10_000, 16_000)
+WIDE_MBPS, NARROW_MBPS, DRILL_MBPS = 100, 5, 4
+LOAD_TOKENS, LOAD_CLIENTS = 6_000, 3
+DRILL_TOKENS, DRILL_BYTES = 8_000, 250_000  # so much of the cache has left when the worker is killed
+NARROW_TIMEOUT_SECONDS, WIDEN_TIMEOUT_SECONDS, RECOVERY_TIMEOUT_SECONDS = 30.0, 40.0, 60.0
+THRESHOLD_QUERY = "max(prfaas_gateway_threshold_tokens)"
+UTILISATION_QUERY = "max(prfaas_scheduler_link_utilisation_percent)"
+SENT_BYTES_QUERY = "sum(prfaas_transfer_sent_bytes_total{{cluster='{cluster}'}})"
+
+
+async def run(display: DemoDisplay, *, state: Path, keep: bool) -> None:
+    """Run the demo and write `state`/demo.json; with `keep` go on until cancelled.
+
+    Raises:
+        PrfaasError: the system could not be started; what went wrong after that stands in the results.
+
+    """
+    started, results = time.monotonic(), display.results
+
+    def report(text: str) -> None:
+        display.line(f"  {text}")
+
+    display.step("Starting two clusters joined by a shaped link")
+    async with Sandbox.start(state / "sandbox", link_mbps=WIDE_MBPS, report=report) as sandbox:
+        results.startup_seconds["clusters"] = round(time.monotonic() - started, 1)
+        installation = await ExampleInstallation.create(sandbox, report=report)
+        results.startup_seconds["all"] = round(time.monotonic() - started, 1)
+        await _play(installation, display)
+        results.total_seconds = round(time.monotonic() - started, 1)
+        results.problems = find_problems(results)
+        path = state / "demo.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
+        for text in summary(results):
+            display.line(text)
+        display.line(f"  report      {path}")
+        if keep:
+            display.line(installation.next_commands("Still running. Ctrl-C stops everything. In another terminal:"))
+            await asyncio.Event().wait()
+        display.line("  stopping everything")
+
+
+async def _play(installation: ExampleInstallation, display: DemoDisplay) -> None:
+    """Play the steps while the threshold is sampled."""
+
+    def on_sample(sample: ThresholdSample) -> None:
+        display.results.threshold.append(sample)
+        display.sample(sample)
+
+    client = DemoClient(installation.gateway_url, MODEL)
+    sampler = ThresholdSampler(installation.environment.prometheus_url, on_sample)
+    try:
+        with display.live():
+            async with sampler.running():
+                await DemoSteps(installation, client, sampler, display).play()
+    finally:
+        await client.close()
+
+
+class DemoSteps:
+    """Plays the steps one after the other.
+
+    Args:
+        installation: the running system.
+        client: sends the prompts.
+        sampler: samples the threshold.
+        display: what a person sees, and the results that it shows.
+
+    """
+
+    def __init__(
+        self, installation: ExampleInstallation, client: DemoClient, sampler: "ThresholdSampler", display: DemoDisplay
+    ):
+        self._installation = installation
+        self._environment = installation.environment
+        self._client = client
+        self._sampler = sampler
+        self._results = display.results
+        self._display = display
+        self._starts = itertools.count(1, 31_337)  # every prompt another text, the same ones in every run
+
+    async def play(self) -> None:
+        await self._shape(WIDE_MBPS)
+        await self._lengths()
+        await self._narrow_and_widen()
+        await self._drill()
+
+    async def _shape(self, mbps: int) -> None:
+        await self._environment.shape_link(mbps)
+        self._sampler.link_mbps = mbps
+
+    async def _ask(self, tokens: int, act: str, *, max_tokens: int = 24) -> RequestRecord:
+        record = await self._client.ask(text_of(tokens, start=next(self._starts)), act=act, max_tokens=max_tokens)
+        self._results.requests.append(record)
+        self._display.request(record)
+        return record
+
+    async def _lengths(self) -> None:
+        self._display.step(f"Prompts of {LENGTHS[0]} to {LENGTHS[-1]:,} tokens over a link of {WIDE_MBPS} Mbit/s")
+        for tokens in LENGTHS:
+            await self._ask(tokens, "lengths")
+
+    @contextlib.asynccontextmanager
+    async def _load(self, act: str) -> AsyncIterator[None]:
+        """Keep a few clients sending long prompts while the block runs; their last requests are awaited."""
+        done = asyncio.Event()
+
+        async def one_client() -> None:
+            while not done.is_set():
+                await self._ask(LOAD_TOKENS, act, max_tokens=4)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(LOAD_CLIENTS):
+                group.create_task(one_client())
+            try:
+                yield
+            finally:
+                done.set()
+
+    async def _narrow_and_widen(self) -> None:
+        results = self._results
+        results.threshold_before_narrowing = before = self._sampler.samples[-1].tokens if self._sampler.samples else 0
+        self._display.step(
+            f"The link narrows to {NARROW_MBPS} Mbit/s while {LOAD_CLIENTS} clients send {LOAD_TOKENS:,}-token prompts"
+        )
+        await self._shape(NARROW_MBPS)
+        first = len(self._sampler.samples)
+        async with self._load("narrow"):
+            await self._sampler.until(lambda tokens: tokens >= 2 * before, timeout_seconds=NARROW_TIMEOUT_SECONDS)
+        self._display.step(f"The link widens to {WIDE_MBPS} Mbit/s again")
+        await self._shape(WIDE_MBPS)
+        results.threshold_narrow_peak = peak = max((s.tokens for s in self._sampler.samples[first:]), default=0)
+        results.threshold_after_widening = await self._sampler.until(
+            lambda tokens: tokens <= peak / 2, timeout_seconds=WIDEN_TIMEOUT_SECONDS
+        )
+
+    async def _drill(self) -> None:
+        tokens = DRILL_TOKENS
+        self._display.step(
+            f"The cache of {tokens:,} tokens crosses at {DRILL_MBPS} Mbit/s; its prefill worker is killed"
+        )
+        await self._shape(DRILL_MBPS)
+        query = SENT_BYTES_QUERY.format(cluster=self._installation.member_name)
+        before = await self._sampler.query(query) or 0.0
+        request = asyncio.create_task(self._ask(tokens, "kill"))
+        sent = 0.0
+        while sent < DRILL_BYTES and not request.done():
+            await asyncio.sleep(0.1)
+            sent = (await self._sampler.query(query) or 0.0) - before
+        pod = await self._installation.ready_pod(OFFLOAD_POOL)
+        await self._environment.kill_pod(self._environment.member, self._installation.namespace, pod)
+        killed_at = time.monotonic()
+        sent_before_kill = 0 if request.done() else int(sent)
+        self._display.line(f"  killed {pod}")
+        record = await request
+        await self._shape(WIDE_MBPS)
+        after = await self._until_offloaded_again(tokens, killed_at + RECOVERY_TIMEOUT_SECONDS)
+        self._results.failure_drill = FailureDrill(
+            request=record,
+            killed_pod=pod,
+            bytes_sent_before_kill=sent_before_kill,
+            recovered_seconds=round(time.monotonic() - killed_at - after.total_seconds, 2),
+            request_after_recovery=after,
+        )
+
+    async def _until_offloaded_again(self, tokens: int, deadline: float) -> RequestRecord:
+        """Send such prompts until one is offloaded: the gateway leaves a worker that failed alone for a moment."""
+        await self._installation.wait_ready("prefillpool", OFFLOAD_POOL, timeout_seconds=deadline - time.monotonic())
+        while True:
+            record = await self._ask(tokens, "again")
+            if record.prefilled_in == self._installation.member_name or time.monotonic() > deadline:
+                return record
+            await asyncio.sleep(1.0)
+
+
+class ThresholdSampler:
+    """Samples of the threshold since the start.
+
+    Args:
+        prometheus_url: Prometheus as the host reaches it.
+        on_sample: called with every new sample.
+
+    """
+
+    def __init__(self, prometheus_url: str, on_sample: Callable[[ThresholdSample], None]):
+        self.samples: list[ThresholdSample] = []
+        self.link_mbps = 0
+        self._on_sample = on_sample
+        self._started = time.monotonic()
+        self._http = httpx.AsyncClient(base_url=prometheus_url, timeout=2.0)
+
+    async def query(self, promql: str) -> float | None:
+        """Return the one value of an instant query, or None when there is none (yet)."""
+        try:
+            answer = await self._http.get("/api/v1/query", params={"query": promql})
+            results = answer.raise_for_status().json()["data"]["result"]
+        except httpx.HTTPError:
+            return None
+        return float(results[0]["value"][1]) if results else None
+
+    async def _sample(self) -> None:
+        threshold, utilisation = await asyncio.gather(self.query(THRESHOLD_QUERY), self.query(UTILISATION_QUERY))
+        if threshold is None:
+            return
+        sample = ThresholdSample(
+            seconds=round(time.monotonic() - self._started, 2),
+            tokens=int(threshold),
+            link_mbps=self.link_mbps,
+            utilisation_percent=utilisation,
+        )
+        self.samples.append(sample)
+        self._on_sample(sample)
+
+    async def _run(self) -> None:
+        while True:
+            await self._sample()
+            await asyncio.sleep(1.0)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["ThresholdSampler"]:
+        """Sample in the background as long as the block runs."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await self._http.aclose()
+
+    async def until(self, holds: Callable[[int], bool], *, timeout_seconds: float) -> int:
+        """Wait until a newly sampled threshold satisfies `holds`; return the last threshold either way."""
+        deadline = time.monotonic() + timeout_seconds
+        seen = len(self.samples)
+        while time.monotonic() < deadline:
+            if any(holds(sample.tokens) for sample in self.samples[seen:]):
+                break
+            await asyncio.sleep(0.2)
+        return self.samples[-1].tokens if self.samples else 0
