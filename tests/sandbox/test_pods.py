@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -316,6 +318,15 @@ async def test_a_pod_sees_its_own_mounts_and_processes_and_the_host_sees_neither
     assert seen[:3] == ["/etc/deep/er/x", "/etc/passwd", "1"]
     assert int(seen[3]) <= 3  # the shell, ls and wc
     assert "/etc/deep" not in Path("/proc/self/mountinfo").read_text()
+
+
+async def test_a_volume_over_the_checkout_hides_neither_our_programs_nor_itself(hub):
+    """As an emptyDir at /tmp does where the checkout lies below the temporary directory."""
+    volumes, mounts = [{"name": "x", "emptyDir": {}}], [{"name": "x", "mountPath": str(Path(sys.prefix).parent)}]
+    script = f"cd {Path(sys.prefix).parent}; touch mine; ls *.toml 2>&1 | wc -l; ls mine; prfaas version"
+    command = ("sh", "-c", f"{script}; python -c 'import prfaas_worker, prfaas_sandbox; print(prfaas_worker.__name__)'")
+    shown = await hub.output("below", *command, spec={"volumes": volumes}, volumeMounts=mounts)
+    assert shown.split() == ["1", "mine", version("prfaas"), "prfaas_worker"]
 
 
 async def test_logs_are_for_the_api_server_alone(hub):

@@ -13,7 +13,7 @@ import aiohttp
 from prfaas.errors import BadInputError, PeerError
 from prfaas_sandbox.api import Api, ApiError, Object
 from prfaas_sandbox.node.container import Container, ContainerContext, now_text
-from prfaas_sandbox.node.process import Mount, ProcessSpec
+from prfaas_sandbox.node.process import Mount, ProcessSpec, program_folders, with_programs
 from prfaas_sandbox.node.status import PodAddresses, pod_status
 from prfaas_sandbox.node.variables import command_line, environment, field, sources
 from prfaas_sandbox.node.volumes import PodVolumes, unsupported_volumes
@@ -232,7 +232,7 @@ class Pod:
         addresses = (self.address, self._node.address)
         base = self._node.environment(self._pod["metadata"]["name"])
         env = environment(spec, base, data, lambda path: field(self._pod, path, addresses))
-        mounts = tuple(self._mount(mount) for mount in spec.get("volumeMounts", []))
+        mounts = with_programs([self._mount(mount) for mount in spec.get("volumeMounts", [])], program_folders())
         argv, scratch = command_line(spec, env), self._folder / "roots" / spec["name"]
         return ProcessSpec(argv, env, spec.get("workingDir") or "/", mounts, str(scratch))
 

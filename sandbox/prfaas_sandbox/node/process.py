@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,6 +52,20 @@ class ProcessSpec:
     cwd: str
     mounts: tuple[Mount, ...]
     scratch: str
+
+
+def program_folders() -> set[str]:
+    """Return the folders that containers' programs run from, which are those of this process."""
+    folders = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path) if path}
+    return {folder for folder in folders if Path(folder).is_dir()}
+
+
+def with_programs(mounts: Sequence[Mount], folders: Iterable[str]) -> tuple[Mount, ...]:
+    """Return the mounts, and after them those of `folders` that a volume would hide, such as /tmp a checkout in it."""
+    targets = [os.path.realpath(each.path) for each in mounts]
+    hidden = [folder for folder in sorted(folders) if any(folder.startswith(target + "/") for target in targets)]
+    shown = [folder for folder in hidden if not any(folder.startswith(other + "/") for other in hidden)]
+    return (*mounts, *(Mount(folder, folder, read_only=True) for folder in shown if folder not in targets))
 
 
 class ContainerProcess:
