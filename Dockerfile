@@ -24,7 +24,6 @@ COPY operator operator
 COPY gateway gateway
 COPY scheduler scheduler
 COPY worker worker
-COPY sandbox sandbox
 RUN uv build -q --wheel --out-dir /dist
 
 # The lock's versions and hashes bind whatever of it an extra needs.

@@ -23,13 +23,13 @@ help: ## Show this list
 
 setup: $(STAMP) ## Create .venv and install the locked dependencies
 
-$(STAMP): requirements.lock.txt pyproject.toml
+$(STAMP): requirements.lock.txt pyproject.toml sandbox/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prfaas needs Python 3.11 or newer; set PYTHON=python3.12 or so")'
 	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
 	@test -x $(BIN)/uv || { echo "Installing uv"; $(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements-uv.lock.txt; }
 	@echo "Installing locked dependencies (torch is large: the first time takes about a minute)"
 	@$(BIN)/uv pip sync --python $(BIN)/python --require-hashes requirements.lock.txt
-	@$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --editable .
+	@$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --editable . --editable sandbox
 	@touch $@
 
 tools: $(STAMP) ## Build etcd, Kubernetes, Helm and Prometheus from their Go modules (cached)
@@ -71,7 +71,8 @@ format: $(STAMP) ## Format the code
 	ruff format .
 
 lock: $(STAMP) ## Pin every dependency with hashes; names no index
-	uv pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-emit-index-url --no-header --extra dev pyproject.toml -o requirements.lock.txt
+	uv pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-emit-index-url --no-header \
+		--extra dev --no-emit-package prfaas pyproject.toml sandbox/pyproject.toml -o requirements.lock.txt
 	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt
 
 crds: $(STAMP) ## Generate crds/ and the chart's copies from the models

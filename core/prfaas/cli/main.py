@@ -19,7 +19,9 @@ from prfaas.cli.simulate import simulate
 from prfaas.errors import PrfaasError
 
 ENTRY_POINT_GROUP = "prfaas.commands"
-EXTRA_OF_PACKAGE = {"prfaas_operator": "operator", "prfaas_sandbox": "sandbox", "prfaas_worker": "worker"}
+EXTRA_OF_PACKAGE = {"prfaas_operator": "operator", "prfaas_worker": "worker"}
+# Commands of the distribution prfaas-sandbox, which only a clone of the repository has.
+SANDBOX_COMMANDS = {"demo": "make demo", "kind": "make kind", "sandbox": "make setup"}
 
 app = typer.Typer(
     help="Serve hybrid-attention models across two clusters. Example: prfaas demo",
@@ -36,16 +38,15 @@ def show_version() -> None:
     typer.echo(version("prfaas"))
 
 
-def _add_stand_in(point: EntryPoint, error: ImportError) -> None:
-    """Add, for a subcommand whose dependencies are not installed, one that says so whatever its arguments are."""
-    advice = f"pip install 'prfaas[{EXTRA_OF_PACKAGE.get(point.module.split('.')[0], 'dev')}]'"
+def _add_stand_in(name: str, reason: str, advice: str) -> None:
+    """Add, for a subcommand that is not installed, one that says so whatever its arguments are."""
 
     def explain() -> None:
-        typer.echo(f"prfaas {point.name}: {error.name} is missing; run: {advice}", err=True)
+        typer.echo(f"prfaas {name}: {reason}: {advice}", err=True)
         raise typer.Exit(2)
 
     anything: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    app.command(point.name, help=f"(needs: {advice})", context_settings=anything)(explain)
+    app.command(name, help=f"(needs: {advice})", context_settings=anything)(explain)
 
 
 def build() -> typer.Typer:
@@ -57,12 +58,21 @@ def build() -> typer.Typer:
     app.command("serve")(serve)
     app.add_typer(crds.app, name="crds")
     app.add_typer(certs.app, name="certs")
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    for name in sorted(points.keys() | SANDBOX_COMMANDS):
+        if name not in points:
+            _add_stand_in(name, "not installed", f"clone the repository and run `{SANDBOX_COMMANDS[name]}` there")
+            continue
         try:
-            app.add_typer(point.load(), name=point.name)
+            app.add_typer(points[name].load(), name=name)
         except ImportError as error:
-            _add_stand_in(point, error)
+            _add_stand_in(name, f"{error.name} is missing", _install_advice(points[name]))
     return app
+
+
+def _install_advice(point: EntryPoint) -> str:
+    extra = EXTRA_OF_PACKAGE.get(point.module.split(".")[0], "dev")
+    return f"run `pip install 'prfaas[{extra}]'`"
 
 
 def main() -> None:

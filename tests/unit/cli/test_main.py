@@ -61,3 +61,13 @@ def test_a_part_whose_extra_is_missing_says_how_to_install_it(monkeypatch):
     ended = CliRunner().invoke(main.build(), ["fleet", "join", "--help"])
     assert ended.exit_code == 2
     assert "pip install 'prfaas[operator]'" in ended.output
+
+
+@pytest.mark.parametrize("command", ["demo", "kind", "sandbox"])
+def test_a_command_of_the_sandbox_without_the_sandbox_says_in_one_sentence_where_it_is(monkeypatch, command):
+    monkeypatch.setattr(main, "entry_points", lambda **_: [])
+    monkeypatch.setattr(main, "app", typer.Typer())
+    ended = CliRunner().invoke(main.build(), [command, "--keep"])
+    assert ended.exit_code == 2
+    assert ended.output.startswith(f"prfaas {command}: not installed: clone the repository and run `make ")
+    assert ended.output.count("\n") == 1
