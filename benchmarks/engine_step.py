@@ -24,7 +24,7 @@ from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import BUDGETS, schedule
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
-from prfaas_worker.transfer.layout import layer_groups
+from prfaas_worker.transfer.layout import CacheLayout, layer_groups
 from prfaas_worker.transfer.offers import Offers
 from prfaas_worker.transfer.traffic import unlimited
 
@@ -61,7 +61,7 @@ def engine_of(model: Model | Instant) -> Engine:
         events=[],
         grammars=Grammars(lambda: Vocabulary([], frozenset(), (), model.vocab_size)),
         profiler=Profiler(1, 1, lambda _profile: None),
-        offers=Offers((model.fingerprint, layer_groups(model.layers), 16), 1, capacity=1),
+        offers=Offers(CacheLayout(model.fingerprint, layer_groups(model.layers), 16), 1, capacity=1),
         traffic=unlimited(),
         new_fetch=lambda *_: (_ for _ in ()).throw(NotImplementedError),
         answer=lambda _messages: None,

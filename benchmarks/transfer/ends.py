@@ -17,7 +17,8 @@ import torch
 import xxhash
 from benchmarks.transfer.shapes import SHAPES
 
-from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.engine import StartPrefill
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.receipt import Receipt
 from prfaas.wire.transfer import Manifest
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
@@ -30,8 +31,8 @@ from prfaas_worker.transfer.connections import Giver as Port
 from prfaas_worker.transfer.counters import TransferCounters
 from prfaas_worker.transfer.door import Door, TlsDoor
 from prfaas_worker.transfer.intake import Intake
-from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
-from prfaas_worker.transfer.offers import Offer, Offers, Prompt
+from prfaas_worker.transfer.layout import CacheLayout, Place, block_frames, hidden_frame, layer_groups, state_frames
+from prfaas_worker.transfer.offers import Offer, Offers
 from prfaas_worker.transfer.packing import Packer
 from prfaas_worker.transfer.pull import Pull, Shared
 from prfaas_worker.transfer.sender import Sender, listen
@@ -88,6 +89,11 @@ class Caches:
         return made.hexdigest()
 
 
+def layout_of(caches: Caches) -> CacheLayout:
+    """What both ends agree on."""
+    return CacheLayout(FINGERPRINT, layer_groups(caches.layers), HIDDEN_SIZE)
+
+
 class Giver:
     """Gives one cache as often as it is asked to."""
 
@@ -96,14 +102,15 @@ class Giver:
         self.caches.randomise()
         self.prefill_ended = 0.0
         self._hidden = torch.zeros(HIDDEN_SIZE)
-        layout = FINGERPRINT, layer_groups(self.caches.layers), HIDDEN_SIZE
+        layout = layout_of(self.caches)
         self._offers = Offers(layout, PORT, capacity=1000)
         self._peer = "taker" if plan.tls else ""
         Sender(listen(host, PORT), self._offers, traffic_of(plan, "giver"))
 
     def offer(self, tokens: int, prefill_seconds: float) -> dict[str, Any]:
         """Begin a prefill that takes so long, and return the grant; without any time it is done on return."""
-        offer, grant = self._offers.grant(Prompt(0, "bench", tokens, 0, self._peer))
+        asked = PrefillRequest(request_id="bench", model="bench", token_ids=[0] * tokens)
+        offer, grant = self._offers.grant(StartPrefill(0, asked, self._peer), tokens)
         if prefill_seconds:
             threading.Thread(target=self._prefill, args=(offer, tokens, prefill_seconds), daemon=True).start()
         else:
@@ -139,7 +146,7 @@ class Taker:
         self._port = Port(host, PORT, "giver" if plan.tls else "")
         self.caches = Caches(plan)
         traffic = traffic_of(plan, "taker")
-        self._shared = Shared(Connections(traffic.door), TransferCounters(), traffic)
+        self._shared = Shared(layout_of(self.caches), Connections(traffic.door), TransferCounters(), traffic)
 
     def take(self, grant: dict[str, Any], copy: int) -> int:
         """Take one cache, and return its bytes.
@@ -159,7 +166,7 @@ class Taker:
             hidden_size=HIDDEN_SIZE,
         )
         receipt = Receipt(manifest, guard=threading.Lock())
-        connections, counters, traffic = self._shared
+        _, connections, counters, traffic = self._shared
         silent_seconds = partial(connections.silent_seconds, self._port)
         intake = Intake(receipt, self.caches.places[copy], counters.received, silent_seconds, traffic.memory)
         Pull(self._shared, self._port, granted.token, intake).run()

@@ -15,11 +15,12 @@ import torch
 from benchmarks.worker.process import PORT
 
 from prfaas.names import WORKER_DATA_PORT
+from prfaas.wire.engine import StartPrefill
 from prfaas.wire.prefill import PrefillRequest
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.models import load_model
-from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
-from prfaas_worker.transfer.offers import Offer, Offers, Prompt
+from prfaas_worker.transfer.layout import CacheLayout, Place, block_frames, hidden_frame, layer_groups, state_frames
+from prfaas_worker.transfer.offers import Offer, Offers
 from prfaas_worker.transfer.sender import Sender, listen
 from prfaas_worker.transfer.traffic import unlimited
 
@@ -39,7 +40,8 @@ class Peer:
         self.place = Place(memory, 0, range(pages))
         self.layers = len(model.layers)
         self.hidden = torch.zeros(model.hidden_size)
-        self.offers = Offers((model.fingerprint, layer_groups(model.layers), model.hidden_size), WORKER_DATA_PORT, 1000)
+        layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
+        self.offers = Offers(layout, WORKER_DATA_PORT, 1000)
         listener = listen(host, WORKER_DATA_PORT)
         listener.setsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, int(mbps * 1e6 / 8))  # accepted connections inherit it
         Sender(listener, self.offers, unlimited())
@@ -61,7 +63,7 @@ def handler(peer: Peer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             asked = msgspec.json.decode(body, type=PrefillRequest)
-            offer, grant = peer.offers.grant(Prompt(0, asked.request_id, len(asked.token_ids), asked.start_token))
+            offer, grant = peer.offers.grant(StartPrefill(0, asked), len(asked.token_ids))
             peer.fill(offer, len(asked.token_ids))
             answer = msgspec.json.encode(grant)
             self.send_response(201)

@@ -202,7 +202,7 @@ class Aborts:
         intake = Intake(
             Receipt(offer.manifest), self.taker.place(lease), lambda _count: None, silent_seconds, TRAFFIC.memory
         )
-        return Pull(Shared(connections, TransferCounters(), TRAFFIC), giver, grant.token, intake)
+        return Pull(Shared(self.port.layout, connections, TransferCounters(), TRAFFIC), giver, grant.token, intake)
 
     def _ended(self, handle: int) -> None:
         with self._lock:

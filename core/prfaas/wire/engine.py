@@ -12,7 +12,7 @@ import msgspec
 
 from prfaas.wire.frames import Buffer
 from prfaas.wire.kvevents import KvEvent
-from prfaas.wire.prefill import PrefillGrant, PrefillStatus
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats, LinkStats
 from prfaas.wire.trace import NO_TRACE, TraceContext
@@ -90,15 +90,10 @@ class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Prefill for another instance. Answered by Granted or Failed."""
 
     handle: int
-    request_id: str
-    token_ids: list[int]
-    start_token: int
-    cache_salt: str = ""
-    peer: str = ""
-    """The cluster that asks, as its certificate has proven it; empty without TLS."""
-    prefix_url: str = ""
+    request: PrefillRequest
+    identity: str = ""
+    """The cluster of the caller, as its certificate proves it; empty without TLS."""
     trace: TraceContext = NO_TRACE
-    prefix_cluster: str = ""
 
 
 class StartPrefix(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -108,11 +103,9 @@ class StartPrefix(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
 
     handle: int
-    request_id: str
-    token_ids: list[int]
-    start_token: int
-    cache_salt: str = ""
-    peer: str = ""
+    request: PrefixRequest
+    identity: str = ""
+    """As in StartPrefill."""
     trace: TraceContext = NO_TRACE
 
 

@@ -94,19 +94,19 @@ class KubernetesCluster:
         self._throttle = Throttle()
         self._clock = ServerClock()
 
-    async def version(self) -> str:  # noqa: D102  # documented in the Protocol, as are the methods below
+    async def version(self) -> str:  # documented in the Protocol, as are the methods below
         return str((await self._call("get", "/version", "version", at_once=True)).get("gitVersion", ""))
 
-    def now(self) -> datetime:  # noqa: D102
+    def now(self) -> datetime:
         return self._clock.now()
 
-    async def get(self, kind: Kind, name: str) -> Object | None:  # noqa: D102
+    async def get(self, kind: Kind, name: str) -> Object | None:
         try:
             return await self._call("get", kind.path(self.namespace, name), f"{kind.name} {name}")
         except _NotFoundError:
             return None
 
-    async def page(self, kind: Kind, *, selector: str = "", after: str = "") -> Page:  # noqa: D102
+    async def page(self, kind: Kind, *, selector: str = "", after: str = "") -> Page:
         answer = await self._call(
             "get",
             kind.path(self.namespace),
@@ -118,7 +118,7 @@ class KubernetesCluster:
         metadata = answer["metadata"]
         return Page(answer.get("items") or [], metadata.get("resourceVersion", ""), metadata.get("continue", ""))
 
-    async def try_list(self, kind: Kind, *, selector: str = "") -> None:  # noqa: D102
+    async def try_list(self, kind: Kind, *, selector: str = "") -> None:
         path = kind.path(self.namespace)
         await self._call("get", path, kind.plural, at_once=True, label_selector=selector or None, limit=1)
 
@@ -132,7 +132,7 @@ class KubernetesCluster:
             if kind.plural not in told:
                 raise errors.KindNotServedError(f"{self._label} does not tell of {kind.plural} in its discovery yet")
 
-    async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:  # noqa: D102
+    async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:
         page = await self.page(kind, selector=selector)
         items = page.items
         while page.next_page:
@@ -140,7 +140,7 @@ class KubernetesCluster:
             items += page.items
         return items
 
-    async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:  # noqa: D102
+    async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
         kind = BY_NAME[body["kind"]]
         name = body["metadata"]["name"]
         try:
@@ -157,13 +157,13 @@ class KubernetesCluster:
         except _NotFoundError as error:
             raise self._missing(subresource, error) from error
 
-    async def create(self, kind: Kind, body: Object) -> Object:  # noqa: D102
+    async def create(self, kind: Kind, body: Object) -> Object:
         try:
             return await self._call("post", kind.path(self.namespace), f"{kind.name}", body=body)
         except _NotFoundError as error:
             raise self._missing("", error) from error
 
-    async def merge(self, kind: Kind, name: str, patch: Object) -> Object:  # noqa: D102
+    async def merge(self, kind: Kind, name: str, patch: Object) -> Object:
         try:
             return await self._call(
                 "patch",
@@ -175,7 +175,7 @@ class KubernetesCluster:
         except _NotFoundError as error:
             raise errors.ConflictError(str(error)) from error
 
-    async def create_token(self, account: str, seconds: int) -> str:  # noqa: D102
+    async def create_token(self, account: str, seconds: int) -> str:
         request = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenRequest",
@@ -185,10 +185,10 @@ class KubernetesCluster:
         answer = await self._call("post", path, f"token of ServiceAccount {account}", body=request)
         return str(answer["status"]["token"])
 
-    def use_token(self, token: str) -> None:  # noqa: D102
+    def use_token(self, token: str) -> None:
         self._client.configuration.api_key["BearerToken"] = f"Bearer {token}"
 
-    async def delete(self, kind: Kind, name: str, *, uid: str = "") -> None:  # noqa: D102
+    async def delete(self, kind: Kind, name: str, *, uid: str = "") -> None:
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid:
             options["preconditions"] = {"uid": uid}
@@ -197,7 +197,7 @@ class KubernetesCluster:
         except (_NotFoundError, errors.ConflictError):
             return
 
-    async def watch(self, kind: Kind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:  # noqa: D102
+    async def watch(self, kind: Kind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
         watch = Watch()
         # The server ends the stream first; the client's own limit is for a server that forgot us.
         limit = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_SLACK_SECONDS, sock_connect=CONNECT_SECONDS)
@@ -241,7 +241,7 @@ class KubernetesCluster:
         except _NotFoundError as error:
             raise self._missing("", error) from error
 
-    async def close(self) -> None:  # noqa: D102
+    async def close(self) -> None:
         await self._client.close()
 
     async def _call(self, method: str, path: str, what: str, *, at_once: bool = False, **parameters: Any) -> Object:

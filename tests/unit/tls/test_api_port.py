@@ -166,7 +166,7 @@ def calls(port: Port) -> Iterator[Calls]:
 def test_the_engine_hears_which_cluster_asks_for_a_prefill(calls: Calls, eu: Credentials):
     status, body = calls.once(eu, *PREFILL)
     assert (status, msgspec.json.decode(body, type=PrefillGrant)) == (201, GRANT)
-    assert [message.peer for message in calls.port.asked] == ["eu"]
+    assert [message.identity for message in calls.port.asked] == ["eu"]
 
 
 def test_clients_and_probes_need_no_certificate(calls: Calls):
@@ -246,7 +246,7 @@ def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, autho
             thread.join(SECONDS)
         next(running, None)
     assert set(served) == {201}
-    assert {message.peer for message in port.asked} == {"eu"}
+    assert {message.identity for message in port.asked} == {"eu"}
 
 
 def test_a_kept_connection_is_judged_by_the_authorities_of_the_moment(calls: Calls, eu_mount, eu, authority, other):

@@ -19,7 +19,7 @@ from prfaas_worker.engine.sequences import Sequence
 from prfaas_worker.models.base import Batch, Chunk, Model
 from prfaas_worker.models.solo import Solo
 from prfaas_worker.transfer.fetch import Fetched
-from prfaas_worker.transfer.layout import layer_groups
+from prfaas_worker.transfer.layout import CacheLayout, layer_groups
 from prfaas_worker.transfer.offers import Offers
 from prfaas_worker.transfer.traffic import unlimited
 
@@ -62,7 +62,7 @@ class Bench:
         self.memory = CacheMemory(
             CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
         )
-        layout = "f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16)
+        layout = CacheLayout("f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16))
         self.offers = Offers(layout, 1, capacity=max_running)
         parts = Parts(
             runner=Runner(model, self.memory),

@@ -7,14 +7,13 @@ from typing import Any
 
 from prfaas.errors import PeerError
 from prfaas.wire.engine import Failed, Granted, StartPrefill, StartPrefix
-from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
 from prfaas_worker.engine.events import Offered
 from prfaas_worker.engine.sequences import Sequence
 from prfaas_worker.models.base import Model
 from prfaas_worker.transfer import connections
 from prfaas_worker.transfer.door import Door
-from prfaas_worker.transfer.fetch import AbsentError, Fetch, Wanted
-from prfaas_worker.transfer.offers import Prompt
+from prfaas_worker.transfer.fetch import AbsentError, FetchRequest, RemoteFetch
 from prfaas_worker.transfer.pull import Shared
 from prfaas_worker.transfer.sender import Sender, listen
 
@@ -50,11 +49,12 @@ class Giver(Bench):
         self.step()
         return self.answers.get_nowait()
 
-    def grant(self, wanted: Wanted) -> PrefillGrant:
+    def grant(self, wanted: FetchRequest) -> PrefillGrant:
         """Answer what a fetch asks for; called from its thread, while another steps this engine."""
-        if not wanted.is_prefix:
-            return self.grant_prefill(wanted.token_ids, wanted.start_token)
-        self._ask_prefix(wanted.request_id, wanted.token_ids, wanted.start_token)
+        body = wanted.body
+        if isinstance(body, PrefillRequest):
+            return self.grant_prefill(body.token_ids, body.start_token)
+        self._ask_prefix(body.request_id, body.token_ids, body.start_token)
         answer = self.answers.get(timeout=60)
         if isinstance(answer, Failed):
             raise (AbsentError if answer.status == 404 else PeerError)(answer.message)
@@ -63,17 +63,19 @@ class Giver(Bench):
     def grant_prefill(self, prompt: list[int], start_token: int) -> PrefillGrant:
         """Queue a prefill for another."""
         self.asked += 1
-        message = StartPrefill(FAR + self.asked, "r", prompt, start_token)
-        offer, grant = self.offers.grant(Prompt(message.handle, "r", len(prompt), start_token))
+        body = PrefillRequest(request_id="r", model="tiny", token_ids=prompt, start_token=start_token)
+        message = StartPrefill(FAR + self.asked, body)
+        offer, grant = self.offers.grant(message, len(prompt))
         self.engine.inbox.put(Offered(message, offer))
         return grant
 
     def _ask_prefix(self, request_id: str, prompt: list[int], start_token: int) -> None:
         self.asked += 1
-        self.engine.inbox.put(StartPrefix(FAR + self.asked, request_id, prompt, start_token))
+        body = PrefixRequest(request_id=request_id, model="tiny", token_ids=prompt, start_token=start_token)
+        self.engine.inbox.put(StartPrefix(FAR + self.asked, body))
 
 
-class FetchWithoutHttp(Fetch):
+class FetchWithoutHttp(RemoteFetch):
     """A fetch that asks an engine of this process."""
 
     giver: Giver
@@ -92,22 +94,18 @@ class Taker(Bench):
         super().__init__(model, **how)
         self.giver = giver
         self.connections = connections.Connections(Door())
-        self.shared = Shared(self.connections, self.offers.counters, TRAFFIC)
+        self.shared = Shared(self.offers._layout, self.connections, self.offers.counters, TRAFFIC)
 
     def new_fetch(self, sequence: Sequence, is_prefix: bool) -> Any:
-        generate, offers = sequence.request.generation, self.offers
-        wanted = Wanted(
+        generate = sequence.request.generation
+        kind = PrefixRequest if is_prefix else PrefillRequest
+        body = kind(
             request_id=generate.request_id,
-            model_name="tiny",
-            url="http://127.0.0.1:1",
+            model="tiny",
             token_ids=generate.token_ids,
             start_token=sequence.computed_tokens,
-            cache_salt="",
-            fingerprint=offers._fingerprint,
-            groups=offers._groups,
-            hidden_size=offers._hidden_size,
-            is_prefix=is_prefix,
         )
+        wanted = FetchRequest(sequence.request.handle, body, "http://127.0.0.1:1")
         fetch = FetchWithoutHttp(wanted, self.engine._parts.runner.place(sequence.held), self.shared)
         fetch.giver = self.giver
         self.fetches.append(fetch)

@@ -8,12 +8,12 @@ import pytest
 
 from prfaas.errors import PeerError
 from prfaas.wire.engine import Cancel, Started, StartPrefill
+from prfaas.wire.prefill import PrefillRequest
 from prfaas_worker.engine.events import Offered
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.transfer.fetch import AbsentError
-from prfaas_worker.transfer.offers import Prompt
 
 from .engine_bench import Bench, FetchByHand, alone, prefix_fetched
 
@@ -257,10 +257,12 @@ def test_who_gives_its_memory_back_computes_lossy_rows_anew(model: Model):
 
 def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(model: Model):
     bench, prompt = Bench(model), list(prompt_of(b"first"))
+    asked = PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL)
     for handle, ends_early in ((1, False), (2, True)):
         bench.engine.cache.reset()
-        offer, _ = bench.offers.grant(Prompt(handle, "r", len(prompt), 0))
-        bench.engine.inbox.put(Offered(StartPrefill(handle, "r", prompt, 0, prefix_url=URL), offer))
+        message = StartPrefill(handle, asked)
+        offer, _ = bench.offers.grant(message, len(prompt))
+        bench.engine.inbox.put(Offered(message, offer))
         bench.step()
         fetch = bench.fetches[-1]
         if ends_early:
@@ -281,8 +283,9 @@ def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(
 
 def test_what_a_prefill_computes_on_lossy_rows_is_told_to_be_so(model: Model):
     bench, prompt = Bench(model), list(prompt_of(b"first"))
-    offer, _ = bench.offers.grant(Prompt(1, "r", len(prompt), 0))
-    bench.engine.inbox.put(Offered(StartPrefill(1, "r", prompt, 0, prefix_url=URL), offer))
+    message = StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL))
+    offer, _ = bench.offers.grant(message, len(prompt))
+    bench.engine.inbox.put(Offered(message, offer))
     bench.step()
     bring(model, bench.fetches[0], is_exact=False)
     bench.run()

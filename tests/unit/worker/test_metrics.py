@@ -16,7 +16,7 @@ from prfaas.wire.engine import (
     Stats,
     Tokens,
 )
-from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats, LinkStats
 from prfaas_worker.front.latencies import Histogram, Latencies
@@ -223,8 +223,8 @@ def test_every_end_has_its_reason_and_nothing_is_remembered_of_it():
 
 def test_prompts_of_prefills_for_others_count_once_they_are_granted():
     took = Latencies(Clock())
-    took.sent(StartPrefill(1, "r", [1] * 5, 0))
-    took.sent(StartPrefill(2, "r", [1] * 7, 0))
+    took.sent(StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=[1] * 5)))
+    took.sent(StartPrefill(2, PrefillRequest(request_id="r", model="tiny", token_ids=[1] * 7)))
     took.heard(Failed(2, 503, "overloaded", "full"))
     took.heard(Granted(1, GRANT))
     assert (took.prompt_tokens, took._offered) == (5, {})

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from prfaas.errors import PrfaasError
+from prfaas.wire.engine import StartPrefill
 from prfaas.wire.frames import HEADER_BYTES, Address, FrameHeader, Kind, parse_header
-from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.receipt import Receipt
 from prfaas.wire.transfer import Done, Hello, message_frame
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
@@ -25,8 +26,8 @@ from prfaas_worker.transfer.connections import Connections, Giver
 from prfaas_worker.transfer.counters import TransferCounters
 from prfaas_worker.transfer.door import Door
 from prfaas_worker.transfer.intake import Intake
-from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, layer_groups, state_frames
-from prfaas_worker.transfer.offers import Offer, Offers, Prompt
+from prfaas_worker.transfer.layout import CacheLayout, Place, block_frames, hidden_frame, layer_groups, state_frames
+from prfaas_worker.transfer.offers import Offer, Offers
 from prfaas_worker.transfer.pull import Pull, Shared
 from prfaas_worker.transfer.sender import Sender, listen
 from prfaas_worker.transfer.staging import Staging
@@ -116,14 +117,22 @@ def assert_same_bits(model: Model, found: Place, wanted: Place, start_token: int
         assert torch.equal(ours, other)
 
 
+def start_prefill(tokens: int, handle: int = 1, start_token: int = 0) -> StartPrefill:
+    """What a front tells the engine of a prefill for another instance."""
+    return StartPrefill(
+        handle, PrefillRequest(request_id="r", model="tiny", token_ids=[0] * tokens, start_token=start_token)
+    )
+
+
 class Port:
     """A data port with its offers, and the handles of those that ended."""
 
     def __init__(self, model: Model = SMALL, capacity: int = 4, traffic: Traffic | None = None):
         listener = listen("127.0.0.1", 0)
         self.model = model
+        self.layout = CacheLayout(FINGERPRINT, layer_groups(model.layers), len(HIDDEN))
         self.address: tuple[str, int] = listener.getsockname()
-        self.offers = Offers((FINGERPRINT, layer_groups(model.layers), len(HIDDEN)), self.address[1], capacity)
+        self.offers = Offers(self.layout, self.address[1], capacity)
         Sender(listener, self.offers, traffic or TRAFFIC)
         self.takings: list[Taking] = []
         self.renew()
@@ -150,7 +159,7 @@ class Port:
         return {outcome: count for _, outcome, count in self.offers.counters.snapshot()[0]}
 
     def grant(self, handle: int = 1, start_token: int = 0) -> tuple[Offer, PrefillGrant]:
-        return self.offers.grant(Prompt(handle, "r", self.model.tokens, start_token))
+        return self.offers.grant(start_prefill(self.model.tokens, handle, start_token), self.model.tokens)
 
     def ends(self, handle: int = 1, seconds: float = 60) -> bool:
         """Whether the offer with this handle is the next that ends, in time."""
@@ -207,7 +216,7 @@ class Taking:
         self.receipt = Receipt(offer.manifest, DECODABLE, guard=threading.Lock())
         silent_seconds = partial(self.connections.silent_seconds, self.giver)
         self.intake = Intake(self.receipt, self.place, self.counters.received, silent_seconds, traffic.memory)
-        shared = Shared(self.connections, self.counters, traffic)
+        shared = Shared(port.layout, self.connections, self.counters, traffic)
         self.pull = Pull(shared, self.giver, grant.token, self.intake)
         self.error: PrfaasError | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

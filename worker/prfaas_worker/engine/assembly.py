@@ -8,6 +8,7 @@ import torch
 from prfaas.errors import ConfigError
 from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
+from prfaas.wire.prefill import PrefillRequest, PrefixRequest
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.populate import populate_in_background
@@ -24,8 +25,8 @@ from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer
 from prfaas_worker.transfer.connections import Connections
-from prfaas_worker.transfer.fetch import Fetch, Wanted
-from prfaas_worker.transfer.layout import layer_groups
+from prfaas_worker.transfer.fetch import FetchRequest, RemoteFetch
+from prfaas_worker.transfer.layout import CacheLayout, layer_groups
 from prfaas_worker.transfer.offers import Offers
 from prfaas_worker.transfer.pull import Shared
 from prfaas_worker.transfer.staging import Staging
@@ -48,32 +49,29 @@ def assemble(
     """
     memory = _cache_memory(model, options)
     staging = Staging(memory) if model.device.type == "cuda" else None
-    groups = layer_groups(model.layers)
+    layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
     capacity = options.max_running + options.max_waiting
-    offers = Offers((model.fingerprint, groups, model.hidden_size), options.data_port, capacity)
+    offers = Offers(layout, options.data_port, capacity)
 
-    shared = Shared(Connections(traffic.door), offers.counters, traffic)
+    shared = Shared(layout, Connections(traffic.door), offers.counters, traffic)
 
-    def new_fetch(sequence: Sequence, is_prefix: bool) -> Fetch:
-        request, message = sequence.request, sequence.request.message
-        wanted = Wanted(
-            request_id=message.request_id,
-            model_name=options.model_name,
-            url=request.prefix_url if is_prefix else request.generation.prefill_url,
-            token_ids=sequence.token_ids[:],
-            start_token=sequence.computed_tokens,
-            cache_salt=message.cache_salt,
-            fingerprint=model.fingerprint,
-            groups=groups,
-            hidden_size=model.hidden_size,
-            is_prefix=is_prefix,
-            prefix_url="" if is_prefix else request.generation.prefix_url,
-            prefix_cluster=request.prefix_cluster,
-            cluster=request.prefix_cluster if is_prefix else request.generation.prefill_cluster,
-            handle=request.handle,
-            trace=message.trace,
-        )
-        return Fetch(wanted, runner.place(sequence.held), shared)
+    def new_fetch(sequence: Sequence, is_prefix: bool) -> RemoteFetch:
+        request, prompt = sequence.request, sequence.request.prompt
+        known = {
+            "request_id": prompt.request_id,
+            "model": options.model_name,
+            "token_ids": sequence.token_ids[:],
+            "start_token": sequence.computed_tokens,
+            "cache_salt": prompt.cache_salt,
+        }
+        if is_prefix:
+            url, cluster, body = request.prefix_url, request.prefix_cluster, PrefixRequest(**known)
+        else:
+            generate = request.generation
+            url, cluster = generate.prefill_url, generate.prefill_cluster
+            body = PrefillRequest(**known, prefix_url=generate.prefix_url, prefix_cluster=request.prefix_cluster)
+        wanted = FetchRequest(request.handle, body, url, cluster, request.trace)
+        return RemoteFetch(wanted, runner.place(sequence.held), shared)
 
     runner = Runner(model, memory, staging)
     events: list[KvEvent] = []

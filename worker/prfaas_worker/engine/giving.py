@@ -14,7 +14,7 @@ from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import Facts
 from prfaas_worker.engine.sequences import Phase, Sequence
 from prfaas_worker.transfer.layout import prefix_frames
-from prfaas_worker.transfer.offers import Offer, Offers, Prompt
+from prfaas_worker.transfer.offers import Offer, Offers
 
 
 class Giving:
@@ -31,17 +31,16 @@ class Giving:
         Where it is granted the sequence is delivering, and holds the prefix until its offer ends.
         """
         request = sequence.request
-        wanted, handle = request.asked, request.handle
-        if not isinstance(wanted, StartPrefix):
+        message, handle = request.asked, request.handle
+        if not isinstance(message, StartPrefix):
             raise InternalError(f"request {handle} asks for no prefix")
         tokens = self._cache.cached_tokens(sequence.chain.hashes, len(sequence.token_ids) - 1)
-        if tokens <= wanted.start_token:
-            text = f"nothing longer than {wanted.start_token} tokens of this prompt is cached here"
+        if tokens <= (start_token := message.request.start_token):
+            text = f"nothing longer than {start_token} tokens of this prompt is cached here"
             return Failed(handle, 404, CODE_PREFIX_NOT_FOUND, text)
         try:
             lease = self._lease(sequence, tokens, facts)
-            prompt = Prompt(handle, wanted.request_id, tokens, wanted.start_token, wanted.peer, trace=wanted.trace)
-            offer, grant = self._granted(lease, prompt)
+            offer, grant = self._granted(lease, message, tokens)
         except CapacityError as error:
             return Failed(handle, 503, CODE_OVERLOADED, str(error))
         sequence.lease, sequence.phase, request.offer = lease, Phase.DELIVERING, offer
@@ -60,9 +59,9 @@ class Giving:
             raise CapacityError("the cache of this instance is in use: no prefix can be given now")
         return lease
 
-    def _granted(self, lease: Lease, prompt: Prompt) -> tuple[Offer, PrefillGrant]:
+    def _granted(self, lease: Lease, message: StartPrefix, tokens: int) -> tuple[Offer, PrefillGrant]:
         try:
-            return self._offers.grant(prompt, is_prefix=True)
+            return self._offers.grant(message, tokens)
         except CapacityError:
             self._cache.close(lease)
             raise

@@ -36,7 +36,7 @@ from prfaas.wire.engine import (
 from prfaas.wire.headers import CODE_OVERLOADED
 from prfaas_worker.engine.events import Offered
 from prfaas_worker.engine.loop import Engine
-from prfaas_worker.transfer.offers import Offers, Prompt
+from prfaas_worker.transfer.offers import Offers
 from prfaas_worker.transfer.sockets import receive_into
 from prfaas_worker.transfer.traffic import Traffic
 
@@ -97,16 +97,8 @@ class Desk:
         self._engine.end()
 
     def _grant(self, message: StartPrefill) -> None:
-        prompt = Prompt(
-            message.handle,
-            message.request_id,
-            len(message.token_ids),
-            message.start_token,
-            message.peer,
-            trace=message.trace,
-        )
         try:
-            offer, grant = self._offers.grant(prompt)
+            offer, grant = self._offers.grant(message, len(message.request.token_ids))
         except CapacityError as error:
             self._outbox.put([Failed(message.handle, 503, CODE_OVERLOADED, str(error))])
             return

@@ -25,11 +25,11 @@ from prfaas.wire.engine import (
     Role,
     RoleSet,
     SetRole,
-    StartPrefill,
     StartPrefix,
     ToFront,
 )
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
+from prfaas.wire.prefill import PrefillRequest, PrefixRequest
 from prfaas_worker.engine import sequences
 from prfaas_worker.engine.events import End, Event, FetchEnded, Offered, OfferEnded, Prepared
 from prfaas_worker.engine.gauges import Gauges
@@ -123,11 +123,12 @@ class Engine:
             case Cancel():
                 self._cancel(event)
             case Offered(message, offer):
-                request = Request(message.handle, len(message.token_ids), asked=message, offer=offer)
-                request.prefix_url, request.prefix_cluster = message.prefix_url, message.prefix_cluster
-                self._add(request, message)
-            case StartPrefix():
-                self._add(Request(event.handle, len(event.token_ids), asked=event), event)
+                prompt = message.request
+                request = Request(message.handle, len(prompt.token_ids), asked=message, offer=offer)
+                request.prefix_url, request.prefix_cluster = prompt.prefix_url, prompt.prefix_cluster
+                self._add(request, prompt)
+            case StartPrefix(handle, prompt):
+                self._add(Request(handle, len(prompt.token_ids), asked=event), prompt)
             case OfferEnded(handle):
                 self._end(handle)
             case FetchEnded(handle, result):
@@ -172,10 +173,10 @@ class Engine:
         if not request.awaits:
             self._ready(request)
 
-    def _add(self, request: Request, message: Generate | StartPrefill | StartPrefix) -> None:
+    def _add(self, request: Request, prompt: Generate | PrefillRequest | PrefixRequest) -> None:
         generate = request.generate
-        token_ids = message.token_ids + (generate.generated if generate else [])
-        chain = BlockChain(chain_root(self._runner.model.fingerprint, message.cache_salt))
+        token_ids = prompt.token_ids + (generate.generated if generate else [])
+        chain = BlockChain(chain_root(self._runner.model.fingerprint, prompt.cache_salt))
         chain.extend(token_ids)
         first = generate.choice if generate else 0
         request.sequences.append(sequences.Sequence(request, first, token_ids, chain))

@@ -10,7 +10,7 @@ from prfaas_worker.engine.grammar import Grammars
 from prfaas_worker.engine.profile import Profiler
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.sequences import Sequence
-from prfaas_worker.transfer.fetch import Fetch
+from prfaas_worker.transfer.fetch import RemoteFetch
 from prfaas_worker.transfer.offers import Offers
 from prfaas_worker.transfer.traffic import Traffic
 
@@ -30,5 +30,5 @@ class Parts(NamedTuple):
     profiler: Profiler
     offers: Offers
     traffic: Traffic
-    new_fetch: Callable[[Sequence, bool], Fetch]
+    new_fetch: Callable[[Sequence, bool], RemoteFetch]
     answer: Callable[[list[ToFront]], None]

@@ -9,12 +9,14 @@ from enum import Enum
 from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate, StartPrefill, StartPrefix
+from prfaas.wire.prefill import PrefillRequest, PrefixRequest
+from prfaas.wire.trace import TraceContext
 from prfaas_worker.cache.cache import HybridCache, Lease
 from prfaas_worker.engine.events import Part
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import Facts, Running, Waiting
-from prfaas_worker.transfer.fetch import Fetch, Fetched
+from prfaas_worker.transfer.fetch import Fetched, RemoteFetch
 from prfaas_worker.transfer.offers import Offer
 
 
@@ -99,7 +101,7 @@ class Request:
     asked: StartPrefill | StartPrefix | None = None
     offer: Offer | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    fetch: Fetch | None = None
+    fetch: RemoteFetch | None = None
     awaits: set[Part] = field(default_factory=set)
     grammar: Compiled | None = None
     started: bool = False
@@ -129,12 +131,16 @@ class Request:
         return self.generate.choices if self.generate and not self.started else 1
 
     @property
-    def message(self) -> Generate | StartPrefill | StartPrefix:
-        """What was asked for, by whomever."""
-        message = self.generate or self.asked
-        if message is None:
-            raise InternalError(f"nobody asked for request {self.handle}")
-        return message
+    def prompt(self) -> Generate | PrefillRequest | PrefixRequest:
+        """The prompt that was asked for: by a client, or by another instance."""
+        if self.asked is not None:
+            return self.asked.request
+        return self.generation
+
+    @property
+    def trace(self) -> TraceContext:
+        """The trace that the request is part of."""
+        return self.asked.trace if self.asked is not None else self.generation.trace
 
     @property
     def generation(self) -> Generate:

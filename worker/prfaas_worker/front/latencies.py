@@ -89,7 +89,7 @@ class Latencies:
                 choices = range(message.choice, message.choice + message.choices)
                 self._streams[message.handle] = _Stream(self._clock(), len(message.token_ids), choices)
             case StartPrefill():
-                self._offered[message.handle] = len(message.token_ids)
+                self._offered[message.handle] = len(message.request.token_ids)
             case Cancel(handle, choice):
                 # A single choice is ended where the front found a stop string in its text.
                 self._end(handle, *((None, "abort") if choice == ALL_CHOICES else (choice, "stop")))

@@ -10,7 +10,7 @@ from aiohttp import web
 from prfaas.errors import InternalError, RequestError
 from prfaas.wire.engine import AskPrefill, CancelPrefill, Granted, PrefillAnswer, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillRequest, PrefixRequest
-from prfaas.wire.trace import read_trace
+from prfaas.wire.trace import TraceContext, read_trace
 from prfaas_worker.front.bodies import read_body
 from prfaas_worker.front.checks import Served, require, require_instance, require_model, require_room, require_tokens
 from prfaas_worker.front.peers import PEER
@@ -23,32 +23,12 @@ Asked = TypeVar("Asked", PrefillRequest, PrefixRequest)
 
 async def create(request: web.Request) -> web.Response:
     """POST /v1/prefills: queue a prompt and answer with its lease."""
-
-    def message(handle: int, asked: PrefillRequest) -> StartPrefill:
-        require_instance(asked.prefix_url, request.app[SERVING].options, "prefix_url")
-        return StartPrefill(
-            handle,
-            asked.request_id,
-            asked.token_ids,
-            asked.start_token,
-            asked.cache_salt,
-            request[PEER],
-            asked.prefix_url,
-            prefix_cluster=asked.prefix_cluster,
-        )
-
-    return await _grant(request, PrefillRequest, message)
+    return await _grant(request, PrefillRequest, StartPrefill)
 
 
 async def create_prefix(request: web.Request) -> web.Response:
     """POST /v1/prefixes: lease what is cached of a prompt; 404 when that is no more than the caller has."""
-
-    def message(handle: int, asked: PrefixRequest) -> StartPrefix:
-        return StartPrefix(
-            handle, asked.request_id, asked.token_ids, asked.start_token, asked.cache_salt, request[PEER]
-        )
-
-    return await _grant(request, PrefixRequest, message)
+    return await _grant(request, PrefixRequest, StartPrefix)
 
 
 async def read(request: web.Request) -> web.Response:
@@ -68,7 +48,9 @@ async def delete(request: web.Request) -> web.Response:
 
 
 async def _grant(
-    request: web.Request, kind: type[Asked], message: Callable[[int, Asked], StartPrefill | StartPrefix]
+    request: web.Request,
+    kind: type[Asked],
+    message: Callable[[int, Asked, str, TraceContext], StartPrefill | StartPrefix],
 ) -> web.Response:
     """Read what is asked for, pass it to the engine, and answer with the lease."""
     serving = request.app[SERVING]
@@ -76,8 +58,9 @@ async def _grant(
     _, asked = await read_request(request, partial(_checked, kind))
     serving.require_open()
     with serving.engine.call() as call:
-        told = message(call.handle, asked)
-        serving.engine.send(msgspec.structs.replace(told, trace=read_trace(request.headers)))
+        if isinstance(asked, PrefillRequest):
+            require_instance(asked.prefix_url, serving.options, "prefix_url")
+        serving.engine.send(message(call.handle, asked, request[PEER], read_trace(request.headers)))
         answer = await call.next()
         if not isinstance(answer, Granted):
             raise InternalError(f"the engine answered a {kind.__name__} with {type(answer).__name__}")

@@ -17,14 +17,15 @@ import msgspec
 import torch
 
 from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.wire.engine import Cached, Outcome
+from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
 from prfaas.wire.receipt import Receipt
 from prfaas.wire.trace import NO_TRACE, TraceContext
-from prfaas.wire.transfer import Done, LayerGroup, Manifest
+from prfaas.wire.transfer import Done, Manifest
 from prfaas_worker.transfer.asking import CREATED, NOT_FOUND, Api
 from prfaas_worker.transfer.codecs import DECODABLE
 from prfaas_worker.transfer.connections import Giver
-from prfaas_worker.transfer.counters import Outcome
 from prfaas_worker.transfer.intake import Intake
 from prfaas_worker.transfer.layout import Place
 from prfaas_worker.transfer.pull import Pull, Shared
@@ -42,27 +43,16 @@ class AbsentError(PeerError):
     """The other instance has no longer prefix than we."""
 
 
-class Wanted(NamedTuple):
-    """What to fetch, and from whom: rows from `start_token` on, every state, and unless a cached prefix is enough, the
-    last hidden state.
+class FetchRequest(NamedTuple):
+    """What to fetch, and from whom: the body for the source's API, the API's URL, and the cluster it must be of.
 
-    The giver must be of `cluster`, where that is known. `groups` and `fingerprint` are those of the model here.
+    The cluster is empty where it is not known. `handle` is the front's, of the call that the fetch is for.
     """
 
-    request_id: str
-    model_name: str
+    handle: int
+    body: PrefillRequest | PrefixRequest
     url: str
-    token_ids: list[int]
-    start_token: int
-    cache_salt: str
-    fingerprint: str
-    groups: tuple[LayerGroup, ...]
-    hidden_size: int
-    is_prefix: bool = False
-    prefix_url: str = ""
-    prefix_cluster: str = ""
     cluster: str = ""
-    handle: int = 0
     trace: TraceContext = NO_TRACE
 
 
@@ -80,16 +70,19 @@ class Fetched(NamedTuple):
     transfer_id: str = ""
 
 
-class Fetch:
+class RemoteFetch:
     """One fetch into `place`. `on_end(result or error)` is called once, from its thread, which then touches nothing."""
 
-    def __init__(self, wanted: Wanted, place: Place, shared: Shared):
+    def __init__(self, wanted: FetchRequest, place: Place, shared: Shared):
         self._wanted = wanted
         self._place = place
         self._shared = shared
         self._api = Api(wanted.url, wanted.cluster, shared.traffic.door, wanted.trace)
-        what = "prefix" if wanted.is_prefix else "prefill"
-        self._story = Story("receive", Subject(wanted.handle, wanted.request_id, wanted.cluster, wanted.trace, what))
+        self._body = wanted.body
+        self._is_prefix = isinstance(wanted.body, PrefixRequest)
+        self._what: Cached = "prefix" if self._is_prefix else "prefill"
+        subject = Subject(wanted.handle, wanted.body.request_id, wanted.cluster, wanted.trace, self._what)
+        self._story = Story("receive", subject)
         self._intake: Intake | None = None
         self._grant: PrefillGrant | None = None
         self._pull: Pull | None = None
@@ -105,7 +98,7 @@ class Fetch:
 
     def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
         """Begin, in a thread of its own."""
-        if self._wanted.is_prefix:
+        if self._is_prefix:
             threading.Thread(target=self._watch, name="fetch-watch", daemon=True).start()
         threading.Thread(target=self._run, args=(on_end,), name="fetch", daemon=True).start()
 
@@ -123,13 +116,12 @@ class Fetch:
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
-                log.debug("fetch of %s: was disconnected already", self._wanted.request_id)
+                log.debug("fetch of %s: was disconnected already", self._body.request_id)
 
     def _run(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
         outcome: Outcome | None = "failed"
         result: Fetched | PrfaasError
         reason = ""
-        what = "prefix" if self._wanted.is_prefix else "prefill"
         try:
             result = self._fetch()
             outcome = "delivered"
@@ -137,11 +129,11 @@ class Fetch:
             result, outcome = error, None
         except PrfaasError as error:
             reason = str(error)
-            result = PeerError(f"{what} at {self._wanted.url} failed: {error}")
+            result = PeerError(f"{self._what} at {self._wanted.url} failed: {error}")
         except Exception as error:  # a bug here must end this one request, never leave it waiting
-            log.exception("fetch of %s", self._wanted.request_id)
+            log.exception("fetch of %s", self._body.request_id)
             reason = repr(error)
-            result = PeerError(f"{what} at {self._wanted.url} failed: {error!r}")
+            result = PeerError(f"{self._what} at {self._wanted.url} failed: {error!r}")
         self._over.set()
         if outcome is not None:
             told = self._story.end("cancelled" if self._cancelled else outcome, reason, self._carried)
@@ -158,16 +150,16 @@ class Fetch:
             if giver is None or self._shared.connections.silent_seconds(giver) > _TICK_SECONDS:
                 left_seconds -= _TICK_SECONDS
             if left_seconds <= 0:
-                log.info("fetch of %s: %s is silent for too long", self._wanted.request_id, self._wanted.url)
+                log.info("fetch of %s: %s is silent for too long", self._body.request_id, self._wanted.url)
                 self._cut()
 
     def _fetch(self) -> Fetched:
         grant = self._grant = self._ask()
         self._story.transfer_id = grant.transfer_id
-        self._story.mark("granted", tokens=grant.end_token, start_token=self._wanted.start_token)
+        self._story.mark("granted", tokens=grant.end_token, start_token=self._body.start_token)
         giver = self._giver = Giver(urlsplit(self._wanted.url).hostname or "", grant.data_port, self._wanted.cluster)
         receipt = Receipt(self._expected(grant), DECODABLE, guard=threading.Lock())
-        connections, counters, traffic = self._shared
+        _, connections, counters, traffic = self._shared
         silent_seconds = partial(connections.silent_seconds, giver)
         intake = Intake(receipt, self._place, counters.received, silent_seconds, traffic.memory)
         self._intake = intake
@@ -193,26 +185,11 @@ class Fetch:
         return Carried(intake.receipt.received_bytes, intake.seconds, intake.codecs) if intake else Carried()
 
     def _ask(self) -> PrefillGrant:
-        wanted = self._wanted
-        known = {
-            "request_id": wanted.request_id,
-            "model": wanted.model_name,
-            "token_ids": wanted.token_ids,
-            "start_token": wanted.start_token,
-            "cache_salt": wanted.cache_salt,
-        }
-        if wanted.is_prefix:
-            path, body = "/v1/prefixes", PrefixRequest(**known)
-        else:
-            path = "/v1/prefills"
-            body = PrefillRequest(
-                **known,
-                prefix_url=wanted.prefix_url,
-                prefix_cluster=wanted.prefix_cluster,
-            )
+        body = self._body
+        path = "/v1/prefixes" if self._is_prefix else "/v1/prefills"
         status, answer = self._api.call(("POST", path), msgspec.json.encode(body), self._hold)
-        if wanted.is_prefix and status == NOT_FOUND:
-            raise AbsentError(f"{wanted.url} has nothing longer than {wanted.start_token} tokens of it")
+        if self._is_prefix and status == NOT_FOUND:
+            raise AbsentError(f"{self._wanted.url} has nothing longer than {body.start_token} tokens of it")
         if status != CREATED:
             text = answer[:500].decode("utf-8", "replace")
             raise PeerError(f"refused with HTTP {status}: {text}")
@@ -220,9 +197,9 @@ class Fetch:
             grant = msgspec.json.decode(answer, type=PrefillGrant)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the answer is no prefill grant: {error}") from error
-        count = len(wanted.token_ids)
-        if not (wanted.start_token < grant.end_token < count if wanted.is_prefix else grant.end_token == count):
-            raise ProtocolError(f"granted up to token {grant.end_token} of {count}, from {wanted.start_token}")
+        count = len(body.token_ids)
+        if not (body.start_token < grant.end_token < count if self._is_prefix else grant.end_token == count):
+            raise ProtocolError(f"granted up to token {grant.end_token} of {count}, from {body.start_token}")
         return grant
 
     def _release(self, grant: PrefillGrant) -> None:
@@ -239,12 +216,6 @@ class Fetch:
             raise UnreachableError("cancelled")
 
     def _expected(self, grant: PrefillGrant) -> Manifest:
-        return Manifest(
-            fingerprint=self._wanted.fingerprint,
-            transfer_id=grant.transfer_id,
-            epoch=grant.epoch,
-            start_token=self._wanted.start_token,
-            end_token=grant.end_token,
-            groups=self._wanted.groups,
-            hidden_size=0 if self._wanted.is_prefix else self._wanted.hidden_size,
-        )
+        address = Address(grant.transfer_id, grant.epoch)
+        layout, start_token = self._shared.layout, self._body.start_token
+        return layout.manifest(address, start_token, grant.end_token, is_prefix=self._is_prefix)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from prfaas.errors import InternalError
-from prfaas.wire.frames import FrameHeader, Kind
+from prfaas.wire.frames import Address, FrameHeader, Kind
 from prfaas.wire.receipt import Rows, State
 from prfaas.wire.transfer import LayerGroup, Manifest, TensorLayout
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
@@ -19,6 +19,26 @@ BLOCK_BYTES = 4 << 20
 """Rows of one layer leave in frames of about this size at most: small enough to interleave layers on a slow link."""
 MAX_PIECES = 512
 """Most pieces of memory in a frame: the kernel takes 1,024 at once."""
+
+
+class CacheLayout(NamedTuple):
+    """How a model's caches look: all that two instances must agree on."""
+
+    fingerprint: str
+    groups: tuple[LayerGroup, ...]
+    hidden_size: int
+
+    def manifest(self, address: Address, start_token: int, end_token: int, *, is_prefix: bool) -> Manifest:
+        """Describe a transfer of the rows from `start_token` on; a prefix ends without a hidden state."""
+        return Manifest(
+            fingerprint=self.fingerprint,
+            transfer_id=address.transfer_id,
+            epoch=address.epoch,
+            start_token=start_token,
+            end_token=end_token,
+            groups=self.groups,
+            hidden_size=0 if is_prefix else self.hidden_size,
+        )
 
 
 class Place(NamedTuple):

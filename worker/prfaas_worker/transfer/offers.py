@@ -11,14 +11,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from prfaas.errors import CapacityError, PeerError
+from prfaas.wire.engine import StartPrefill, StartPrefix
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillState, PrefillStatus
-from prfaas.wire.trace import NO_TRACE, TraceContext
-from prfaas.wire.transfer import Hello, LayerGroup, Manifest
+from prfaas.wire.transfer import Hello, Manifest
 from prfaas_worker.transfer.counters import Outcome, TransferCounters
+from prfaas_worker.transfer.layout import CacheLayout
 from prfaas_worker.transfer.outgoing import Frame, Outgoing
 from prfaas_worker.transfer.story import Story, Subject
 from prfaas_worker.transfer.streams import Stream
@@ -30,30 +30,16 @@ DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
 DELIVERY_GRACE_SECONDS = 30.0
 
 
-class Prompt(NamedTuple):
-    """What the receiver asked for: the front's handle of the call, its id, the length and the first row it lacks.
-
-    `peer` is the cluster identity of the caller, empty without TLS.
-    """
-
-    handle: int
-    request_id: str
-    tokens: int
-    start_token: int
-    peer: str = ""
-    trace: TraceContext = NO_TRACE
-
-
 class Offer:
     """One cache for another instance. The engine's thread fills it, the connections' threads empty it."""
 
-    def __init__(self, prompt: Prompt, manifest: Manifest, token: str):
-        self.prompt = prompt
+    def __init__(self, message: StartPrefill | StartPrefix, manifest: Manifest, token: str):
+        self.message = message
         self.manifest = manifest
         self.token = token
         self.outgoing = Outgoing(manifest.address, self.heard)
-        what = "prefill" if manifest.hidden_size else "prefix"
-        subject = Subject(prompt.handle, prompt.request_id, prompt.peer, prompt.trace, what)
+        what = "prefill" if isinstance(message, StartPrefill) else "prefix"
+        subject = Subject(message.handle, message.request.request_id, message.identity, message.trace, what)
         self.story = Story("send", subject, manifest.transfer_id)
         self.lease_ends = time.monotonic() + LEASE_SECONDS
         self.must_end = float("inf")
@@ -106,8 +92,8 @@ def _patience(manifest: Manifest) -> float:
 class Offers:
     """All offers of this instance. `on_end(handle)` is called from any thread, once an offer, when it ended."""
 
-    def __init__(self, layout: tuple[str, tuple[LayerGroup, ...], int], data_port: int, capacity: int):
-        self._fingerprint, self._groups, self._hidden_size = layout
+    def __init__(self, layout: CacheLayout, data_port: int, capacity: int):
+        self._layout = layout
         self._data_port = data_port
         self._capacity = capacity
         self._lock = threading.Lock()
@@ -117,8 +103,8 @@ class Offers:
         self.counters = TransferCounters()
         self.on_end: Callable[[int], None] = lambda _handle: None
 
-    def grant(self, prompt: Prompt, *, is_prefix: bool = False) -> tuple[Offer, PrefillGrant]:
-        """Open an offer; a prefix ends without a hidden state.
+    def grant(self, message: StartPrefill | StartPrefix, end_token: int) -> tuple[Offer, PrefillGrant]:
+        """Open an offer of the rows up to `end_token`.
 
         Raises:
             CapacityError: too many are open already.
@@ -131,23 +117,17 @@ class Offers:
                     f"{self._capacity} prefills are queued or undelivered already; try another instance"
                 )
             self._epoch += 1
-            manifest = Manifest(
-                fingerprint=self._fingerprint,
-                transfer_id=secrets.token_hex(16),
-                epoch=self._epoch,
-                start_token=prompt.start_token,
-                end_token=prompt.tokens,
-                groups=self._groups,
-                hidden_size=0 if is_prefix else self._hidden_size,
-            )
-            offer = self._offers[manifest.transfer_id] = Offer(prompt, manifest, token)
-        offer.story.mark("granted", tokens=prompt.tokens, start_token=prompt.start_token)
+            address = Address(secrets.token_hex(16), self._epoch)
+            is_prefix = isinstance(message, StartPrefix)
+            manifest = self._layout.manifest(address, message.request.start_token, end_token, is_prefix=is_prefix)
+            offer = self._offers[manifest.transfer_id] = Offer(message, manifest, token)
+        offer.story.mark("granted", tokens=end_token, start_token=manifest.start_token)
         return offer, PrefillGrant(
             transfer_id=manifest.transfer_id,
             token=token,
             epoch=manifest.epoch,
             data_port=self._data_port,
-            end_token=prompt.tokens,
+            end_token=end_token,
             expires_seconds=LEASE_SECONDS,
         )
 
@@ -162,7 +142,7 @@ class Offers:
         with self._lock:
             offer = self._offers.get(address.transfer_id)
             known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
-            if offer is None or not known or offer.manifest.epoch != address.epoch or offer.prompt.peer != peer:
+            if offer is None or not known or offer.manifest.epoch != address.epoch or offer.message.identity != peer:
                 raise PeerError(
                     f"no prefill {address.transfer_id} with this token and epoch: ended, expired or foreign"
                 )
@@ -185,7 +165,7 @@ class Offers:
                 offer.lease_ends = time.monotonic() + RESUME_SECONDS
             released = offer.ended and not offer.streams
         if released:
-            self.on_end(offer.prompt.handle)
+            self.on_end(offer.message.handle)
 
     def end(self, offer: Offer, outcome: Outcome, reason: str = "") -> None:
         """End an offer, for a reason unless it was delivered or has failed already; only the first call counts."""
@@ -198,7 +178,7 @@ class Offers:
         self.counters.ended(offer.story.end(outcome, reason, offer.outgoing.carried))
         offer.fail(f"the prefill was {outcome}")  # its connections tell, and are through with it then
         if released:
-            self.on_end(offer.prompt.handle)
+            self.on_end(offer.message.handle)
 
     def cancel(self, transfer_id: str) -> None:
         """End an offer by its id, if it is still open."""
@@ -226,8 +206,8 @@ class Offers:
             return None
         return PrefillStatus(
             transfer_id=transfer_id,
-            request_id=offer.prompt.request_id,
+            request_id=offer.message.request.request_id,
             state=offer.state,
-            prompt_tokens=offer.prompt.tokens,
+            prompt_tokens=offer.manifest.end_token,
             connected=offer.connected,
         )

@@ -35,6 +35,7 @@ from prfaas_worker.transfer.connections import Connections, Giver
 from prfaas_worker.transfer.counters import TransferCounters
 from prfaas_worker.transfer.delivery import receive_message
 from prfaas_worker.transfer.intake import Intake, Reception
+from prfaas_worker.transfer.layout import CacheLayout
 from prfaas_worker.transfer.sockets import NEAR_SECONDS
 from prfaas_worker.transfer.streams import Stream
 from prfaas_worker.transfer.traffic import Traffic
@@ -62,6 +63,7 @@ def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -
 class Shared(NamedTuple):
     """What all fetches of an instance share."""
 
+    layout: CacheLayout
     connections: Connections
     counters: TransferCounters
     traffic: Traffic

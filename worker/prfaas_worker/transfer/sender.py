@@ -111,12 +111,12 @@ class Sender:
 
     def _deliver(self, stream: Stream, offer: Offer, hello: Hello) -> None:
         traffic, sent = self._traffic, self._offers.counters.sent
-        channel = Channel(stream, hello.connection, offer.prompt.peer, hello.codecs)
+        channel = Channel(stream, hello.connection, offer.message.identity, hello.codecs)
         try:
             welcome = Welcome(version=VERSION, manifest=offer.manifest)
             stream.send([message_frame(Kind.WELCOME, offer.manifest.address, welcome)])
             info = partial(tcp_info.read, stream.socket)
-            with traffic.monitor.watch(info, offer.outgoing.queued_bytes, offer.prompt.peer):
+            with traffic.monitor.watch(info, offer.outgoing.queued_bytes, offer.message.identity):
                 Delivery(channel, offer.outgoing, traffic, sent).run()
         except (UnreachableError, DamagedError):
             raise  # the receiver may come back
