@@ -22,8 +22,7 @@ from typing import NamedTuple
 import msgspec
 from benchmarks.report import Figure, run
 
-from prfaas_worker.cache.blocks import Blocks, Lease
-from prfaas_worker.cache.policy import checkpoint_blocks
+from prfaas_worker.cache.blocks import Blocks, Lease, checkpoint_blocks
 
 PAGE_TOKENS = 64
 PAGE_BYTES = PAGE_TOKENS * 8_064

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-from prfaas_worker.cache.blocks import Blocks, Evicted
-from prfaas_worker.cache.lease import Lease
-from prfaas_worker.cache.policy import checkpoint_blocks
+from prfaas_worker.cache.blocks import Blocks, Evicted, Lease, checkpoint_blocks
 
 
 def taken(blocks: Blocks, count: int) -> list[int] | None:

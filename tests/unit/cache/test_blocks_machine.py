@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prfaas.errors import InternalError
-from prfaas_worker.cache.blocks import Blocks, Evicted
-from prfaas_worker.cache.lease import Lease
+from prfaas_worker.cache.blocks import Blocks, Evicted, Lease
 
 
 def taken(blocks: Blocks, count: int) -> list[int] | None:

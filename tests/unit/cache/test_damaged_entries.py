@@ -70,7 +70,7 @@ def on_disk(new_rig, open_tiers):
     rig = new_rig(tiers=open_tiers())
     rig.serve(A)
     rig.fill()
-    rig.tiers._disk._writer.submit(lambda: None).result()
+    rig.tiers.disk._writer.submit(lambda: None).result()
     rig.tiers.poll()
     return rig
 
@@ -81,7 +81,7 @@ def third_block(rig, folder: Path) -> Path:
 
 
 def serve(rig) -> int:
-    loading = rig.cache.pending(rig.chain(A).hashes, 20)
+    loading = rig.cache.prefetch(rig.chain(A).hashes, 20)
     deadline = time.monotonic() + 20
     while loading is not None and not loading.done():
         assert time.monotonic() < deadline
@@ -98,7 +98,7 @@ def test_a_file_damaged_while_we_run_is_not_used(new_rig, open_tiers, tmp_path, 
     assert rig.cache.stats().corrupt_entries == 1
     assert not path.exists()
     rig.fill()
-    rig.tiers._disk._writer.submit(lambda: None).result()
+    rig.tiers.disk._writer.submit(lambda: None).result()
     assert serve(rig) == 20  # written anew
 
 

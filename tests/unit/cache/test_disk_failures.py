@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas_worker.cache.condition import LONGEST_PAUSE_SECONDS, Condition
-from prfaas_worker.cache.entries import Name
+from prfaas_worker.cache.disk import MAX_PAUSE_SECONDS, DiskHealth
+from prfaas_worker.cache.entries import EntryName
 
 A = list(range(100, 121))
 B = list(range(200, 221))
@@ -29,26 +29,26 @@ def clock() -> Clock:
 @pytest.fixture
 def rig(new_rig, open_tiers, clock):
     rig = new_rig(tiers=open_tiers())
-    rig.tiers._disk._condition._clock = clock
+    rig.tiers.disk._health._clock = clock
     return rig
 
 
 def push_out(rig, tokens: list[int]) -> None:
     rig.serve(tokens)
     rig.fill()
-    rig.tiers._disk.finish(20.0)
+    rig.tiers.disk.finish(20.0)
 
 
 def again(rig, tokens: list[int]) -> int:
     """Tokens of a prompt that the tiers bring back."""
-    loading = rig.cache.pending(rig.chain(tokens).hashes, 20)
+    loading = rig.cache.prefetch(rig.chain(tokens).hashes, 20)
     if loading is not None:
         loading.fetch.reading.result()
     return rig.serve(tokens)
 
 
 def path_of(rig, tokens: list[int], block: int, is_state: bool = False) -> Path:
-    return rig.tiers._disk._path(Name(rig.chain(tokens).hashes[block], is_state))
+    return rig.tiers.disk._path(EntryName(rig.chain(tokens).hashes[block], is_state))
 
 
 class FullDisk:
@@ -151,39 +151,39 @@ def test_a_disk_with_room_again_is_written_again(rig, monkeypatch, caplog, clock
     assert again(rig, B) == 0  # not tried yet
     clock.now += 1.0
     rig.fill()
-    rig.tiers._disk.finish(20.0)
+    rig.tiers.disk.finish(20.0)
     assert again(rig, B) == 20
     assert rig.cache.stats().disk_paused is False
     assert "can be written again" in messages(caplog)[-1]
 
 
-def failing(condition: Condition, code: int, times: int) -> None:
+def failing(health: DiskHealth, code: int, times: int) -> None:
     for number in range(times):
-        condition.failed(Path(f"entry-{number}"), OSError(code, os.strerror(code)))
+        health.failed(Path(f"entry-{number}"), OSError(code, os.strerror(code)))
 
 
 def test_pauses_grow_up_to_a_minute_and_end_with_the_first_success(clock):
-    condition = Condition(Path("cache"), clock)
+    health = DiskHealth(Path("cache"), clock)
     pauses = []
     for _ in range(9):
-        failing(condition, errno.ENOSPC, 3)  # stragglers make a pause no longer
+        failing(health, errno.ENOSPC, 3)  # stragglers make a pause no longer
         began = clock.now
-        while not condition.takes():
+        while not health.can_write():
             clock.now += 0.5
         pauses.append(clock.now - began)
-    assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS]
-    condition.wrote()
-    assert (condition.takes(), condition.is_paused) == (True, False)
-    failing(condition, errno.ENOSPC, 1)
+    assert pauses == [1, 2, 4, 8, 16, 32, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS]
+    health.succeeded()
+    assert (health.can_write(), health.is_paused) == (True, False)
+    failing(health, errno.ENOSPC, 1)
     clock.now += 1.0
-    assert condition.takes()
+    assert health.can_write()
 
 
 def test_failures_that_do_not_end_are_the_disks_whatever_they_say(clock):
-    condition = Condition(Path("cache"), clock)
+    health = DiskHealth(Path("cache"), clock)
     for _ in range(5):
-        failing(condition, errno.EACCES, 2)
-        condition.wrote()
-    assert not condition.is_paused
-    failing(condition, errno.EACCES, 3)
-    assert condition.is_paused
+        failing(health, errno.EACCES, 2)
+        health.succeeded()
+    assert not health.is_paused
+    failing(health, errno.EACCES, 3)
+    assert health.is_paused

@@ -18,7 +18,7 @@ PAGE, STATE = 128, 3 * 128
 def written(rig) -> None:
     """Wait until the disk has what it was given."""
     deadline = time.monotonic() + 20
-    while rig.tiers._disk.unwritten_bytes:
+    while rig.tiers.disk.unwritten_bytes:
         assert time.monotonic() < deadline
         time.sleep(0.002)
         rig.tiers.poll()
@@ -26,7 +26,7 @@ def written(rig) -> None:
 
 def load(rig, tokens: list[int]) -> bool:
     """Do what the engine does when a request arrives; tells whether something had to come from below."""
-    loading = rig.cache.pending(rig.chain(tokens).hashes, len(tokens) - 1)
+    loading = rig.cache.prefetch(rig.chain(tokens).hashes, len(tokens) - 1)
     deadline = time.monotonic() + 20
     while loading is not None and not loading.done():
         assert time.monotonic() < deadline
@@ -91,7 +91,7 @@ def test_the_disk_holds_no_more_than_it_may(new_rig, open_tiers, tmp_path):
         written(rig)
     stats = rig.cache.stats()
     assert 15_000 < stats.disk_bytes <= 20_000
-    rig.tiers._disk._writer.submit(lambda: None).result()
+    rig.tiers.disk._writer.submit(lambda: None).result()
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == stats.disk_bytes
     last = list(range(3900, 3921))
     assert load(rig, last)
@@ -106,8 +106,8 @@ def test_two_prompts_that_want_the_same_read_it_once(new_rig, open_tiers):
     written(rig)
     chain = rig.chain(A).hashes
     go_on = threading.Event()
-    rig.tiers._disk._reader.submit(go_on.wait)
-    first, second = rig.cache.pending(chain, 20), rig.cache.pending(chain, 20)
+    rig.tiers.disk._reader.submit(go_on.wait)
+    first, second = rig.cache.prefetch(chain, 20), rig.cache.prefetch(chain, 20)
     go_on.set()
     assert len(first.fetch.from_disk) == 6
     assert not second.fetch.from_disk
@@ -127,7 +127,7 @@ def test_a_reset_forgets_all_tiers(new_rig, open_tiers, tmp_path):
     assert not load(rig, B)
     stats = rig.cache.stats()
     assert (stats.host_bytes, stats.disk_bytes) == (0, 0)
-    rig.tiers._disk._writer.submit(lambda: None).result()
+    rig.tiers.disk._writer.submit(lambda: None).result()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -136,7 +136,7 @@ def test_a_reset_while_a_prompt_is_being_loaded_leaves_nothing_of_it(new_rig, op
     rig.serve(A)
     rig.fill()
     written(rig)
-    rig.cache.pending(rig.chain(A).hashes, 20)
+    rig.cache.prefetch(rig.chain(A).hashes, 20)
     rig.cache.reset()
     assert rig.serve(A) == 0
 
@@ -205,7 +205,7 @@ def test_what_gives_way_together_is_copied_together_and_so_is_what_comes_back(ne
 
 
 def test_no_copy_is_larger_than_its_bound(new_rig, open_tiers, monkeypatch):
-    monkeypatch.setattr("prfaas_worker.cache.below.MAX_COPY_BYTES", 4 * PAGE)
+    monkeypatch.setattr("prfaas_worker.cache.tiering.MAX_COPY_BYTES", 4 * PAGE)
     rig = new_rig(tiers=open_tiers(host_bytes=1 << 20))
     rig.serve(A)
     copies = Copies(rig, monkeypatch)
@@ -220,13 +220,13 @@ def test_what_comes_back_into_too_little_room_goes_down_again_with_its_own_bytes
     rig = new_rig(pages=17, tiers=Tiers("ab" * 32, host_bytes=5 * PAGE + STATE))
     rig.serve(A)
     rig.fill()
-    expected = {name: bytes(rig.tiers.on_host(name).payload) for name in rig.tiers.newest_on_host()}
+    expected = {name: bytes(rig.tiers.host.peek(name).payload) for name in rig.tiers.host.newest()}
     rig.serve(B)
     lease = rig.cache.open([], 4, 0).lease
-    rig.cache.pending(rig.chain(A).hashes, 20)
+    rig.cache.prefetch(rig.chain(A).hashes, 20)
     assert rig.cache.grow(lease, 4 * 14)  # B takes A's place in host memory, and three pages are left
-    rig.cache.pending([], 0)
-    again = {name: rig.tiers.on_host(name) for name in expected if rig.tiers.on_host(name)}
+    rig.cache.prefetch([], 0)
+    again = {name: rig.tiers.host.peek(name) for name in expected if rig.tiers.on_host(name)}
     assert again
     assert all(bytes(entry.payload) == expected[name] for name, entry in again.items())
     rig.cache.check_integrity()

@@ -183,8 +183,8 @@ def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(
     monkeypatch.setattr(preparing, "LOAD_SECONDS", 1000.0)
     monkeypatch.setattr("os.fsync", lambda _: None)
     tiers, by_hand = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 26), ByHand()
-    tiers._disk._reader.shutdown()
-    tiers._disk._reader = by_hand
+    tiers.disk._reader.shutdown()
+    tiers.disk._reader = by_hand
     crowd, stages = Crowd(Parrot(model), tiers, by_hand), Counter[str]()
     while stages.total() < CANCELS:
         for _ in range(crowd.chance.randrange(12)):

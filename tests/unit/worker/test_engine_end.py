@@ -73,8 +73,8 @@ class SlowDisk:
     def __init__(self, tiers: Tiers, monkeypatch: pytest.MonkeyPatch):
         self.taken = 0
         self.reached, self.go_on = threading.Event(), threading.Event()
-        self._real = tiers._disk.keep
-        monkeypatch.setattr(tiers._disk, "keep", self._keep)
+        self._real = tiers.disk.write_now
+        monkeypatch.setattr(tiers.disk, "write_now", self._keep)
 
     def _keep(self, *given: Any) -> bool:
         if self.taken:

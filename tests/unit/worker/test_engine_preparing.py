@@ -87,13 +87,13 @@ class Stuck:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tiers: Tiers):
         self.go = threading.Event()
-        real = tiers._disk._read_all
+        real = tiers.disk._read_all
 
         def read(names: Any) -> Any:
             assert self.go.wait(20)
             return real(names)
 
-        monkeypatch.setattr(tiers._disk, "_read_all", read)
+        monkeypatch.setattr(tiers.disk, "_read_all", read)
 
 
 def test_a_stuck_disk_holds_a_request_up_for_its_moment_only_and_others_not_at_all(

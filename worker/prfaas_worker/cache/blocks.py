@@ -1,38 +1,73 @@
-"""Who holds which page of the pool, and which prefix it serves: the hybrid cache's bookkeeping, without its bytes.
+"""Keeps the hybrid cache's books, without its bytes: which page is held, free, or part of which prefix.
 
-Each page is free, held (by sequences and transfers, counted), cached (nobody holds it, but a prompt that begins like
-the one that it came from could use it), or part of a state checkpoint. A *block* is a page of attention rows with a
-name: the hash of all tokens up to its end. A *checkpoint* is `pages_per_state` pages, any that were free, named like
-the block at whose end it stands.
+Each page is free, held (by sequences and transfers, counted), cached (nobody holds it, but a prompt with the same
+prefix could use it), or part of a state checkpoint. A *block* is a page of attention rows, named by the hash of all
+tokens up to its end. A *checkpoint* is `pages_per_state` pages, any that were free, named like the block that it ends
+with.
 
 The hard part is that a prefix needs both: **a match is the longest n with attention blocks to n and a state at n**. So
-both kinds give way in one order, least recently used first, a chain's tail before its head. A checkpoint goes with its
-block, since nothing reaches it any more; one that a longer checkpoint of its own sequence has made useless goes before
-all others. What is held never goes.
+one order of eviction holds for both kinds: least recently used first, and a chain's tail before its head. A checkpoint
+is evicted with its block, since no match reaches it any more. A checkpoint that a longer one of its own sequence has
+made useless is evicted before all others. Held pages are never evicted.
+
+Where to keep states: a state is right at exactly one length, so it must be where a later prompt parts from this one.
+Two such places are known. One is the prompt's end, where a conversation goes on. The other is a branch, where an
+earlier prompt parted from this one: there attention blocks reach further than any state. States at regular distances
+mostly land in tokens that no other prompt has, and give no hits for their room.
+
+A state weighs as much as thousands of tokens of attention (5,380 for Kimi Linear 48B). Even so no high bar pays: on the
+conversation trace, asking that a state save 1,024 tokens costs a tenth of the hits at 128 GB and at 512 GB alike
+(`prfaas bench prefix_cache`; the trace cannot tell less than 512). So the rule by bytes is a low one: each page that a
+state takes must save a token.
 
 Time is the order of calls. Questions that end in None or False change nothing.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 from prfaas.errors import InternalError
-from prfaas_worker.cache.lease import Checkpoint, Key, Lease
-from prfaas_worker.cache.policy import is_spent
+
+Key: TypeAlias = Any
+"""Hashes of blocks here; anything that can be hashed would do."""
+
+
+@dataclass(slots=True, eq=False)
+class StateCheckpoint:
+    """A state in the pool. `uses` counts the sequences that started from it, and the first sight of its branch."""
+
+    key: Key
+    pages: tuple[int, ...]
+    uses: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One sequence's memory: a state slot, and pages in order of its tokens. Only the cache uses the other fields."""
+
+    slot: int
+    pages: list[int]
+    branch_blocks: int = 0
+    published: int = 0
+    started_from: StateCheckpoint | None = None
+    rolling: StateCheckpoint | None = None
+    touched: list[StateCheckpoint] = field(default_factory=list)
+    epoch: int = 0
 
 
 class Match(NamedTuple):
-    """What is cached of a prompt: pages of its first attention blocks, and the longest state within them, in blocks."""
+    """The cached part of a prompt: pages of its attention blocks, and its longest state within them, in blocks."""
 
     pages: list[int]
     state_blocks: int
 
 
 class Evicted(NamedTuple):
-    """A block, or a checkpoint, that has just lost its name. Its pages hold their bytes until the callback returns.
+    """An evicted block or checkpoint. Its pages hold their bytes until the callback returns.
 
-    A `spent` checkpoint gave way to a later one of its own sequence: hardly worth a place elsewhere.
+    A `spent` checkpoint was replaced by a later one of its own sequence: hardly worth a place elsewhere.
     """
 
     key: Key
@@ -42,7 +77,7 @@ class Evicted(NamedTuple):
 
 
 class Blocks:
-    """The pool's pages, the blocks and checkpoints in them, and the order in which those give way."""
+    """The pool's pages, the blocks and checkpoints in them, and the order of eviction."""
 
     def __init__(self, num_pages: int, pages_per_state: int, on_evicted: Callable[[list[Evicted]], None] | None = None):
         self.num_pages, self.pages_per_state = num_pages, pages_per_state
@@ -53,8 +88,8 @@ class Blocks:
         self._holders = [0] * num_pages
         self._key_of: list[Key | None] = [None] * num_pages
         self._page_of: dict[Key, int] = {}
-        self._states: dict[Key, Checkpoint] = {}
-        self._state_at: dict[int, Checkpoint] = {}  # by its first page, which stands for it in the orders
+        self._states: dict[Key, StateCheckpoint] = {}
+        self._state_at: dict[int, StateCheckpoint] = {}  # by its first page, which stands for it in the orders
         self._order: OrderedDict[int, None] = OrderedDict()
         self._spent: OrderedDict[int, None] = OrderedDict()
         self._cached = 0  # pages in the two orders
@@ -62,25 +97,25 @@ class Blocks:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be had now: free ones, and those that the prefix cache gives up."""
+        """Pages that can be taken now: free ones, and those that the prefix cache would evict."""
         return len(self._free) + self._cached
 
     @property
     def cached_pages(self) -> int:
-        """Pages that only the prefix cache uses."""
+        """Evictable pages: those held by the prefix cache only."""
         return self._cached
 
     @property
     def holders(self) -> Sequence[int]:
-        """How many hold each page. Read only."""
+        """The number of holders of each page. Read only."""
         return self._holders
 
     def page(self, key: Key) -> int | None:
-        """Return the page of an attention block, None when it is not here."""
+        """Return the page of an attention block, None when it is not cached."""
         return self._page_of.get(key)
 
     def has_state(self, key: Key) -> bool:
-        """Tell whether a state stands at the end of this block."""
+        """Return whether a state stands at the end of this block."""
         return key in self._states
 
     def pages_of(self, key: Key, *, is_state: bool) -> tuple[int, ...] | None:
@@ -90,19 +125,16 @@ class Blocks:
         return (self._page_of[key],) if key in self._page_of else None
 
     def newest(self) -> tuple[list[Key], list[Key]]:
-        """Return the states and the blocks that could give way, from the last to the first that would.
-
-        States that have had their day are not among them.
-        """
+        """Return the evictable states and blocks, the most recently used first, without spent states."""
         states = [self._state_at[page].key for page in reversed(self._order) if page in self._state_at]
         return states, [self._key_of[page] for page in reversed(self._order) if page not in self._state_at]
 
-    def match(self, chain: Sequence[Key], most_blocks: int) -> Match:
-        """Return what is cached of a prompt with this chain, at most so many blocks. Changes nothing."""
+    def match(self, chain: Sequence[Key], max_blocks: int) -> Match:
+        """Return the cached part of a prompt with this chain, at most so many blocks. Changes nothing."""
         page_of, states = self._page_of, self._states
         pages: list[int] = []
         state_blocks = 0
-        for key in chain[:most_blocks]:
+        for key in chain[:max_blocks]:
             page = page_of.get(key)
             if page is None:
                 break
@@ -112,7 +144,7 @@ class Blocks:
         return Match(pages, state_blocks if self.pages_per_state else len(pages))
 
     def can_open(self, shared: Sequence[int], count: int) -> bool:
-        """Tell whether `open` would succeed."""
+        """Return whether `open` would succeed."""
         idle = sum(not self._holders[page] for page in shared)
         return count - len(shared) <= self.free_pages - idle
 
@@ -206,11 +238,11 @@ class Blocks:
         return made.pages
 
     def close(self, lease: Lease) -> None:
-        """Take the pages back. Blocks stay cached; the rest is free."""
+        """Release a lease's pages. Blocks stay cached; other pages become free."""
         # A state goes just before the tail of its chain.
         for state in lease.touched:
             page = state.pages[0]
-            if self._here(state) and page in self._order:
+            if self._is_cached(state) and page in self._order:
                 self._order.move_to_end(page)
         self.release(lease.pages)
         lease.pages.clear()
@@ -228,7 +260,7 @@ class Blocks:
         self._cached -= idle
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count a holder less. Without any, a block is cached, the last of these first to go; other pages are free."""
+        """Count one holder less. Without holders a block is cached, and the last of these is evicted first."""
         holders, key_of, order, free, idle = self._holders, self._key_of, self._order, self._free, 0
         for page in reversed(pages):
             left = holders[page] = holders[page] - 1
@@ -298,10 +330,10 @@ class Blocks:
             if not holds:
                 raise InternalError(f"page pool: {message}")
 
-    def _here(self, state: Checkpoint) -> bool:
+    def _is_cached(self, state: StateCheckpoint) -> bool:
         return self._state_at.get(state.pages[0]) is state
 
-    def _touch(self, lease: Lease, state: Checkpoint) -> None:
+    def _touch(self, lease: Lease, state: StateCheckpoint) -> None:
         page = state.pages[0]
         self._spent.pop(page, None)
         self._order[page] = None
@@ -310,22 +342,22 @@ class Blocks:
             lease.touched.append(state)
 
     def _retire(self, lease: Lease) -> None:
-        """After a lease kept a later state: let the one that it started from give way first, if it has had its day."""
+        """Mark the state that a lease started from as spent, after it kept a later one, if nothing else needs it."""
         state = lease.started_from
-        if state is not None and is_spent(state.uses) and self._here(state):
+        if state is not None and is_spent(state.uses) and self._is_cached(state):
             self._order.pop(state.pages[0], None)
             self._spent[state.pages[0]] = None
 
-    def _replace(self, lease: Lease, state: Checkpoint) -> None:
+    def _replace(self, lease: Lease, state: StateCheckpoint) -> None:
         """Forget a lease's last rolling checkpoint, if no sequence started from it."""
         lease.rolling = None
-        if not state.uses and self._here(state):
+        if not state.uses and self._is_cached(state):
             lease.touched.remove(state)
             pages = self._drop_state(state)
-            self._tell([Evicted(state.key, pages, is_state=True, spent=True)])
+            self._notify([Evicted(state.key, pages, is_state=True, spent=True)])
             self._free += pages
 
-    def _new_state(self, key: Key) -> Checkpoint | None:
+    def _new_state(self, key: Key) -> StateCheckpoint | None:
         """Make a checkpoint on a block that is here; None when there are too few pages."""
         if self.pages_per_state > self.free_pages:
             return None
@@ -333,10 +365,10 @@ class Blocks:
         pages = self._allocate(self.pages_per_state)
         for page in pages:
             self._holders[page] = 0
-        if self._page_of.get(key) != block:  # the block itself gave way
+        if self._page_of.get(key) != block:  # the block itself was evicted
             self._free += pages
             return None
-        made = self._states[key] = self._state_at[pages[0]] = Checkpoint(key, tuple(pages))
+        made = self._states[key] = self._state_at[pages[0]] = StateCheckpoint(key, tuple(pages))
         self._order[pages[0]] = None
         self._cached += len(pages)
         return made
@@ -346,7 +378,7 @@ class Blocks:
         if count <= 0:
             return []
         if count > len(self._free):
-            self._make_room(count)
+            self._evict(count)
         pages = self._free[-count:]
         pages.reverse()
         del self._free[-count:]
@@ -355,8 +387,8 @@ class Blocks:
             holders[page] = 1
         return pages
 
-    def _make_room(self, count: int) -> None:
-        """Let blocks and checkpoints give way until so many pages are free."""
+    def _evict(self, count: int) -> None:
+        """Evict blocks and checkpoints until so many pages are free."""
         evicted: list[Evicted] = []
         freed: list[int] = []
         short = count - len(self._free)
@@ -376,15 +408,15 @@ class Blocks:
                 freed += self._drop_state(state)
                 evicted.append(Evicted(state.key, state.pages, is_state=True, spent=spent))
         self.evicted_pages += len(freed)
-        self._tell(evicted)
+        self._notify(evicted)
         self._free += freed
 
-    def _tell(self, evicted: list[Evicted]) -> None:
+    def _notify(self, evicted: list[Evicted]) -> None:
         if self._on_evicted is not None:
             self._on_evicted(evicted)
 
-    def _drop_state(self, state: Checkpoint) -> tuple[int, ...]:
-        """Forget a checkpoint; returns its pages, which are nobody's then."""
+    def _drop_state(self, state: StateCheckpoint) -> tuple[int, ...]:
+        """Forget a checkpoint; returns its pages, which belong to nobody then."""
         del self._states[state.key], self._state_at[state.pages[0]]
         self._order.pop(state.pages[0], None)
         self._spent.pop(state.pages[0], None)
@@ -397,3 +429,31 @@ class Blocks:
         self._key_of[page] = None
         self._cached -= 1
         self._free.append(page)
+
+
+def checkpoint_blocks(
+    attention_blocks: int, state_blocks: int, last_block: int, tokens_per_block: int, pages_per_state: int
+) -> tuple[int, ...]:
+    """Return the lengths, in blocks and ascending, at which to keep the state of a prompt that is to be computed.
+
+    Attention blocks of the prompt are cached up to `attention_blocks`, and a state at `state_blocks`, from where it is
+    computed. `last_block` is the last full block that a repetition of the prompt could start from.
+    """
+    if not pages_per_state:
+        return ()
+    kept: list[int] = []
+    reached = state_blocks
+    for blocks in (attention_blocks, last_block):
+        if (blocks - reached) * tokens_per_block >= pages_per_state:
+            kept.append(blocks)
+            reached = blocks
+    return tuple(kept)
+
+
+def is_spent(uses: int) -> bool:
+    """Return whether a state that a sequence started from is useless once that sequence has kept a later one.
+
+    Conversations go on: the next turn starts from the later state. Two sequences that started here make the state a
+    branch, and so does its first sight as one: more may follow.
+    """
+    return uses < 2

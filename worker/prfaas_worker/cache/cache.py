@@ -1,11 +1,11 @@
-"""The hybrid prefix cache as the engine sees it: memory for sequences, with what earlier prompts left in it.
+"""The hybrid prefix cache of one engine: memory for sequences, and the prefixes that earlier prompts left in it.
 
-`blocks` says who holds which page, `memory` has the bytes, `below` brings what the pool gave up; here the three come
-together. What a sequence finds cached are blocks that it shares and a state that
-is copied into its slot; what it leaves are blocks that it published and copies of its state at some lengths.
+`Blocks` knows who holds which page, `CacheMemory` has the bytes, and `Tiering` loads what the pool evicted. A sequence
+finds cached blocks, which it shares, and a state, which is copied into its slot. It leaves blocks, which it published,
+and copies of its state at some lengths.
 
-Used from the engine's thread alone. Questions that end in None or False change nothing. Of the disk nothing waits here:
-`pending` starts bringing what lies below the device, and the request is opened once that is done.
+Used from the engine's thread only. Questions that end in None or False change nothing. Nothing here waits for the disk:
+`prefetch` starts loading from the tiers, and the request is opened once that is done.
 """
 
 import logging
@@ -18,12 +18,10 @@ from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain, BlockHash
 from prfaas.wire.kvevents import AttentionSpecKind, KvEvent
 from prfaas.wire.stats import CacheStats
-from prfaas_worker.cache.announce import Announcer
-from prfaas_worker.cache.below import Below, Loading
-from prfaas_worker.cache.blocks import Blocks, Evicted, Match
-from prfaas_worker.cache.lease import Lease
+from prfaas_worker.cache.blocks import Blocks, Evicted, Lease, Match, checkpoint_blocks
+from prfaas_worker.cache.kv_events import CacheEvents
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.cache.policy import checkpoint_blocks
+from prfaas_worker.cache.tiering import PrefixLoad, Tiering
 from prfaas_worker.cache.tiers import Tiers
 
 log = logging.getLogger(__name__)
@@ -55,11 +53,11 @@ class HybridCache:
         *,
         attention_kind: AttentionSpecKind = "full_attention",
     ):
-        self._memory, self._tiers = memory, tiers
+        self._memory = memory
         self._geometry = memory.geometry
-        self._announcer = Announcer(on_event, attention_kind) if tiers is not None or on_event is not None else None
-        self._blocks = Blocks(memory.num_pages, self._geometry.pages_per_state, self._evicted)
-        self._below = Below(memory, self._blocks, tiers, self._announcer) if tiers and self._announcer else None
+        self._events = CacheEvents(on_event, attention_kind) if tiers is not None or on_event is not None else None
+        self._blocks = Blocks(memory.num_pages, self._geometry.pages_per_state, self._on_evicted)
+        self._tiering = Tiering(memory, self._blocks, tiers, self._events) if tiers and self._events else None
         # Taken from the end, as pages are: memory that was used is used again.
         self._free_slots = list(range(memory.num_slots - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
@@ -67,60 +65,57 @@ class HybridCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages that could be had now."""
+        """Pages that can be taken now."""
         return self._blocks.free_pages
 
     @property
     def free_slots(self) -> int:
-        """Slots that could be had now."""
+        """Slots that can be taken now."""
         return len(self._free_slots)
 
-    def pages_wanted(self, tokens: int) -> int:
-        """Pages that a sequence of so many tokens takes, if nothing of it is cached."""
+    def pages_for(self, tokens: int) -> int:
+        """Return the pages that a sequence of so many tokens takes, if nothing of it is cached."""
         return self._geometry.pages_for(tokens)
 
-    def room(self, lease: Lease) -> int:
-        """Tokens that fit into the pages of a lease."""
+    def capacity_tokens(self, lease: Lease) -> int:
+        """Return the tokens that fit into the pages of a lease."""
         return len(lease.pages) * self._geometry.page_tokens
 
-    def pending(self, chain: Sequence[BlockHash], most_tokens: int) -> Loading | None:
-        """Start bringing what the tiers below have of a prompt; None when that adds nothing to what the device has.
+    def prefetch(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixLoad | None:
+        """Start loading a prompt's prefix from the tiers; None when the device has as much of it.
 
-        Open the prompt when the answer is done, or before, or never.
+        Open the prompt when the load is done, or before, or never.
         """
-        if self._below is None:
+        if self._tiering is None:
             return None
-        return self._below.pending(chain[: most_tokens // self._geometry.page_tokens])
+        return self._tiering.prefetch(chain[: max_tokens // self._geometry.page_tokens])
 
-    def cached_tokens(self, chain: Sequence[BlockHash], most_tokens: int) -> int:
-        """Return how many of a prompt's first `most_tokens` tokens are cached on the device with a state at their end.
-
-        Changes nothing.
-        """
+    def cached_tokens(self, chain: Sequence[BlockHash], max_tokens: int) -> int:
+        """Return how many of a prompt's first `max_tokens` tokens are cached on the device, with a state."""
         size = self._geometry.page_tokens
-        return self._blocks.match(chain, most_tokens // size).state_blocks * size
+        return self._blocks.match(chain, max_tokens // size).state_blocks * size
 
     def open(
-        self, chain: Sequence[BlockHash], tokens: int, most_tokens: int, *, use_state: bool = True
+        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True
     ) -> Opened | None:
         """Take a slot, and pages for `tokens` tokens; None when either is short now.
 
-        At most `most_tokens` of them come from the cache. Without `use_state` the state will come from elsewhere, so
+        At most `max_tokens` of them come from the cache. Without `use_state` the state will come from elsewhere, so
         rows alone count as cached.
         """
-        if self._below is not None:
-            self._below.adopt_loaded()
+        if self._tiering is not None:
+            self._tiering.adopt_loaded()
         size = self._geometry.page_tokens
-        match = self._blocks.match(chain, most_tokens // size)
+        match = self._blocks.match(chain, max_tokens // size)
         shared = match.pages[: match.state_blocks] if use_state else match.pages
-        lease = self._lend(chain, match, shared, self._geometry.pages_for(tokens))
+        lease = self._take_lease(chain, match, shared, self._geometry.pages_for(tokens))
         if lease is None:
             return None
-        self._query_tokens += most_tokens
+        self._query_tokens += max_tokens
         self._hit_tokens += len(shared) * size
         self._stateless_tokens += (len(match.pages) - len(shared)) * size
-        places = self._places(lease, match, most_tokens) if use_state else ()
-        return Opened(lease, len(shared) * size, len(match.pages) * size, places)
+        lengths = self._checkpoint_lengths(lease, match, max_tokens) if use_state else ()
+        return Opened(lease, len(shared) * size, len(match.pages) * size, lengths)
 
     def open_prefix(self, chain: Sequence[BlockHash], tokens: int) -> Lease | None:
         """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, state included.
@@ -129,7 +124,7 @@ class HybridCache:
         """
         blocks = tokens // self._geometry.page_tokens
         match = self._blocks.match(chain, blocks)
-        return self._lend(chain, match, match.pages, blocks) if match.state_blocks == blocks else None
+        return self._take_lease(chain, match, match.pages, blocks) if match.state_blocks == blocks else None
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Take more pages, so that `tokens` tokens fit; False when there are none now."""
@@ -142,8 +137,8 @@ class HybridCache:
     def publish(self, lease: Lease, chain: BlockChain, blocks: int) -> None:
         """Let others use the rows of the chain's first `blocks` blocks, which are complete in the lease's pages."""
         new = self._blocks.publish(lease, chain.hashes, blocks)
-        if self._announcer is not None and new:
-            self._announcer.published(chain, new)
+        if self._events is not None and new:
+            self._events.record_published(chain, new)
 
     def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:
         """Keep a copy of the slot's state, which stands for the first `blocks` blocks of chain; False if not kept.
@@ -153,8 +148,8 @@ class HybridCache:
         pages = self._blocks.checkpoint(lease, chain, blocks, rolling=rolling)
         if pages is not None:
             self._memory.save_state(lease.slot, pages)
-            if self._announcer is not None:
-                self._announcer.kept_state(chain[blocks - 1])
+            if self._events is not None:
+                self._events.record_checkpoint(chain[blocks - 1])
         return self._blocks.has_state(chain[blocks - 1])
 
     def fork(self, lease: Lease, tokens: int) -> Lease | None:
@@ -166,14 +161,14 @@ class HybridCache:
         copy = self._blocks.fork(lease, full, 1 if rest else 0) if self._free_slots else None
         if copy is None:
             return None
-        self._enter(copy, self._free_slots.pop())
+        self._assign_slot(copy, self._free_slots.pop())
         if rest:
             self._memory.copy_page(lease.pages[full], copy.pages[full])
         self._memory.copy_slot(lease.slot, copy.slot)
         return copy
 
     def close(self, lease: Lease) -> None:
-        """Give slot and pages back; what was published stays cached until others need the room."""
+        """Release slot and pages; published blocks stay cached until their room is needed."""
         if self._leases.pop(lease.slot, None) is not lease:
             raise InternalError(f"the lease of slot {lease.slot} was closed before")
         self._free_slots.append(lease.slot)
@@ -182,46 +177,39 @@ class HybridCache:
     def reset(self) -> int:
         """Forget all cached prefixes in all tiers; returns the pages that this freed. Open leases keep their memory."""
         freed = self._blocks.reset()
-        if self._below is not None:
-            self._below.clear()
-        if self._announcer is not None:
-            self._announcer.cleared()
+        if self._tiering is not None:
+            self._tiering.clear()
+        if self._events is not None:
+            self._events.record_cleared()
         return freed
 
-    def keep(self, seconds_left: Callable[[], float]) -> None:
+    def flush(self, seconds_left: Callable[[], float]) -> None:
         """Write what a restart could use to the disk, until no time is left; before the process ends."""
         began = time.monotonic()
-        kept = self._below.keep(seconds_left) if self._below is not None else None
-        if kept is not None:
+        result = self._tiering.flush(seconds_left) if self._tiering is not None else None
+        if result is not None:
             log.info(
                 "the disk keeps %d entries of the prefix cache for the next start: %.1f MiB were written in %.1f s, "
                 "%d entries are left out",
-                kept.entries,
-                kept.written_bytes / MIB,
+                result.entries,
+                result.written_bytes / MIB,
                 time.monotonic() - began,
-                kept.left_out,
+                result.left_out,
             )
 
     def stats(self) -> CacheStats:
-        """Tell how the cache is used; reads counters only, so any thread may ask."""
-        total, below = self._memory.num_pages, self._below
-        return CacheStats(
+        """Return how the cache is used; reads counters only, so any thread may ask."""
+        stats = CacheStats(
             page_bytes=self._geometry.page_bytes,
-            total_pages=total,
-            used_pages=total - self._blocks.free_pages,
+            total_pages=self._memory.num_pages,
+            used_pages=self._memory.num_pages - self._blocks.free_pages,
             cached_pages=self._blocks.cached_pages,
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
             stateless_tokens=self._stateless_tokens,
             evicted_pages=self._blocks.evicted_pages,
-            host_bytes=below.tiers.host_bytes if below else 0,
-            disk_bytes=below.tiers.disk_bytes if below else 0,
-            host_hit_tokens=below.host_hit_tokens if below else 0,
-            disk_hit_tokens=below.disk_hit_tokens if below else 0,
-            corrupt_entries=below.tiers.corrupt_entries if below else 0,
-            disk_failures=below.tiers.failures if below else 0,
-            disk_paused=below.tiers.is_paused if below else False,
         )
+        return self._tiering.add_stats(stats) if self._tiering is not None else stats
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every slot and page is where the books say; for tests, and an idle engine.
@@ -236,7 +224,7 @@ class HybridCache:
         if wrong:
             raise InternalError(f"pages {wrong[:8]} are not held by those who should hold them")
 
-    def _lend(self, chain: Sequence[BlockHash], match: Match, shared: Sequence[int], count: int) -> Lease | None:
+    def _take_lease(self, chain: Sequence[BlockHash], match: Match, shared: Sequence[int], count: int) -> Lease | None:
         """Take a slot with the state of a match just made, and `count` pages, of which the first are `shared`."""
         if not self._free_slots or not self._blocks.can_open(shared, count):
             return None
@@ -249,26 +237,26 @@ class HybridCache:
         lease = self._blocks.open(shared, count, start)
         if lease is None:
             raise InternalError(f"{count} pages were promised and are not there")
-        self._enter(lease, slot)
+        self._assign_slot(lease, slot)
         return lease
 
-    def _enter(self, lease: Lease, slot: int) -> None:
+    def _assign_slot(self, lease: Lease, slot: int) -> None:
         lease.slot = slot
         self._leases[slot] = lease
         self._memory.set_pages(slot, 0, lease.pages)
 
-    def _places(self, lease: Lease, match: Match, most_tokens: int) -> tuple[int, ...]:
+    def _checkpoint_lengths(self, lease: Lease, match: Match, max_tokens: int) -> tuple[int, ...]:
         """Return the lengths at which the state of a prompt that starts from this match should be kept."""
         size = self._geometry.page_tokens
         if len(match.pages) > match.state_blocks:
             lease.branch_blocks = len(match.pages)
         blocks = checkpoint_blocks(
-            len(match.pages), match.state_blocks, most_tokens // size, size, self._geometry.pages_per_state
+            len(match.pages), match.state_blocks, max_tokens // size, size, self._geometry.pages_per_state
         )
-        return tuple(place * size for place in blocks)
+        return tuple(count * size for count in blocks)
 
-    def _evicted(self, gone: list[Evicted]) -> None:
-        if self._below is not None:
-            self._below.put(gone)
-        if self._announcer is not None:
-            self._announcer.evicted(gone)
+    def _on_evicted(self, evicted: list[Evicted]) -> None:
+        if self._tiering is not None:
+            self._tiering.put(evicted)
+        if self._events is not None:
+            self._events.record_evicted(evicted)

@@ -1,11 +1,14 @@
-"""The lowest tier: cache entries as files, which outlive the process.
+"""Keeps cache entries as files, the tier that outlives the process.
 
-A file is written under a temporary name, synced and renamed, so a name stands for a whole file or for none; what is
-read is checked against its digests, and what fails is removed, counted and computed anew. An entry that cannot be
-written or read costs itself alone; while the whole disk is full or cannot be written the tier is read alone.
+A file is written under a temporary name, synced and renamed, so a name stands for a whole file or for none. What is
+read is checked against its digests; a damaged file is removed and counted, and the engine computes its tokens anew.
 
-Files are written by one thread and read by another, each in the order in which it was asked; the index belongs to the
-engine's thread alone, which learns of results in `poll` and never waits. The directory belongs to one process.
+A write may fail because of its entry, as when its path is taken, or because of the whole disk, as when that is full.
+The first costs only that entry. After the second the tier is only read for a while, then tried again, at growing
+intervals: a disk that has room again needs nobody's help.
+
+One thread writes files and another reads them, each in the order of requests. The index belongs to the engine's thread,
+which learns of results in `poll` and never waits. The directory belongs to one process.
 """
 
 import errno
@@ -21,13 +24,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prfaas.errors import ConfigError, ProtocolError
-from prfaas_worker.cache.condition import Condition
+from prfaas.util import Backoff
 from prfaas_worker.cache.entries import (
     MAX_HEADER_BYTES,
-    About,
-    Entry,
-    Header,
-    Name,
+    BlockContent,
+    CacheEntry,
+    EntryHeader,
+    EntryName,
     check_payload,
     decode_header,
     encode_header,
@@ -37,24 +40,72 @@ from prfaas_worker.cache.entries import (
 log = logging.getLogger(__name__)
 
 MAX_UNWRITTEN_BYTES: Final = 256 << 20
-"""Entries that wait for the disk; what comes on top is dropped, since a slow disk must not eat the memory."""
+"""Bytes of entries that wait for the disk. Beyond it entries are dropped: a slow disk must not fill the memory."""
+FIRST_PAUSE_SECONDS: Final = 1.0
+MAX_PAUSE_SECONDS: Final = 60.0
 _TEMPORARY: Final = ".tmp"
-_NO_FAULT_OF_THE_FILE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_NOT_THE_FILE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_WHOLE_DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENODEV, errno.ESTALE}
+_MAX_ENTRY_FAILURES: Final = 3
+"""So many failures in a row are the disk's, whatever their errors say."""
 
-OnChange = Callable[[Name, About | None], None]
-"""Told of an entry that became available, with what it holds, or that is gone."""
+OnDiskChange = Callable[[EntryName, BlockContent | None], None]
+"""Called with an entry that became available, and its content, or None when it is gone."""
 
 
-class Loaded(NamedTuple):
-    """What came of reading entries: those that were whole, those that are gone, and of these the damaged ones.
+class LoadedEntries(NamedTuple):
+    """The result of reading entries: whole ones, those that are gone, and of these the damaged ones.
 
-    `failures` counts those that the disk could not read, whatever is in them.
+    `failures` counts those that the disk could not read.
     """
 
-    entries: list[Entry]
-    gone: list[Name]
-    damaged: list[Name]
+    entries: list[CacheEntry]
+    gone: list[EntryName]
+    damaged: list[EntryName]
     failures: int = 0
+
+
+class DiskHealth:
+    """Decides from the results of writes below a directory whether to write there now."""
+
+    def __init__(self, root: Path, clock: Callable[[], float]):
+        self._root, self._clock = root, clock
+        self._failures = 0  # since the last write that succeeded
+        self._backoff = Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, jitter=False)
+        self._retry_at = 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the disk could not be written, and has not been since."""
+        return self._backoff.failures > 0
+
+    def can_write(self) -> bool:
+        """Return whether to write now: not in the pauses between attempts."""
+        return not self.is_paused or self._clock() >= self._retry_at
+
+    def succeeded(self) -> None:
+        """Record that an entry was written."""
+        if self.is_paused:
+            log.warning("The cache tier in %s can be written again", self._root)
+        self._failures = 0
+        self._backoff.succeeded()
+
+    def failed(self, path: Path, error: OSError) -> None:
+        """Record that an entry could not be written."""
+        if not self.can_write():  # it was on its way when an earlier one failed
+            return
+        self._failures += 1
+        if error.errno not in _WHOLE_DISK and self._failures < _MAX_ENTRY_FAILURES and not self.is_paused:
+            log.warning("Cache entry %s cannot be written, and is left out: %s", path, error)
+            return
+        if not self.is_paused:
+            log.warning(
+                "The cache tier in %s cannot be written: it is only read until that is possible again, which is tried "
+                "at least once a minute: %s",
+                self._root,
+                error,
+            )
+        self._retry_at = self._clock() + self._backoff.failed()
 
 
 class DiskTier:
@@ -65,71 +116,66 @@ class DiskTier:
         directory: Path,
         max_bytes: int,
         fingerprint: str,
-        on_change: OnChange = lambda _, __: None,
+        on_change: OnDiskChange = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._fingerprint = bytes.fromhex(fingerprint)
         self._root = directory / fingerprint[:16]
-        self._max_bytes, self._on_change = max_bytes, on_change
-        self._sizes: OrderedDict[Name, int] = OrderedDict()  # least recently used first
-        self._writes: deque[tuple[Entry, int, Future[OSError | None]]] = deque()
-        self._unwritten: dict[Name, int] = {}
+        self.max_bytes, self._on_change = max_bytes, on_change
+        self._sizes: OrderedDict[EntryName, int] = OrderedDict()  # least recently used first
+        self._writes: deque[tuple[CacheEntry, int, Future[OSError | None]]] = deque()
+        self._unwritten: dict[EntryName, int] = {}
         self._serial = itertools.count()
         self.bytes = self.unwritten_bytes = self.corrupt_entries = self.failures = 0
-        self._lock = _own(self._root)
-        self._condition = Condition(self._root, clock)
-        # Daemonic threads are not to be had here: `close` ends both.
+        self._lock = _lock_directory(self._root)
+        self._health = DiskHealth(self._root, clock)
+        # `close` ends both: threads of an executor cannot be daemonic.
         self._writer = ThreadPoolExecutor(1, "cache-write")
         self._reader = ThreadPoolExecutor(1, "cache-read")
         self._scan()
 
-    def __contains__(self, name: Name) -> bool:
+    def __contains__(self, name: EntryName) -> bool:
         return name in self._sizes
 
     @property
-    def max_bytes(self) -> int:
-        """Bytes of files that are kept at most."""
-        return self._max_bytes
-
-    @property
     def is_paused(self) -> bool:
-        """The disk could not be written, and nothing has been written since."""
-        return self._condition.is_paused
+        """Whether the disk could not be written, and nothing has been written since."""
+        return self._health.is_paused
 
-    def takes(self, size_bytes: int) -> bool:
-        """Tell whether an entry of this size would be written."""
-        fits = size_bytes <= self._max_bytes and self.unwritten_bytes < MAX_UNWRITTEN_BYTES
-        return fits and self._condition.takes()
+    def accepts(self, size_bytes: int) -> bool:
+        """Return whether an entry of this size would be written."""
+        fits = size_bytes <= self.max_bytes and self.unwritten_bytes < MAX_UNWRITTEN_BYTES
+        return fits and self._health.can_write()
 
-    def knows(self, name: Name) -> bool:
-        """Tell whether an entry is here or about to be; if so, it was just of use."""
+    def touch(self, name: EntryName) -> bool:
+        """Return whether an entry is here or about to be; if so, count it as used."""
         if name in self._sizes:
             self._sizes.move_to_end(name)
         return name in self._sizes or name in self._unwritten
 
-    def holds(self, name: Name) -> int:
-        """Return the bytes of an entry that is here or about to be, 0 for any other; if so, it was just of use."""
-        return (self._sizes.get(name) or self._unwritten.get(name, 0)) if self.knows(name) else 0
+    def size_of(self, name: EntryName) -> int:
+        """Return the bytes of an entry that is here or about to be, and count it as used; 0 for any other."""
+        return (self._sizes.get(name) or self._unwritten.get(name, 0)) if self.touch(name) else 0
 
-    def put(self, entry: Entry) -> None:
-        """Write an entry in the background, unless it is here already or `takes` says no."""
+    def put(self, entry: CacheEntry) -> None:
+        """Write an entry in the background, unless it is here already or `accepts` refuses it."""
         size = MAX_HEADER_BYTES + len(entry.payload)  # an upper bound, until it is written
-        if self.knows(entry.name) or not self.takes(size):
+        if self.touch(entry.name) or not self.accepts(size):
             return
         self._unwritten[entry.name] = size
         self.unwritten_bytes += size
         self._writes.append((entry, size, self._writer.submit(self._write, entry)))
 
-    def keep(self, entry: Entry, used_at: float) -> bool:
-        """Write an entry now, as the process ends: as if it had last been of use then, and not waiting for the disk.
+    def write_now(self, entry: CacheEntry, used_at: float) -> bool:
+        """Write an entry as the process ends, dated as last used then, and without a sync; return whether it is here.
 
-        What the machine loses with its power before it is there is told by the digests. Tells whether it stands here.
+        If the machine loses power before the bytes are on the disk, the digests show it.
         """
-        if self.knows(entry.name):
+        if self.touch(entry.name):
             return True
-        if not self._condition.takes():
+        if not self._health.can_write():
             return False
-        self._wrote(entry, self._write(entry, used_at))
+        self._record_write(entry, self._write(entry, used_at))
         return entry.name in self._sizes
 
     def finish(self, seconds: float) -> None:
@@ -137,12 +183,12 @@ class DiskTier:
         wait([future for _, _, future in self._writes], timeout=max(0.0, seconds))
         self.poll()
 
-    def load(self, names: list[Name]) -> "Future[Loaded]":
-        """Read entries in the background; `loaded` is to be told of the outcome."""
+    def load(self, names: list[EntryName]) -> "Future[LoadedEntries]":
+        """Read entries in the background; give the result to `record_load`."""
         return self._reader.submit(self._read_all, names)
 
-    def loaded(self, result: Loaded) -> None:
-        """Take note of what a load found."""
+    def record_load(self, result: LoadedEntries) -> None:
+        """Record what a load found."""
         self.corrupt_entries += len(result.damaged)
         self.failures += result.failures
         for name in result.gone:
@@ -153,13 +199,13 @@ class DiskTier:
                 self._sizes.move_to_end(entry.name)
 
     def poll(self) -> None:
-        """Take note of what was written since."""
+        """Record what was written since."""
         while self._writes and self._writes[0][2].done():
             entry, size, future = self._writes.popleft()
             if self._unwritten.pop(entry.name, None) is None:  # forgotten meanwhile
                 continue
             self.unwritten_bytes -= size
-            self._wrote(entry, future.result())
+            self._record_write(entry, future.result())
 
     def clear(self) -> None:
         """Forget all entries; their files go in the background."""
@@ -171,42 +217,42 @@ class DiskTier:
         self._writer.submit(_remove, paths)
 
     def close(self) -> None:
-        """Finish what is being written, and let go of the directory."""
+        """Finish what is being written, and release the directory."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self.poll()
         os.close(self._lock)
 
-    def _wrote(self, entry: Entry, error: OSError | None) -> None:
+    def _record_write(self, entry: CacheEntry, error: OSError | None) -> None:
         if error is not None:
             self.failures += 1
-            self._condition.failed(self._path(entry.name), error)
+            self._health.failed(self._path(entry.name), error)
             return
-        self._condition.wrote()
-        self._note(entry.name, entry.about, header_bytes(entry.about) + len(entry.payload))
+        self._health.succeeded()
+        self._index(entry.name, entry.content, header_bytes(entry.content) + len(entry.payload))
 
-    def _note(self, name: Name, about: About, size: int) -> None:
+    def _index(self, name: EntryName, content: BlockContent, size: int) -> None:
         """Enter an entry's file into the index, and remove the least recently used while there is too much."""
         self._sizes[name] = size
         self.bytes += size
-        self._on_change(name, about)
-        while self.bytes > self._max_bytes:
+        self._on_change(name, content)
+        while self.bytes > self.max_bytes:
             oldest = next(iter(self._sizes))
             self._forget(oldest)
             self._writer.submit(_remove, [self._path(oldest)])
 
-    def _forget(self, name: Name) -> None:
+    def _forget(self, name: EntryName) -> None:
         self.bytes -= self._sizes.pop(name)
         self._on_change(name, None)
 
-    def _path(self, name: Name) -> Path:
+    def _path(self, name: EntryName) -> Path:
         text = name.key.hex()
         return self._root / text[:2] / f"{text}.{'state' if name.is_state else 'block'}"
 
     def _scan(self) -> None:
         """Rebuild the index from the files' headers, least recently written first."""
-        found: list[tuple[float, Header, int]] = []
-        for path in _files(self._root):
+        found: list[tuple[float, EntryHeader, int]] = []
+        for path in _entry_files(self._root):
             try:
                 status = path.stat()
                 found.append((status.st_mtime, self._header(path, status.st_size), status.st_size))
@@ -217,16 +263,16 @@ class DiskTier:
             except OSError as error:
                 log.warning("Cache entry %s cannot be read: %s", path, error)
         for _, header, size in sorted(found, key=lambda one: one[0]):
-            self._note(header.name, header.about, size)
+            self._index(header.name, header.content, size)
 
-    def _header(self, path: Path, size: int) -> Header:
+    def _header(self, path: Path, size: int) -> EntryHeader:
         with path.open("rb") as file:
             header = decode_header(file.read(MAX_HEADER_BYTES), self._fingerprint, size)
         if path != self._path(header.name):
             raise ProtocolError("it has another entry's name")
         return header
 
-    def _write(self, entry: Entry, modified: float | None = None) -> OSError | None:
+    def _write(self, entry: CacheEntry, modified: float | None = None) -> OSError | None:
         """Write a file, in any thread: synced, or with a time of its own."""
         path, temporary = self._path(entry.name), self._root / f"{next(self._serial)}{_TEMPORARY}"
         try:
@@ -245,10 +291,10 @@ class DiskTier:
             return error
         return None
 
-    def _read_all(self, names: list[Name]) -> Loaded:
-        entries: list[Entry] = []
-        gone: list[Name] = []
-        damaged: list[Name] = []
+    def _read_all(self, names: list[EntryName]) -> LoadedEntries:
+        entries: list[CacheEntry] = []
+        gone: list[EntryName] = []
+        damaged: list[EntryName] = []
         failures = 0
         for name in names:
             path = self._path(name)
@@ -260,19 +306,19 @@ class DiskTier:
                 damaged.append(name)
                 gone.append(name)
             except FileNotFoundError:
-                log.warning("Cache entry %s is gone: somebody else removed it", path)
+                log.warning("Cache entry %s is gone: something else removed it", path)
                 gone.append(name)
             except OSError as error:
                 log.warning("Cache entry %s cannot be read: %s", path, error)
                 failures += 1
-                if error.errno not in _NO_FAULT_OF_THE_FILE:
+                if error.errno not in _NOT_THE_FILE:
                     _remove([path])
                     gone.append(name)
-        return Loaded(entries, gone, damaged, failures)
+        return LoadedEntries(entries, gone, damaged, failures)
 
 
-def _own(root: Path) -> int:
-    """Make the directory this process's own, and remove what an earlier one left half written.
+def _lock_directory(root: Path) -> int:
+    """Create and lock the directory, and remove what an earlier process left half written; returns the lock.
 
     Raises:
         ConfigError: it cannot be made, or another process has it.
@@ -292,7 +338,7 @@ def _own(root: Path) -> int:
     return lock
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _entry_files(root: Path) -> Iterator[Path]:
     for folder in root.iterdir():
         try:
             if folder.is_dir():
@@ -301,7 +347,7 @@ def _files(root: Path) -> Iterator[Path]:
             log.warning("Cache folder %s cannot be read: %s", folder, error)
 
 
-def _read(path: Path, name: Name, fingerprint: bytes) -> Entry:
+def _read(path: Path, name: EntryName, fingerprint: bytes) -> CacheEntry:
     """Read a file and check it wholly; raises ProtocolError or OSError."""
     with path.open("rb", buffering=0) as file:
         header = decode_header(file.read(MAX_HEADER_BYTES), fingerprint, os.fstat(file.fileno()).st_size)
@@ -312,7 +358,7 @@ def _read(path: Path, name: Name, fingerprint: bytes) -> Entry:
     if header.name != name:
         raise ProtocolError("it holds another entry")
     check_payload(header, payload)
-    return Entry(name, header.about, payload)
+    return CacheEntry(name, header.content, payload)
 
 
 def _remove(paths: Iterable[Path]) -> None:

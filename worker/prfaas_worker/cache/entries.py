@@ -1,13 +1,13 @@
-"""One block or checkpoint outside the device: its name, its bytes, and how a file holds it.
+"""One block or checkpoint outside the device: its name, its bytes, and its file format.
 
-A file is a header and the payload. The header says of which model the entry is, its name, whom it follows, which tokens
-it holds and how long the payload is, with a digest of each half, so that a file that is damaged, cut short, of another
-model, or under another's name is told from a good one before a byte of it is used:
+A file is a header and a payload. The header has the model's fingerprint, the entry's name, its parent, its tokens, the
+payload's length, and a digest of each half. So a damaged or truncated file, or one of another model or entry, is
+recognised before a byte of it is used:
 
     magic, version, kind, fingerprint, key, parent or zeros, tokens, payload bytes, payload digest | token ids | digest
 
-All integers are little-endian. Both digests are xxh3_64: they find accidents. Who can write into the directory can
-write anything, so it must belong to the worker alone.
+All integers are little-endian. Both digests are xxh3_64, which finds accidents, not attacks: only the worker may
+be able to write the directory.
 """
 
 import struct
@@ -29,62 +29,62 @@ _MAX_TOKENS: Final = 4096
 MAX_HEADER_BYTES: Final = _FIXED.size + 4 * _MAX_TOKENS + _DIGEST.size
 
 
-class Name(NamedTuple):
-    """What an entry is: attention rows of the block with this hash, or the state at that block's end."""
+class EntryName(NamedTuple):
+    """Names an entry: the attention rows of the block with this hash, or the state at that block's end."""
 
     key: BlockHash
     is_state: bool = False
 
 
-class About(NamedTuple):
-    """What an entry's block holds: the block before it, None for the first, and its token ids."""
+class BlockContent(NamedTuple):
+    """The content of an entry's block: its parent block, None for the first, and its token ids."""
 
     parent: BlockHash | None
     token_ids: "array[int]"
 
 
-class Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     """A block or checkpoint with its bytes."""
 
-    name: Name
-    about: About
+    name: EntryName
+    content: BlockContent
     payload: Buffer
 
 
-class Header(NamedTuple):
-    """What a file says of itself."""
+class EntryHeader(NamedTuple):
+    """The header of a file."""
 
-    name: Name
-    about: About
+    name: EntryName
+    content: BlockContent
     header_bytes: int
     payload_bytes: int
     payload_digest: int
 
 
-def header_bytes(about: About) -> int:
-    """Return how long the header of an entry with these tokens is."""
-    return _FIXED.size + 4 * len(about.token_ids) + _DIGEST.size
+def header_bytes(content: BlockContent) -> int:
+    """Return the length of the header of an entry with these tokens."""
+    return _FIXED.size + 4 * len(content.token_ids) + _DIGEST.size
 
 
-def encode_header(fingerprint: bytes, entry: Entry) -> bytes:
-    """Return what stands before the payload of this entry of the model with this fingerprint, 32 bytes."""
-    name, about, payload = entry
+def encode_header(fingerprint: bytes, entry: CacheEntry) -> bytes:
+    """Return the header of this entry for the model with this fingerprint, 32 bytes."""
+    name, content, payload = entry
     fixed = _FIXED.pack(
         _MAGIC,
         _VERSION,
         name.is_state,
         fingerprint,
         name.key,
-        about.parent or _NO_PARENT,
-        len(about.token_ids),
+        content.parent or _NO_PARENT,
+        len(content.token_ids),
         len(payload),
         xxhash.xxh3_64_intdigest(payload),
     )
-    head = fixed + struct.pack(f"<{len(about.token_ids)}I", *about.token_ids)
+    head = fixed + struct.pack(f"<{len(content.token_ids)}I", *content.token_ids)
     return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
 
 
-def decode_header(data: bytes, fingerprint: bytes, file_bytes: int) -> Header:
+def decode_header(data: bytes, fingerprint: bytes, file_bytes: int) -> EntryHeader:
     """Read the header at the beginning of `data`, which is the file's first MAX_HEADER_BYTES or all of it.
 
     Raises:
@@ -107,11 +107,11 @@ def decode_header(data: bytes, fingerprint: bytes, file_bytes: int) -> Header:
     if file_bytes != header_bytes + payload_bytes:
         raise ProtocolError(f"it has {file_bytes} bytes, its header says {header_bytes + payload_bytes}")
     token_ids = array("I", struct.unpack_from(f"<{tokens}I", data, _FIXED.size))
-    about = About(None if parent == _NO_PARENT else parent, token_ids)
-    return Header(Name(key, bool(is_state)), about, header_bytes, payload_bytes, digest)
+    content = BlockContent(None if parent == _NO_PARENT else parent, token_ids)
+    return EntryHeader(EntryName(key, bool(is_state)), content, header_bytes, payload_bytes, digest)
 
 
-def check_payload(header: Header, payload: Buffer) -> None:
+def check_payload(header: EntryHeader, payload: Buffer) -> None:
     """Check that a payload is the one that was written.
 
     Raises:

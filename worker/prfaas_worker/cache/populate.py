@@ -1,9 +1,8 @@
-"""Touches memory before it is used: a transfer into pages that were never written costs five times the CPU of one into
-pages that were, since the kernel finds, clears and maps each of them on the way.
+"""Populates the cache's memory before it is used (MADV_POPULATE_WRITE).
 
-A thread of its own asks for pages in small steps, from the first to the last as the pool lends them, and rests as long
-as it worked. The kernel fills in what is missing and changes no byte, so anything may use the memory meanwhile. What it
-does not know or grant is left to be touched when it is used.
+A transfer into pages that were never written costs five times the CPU: the kernel finds, clears and maps each on the
+way. A thread asks for pages in small steps, in the pool's order, and rests as long as it worked. The kernel changes no
+byte, so anything may use the memory meanwhile. Pages that the kernel does not grant are populated by their first use.
 """
 
 import ctypes
@@ -18,9 +17,9 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 STEP_BYTES: Final = 4 << 20
-"""Mapping memory waits for a step's end, in all threads: about a millisecond."""
+"""All threads that map memory wait for the end of a step: about a millisecond."""
 LEFT_SHARE: Final = 0.1
-"""Of the memory that is available in the beginning, so much is left to others."""
+"""Share of the memory available at the start that stays free for others."""
 MIB: Final = 1 << 20
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -86,7 +85,7 @@ def _madvise() -> Advise:
 
 
 def _available_bytes() -> int:
-    """What the machine can give without swapping."""
+    """Return the memory that the machine can give without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, value, *_ = line.split()
         if name == "MemAvailable:":
@@ -95,7 +94,7 @@ def _available_bytes() -> int:
 
 
 def _allowed_bytes() -> int:
-    """What is left of this container's limit, where it has one: beyond it the kernel ends the process."""
+    """Return what is left of the container's limit, beyond which the kernel kills the process."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit == "max":

@@ -1,10 +1,11 @@
-"""The tiers below the device: what the pool gives up goes to host memory, and what falls out of that goes to disk.
+"""Keeps evicted cache entries in host memory, and on disk what host memory evicts.
 
-Both are bounded by bytes and least recently used first. An entry may stand in several tiers: what came back from the
-disk stays there, so giving it up again costs nothing. Host memory answers at once; the disk is read by a thread, in the
-order of requests, so a `Fetch` is done when its entries, and those that earlier ones read for it, are there.
+Both tiers are bounded by bytes and evict the least recently used entry first. An entry may be in several tiers: one
+that came back from the disk stays there, so evicting it again costs nothing. Host memory answers at once. A thread
+reads the disk in the order of requests, so a `TierFetch` is done when its entries, and those that earlier ones read for
+it, are there.
 
-On a CPU device memory is host memory, so the host tier makes sense beside an accelerator alone.
+On a CPU, device memory is host memory, so the host tier is of use beside an accelerator only.
 
 Used from the engine's thread; nothing here waits for a disk.
 """
@@ -16,24 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prfaas_worker.cache.disk import DiskTier, Loaded
-from prfaas_worker.cache.entries import About, Entry, Name
+from prfaas_worker.cache.disk import DiskTier, LoadedEntries
+from prfaas_worker.cache.entries import BlockContent, CacheEntry, EntryName
 
 Tier = Literal["host", "disk"]
-OnChange = Callable[[Name, Tier, About | None], None]
-"""Told of an entry that became available in a tier, with what it holds, or that is gone from there."""
+OnTierChange = Callable[[EntryName, Tier, BlockContent | None], None]
+"""Called with an entry that became available in a tier, and its content, or None when it is gone from there."""
 
 
 @dataclass(slots=True, eq=False)
-class Fetch:
+class TierFetch:
     """Entries on their way to the device."""
 
-    ready: list[Entry]
-    from_disk: frozenset[Name]
-    reading: "Future[Loaded] | None"
+    ready: list[CacheEntry]
+    from_disk: frozenset[EntryName]
+    reading: "Future[LoadedEntries] | None"
 
     def done(self) -> bool:
-        """Tell whether nothing is left to wait for."""
+        """Return whether nothing is left to wait for."""
         return self.reading is None or self.reading.done()
 
 
@@ -42,40 +43,40 @@ class HostTier:
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[Name, Entry] = OrderedDict()
+        self._entries: OrderedDict[EntryName, CacheEntry] = OrderedDict()
         self.bytes = 0
 
-    def __contains__(self, name: Name) -> bool:
+    def __contains__(self, name: EntryName) -> bool:
         return name in self._entries
 
-    def takes(self, size_bytes: int) -> bool:
-        """Tell whether an entry of this size would be kept."""
+    def accepts(self, size_bytes: int) -> bool:
+        """Return whether an entry of this size would be kept."""
         return size_bytes <= self._max_bytes
 
-    def get(self, name: Name) -> Entry | None:
-        """Return an entry, which was of use just now."""
+    def get(self, name: EntryName) -> CacheEntry | None:
+        """Return an entry, and count it as used."""
         if name in self._entries:
             self._entries.move_to_end(name)
         return self._entries.get(name)
 
-    def peek(self, name: Name) -> Entry | None:
-        """Return an entry, which is not of use by that."""
+    def peek(self, name: EntryName) -> CacheEntry | None:
+        """Return an entry without counting it as used."""
         return self._entries.get(name)
 
-    def newest(self) -> list[Name]:
-        """Return all names, from the last to the first that would have to go."""
+    def newest(self) -> list[EntryName]:
+        """Return all names, the most recently used first."""
         return list(reversed(self._entries))
 
-    def put(self, entry: Entry) -> list[Entry]:
-        """Keep an entry that `takes` said yes to; returns those that had to go for it."""
+    def put(self, entry: CacheEntry) -> list[CacheEntry]:
+        """Keep an entry that `accepts` allowed; returns the entries that it evicts."""
         self._entries[entry.name] = entry
         self.bytes += len(entry.payload)
-        gone: list[Entry] = []
+        evicted: list[CacheEntry] = []
         while self.bytes > self._max_bytes:
             _, oldest = self._entries.popitem(last=False)
             self.bytes -= len(oldest.payload)
-            gone.append(oldest)
-        return gone
+            evicted.append(oldest)
+        return evicted
 
     def clear(self) -> None:
         """Forget all entries."""
@@ -84,134 +85,95 @@ class HostTier:
 
 
 class Tiers:
-    """Host memory over a disk, either of which may be absent."""
+    """Host memory over a disk, either of which may be absent.
+
+    Raises:
+        ConfigError: the directory cannot be used, or another process has it.
+
+    """
 
     def __init__(
         self, fingerprint: str, *, host_bytes: int = 0, disk_directory: Path | None = None, disk_bytes: int = 0
     ):
-        """Open the tiers of the model with this fingerprint.
-
-        Raises:
-            ConfigError: the directory cannot be used, or another process has it.
-
-        """
-        self.on_change: OnChange = lambda *_: None
-        self._host = HostTier(host_bytes)
-        self._found_on_disk: list[tuple[Name, About]] = []
-        self._disk = None
+        self.host = HostTier(host_bytes)
+        self.disk: DiskTier | None = None
+        self._on_change: OnTierChange = lambda *_: None
+        self._found_on_disk: list[tuple[EntryName, BlockContent]] = []
+        self._fetches: list[TierFetch] = []
         if disk_directory is not None:
-            self._disk = DiskTier(disk_directory, disk_bytes, fingerprint, self._disk_changed)
-        self._fetches: list[Fetch] = []
+            self.disk = DiskTier(disk_directory, disk_bytes, fingerprint, self._report_disk)
 
-    @property
-    def host_bytes(self) -> int:
-        """Payload bytes in host memory."""
-        return self._host.bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of files."""
-        return self._disk.bytes if self._disk else 0
-
-    @property
-    def corrupt_entries(self) -> int:
-        """Files that were not what they should be, and were removed."""
-        return self._disk.corrupt_entries if self._disk else 0
-
-    @property
-    def failures(self) -> int:
-        """Entries that the disk could not write or read."""
-        return self._disk.failures if self._disk else 0
-
-    @property
-    def is_paused(self) -> bool:
-        """The disk takes no new entries, since it could not be written."""
-        return self._disk is not None and self._disk.is_paused
-
-    @property
-    def disk(self) -> DiskTier | None:
-        """The tier that outlives the process."""
-        return self._disk
-
-    def listen(self, on_change: OnChange) -> None:
-        """Tell of every change from now on, and first of what the disk kept from before."""
-        self.on_change = on_change
-        for name, about in self._found_on_disk:
+    def listen(self, on_change: OnTierChange) -> None:
+        """Call `on_change` on every change from now on, and first for what the disk kept from before."""
+        self._on_change = on_change
+        for name, content in self._found_on_disk:
             if name in self:
-                on_change(name, "disk", about)
+                on_change(name, "disk", content)
         self._found_on_disk.clear()
 
-    def __contains__(self, name: Name) -> bool:
-        return name in self._host or (self._disk is not None and name in self._disk)
+    def __contains__(self, name: EntryName) -> bool:
+        return name in self.host or (self.disk is not None and name in self.disk)
 
-    def wants(self, name: Name, size_bytes: int) -> bool:
-        """Tell whether an entry that the device gives up should be put here; if it is here, it was just of use."""
-        if self._host.get(name) is not None or (self._disk is not None and self._disk.knows(name)):
+    def wants(self, name: EntryName, size_bytes: int) -> bool:
+        """Return whether an entry that the device evicts should be put here; one that is here counts as used."""
+        if self.host.get(name) is not None or (self.disk is not None and self.disk.touch(name)):
             return False
-        return self._host.takes(size_bytes) or (self._disk is not None and self._disk.takes(size_bytes))
+        return self.host.accepts(size_bytes) or (self.disk is not None and self.disk.accepts(size_bytes))
 
-    def put(self, entry: Entry) -> None:
-        """Keep an entry that `wants` said yes to."""
-        if not self._host.takes(len(entry.payload)):
-            self._to_disk(entry)
+    def put(self, entry: CacheEntry) -> None:
+        """Keep an entry that `wants` allowed."""
+        if not self.host.accepts(len(entry.payload)):
+            self._put_on_disk(entry)
             return
-        self.on_change(entry.name, "host", entry.about)
-        for gone in self._host.put(entry):
-            self._to_disk(gone)
-            self.on_change(gone.name, "host", None)
+        self._on_change(entry.name, "host", entry.content)
+        for evicted in self.host.put(entry):
+            self._put_on_disk(evicted)
+            self._on_change(evicted.name, "host", None)
 
-    def fetch(self, names: Sequence[Name]) -> Fetch:
-        """Start bringing entries that are here; `take` hands them out when that is done."""
-        under_way = frozenset[Name]().union(*(fetch.from_disk for fetch in self._fetches))
-        ready = [entry for name in names if (entry := self._host.get(name)) is not None]
-        absent = {name for name in names if name not in self._host}
+    def fetch(self, names: Sequence[EntryName]) -> TierFetch:
+        """Start loading entries that are here; `take` returns them when that is done."""
+        under_way = frozenset[EntryName]().union(*(fetch.from_disk for fetch in self._fetches))
+        ready = [entry for name in names if (entry := self.host.get(name)) is not None]
+        absent = {name for name in names if name not in self.host}
         wanted = [name for name in names if name in absent and name not in under_way]
-        # One that only waits for others' entries still queues behind them, as the reader goes in order.
-        reading = self._disk.load(wanted) if self._disk is not None and absent else None
-        fetch = Fetch(ready, frozenset(wanted), reading)
+        # A fetch that only waits for others' entries still queues behind them, as the reader goes in order.
+        reading = self.disk.load(wanted) if self.disk is not None and absent else None
+        fetch = TierFetch(ready, frozenset(wanted), reading)
         self._fetches.append(fetch)
         return fetch
 
-    def take(self, fetch: Fetch) -> list[Entry]:
-        """Hand out, once, what came of a fetch that is done: its whole entries."""
+    def take(self, fetch: TierFetch) -> list[CacheEntry]:
+        """Return, once, the whole entries of a fetch that is done."""
         self._fetches.remove(fetch)
-        if fetch.reading is None or self._disk is None:
+        if fetch.reading is None or self.disk is None:
             return fetch.ready
         loaded = fetch.reading.result()
-        self._disk.loaded(loaded)
+        self.disk.record_load(loaded)
         return [*fetch.ready, *loaded.entries]
 
     def poll(self) -> None:
-        """Take note of what was written to the disk since."""
-        if self._disk is not None:
-            self._disk.poll()
-
-    def on_host(self, name: Name) -> Entry | None:
-        """Return an entry that stands in host memory."""
-        return self._host.peek(name)
-
-    def newest_on_host(self) -> list[Name]:
-        """Return what stands in host memory, from the last to the first that would go."""
-        return self._host.newest()
+        """Record what was written to the disk since."""
+        if self.disk is not None:
+            self.disk.poll()
 
     def clear(self) -> None:
-        """Forget all entries; what is on its way to the device is not to be taken any more."""
+        """Forget all entries; fetches under way must not be taken any more."""
         self._fetches = []
-        self._host.clear()
-        if self._disk is not None:
-            self._disk.clear()
+        self.host.clear()
+        if self.disk is not None:
+            self.disk.clear()
 
     def close(self) -> None:
-        """Finish what is being written, and let go of the disk."""
-        if self._disk is not None:
-            self._disk.close()
+        """Finish what is being written, and release the disk."""
+        if self.disk is not None:
+            self.disk.close()
 
-    def _to_disk(self, entry: Entry) -> None:
-        if self._disk is not None:
-            self._disk.put(entry)
+    def _put_on_disk(self, entry: CacheEntry) -> None:
+        if self.disk is not None:
+            self.disk.put(entry)
 
-    def _disk_changed(self, name: Name, about: About | None) -> None:
-        if about is not None and self._disk is None:  # found while it was opened: nobody listens yet
-            self._found_on_disk.append((name, about))
+    def _report_disk(self, name: EntryName, content: BlockContent | None) -> None:
+        if content is not None and self.disk is None:  # found while it was opened: nobody listens yet
+            self._found_on_disk.append((name, content))
         else:
-            self.on_change(name, "disk", about)
+            self._on_change(name, "disk", content)

@@ -8,8 +8,8 @@ from prfaas.errors import CapacityError, InternalError
 from prfaas.wire.engine import Failed, Granted, StartPrefix
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND
 from prfaas.wire.prefill import PrefillGrant
+from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.lease import Lease
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import Facts
 from prfaas_worker.engine.sequences import Phase, Sequence

@@ -86,7 +86,7 @@ class Engine:
         idle = True
         while self._end_at is None:
             idle = not self.step(wait=idle)
-        self.cache.keep(lambda: (self._end_at or 0.0) - time.monotonic())
+        self.cache.flush(lambda: (self._end_at or 0.0) - time.monotonic())
         self._kept.set()
 
     @torch.inference_mode()

@@ -45,7 +45,7 @@ class Preparing:
 
     def _begin_loading(self, request: Request) -> None:
         (sequence,) = request.sequences
-        loading = self._cache.pending(sequence.chain.hashes, len(sequence.token_ids) - 1)
+        loading = self._cache.prefetch(sequence.chain.hashes, len(sequence.token_ids) - 1)
         if loading is None or loading.done():
             return
         request.awaits.add("cache")
@@ -58,4 +58,4 @@ class Preparing:
             timer.cancel()  # each is a thread
             self._post(ready)
 
-        loading.then(loaded)
+        loading.add_done_callback(loaded)

@@ -8,8 +8,8 @@ import torch
 
 from prfaas.errors import CapacityError, InternalError
 from prfaas.kvindex.blocks import BlockChain
+from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.lease import Lease
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.engine import sequences
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model

@@ -11,7 +11,8 @@ from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillRequest, PrefixRequest
 from prfaas.wire.trace import TraceContext
-from prfaas_worker.cache.cache import HybridCache, Lease
+from prfaas_worker.cache.blocks import Lease
+from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.events import Part
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
@@ -188,7 +189,7 @@ class Requests:
             phase = sequence.phase
             if phase is Phase.WAITING:
                 if len(waiting) < cache.free_slots:  # more cannot be admitted
-                    pages = cache.pages_wanted(len(sequence.token_ids))
+                    pages = cache.pages_for(len(sequence.token_ids))
                     waiting.append(Waiting(sequence, sequence.request.slots, pages))
             elif phase is not Phase.PREPARING:
                 free_slots -= sequence.request.slots - 1  # its other choices come when its prompt is computed
@@ -201,7 +202,7 @@ def _running(sequence: Sequence, cache: HybridCache) -> Running[Sequence]:
     lease, request = sequence.held, sequence.request
     computed, total = sequence.computed_tokens, len(sequence.token_ids)
     cut = next((cut for cut in sequence.cuts if cut > computed), total) if sequence.cuts else total
-    short = computed >= cache.room(lease)
+    short = computed >= cache.capacity_tokens(lease)
     decodes = computed + 1 == total and request.offer is None
     pinned = request.offer is not None  # its frames are views of its pages
     return Running(sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prfaas_worker.cache.policy import checkpoint_blocks, is_spent
+from prfaas_worker.cache.blocks import checkpoint_blocks, is_spent
 
 PAGES = 85  # a state of Kimi Linear 48B
 
