@@ -226,7 +226,7 @@ def test_what_comes_back_into_too_little_room_goes_down_again_with_its_own_bytes
     rig.cache.prefetch(rig.chain(A).hashes, 20)
     assert rig.cache.grow(lease, 4 * 14)  # B takes A's place in host memory, and three pages are left
     rig.cache.prefetch([], 0)
-    again = {name: rig.tiers.host.peek(name) for name in expected if rig.tiers.on_host(name)}
+    again = {name: rig.tiers.host.peek(name) for name in expected if rig.tiers.host.peek(name)}
     assert again
     assert all(bytes(entry.payload) == expected[name] for name, entry in again.items())
     rig.cache.check_integrity()

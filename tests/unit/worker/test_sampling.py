@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import InternalError, RequestError
 from prfaas.wire.engine import Generate, Sampling
-from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, sample, uniform
-from prfaas_worker.engine.sampling.chance import Stream
+from prfaas_worker.engine.sampling import Drawn, Outputs, RandomNumbers, Sampler, sample, uniform
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 300
@@ -99,7 +98,7 @@ def test_random_numbers_differ_by_every_part_of_their_key_and_fill_the_unit_inte
 
 
 def test_a_stream_gives_the_number_of_every_position():
-    stream = Stream(-5, 2, 1000)
+    stream = RandomNumbers(-5, 2, 1000)
     assert [stream.next() for _ in range(200)] == [uniform(-5, 2, 1000 + step) for step in range(200)]
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Generate, Sampling
+from prfaas_worker.engine.logit_edits import LogitTable, apply_tables
 from prfaas_worker.engine.sampling import Outputs, Sampler, check_tokens, sample
-from prfaas_worker.engine.sampling.edits import Table, apply_tables
 
 VOCAB = 40
 EOS = 0
@@ -58,7 +58,7 @@ def test_penalties_and_biases_are_those_of_their_definition(asked: list[tuple[Sa
     expected = [reference(logits[row + 1].tolist(), *one) for row, one in enumerate(asked)]
     tables = []
     for row, (sampling, prompt, generated) in enumerate(asked):
-        table = Table(sampling, prompt)
+        table = LogitTable(sampling, prompt)
         for token in generated:
             table.count(token)
         tables.append((row + 1, table))
@@ -70,11 +70,11 @@ def test_penalties_and_biases_are_those_of_their_definition(asked: list[tuple[Sa
 
 def test_many_different_tokens_fit_a_table():
     sampling = greedy(frequency_penalty=1.0, repetition_penalty=2.0)
-    table = Table(sampling, range(1000))
+    table = LogitTable(sampling, range(1000))
     for token in range(3000):
         table.count(token)
     logits = torch.full((1, 4000), 8.0)
-    biases = Table(greedy(logit_bias=tuple((token, 1.0) for token in range(1000))), [])
+    biases = LogitTable(greedy(logit_bias=tuple((token, 1.0) for token in range(1000))), [])
     logits = logits.expand(2, -1).clone()
     apply_tables(logits, [(0, table), (1, biases)])
     assert logits[0].tolist() == [3.0] * 3000 + [8.0] * 1000

@@ -1,9 +1,9 @@
-"""What changes logits before a draw: biases, penalties, and tokens that may not come.
+"""Edits logits before a draw: biases, penalties, and tokens that may not come.
 
-As OpenAI defines them and in vLLM's order: first the bias is added, then the repetition penalty divides positive and
-multiplies negative logits of what stands in prompt or answer, then the frequency penalty takes its value as often as
-the answer has the token, and the presence penalty once. Only tokens that are concerned are touched: their number grows
-with the text and is nothing beside the vocabulary.
+As OpenAI defines them and in vLLM's order. First the bias is added. Then the repetition penalty divides positive and
+multiplies negative logits of tokens in prompt or answer. Then the frequency penalty is subtracted as often as the
+answer has the token, and the presence penalty once. Only the tokens concerned are touched: they are few beside the
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ _FIRST_ROOM: Final = 256
 _NO_PENALTIES: Final = (1.0, 0.0, 0.0)
 
 
-class Table:
-    """The tokens of one choice that have a bias or have been seen, and what is to be done with the logit of each."""
+class LogitTable:
+    """The tokens of one choice that have a bias or have been seen, and the change to the logit of each."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]):
         self._repetition, self._frequency, self._presence = _penalties(sampling)
@@ -42,11 +42,11 @@ class Table:
 
     @property
     def changes(self) -> np.ndarray:
-        """What is added first, the factor of the repetition penalty, and what is taken at last: fp32 [3, n]."""
+        """The bias, the repetition penalty, and the sum of the other penalties, of each token: fp32 [3, n]."""
         return self._changes[:, : len(self._slots)]
 
     def count(self, token: int) -> None:
-        """Note a token of the answer."""
+        """Count a token of the answer."""
         if not self._counted:
             return
         slot = self._slot(token)
@@ -72,11 +72,11 @@ def _penalties(sampling: Sampling) -> tuple[float, float, float]:
 
 
 def needs_table(sampling: Sampling) -> bool:
-    """Whether anything of a request's parameters is kept in a table."""
+    """Return whether a request's parameters need a table."""
     return bool(sampling.logit_bias) or _penalties(sampling) != _NO_PENALTIES
 
 
-def apply_tables(logits: torch.Tensor, tables: Sequence[tuple[int, Table]]) -> None:
+def apply_tables(logits: torch.Tensor, tables: Sequence[tuple[int, LogitTable]]) -> None:
     """Add biases and penalties to the rows that have them, in place in contiguous fp32 [B, vocab_size]."""
     width = logits.shape[1]
     places = torch.from_numpy(np.concatenate([table.tokens + row * width for row, table in tables])).to(logits.device)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas_worker.engine.sampling.largest import BLOCK, largest, padded
+from prfaas_worker.engine.top_k_top_p import BLOCK, largest, pad_to_blocks
 
 
 def reference(row: np.ndarray, depth: int) -> list[int]:
@@ -32,7 +32,7 @@ def test_they_are_found_in_order_and_of_equal_ones_the_first(rows: int, blocks: 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 65])
 def test_padding_is_never_among_them(width: int):
-    numbers = padded(torch.full((2, width), -1e30), -torch.inf)
+    numbers = pad_to_blocks(torch.full((2, width), -1e30), -torch.inf)
     assert numbers.shape[1] % BLOCK == 0
     _, places = largest(numbers, width)
     assert places.tolist() == [list(range(width))] * 2

@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prfaas_worker.engine.sampling import cuts
-from prfaas_worker.engine.sampling.cuts import Cut, draw_rows
+from prfaas_worker.engine import top_k_top_p
+from prfaas_worker.engine.top_k_top_p import RowDraw, draw_rows
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 3.5])
 NEAR = 1e-5  # float32 and float64 may disagree on what lies closer to a bound than this
@@ -20,7 +20,7 @@ class NearBoundError(Exception):
     """The answer hangs on a last bit."""
 
 
-def kept_tokens(logits: np.ndarray, cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+def kept_tokens(logits: np.ndarray, cut: RowDraw) -> tuple[np.ndarray, np.ndarray]:
     """Ids that the cuts leave, ascending, and their probabilities; by one sort of everything."""
     probabilities = np.exp((logits - logits.max()) / cut.temperature)
     probabilities /= probabilities.sum()
@@ -40,7 +40,7 @@ def kept_tokens(logits: np.ndarray, cut: Cut) -> tuple[np.ndarray, np.ndarray]:
     return order, probabilities[order] / probabilities[order].sum()
 
 
-def reference(logits: np.ndarray, cut: Cut) -> int:
+def reference(logits: np.ndarray, cut: RowDraw) -> int:
     ids, probabilities = kept_tokens(logits, cut)
     cumulative = np.cumsum(probabilities)
     if np.abs(cumulative[:-1] - cut.uniform).min(initial=1) < NEAR or cut.uniform < NEAR:
@@ -48,18 +48,18 @@ def reference(logits: np.ndarray, cut: Cut) -> int:
     return int(ids[np.searchsorted(cumulative, cut.uniform, side="right")])
 
 
-def draw_all(logits: torch.Tensor, asked: list[Cut]) -> list[int]:
+def draw_all(logits: torch.Tensor, asked: list[RowDraw]) -> list[int]:
     return draw_rows(logits, logits.amax(-1), asked)
 
 
 def spread(temperature: float = 1.0, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> Counter[int]:
     """Tokens drawn at 4000 evenly spread random numbers."""
-    asked = [Cut(row, temperature, min_p, top_k, top_p, (row + 0.5) / 4000) for row in range(4000)]
+    asked = [RowDraw(row, temperature, min_p, top_k, top_p, (row + 0.5) / 4000) for row in range(4000)]
     return Counter(draw_all(LOGITS.expand(4000, -1), asked))
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Cut]]:
+def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[RowDraw]]:
     width = draw(st.sampled_from([3, 64, 264, 1000, 1024]))
     rows = draw(st.integers(1, 5))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -67,7 +67,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Cut]]:
     if draw(st.booleans()):
         logits = np.round(logits * 4) / 4  # many ties
     asked = [
-        Cut(
+        RowDraw(
             row,
             temperature=draw(st.sampled_from([0.25, 1.0, 3.0])),
             min_p=draw(st.sampled_from([0.0, 0.0, 0.03, 0.5])),
@@ -81,11 +81,11 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Cut]]:
 
 
 # Small depths have small vocabularies take every way: few blocks, many tokens, everything.
-@pytest.mark.parametrize("depths", [cuts.DEPTHS, (4, 16)])
+@pytest.mark.parametrize("depths", [top_k_top_p.DEPTHS, (4, 16)])
 @settings(max_examples=150, deadline=None)
 @given(batch=batches())
 def test_a_draw_is_the_one_that_sorting_everything_gives(
-    depths: tuple[int, ...], batch: tuple[torch.Tensor, list[Cut]]
+    depths: tuple[int, ...], batch: tuple[torch.Tensor, list[RowDraw]]
 ):
     logits, asked = batch
     try:
@@ -93,8 +93,8 @@ def test_a_draw_is_the_one_that_sorting_everything_gives(
     except NearBoundError:
         assume(False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "DEPTHS", depths)
-        patch.setattr(cuts, "_NARROW", 0)
+        patch.setattr(top_k_top_p, "DEPTHS", depths)
+        patch.setattr(top_k_top_p, "_NARROW", 0)
         assert draw_all(logits, asked) == expected
 
 
@@ -103,9 +103,9 @@ def test_looking_at_few_tokens_first_changes_no_draw_from_a_wide_vocabulary(monk
     logits = torch.from_numpy(generator.normal(0, 3, (8, 20_001)).astype(np.float32))
     logits[4:] /= 30  # so flat that top_p needs nearly every token
     limits = enumerate((0, 50, 0, 6000) * 2)
-    asked = [Cut(row, 1.0, 0.0, top_k, 0.9, float(generator.random())) for row, top_k in limits]
+    asked = [RowDraw(row, 1.0, 0.0, top_k, 0.9, float(generator.random())) for row, top_k in limits]
     found = draw_all(logits, asked)
-    monkeypatch.setattr(cuts, "DEPTHS", ())
+    monkeypatch.setattr(top_k_top_p, "DEPTHS", ())
     assert draw_all(logits, asked) == found
 
 
@@ -120,8 +120,8 @@ def test_frequencies_are_those_of_the_softmax(temperature: float):
 @pytest.mark.parametrize("scale", [0.0, 1.0, 5.0])
 def test_weights_add_up_to_the_same_in_any_order(scale: float):
     logits = scale * torch.randn(1, 1 << 18, generator=torch.Generator().manual_seed(1))
-    columns = cuts._columns([Cut(0, 0.9, 0.0, 0, 1.0, 0.5)], logits)
-    weights = cuts._weights(logits, logits.amax(-1), columns)[0].double()
+    columns = top_k_top_p._columns([RowDraw(0, 0.9, 0.0, 0, 1.0, 0.5)], logits)
+    weights = top_k_top_p._weights(logits, logits.amax(-1), columns)[0].double()
     assert torch.equal(weights, weights.round())
     assert 0.999 < float(weights.sum()) / 2**52 < 1.001
     orders = [weights, weights.flip(0), weights.sort().values]
@@ -140,7 +140,7 @@ def test_top_k_keeps_the_most_likely():
 
 def test_of_equal_tokens_top_k_keeps_the_lower_ids():
     logits = torch.zeros(100, 300)
-    found = draw_all(logits, [Cut(row, 1.0, 0.0, 3, 1.0, row / 100) for row in range(100)])
+    found = draw_all(logits, [RowDraw(row, 1.0, 0.0, 3, 1.0, row / 100) for row in range(100)])
     assert set(found) == {0, 1, 2}
 
 
@@ -170,5 +170,5 @@ def test_min_p_is_a_share_of_the_most_likely():
 @pytest.mark.parametrize("top_p", [1.0, 0.9999])
 def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_token(top_p: float):
     logits = torch.tensor([[-math.inf, 1.0, 1.0, -math.inf]]).expand(2, -1)
-    asked = [Cut(0, 1.0, 0.0, 0, top_p, 0.0), Cut(1, 1.0, 0.0, 0, top_p, 1 - 2**-53)]
+    asked = [RowDraw(0, 1.0, 0.0, 0, top_p, 0.0), RowDraw(1, 1.0, 0.0, 0, top_p, 1 - 2**-53)]
     assert draw_all(logits, asked) == [1, 2]

@@ -1,0 +1,264 @@
+"""Draws tokens from logits, so that a sequence's text depends only on its own logits, seed and position.
+
+A draw's random number belongs to (seed, choice, position): not to a batch, instance or history. A request that goes on
+elsewhere from the same tokens draws the same text. Philox is a counter-based generator: the seed and the choice are its
+key, the position its counter. A counter yields four numbers, of which a position takes the first.
+
+A `Sampler` is one answer's state, a function of (request, choice, tokens generated): made anew from these, here or on
+another instance, it goes on as the old one would have. It holds nothing of the model's cache, so a preempted request
+keeps its sampler.
+
+`sample` makes one step's draws. It computes for the whole batch what every row needs, and the rest only for the rows
+that ask for it. An error in one row (a grammar that no token fits, logits that are not numbers) is that row's result:
+the batch goes on.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from prfaas.errors import InternalError, PrfaasError, RequestError
+from prfaas.wire.engine import Generate, TokenLogprob
+from prfaas_worker.engine.grammar import Matcher
+from prfaas_worker.engine.logit_edits import LogitTable, Mask, apply_bans, apply_masks, apply_tables, needs_table
+from prfaas_worker.engine.top_k_top_p import BLOCK, RowDraw, draw_rows, largest, pad_to_blocks
+
+_AHEAD: Final = 64
+_WIDE: Final = 4096
+
+
+class Outputs(NamedTuple):
+    """A model's outputs: the width of its logits, and the tokens that end an answer."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+
+class Sampler:
+    """The state of one choice of a request, whose tokens `check_tokens` has checked.
+
+    With a grammar, `matcher` is at its beginning, and `ignore_eos` has no effect: a whole answer has to end.
+
+    Raises:
+        RequestError: `generated` does not follow the grammar.
+
+    """
+
+    __slots__ = (
+        "ends",
+        "generated",
+        "greedy",
+        "hold_back",
+        "logprobs",
+        "matcher",
+        "random",
+        "sampling",
+        "table",
+    )
+
+    def __init__(
+        self,
+        generate: Generate,
+        choice: int,
+        outputs: Outputs,
+        matcher: Matcher | None = None,
+        generated: Sequence[int] = (),
+    ):
+        sampling = generate.sampling
+        self.sampling = sampling
+        self.greedy = sampling.temperature == 0 or sampling.top_k == 1
+        self.logprobs = generate.logprobs
+        eos_ids = () if generate.ignore_eos and matcher is None else outputs.eos_ids
+        self.ends = frozenset(eos_ids) | frozenset(generate.stop_token_ids)
+        self.hold_back = generate.min_tokens - len(generated) if self.ends else 0
+        self.matcher = matcher
+        self.generated = len(generated)
+        self.table = LogitTable(sampling, generate.token_ids) if needs_table(sampling) else None
+        if self.table is not None:
+            for token in generated:
+                self.table.count(token)
+        if matcher is not None and generated:
+            matcher.accept(generated)
+        position = len(generate.token_ids) + len(generated)
+        self.random = None if self.greedy else RandomNumbers(sampling.seed, choice, position)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the grammar allows no more text: the answer ends with the token drawn last, which belongs to it."""
+        return self.matcher is not None and self.matcher.complete
+
+    def accept(self, token: int) -> None:
+        """Go on over a drawn token. A token in `ends` is the last: it is no part of the text.
+
+        Raises:
+            RequestError: the grammar has become too complex to go on.
+
+        """
+        self.generated += 1
+        self.hold_back -= 1
+        if self.table is not None:
+            self.table.count(token)
+        if self.matcher is not None and token not in self.ends:
+            self.matcher.accept([token])
+
+
+def check_tokens(generate: Generate, vocab_size: int) -> None:
+    """Raise RequestError for a request whose parameters name tokens that a model with such wide logits lacks."""
+    for name, tokens in (
+        ("logit_bias", [token for token, _ in generate.sampling.logit_bias]),
+        ("stop_token_ids", generate.stop_token_ids),
+    ):
+        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise RequestError(f"{name}: token {wrong[0]} is none of the model's {vocab_size}", param=name)
+
+
+class Drawn(NamedTuple):
+    """The token, and its log probability if that was requested; or token -1 and the error that ends the request."""
+
+    token: int
+    logprob: TokenLogprob | None
+    error: PrfaasError | None = None
+
+
+def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Drawn]:
+    """Draw one token for each row of `logits`, fp32 [B, vocab_size], and advance its sampler.
+
+    May change `logits`. Log probabilities are the model's, before any edit, temperature and truncation.
+    """
+    logprob_rows = _logprob_rows(logits, samplers)
+    edited = [row for row, sampler in enumerate(samplers) if sampler.table or sampler.matcher or sampler.hold_back > 0]
+    if edited:  # choices of one prompt may all look at one row
+        logits = logits.contiguous()
+    errors = _edit(logits, samplers, edited) if edited else {}
+    tops, peaks = _peaks(logits)
+    for row, top in enumerate(tops.tolist()):
+        if not math.isfinite(top):
+            errors.setdefault(row, _undrawable(top, samplers[row]))
+    tokens = peaks.tolist()
+    drawn = [row for row, sampler in enumerate(samplers) if not sampler.greedy and row not in errors]
+    if drawn:
+        draws = [_row_draw(row, samplers[row]) for row in drawn]
+        for row, token in zip(drawn, draw_rows(logits, tops, draws), strict=True):
+            tokens[row] = token
+    logprobs = _logprobs(logprob_rows, samplers, tokens) if logprob_rows else {}
+    return [_finish(sampler, tokens[row], logprobs.get(row), errors.get(row)) for row, sampler in enumerate(samplers)]
+
+
+def _finish(sampler: Sampler, token: int, logprob: TokenLogprob | None, error: PrfaasError | None) -> Drawn:
+    if error is None:
+        try:
+            sampler.accept(token)
+        except RequestError as refused:
+            error = refused
+    return Drawn(token, logprob) if error is None else Drawn(-1, None, error)
+
+
+def _row_draw(row: int, sampler: Sampler) -> RowDraw:
+    sampling, random = sampler.sampling, sampler.random
+    assert random is not None  # noqa: S101 - it has one unless it is greedy
+    return RowDraw(row, sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, random.next())
+
+
+def _edit(logits: torch.Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> dict[int, PrfaasError]:
+    """Apply what these rows' samplers ask for, in place; return the rows that a grammar refuses."""
+    errors: dict[int, PrfaasError] = {}
+    masks: list[Mask] = []
+    tables = [(row, table) for row in rows if (table := samplers[row].table)]
+    bans = []
+    for row in rows:
+        sampler = samplers[row]
+        if sampler.matcher is not None:
+            words = np.empty(-(-logits.shape[1] // 32), dtype=np.int32)
+            try:
+                sampler.matcher.fill(words, sampler.ends, hold_back=sampler.hold_back > 0)
+                masks.append(Mask(row, words))
+            except RequestError as refused:
+                errors[row] = refused
+        elif sampler.hold_back > 0:
+            bans.append((row, sampler.ends))
+    if tables:
+        apply_tables(logits, tables)
+    if masks:
+        apply_masks(logits, masks)
+    if bans:
+        apply_bans(logits, bans)
+    return errors
+
+
+def _undrawable(top: float, sampler: Sampler) -> PrfaasError:
+    if top == -math.inf and (sampler.matcher is not None or sampler.table is not None or sampler.hold_back > 0):
+        return RequestError("no token is left to draw: grammar, min_tokens and logit_bias together rule out every one")
+    return InternalError(f"the model's largest logit is {top}: no token can be drawn")
+
+
+def _peaks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's maximum, and the first token that has it: [B] each."""
+    width = logits.shape[1]
+    if width < _WIDE or logits.device.type != "cpu":
+        tops, tokens = logits.max(-1)
+        return tops, tokens
+    # A processor finds maxima with vector instructions, but places one by one: so first the block, then the place.
+    whole = width // BLOCK * BLOCK
+    peaks = logits[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)
+    if whole < width:
+        peaks = torch.cat([peaks, logits[:, whole:].amax(-1, keepdim=True)], dim=1)
+    block = peaks.argmax(-1, keepdim=True)
+    places = (block * BLOCK + torch.arange(BLOCK)).clamp_(max=width - 1)
+    tops, offset = logits.gather(1, places).max(-1, keepdim=True)
+    return tops[:, 0], places.gather(1, offset)[:, 0]
+
+
+class _LogprobRows(NamedTuple):
+    """Rows that want log probabilities, and those of the whole vocabulary, fp32 [rows, vocab_size]."""
+
+    rows: list[int]
+    logprobs: torch.Tensor
+
+
+def _logprob_rows(logits: torch.Tensor, samplers: Sequence[Sampler]) -> _LogprobRows | None:
+    rows = [row for row, sampler in enumerate(samplers) if sampler.logprobs >= 0]
+    if not rows:
+        return None
+    asked = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+    return _LogprobRows(rows, torch.log_softmax(asked, dim=-1))
+
+
+def _logprobs(
+    logprob_rows: _LogprobRows, samplers: Sequence[Sampler], tokens: Sequence[int]
+) -> dict[int, TokenLogprob]:
+    most = max(samplers[row].logprobs for row in logprob_rows.rows)
+    width = logprob_rows.logprobs.shape[1]
+    top_values, top_tokens = largest(pad_to_blocks(logprob_rows.logprobs, -math.inf), min(max(most, 1), width))
+    drawn = torch.tensor([[tokens[row]] for row in logprob_rows.rows], device=logprob_rows.logprobs.device)
+    columns = logprob_rows.logprobs.gather(1, drawn)[:, 0].tolist(), top_tokens.tolist(), top_values.tolist()
+    found = {}
+    for row, own, ids, values in zip(logprob_rows.rows, *columns, strict=True):
+        count = samplers[row].logprobs
+        found[row] = TokenLogprob(own, list(zip(ids[:count], values[:count], strict=True)))
+    return found
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """Return the number in [0, 1) that belongs to a place."""
+    key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], dtype=np.uint64)
+    return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
+
+
+class RandomNumbers:
+    """The numbers of one choice at `position` and the positions after it, made in bulk."""
+
+    def __init__(self, seed: int, choice: int, position: int):
+        key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], dtype=np.uint64)
+        self._bits = np.random.Philox(key=key, counter=position)
+        self._ahead: list[float] = []
+
+    def next(self) -> float:
+        """Return the number of the next position."""
+        if not self._ahead:
+            # As numpy's Generator makes a double of 64 bits.
+            numbers = (self._bits.random_raw(4 * _AHEAD)[::4] >> np.uint64(11)) * 2.0**-53
+            self._ahead = numbers.tolist()[::-1]
+        return self._ahead.pop()
