@@ -6,6 +6,7 @@ One process, 64 sequences that decode. The step loop is the real one; its model 
 engine. The rival is the built-in model's own decode step of the same 64 sequences.
 """
 
+import queue
 import statistics
 import time
 from collections.abc import Callable
@@ -17,15 +18,18 @@ from prfaas.wire.engine import Generate, Sampling
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
-from prfaas_worker.engine.loop import Engine
-from prfaas_worker.engine.parts import Parts
-from prfaas_worker.engine.profile import Profiler
+from prfaas_worker.engine.loop import EngineLoop
+from prfaas_worker.engine.profiler import Profiler
+from prfaas_worker.engine.remote import Fetcher, RemoteCaches
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import BUDGETS, schedule
+from prfaas_worker.engine.sequences import Event
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
+from prfaas_worker.transfer.connections import Connections
 from prfaas_worker.transfer.layout import CacheLayout, layer_groups
 from prfaas_worker.transfer.offers import Offers
+from prfaas_worker.transfer.pull import Shared
 from prfaas_worker.transfer.traffic import unlimited
 
 RUNNING = 64
@@ -51,27 +55,32 @@ class Instant:
         return hidden
 
 
-def engine_of(model: Model | Instant) -> Engine:
+def engine_of(model: Model | Instant) -> EngineLoop:
     """An engine with RUNNING sequences past their prompts."""
     geometry = CacheGeometry(model.layers)
     memory = CacheMemory(geometry, num_pages=RUNNING * 40, num_slots=RUNNING, max_context=2400)
-    parts = Parts(
-        runner=Runner(model, memory),
-        cache=HybridCache(memory),
-        events=[],
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    runner, cache, traffic = Runner(model, memory), HybridCache(memory), unlimited()
+    layout = CacheLayout(model.fingerprint, layer_groups(model.layers), 16)
+    offers = Offers(layout, 1, capacity=1)
+    fetcher = Fetcher(runner, "", Shared(layout, Connections(traffic.door), offers.counters, traffic))
+    engine = EngineLoop(
+        inbox=inbox,
+        runner=runner,
+        cache=cache,
+        kv_events=[],
+        remote=RemoteCaches(runner, cache, offers, fetcher, inbox.put),
         grammars=Grammars(lambda: Vocabulary([], frozenset(), (), model.vocab_size)),
         profiler=Profiler(1, 1, lambda _profile: None),
-        offers=Offers(CacheLayout(model.fingerprint, layer_groups(model.layers), 16), 1, capacity=1),
-        traffic=unlimited(),
-        new_fetch=lambda *_: (_ for _ in ()).throw(NotImplementedError),
-        answer=lambda _messages: None,
+        send=lambda _messages: None,
+        role="mixed",
+        max_waiting=RUNNING,
     )
-    engine = Engine(parts, role="mixed", max_waiting=RUNNING)
     for handle in range(RUNNING):
         prompt = [3 + (handle + token) % 200 for token in range(PROMPT_TOKENS)]
         sampling = Sampling(0.0, 1.0, 0, handle)
         engine.inbox.put(Generate(handle, "r", prompt, 1, 2000, sampling, -1, "", ignore_eos=True))
-    while len(engine.requests.facts(engine.cache).running) < RUNNING or engine.gauges.generation_tokens < 2 * RUNNING:
+    while len(engine.requests.facts(engine.cache).running) < RUNNING or engine.stats.generation_tokens < 2 * RUNNING:
         engine.step(wait=False)
     return engine
 

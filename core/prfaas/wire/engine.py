@@ -273,16 +273,16 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     `memory_limit_bytes` are what transfers hold beside the cache; `egress_mbps` is the cap on what is sent.
     """
 
-    handle: int
-    requests_running: int
-    requests_waiting: int
-    prefills_running: int
-    prefills_waiting: int
-    transfers: list[tuple[str, str, int]]
-    sent_bytes: int
-    received_bytes: int
-    prompt_tokens: int
-    generation_tokens: int
+    handle: int = 0
+    requests_running: int = 0
+    requests_waiting: int = 0
+    prefills_running: int = 0
+    prefills_waiting: int = 0
+    transfers: list[tuple[str, str, int]] = []
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
     preemptions: int = 0
     decode_steps: int = 0
     decode_seconds: float = 0.0

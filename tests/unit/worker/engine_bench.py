@@ -1,6 +1,7 @@
 """An engine that tests step by hand, on the real model or one that computes nothing, without sockets."""
 
 import itertools
+import queue
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
-from prfaas_worker.engine.loop import Engine
-from prfaas_worker.engine.parts import Parts
-from prfaas_worker.engine.profile import Profiler
+from prfaas_worker.engine.loop import EngineLoop
+from prfaas_worker.engine.profiler import Profiler
+from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.runner import Runner
-from prfaas_worker.engine.sequences import Sequence
+from prfaas_worker.engine.sequences import Event, OfferEnded, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Model
 from prfaas_worker.models.solo import Solo
 from prfaas_worker.transfer.fetch import Fetched
@@ -64,22 +65,25 @@ class Bench:
         )
         layout = CacheLayout("f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16))
         self.offers = Offers(layout, 1, capacity=max_running)
-        parts = Parts(
-            runner=Runner(model, self.memory),
-            cache=HybridCache(self.memory, tiers),
-            events=[],
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.offers.on_end = lambda handle: inbox.put(OfferEnded(handle))
+        runner, cache = Runner(model, self.memory), HybridCache(self.memory, tiers)
+        fetcher: Any = self
+        self.engine = EngineLoop(
+            inbox=inbox,
+            runner=runner,
+            cache=cache,
+            kv_events=[],
+            remote=RemoteCaches(runner, cache, self.offers, fetcher, inbox.put),
             grammars=grammars,
             profiler=Profiler(1, 1, lambda _profile: None),
-            offers=self.offers,
-            traffic=TRAFFIC,
-            new_fetch=self.new_fetch,
-            answer=self.said.extend,
+            send=self.said.extend,
+            role="mixed",
+            max_waiting=max_waiting,
         )
-        self.engine = Engine(parts, role="mixed", max_waiting=max_waiting)
-        self.offers.on_end = self.engine.offer_ended
         self._handles = itertools.count(1)
 
-    def new_fetch(self, sequence: Sequence, is_prefix: bool) -> Any:
+    def prepare(self, sequence: Sequence, *, is_prefix: bool) -> Any:
         self.fetches.append(FetchByHand(sequence, is_prefix))
         return self.fetches[-1]
 

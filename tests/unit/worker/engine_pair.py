@@ -8,8 +8,7 @@ from typing import Any
 from prfaas.errors import PeerError
 from prfaas.wire.engine import Failed, Granted, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
-from prfaas_worker.engine.events import Offered
-from prfaas_worker.engine.sequences import Sequence
+from prfaas_worker.engine.sequences import PrefillOffered, Sequence
 from prfaas_worker.models.base import Model
 from prfaas_worker.transfer import connections
 from prfaas_worker.transfer.door import Door
@@ -66,7 +65,7 @@ class Giver(Bench):
         body = PrefillRequest(request_id="r", model="tiny", token_ids=prompt, start_token=start_token)
         message = StartPrefill(FAR + self.asked, body)
         offer, grant = self.offers.grant(message, len(prompt))
-        self.engine.inbox.put(Offered(message, offer))
+        self.engine.inbox.put(PrefillOffered(offer))
         return grant
 
     def _ask_prefix(self, request_id: str, prompt: list[int], start_token: int) -> None:
@@ -96,8 +95,8 @@ class Taker(Bench):
         self.connections = connections.Connections(Door())
         self.shared = Shared(self.offers._layout, self.connections, self.offers.counters, TRAFFIC)
 
-    def new_fetch(self, sequence: Sequence, is_prefix: bool) -> Any:
-        generate = sequence.request.generation
+    def prepare(self, sequence: Sequence, *, is_prefix: bool) -> Any:
+        generate = sequence.request.generate
         kind = PrefixRequest if is_prefix else PrefillRequest
         body = kind(
             request_id=generate.request_id,
@@ -106,7 +105,7 @@ class Taker(Bench):
             start_token=sequence.computed_tokens,
         )
         wanted = FetchRequest(sequence.request.handle, body, "http://127.0.0.1:1")
-        fetch = FetchWithoutHttp(wanted, self.engine._parts.runner.place(sequence.held), self.shared)
+        fetch = FetchWithoutHttp(wanted, self.engine.runner.place(sequence.held), self.shared)
         fetch.giver = self.giver
         self.fetches.append(fetch)
         return fetch

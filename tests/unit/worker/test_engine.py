@@ -111,7 +111,7 @@ def test_cancelling_what_is_over_or_unknown_does_nothing(model: Model):
     for message in (Cancel(handle), Cancel(handle, 0), Cancel(999)):
         bench.engine.inbox.put(message)
     bench.run()
-    assert bench.engine.gauges.requests_running == 0
+    assert bench.engine.stats.requests_running == 0
 
 
 def test_beyond_what_may_wait_a_request_is_told_so(model: Model):
@@ -174,14 +174,14 @@ def test_a_fetched_prompt_continues_as_a_local_one(model: Model):
     bench.run()
     (fetch,) = bench.fetches
     assert bench.said == []
-    assert bench.engine.gauges.requests_running == 1
+    assert bench.engine.stats.requests_running == 1
     fetch.on_end(fetched(model, fetch.sequence))
     bench.run()
     started = bench.said[0]
     assert isinstance(started, Started)
     assert started == Started(handle, 0, 7, 0.5, 0.25, 0.125, started.queue_seconds)
     assert bench.tokens(handle) == alone(model, prompt, 6)
-    assert bench.engine.gauges.prompt_tokens == 0
+    assert bench.engine.stats.prompt_tokens == 0
     bench.assert_nothing_is_held()
 
 

@@ -13,7 +13,7 @@ from prfaas.errors import PeerError, PrfaasError, RequestError
 from prfaas.wire.engine import Cancel, Grammar
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.tiers import Tiers
-from prfaas_worker.engine import preparing, schedule
+from prfaas_worker.engine import loop, schedule
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
@@ -104,7 +104,7 @@ def stage(bench: Bench, handle: int) -> str:
         return next(stage for part, stage in AWAITS.items() if part in request.awaits)
     phases = {sequence.phase for sequence in request.sequences}
     if Phase.FETCHING in phases:
-        return "fetching a prefix" if request.prefix_url else "fetching"
+        return "fetching a prefix" if request.prefix_source[0] else "fetching"
     if Phase.WAITING in phases:
         return "queued" if request.queue_seconds is None else "preempted"
     if not request.started:
@@ -180,7 +180,7 @@ def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
-    monkeypatch.setattr(preparing, "LOAD_SECONDS", 1000.0)
+    monkeypatch.setattr(loop, "LOAD_SECONDS", 1000.0)
     monkeypatch.setattr("os.fsync", lambda _: None)
     tiers, by_hand = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 26), ByHand()
     tiers.disk._reader.shutdown()

@@ -8,7 +8,7 @@ import pytest
 
 from prfaas.wire.engine import Started
 from prfaas_worker.cache.tiers import Tiers
-from prfaas_worker.engine import loop, preparing
+from prfaas_worker.engine import loop
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
@@ -45,7 +45,7 @@ def running(bench: Bench) -> threading.Thread:
 def test_a_restart_after_an_orderly_end_finds_what_the_device_had(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(preparing, "LOAD_SECONDS", 60.0)
+    monkeypatch.setattr(loop, "LOAD_SECONDS", 60.0)
     tiers = disk(model, tmp_path)
     bench = Bench(model, tiers=tiers)
     assert cached_tokens(bench) == 0

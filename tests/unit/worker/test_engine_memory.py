@@ -7,7 +7,6 @@ import torch
 
 from prfaas.wire.engine import Cancel, Failed, Sampling
 from prfaas_worker.engine import schedule
-from prfaas_worker.engine.gauges import Gauges
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
 
@@ -35,7 +34,8 @@ def test_a_cancelled_request_frees_its_memory_wherever_it_stands(model: Model, s
     bench.step()
     bench.assert_nothing_is_held()
     assert bench.engine.requests.get(handle) is None
-    assert bench.engine.gauges[:4] == Gauges()[:4]
+    stats = bench.engine.stats
+    assert (stats.requests_running, stats.requests_waiting, stats.prefills_running, stats.prefills_waiting) == (0,) * 4
     said = len(bench.said)
     bench.run()
     assert len(bench.said) == said
@@ -47,12 +47,12 @@ def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_al
     prompts = [b"def f(x):\n    return", b"import os\n\n\nclass A", b"for i in range("]
     handles = [bench.ask(prompt, max_tokens=220, sampling=Sampling(1.0, 1.0, 0, 5)) for prompt in prompts]
     bench.run()
-    assert bench.engine.gauges.preemptions > 0
+    assert bench.engine.stats.preemptions > 0
     bench.assert_nothing_is_held()
     roomy = Bench(model)
     expected = [roomy.ask(prompt, max_tokens=220, sampling=Sampling(1.0, 1.0, 0, 5)) for prompt in prompts]
     roomy.run()
-    assert roomy.engine.gauges.preemptions == 0
+    assert roomy.engine.stats.preemptions == 0
     for handle, other in zip(handles, expected, strict=True):
         assert bench.tokens(handle) == roomy.tokens(other)
 

@@ -9,7 +9,7 @@ import pytest
 from prfaas.kvindex.blocks import BlockChain, chain_root
 from prfaas.wire.engine import Failed, Granted, Started
 from prfaas_worker.engine import schedule
-from prfaas_worker.engine.others import Others
+from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.sequences import Phase, Sequence
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
@@ -66,7 +66,7 @@ def test_a_prefix_of_another_engine_is_bit_by_bit_what_is_computed_here(pair, mo
     taker.run_with(lambda: bool(taker.ends(handle)))
     assert taker.tokens(handle) == alone(models[1], prompt, 6)
     assert told(taker, handle).cached_tokens == len(SYSTEM)
-    assert taker.engine.gauges.prompt_tokens == len(prompt) - len(SYSTEM)
+    assert taker.engine.stats.prompt_tokens == len(prompt) - len(SYSTEM)
     # The same rows and states, as the two caches hold them.
     rows = [[bench.memory.read_pages([page]) for page in pages_of(bench, prompt)] for bench in pair]
     assert rows[0] == rows[1]
@@ -75,7 +75,7 @@ def test_a_prefix_of_another_engine_is_bit_by_bit_what_is_computed_here(pair, mo
 
 
 def chain_of(bench: Giver | Taker, prompt: bytes) -> list[bytes]:
-    chain = BlockChain(chain_root(bench.engine._runner.model.fingerprint, ""))
+    chain = BlockChain(chain_root(bench.engine.runner.model.fingerprint, ""))
     chain.extend(list(prompt))
     return chain.hashes
 
@@ -97,7 +97,7 @@ def test_rows_that_are_here_do_not_cross_again(pair):
     taker.run_with(lambda: bool(taker.ends(first)))
     manifest = taker.fetches[0]._intake.receipt.expected
     assert (manifest.start_token, manifest.end_token) == (128, 192)
-    assert taker.engine.gauges.prefix_tokens == 64
+    assert taker.engine.stats.prefix_tokens == 64
 
 
 def test_nothing_longer_is_a_404_and_holds_nothing(pair):
@@ -120,7 +120,7 @@ def test_a_prefix_takes_no_slot_that_somebody_was_promised(models):
     giver = Giver(models[0], max_running=3)
     teach(giver, SYSTEM + b"x")
     handle = giver.ask(b"some prompt", choices=3, max_tokens=3)
-    giver.engine._take(wait=False)
+    giver.engine._handle_events(wait=False)
     giver.engine._admit(next(iter(giver.engine.requests)))  # two slots are free, for its other choices
     answer = giver.ask_prefix(SYSTEM + b"y")
     assert isinstance(answer, Failed)
@@ -162,14 +162,14 @@ def test_what_is_computed_on_lossy_rows_stays_out_of_the_takers_cache_too(pair, 
     giver, taker = pair
     teach(taker, SYSTEM + b"x")
     cached = taker.engine.cache.stats().cached_pages
-    real = Others.begin
+    real = RemoteCaches.start_fetch
 
-    def begin(others: Others, sequence: Sequence) -> None:
+    def begin(remote: RemoteCaches, sequence: Sequence) -> None:
         assert sequence.is_exact
-        real(others, sequence)
+        real(remote, sequence)
         sequence.is_exact = False
 
-    monkeypatch.setattr(Others, "begin", begin)
+    monkeypatch.setattr(RemoteCaches, "start_fetch", begin)
     handle = taker.ask(prompt_of(b"first"), prefill_url="http://127.0.0.1:1", max_tokens=80, ignore_eos=True)
     taker.run_with(lambda: bool(taker.ends(handle)))
     assert giver.engine.cache.stats().cached_pages == 0
@@ -185,7 +185,7 @@ def test_a_prefill_that_is_on_its_way_keeps_its_pages_when_streams_want_them(mod
     giver.grant_prefill(list(b"x" * 200), 0)  # all pages but the next one of the stream
     while list(giver.engine.requests)[-1].phase is not Phase.DELIVERING:
         giver.step()
-    assert giver.engine.gauges.preemptions == 0
+    assert giver.engine.stats.preemptions == 0
     assert len(giver.tokens(stream)) < 150, "the stream waits for a page"
     giver.offers.cancel(next(iter(giver.offers._offers)))
     giver.run()

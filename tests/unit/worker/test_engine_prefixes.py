@@ -9,8 +9,7 @@ import pytest
 from prfaas.errors import PeerError
 from prfaas.wire.engine import Cancel, Started, StartPrefill
 from prfaas.wire.prefill import PrefillRequest
-from prfaas_worker.engine.events import Offered
-from prfaas_worker.engine.sequences import Phase
+from prfaas_worker.engine.sequences import Phase, PrefillOffered
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.transfer.fetch import AbsentError
@@ -43,7 +42,7 @@ def started(bench: Bench, handle: int) -> Started:
 
 
 def outcomes(bench: Bench) -> dict[str, int]:
-    return dict(bench.engine.gauges.prefixes)
+    return dict(bench.engine.stats.prefixes)
 
 
 def test_a_fetched_prefix_is_used_and_only_the_rest_is_computed(model: Model):
@@ -58,8 +57,8 @@ def test_a_fetched_prefix_is_used_and_only_the_rest_is_computed(model: Model):
     bring(model, fetch)
     bench.run()
     assert bench.tokens(handle) == expected
-    assert bench.engine.gauges.prompt_tokens == len(prompt) - len(SHARED)
-    assert bench.engine.gauges.prefix_tokens == len(SHARED)
+    assert bench.engine.stats.prompt_tokens == len(prompt) - len(SHARED)
+    assert bench.engine.stats.prefix_tokens == len(SHARED)
     told = started(bench, handle)
     assert (told.cached_tokens, told.kv_bytes, told.transfer_seconds) == (len(SHARED), 7, 0.25)
     assert outcomes(bench) == {"fetched": 1}
@@ -72,12 +71,12 @@ def test_others_find_a_fetched_prefix_without_asking(model: Model):
     bench.step()
     bring(model, bench.fetches[0])
     bench.run()
-    computed, prompt = bench.engine.gauges.prompt_tokens, prompt_of(b"second")
+    computed, prompt = bench.engine.stats.prompt_tokens, prompt_of(b"second")
     handle = bench.ask(prompt)
     bench.run()
     assert bench.tokens(handle) == alone(model, prompt, 6)
     assert started(bench, handle).cached_tokens == len(SHARED)
-    assert bench.engine.gauges.prompt_tokens - computed == len(prompt) - len(SHARED)
+    assert bench.engine.stats.prompt_tokens - computed == len(prompt) - len(SHARED)
 
 
 def test_nobody_is_asked_for_what_cannot_be_more_than_is_cached(model: Model):
@@ -133,7 +132,7 @@ def test_many_who_want_the_same_make_one_transfer(model: Model):
     bench.run()
     assert len(bench.fetches) == 1
     assert [bench.tokens(handle) for handle in handles] == [expected] * 6
-    assert bench.engine.gauges.prompt_tokens == 6 * (len(prompt) - len(SHARED))
+    assert bench.engine.stats.prompt_tokens == 6 * (len(prompt) - len(SHARED))
     assert outcomes(bench) == {"fetched": 1, "joined": 5}
     bench.assert_nothing_is_held()
 
@@ -152,7 +151,7 @@ def test_prompts_behind_one_system_prompt_make_one_transfer(model: Model):
     bench.run()
     assert [bench.tokens(handle) for handle in handles] == [alone(model, prompt, 6) for prompt in prompts]
     assert outcomes(bench)["fetched"] == 1
-    assert bench.engine.gauges.prompt_tokens == sum(map(len, prompts)) - 4 * len(SHARED)
+    assert bench.engine.stats.prompt_tokens == sum(map(len, prompts)) - 4 * len(SHARED)
 
 
 def test_who_waited_in_vain_asks_for_itself_once(model: Model):
@@ -262,7 +261,7 @@ def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(
         bench.engine.cache.reset()
         message = StartPrefill(handle, asked)
         offer, _ = bench.offers.grant(message, len(prompt))
-        bench.engine.inbox.put(Offered(message, offer))
+        bench.engine.inbox.put(PrefillOffered(offer))
         bench.step()
         fetch = bench.fetches[-1]
         if ends_early:
@@ -274,7 +273,7 @@ def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(
         else:
             bring(model, fetch)
             bench.run()
-            assert bench.engine.gauges.prompt_tokens == len(prompt) - len(SHARED)
+            assert bench.engine.stats.prompt_tokens == len(prompt) - len(SHARED)
             assert offer.outgoing.shipment.queued_bytes > 0
             bench.offers.end(offer, "delivered")
             bench.step()
@@ -285,7 +284,7 @@ def test_what_a_prefill_computes_on_lossy_rows_is_told_to_be_so(model: Model):
     bench, prompt = Bench(model), list(prompt_of(b"first"))
     message = StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL))
     offer, _ = bench.offers.grant(message, len(prompt))
-    bench.engine.inbox.put(Offered(message, offer))
+    bench.engine.inbox.put(PrefillOffered(offer))
     bench.step()
     bring(model, bench.fetches[0], is_exact=False)
     bench.run()

@@ -10,7 +10,7 @@ import pytest
 
 from prfaas.wire.engine import Cancel, Started
 from prfaas_worker.cache.tiers import Tiers
-from prfaas_worker.engine import preparing
+from prfaas_worker.engine import loop
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
@@ -104,10 +104,10 @@ def test_a_stuck_disk_holds_a_request_up_for_its_moment_only_and_others_not_at_a
     _, drawn = bench.answer(PROMPT)
     bench.push_out()
     stuck = Stuck(monkeypatch, tiers)
-    monkeypatch.setattr(preparing, "LOAD_SECONDS", 0.3)
+    monkeypatch.setattr(loop, "LOAD_SECONDS", 0.3)
     slow = bench.ask_four(PROMPT)
     bench.engine.step(wait=False)
-    assert bench.engine.gauges.requests_waiting == 1
+    assert bench.engine.stats.requests_waiting == 1
     cancelled = bench.ask_four(PROMPT)
     bench.engine.step(wait=False)
     bench.engine.inbox.put(Cancel(cancelled))

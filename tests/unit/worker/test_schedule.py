@@ -5,25 +5,35 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas_worker.engine.schedule import Batch, Budgets, Chunk, Facts, Running, Waiting, schedule
+from prfaas_worker.engine.schedule import (
+    Budgets,
+    RunningSequence,
+    Schedule,
+    ScheduledChunk,
+    ScheduleFacts,
+    WaitingSequence,
+    schedule,
+)
 
 BUDGETS = Budgets(step_tokens=1024, prompt_tokens_beside_decodes=512)
 
 
-def waiting(handle: int, slots: int = 1, pages: int = 1) -> Waiting[int]:
-    return Waiting(handle, slots, pages)
+def waiting(handle: int, slots: int = 1, pages: int = 1) -> WaitingSequence[int]:
+    return WaitingSequence(handle, slots, pages)
 
 
-def prompt(handle: int, remaining: int, cut: int | None = None) -> Running[int]:
-    return Running(handle, remaining, remaining if cut is None else cut, 2, False, False)
+def prompt(handle: int, remaining: int, cut: int | None = None) -> RunningSequence[int]:
+    return RunningSequence(handle, remaining, remaining if cut is None else cut, 2, False, False)
 
 
-def decoding(handle: int, *, short: bool = False, held: int = 2) -> Running[int]:
-    return Running(handle, 1, 1, held, short, True)
+def decoding(handle: int, *, short: bool = False, held: int = 2) -> RunningSequence[int]:
+    return RunningSequence(handle, 1, 1, held, short, True)
 
 
-def facts(*running: Running[int], waits: tuple[Waiting[int], ...] = (), slots: int = 8, pages: int = 100) -> Facts[int]:
-    return Facts(waits, running, slots, pages)
+def facts(
+    *running: RunningSequence[int], waits: tuple[WaitingSequence[int], ...] = (), slots: int = 8, pages: int = 100
+) -> ScheduleFacts[int]:
+    return ScheduleFacts(waits, running, slots, pages)
 
 
 def test_nothing_to_do_is_an_empty_batch():
@@ -32,48 +42,51 @@ def test_nothing_to_do_is_an_empty_batch():
 
 def test_decoding_goes_on_beside_one_chunk_of_prompt():
     found = schedule(facts(prompt(3, 5000), decoding(1), decoding(2)), BUDGETS)
-    assert found == Batch(chunks=(Chunk(3, 512),), decodes=(1, 2))
+    assert found == Schedule(chunks=(ScheduledChunk(3, 512),), decodes=(1, 2))
 
 
 def test_a_prompt_alone_gets_the_whole_step():
-    assert schedule(facts(prompt(3, 5000)), BUDGETS).chunks == (Chunk(3, 1024),)
+    assert schedule(facts(prompt(3, 5000)), BUDGETS).chunks == (ScheduledChunk(3, 1024),)
 
 
 def test_decodes_take_their_tokens_out_of_the_steps_budget():
     many = tuple(decoding(n) for n in range(600))
-    assert schedule(facts(*many, prompt(900, 5000)), BUDGETS).chunks == (Chunk(900, 424),)
+    assert schedule(facts(*many, prompt(900, 5000)), BUDGETS).chunks == (ScheduledChunk(900, 424),)
 
 
 def test_what_a_short_prompt_leaves_of_a_step_goes_to_the_next():
     prompts = prompt(1, 100), prompt(2, 300), prompt(3, 900), prompt(4, 5)
     found = schedule(facts(*prompts), BUDGETS).chunks
-    assert found == (Chunk(1, 100), Chunk(2, 300), Chunk(3, 619), Chunk(4, 5))
+    assert found == (ScheduledChunk(1, 100), ScheduledChunk(2, 300), ScheduledChunk(3, 619), ScheduledChunk(4, 5))
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one():
     found = schedule(facts(prompt(1, 60_000), prompt(2, 30_000), prompt(3, 20)), BUDGETS).chunks
-    assert found == (Chunk(1, 512), Chunk(2, 492), Chunk(3, 20))
+    assert found == (ScheduledChunk(1, 512), ScheduledChunk(2, 492), ScheduledChunk(3, 20))
     beside_decodes = schedule(facts(decoding(1), prompt(2, 60_000), prompt(3, 20)), BUDGETS)
-    assert beside_decodes.chunks == (Chunk(2, 492), Chunk(3, 20))
+    assert beside_decodes.chunks == (ScheduledChunk(2, 492), ScheduledChunk(3, 20))
 
 
 def test_the_first_prompt_gets_half_of_every_step_however_many_short_ones_come():
     short = tuple(prompt(n, 100) for n in range(2, 40))
-    assert schedule(facts(prompt(1, 60_000), *short), BUDGETS).chunks[0] == Chunk(1, 512)
+    assert schedule(facts(prompt(1, 60_000), *short), BUDGETS).chunks[0] == ScheduledChunk(1, 512)
 
 
 def test_of_prompts_that_are_alike_one_is_finished_before_the_next_begins():
-    assert schedule(facts(prompt(1, 5000), prompt(2, 5000)), BUDGETS).chunks == (Chunk(1, 1024),)
-    assert schedule(facts(prompt(1, 700), prompt(2, 5000)), BUDGETS).chunks == (Chunk(1, 700), Chunk(2, 324))
+    assert schedule(facts(prompt(1, 5000), prompt(2, 5000)), BUDGETS).chunks == (ScheduledChunk(1, 1024),)
+    assert schedule(facts(prompt(1, 700), prompt(2, 5000)), BUDGETS).chunks == (
+        ScheduledChunk(1, 700),
+        ScheduledChunk(2, 324),
+    )
 
 
 def test_a_chunk_ends_where_its_state_is_to_be_kept():
-    assert schedule(facts(prompt(1, 900, cut=192)), BUDGETS).chunks == (Chunk(1, 192),)
+    assert schedule(facts(prompt(1, 900, cut=192)), BUDGETS).chunks == (ScheduledChunk(1, 192),)
 
 
 def test_one_token_left_of_a_prompt_is_a_chunk_unless_it_decodes():
     last = prompt(1, 1)
-    assert schedule(facts(last), BUDGETS) == Batch(chunks=(Chunk(1, 1),))
+    assert schedule(facts(last), BUDGETS) == Schedule(chunks=(ScheduledChunk(1, 1),))
 
 
 def test_requests_are_admitted_in_order_while_slots_and_pages_are_free():
@@ -96,21 +109,23 @@ def test_admission_leaves_a_page_for_every_decode():
 
 def test_without_a_page_the_last_to_arrive_gives_way_and_nobody_is_admitted():
     found = schedule(facts(decoding(1, short=True), decoding(2), prompt(3, 9), waits=(waiting(4),), pages=0), BUDGETS)
-    assert found == Batch(preempt=(3,), decodes=(1, 2))
+    assert found == Schedule(preempt=(3,), decodes=(1, 2))
 
 
 def test_one_that_gives_way_may_do_for_several():
     found = schedule(facts(decoding(1, short=True), decoding(2, short=True), decoding(3, held=2), pages=0), BUDGETS)
-    assert found == Batch(preempt=(3,), decodes=(1, 2))
+    assert found == Schedule(preempt=(3,), decodes=(1, 2))
     found = schedule(facts(decoding(1, short=True), decoding(2, short=True), decoding(3, held=1), pages=0), BUDGETS)
-    assert found == Batch(preempt=(3,), decodes=(1,))
+    assert found == Schedule(preempt=(3,), decodes=(1,))
 
 
 def test_a_prompt_that_others_read_from_never_gives_way():
     pinned = prompt(3, 9)._replace(pinned=True)
     found = schedule(facts(decoding(1, short=True), decoding(2), pinned, pages=0), BUDGETS)
-    assert found == Batch(preempt=(2,), chunks=(Chunk(3, 9),), decodes=(1,))
-    assert schedule(facts(decoding(1, short=True), pinned, pages=0), BUDGETS) == Batch(chunks=(Chunk(3, 9),))
+    assert found == Schedule(preempt=(2,), chunks=(ScheduledChunk(3, 9),), decodes=(1,))
+    assert schedule(facts(decoding(1, short=True), pinned, pages=0), BUDGETS) == Schedule(
+        chunks=(ScheduledChunk(3, 9),)
+    )
 
 
 def test_what_only_transfers_hold_is_waited_for():
@@ -132,8 +147,10 @@ class Line:
     def remaining(self) -> int:
         return self.prompt + self.drawn - self.computed
 
-    def facts(self, handle: int) -> Running[int]:
-        return Running(handle, self.remaining, self.remaining, self.pages, self.computed + 1 > self.pages * 64, True)
+    def facts(self, handle: int) -> RunningSequence[int]:
+        return RunningSequence(
+            handle, self.remaining, self.remaining, self.pages, self.computed + 1 > self.pages * 64, True
+        )
 
 
 lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.integers(1, 3)), max_size=12)
@@ -155,7 +172,7 @@ def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
         assert free_pages >= 0
         assert free_slots >= 0
         found = schedule(
-            Facts(
+            ScheduleFacts(
                 tuple(waiting(n, everyone[n].slots, -(-everyone[n].remaining // 64)) for n in sorted(waits)),
                 tuple(everyone[n].facts(n) for n in sorted(runs)),
                 free_slots,

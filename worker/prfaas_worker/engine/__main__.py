@@ -1,21 +1,25 @@
-"""The engine process: `python -m prfaas_worker.engine FD OPTIONS`, started and watched by the front alone.
+"""The engine process: `python -m prfaas_worker.engine FD OPTIONS`, started and watched only by the front.
 
-FD is the inherited end of a unix socket pair, OPTIONS the front's options as JSON. Signals are the front's business:
-only it knows what still has to finish.
+FD is the inherited end of a unix socket pair, OPTIONS the front's options as JSON. The front handles signals: only the
+front knows which requests still have to finish.
 """
 
 import contextlib
+import ctypes
+import os
 import signal
 import socket
 import sys
+from typing import Final
 
 import msgspec
 
 from prfaas.errors import ConfigError
 from prfaas.wire.engine import Ready, StartFailed, encode_batch
-from prfaas_worker.engine.parent import end_with_front
 from prfaas_worker.logs import configure_logs
 from prfaas_worker.options import Options
+
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
@@ -23,16 +27,28 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     front = socket.socket(fileno=int(sys.argv[1]))
-    end_with_front(front)
+    _end_with_front(front)
     options = msgspec.json.decode(sys.argv[2], type=Options)
     configure_logs(options, "engine")
     _run(options, front)
 
 
+def _end_with_front(front: socket.socket) -> None:
+    """Have the kernel kill this process as soon as the front ends: while a model loads, nobody reads the socket."""
+    if sys.platform != "linux":
+        return  # there it ends with its socket, once it is loaded
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl")
+    with contextlib.suppress(BlockingIOError):
+        if not front.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # it died before it could be watched
+            os._exit(0)
+
+
 def _run(options: Options, front: socket.socket) -> None:
     # Imported here: torch takes seconds, and by then the process must be tied to the front.
     from prfaas_worker.engine.assembly import assemble, max_context
-    from prfaas_worker.engine.link import Desk, Outbox, serve_front
+    from prfaas_worker.engine.ipc import FrontMessages, Outbox, serve_front
     from prfaas_worker.models import load_model
     from prfaas_worker.transfer.sender import Sender
     from prfaas_worker.transfer.traffic import traffic_of
@@ -44,14 +60,13 @@ def _run(options: Options, front: socket.socket) -> None:
         engine, offers = assemble(model, directory, options, outbox, traffic)
         listener = _listen(options)
     except ConfigError as error:
-        with contextlib.suppress(OSError):  # the front may have met the same trouble, and be gone
+        with contextlib.suppress(OSError):  # the front may have failed for the same reason, and be gone
             front.sendall(encode_batch([StartFailed(str(error))]))
         sys.exit(1)
     Sender(listener, offers, traffic)
-    desk = Desk(engine, offers, traffic, outbox)
     ready = Ready(model.fingerprint, str(directory), model.vocab_size, max_context(model, options), options.data_port)
     outbox.put([ready])
-    serve_front(front, desk)
+    serve_front(front, engine, FrontMessages(engine, offers, traffic, outbox))
     engine.run()
 
 

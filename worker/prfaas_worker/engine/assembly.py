@@ -1,5 +1,6 @@
-"""Puts an engine together: the model's memory, the step loop, and what it needs of transfers, grammars and profile."""
+"""Builds an engine: the model's memory and cache, the step loop, and what that needs of transfers and grammars."""
 
+import queue
 from functools import partial
 from pathlib import Path
 
@@ -8,24 +9,22 @@ import torch
 from prfaas.errors import ConfigError
 from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
-from prfaas.wire.prefill import PrefillRequest, PrefixRequest
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.populate import populate_in_background
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
-from prfaas_worker.engine.link import Outbox
-from prfaas_worker.engine.loop import Engine
-from prfaas_worker.engine.parts import Parts
-from prfaas_worker.engine.profile import Profiler
+from prfaas_worker.engine.ipc import Outbox
+from prfaas_worker.engine.loop import EngineLoop
+from prfaas_worker.engine.profiler import Profiler
+from prfaas_worker.engine.remote import Fetcher, RemoteCaches
 from prfaas_worker.engine.runner import Runner, prefill_seconds
 from prfaas_worker.engine.schedule import BUDGETS
-from prfaas_worker.engine.sequences import Sequence
+from prfaas_worker.engine.sequences import Event, OfferEnded
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer
 from prfaas_worker.transfer.connections import Connections
-from prfaas_worker.transfer.fetch import FetchRequest, RemoteFetch
 from prfaas_worker.transfer.layout import CacheLayout, layer_groups
 from prfaas_worker.transfer.offers import Offers
 from prfaas_worker.transfer.pull import Shared
@@ -35,12 +34,12 @@ from prfaas_worker.transfer.traffic import Traffic
 MIB = 1 << 20
 CPU_CACHE_MIB = 1024
 LARGE_VOCABULARY = 10_000
-"""Above this many tokens the first grammar would hold every stream up for most of a second: it is prepared at start."""
+"""With more tokens the trie is built at the start: the first grammar would delay every stream for most of a second."""
 
 
 def assemble(
     model: Model, directory: Path, options: Options, outbox: Outbox, traffic: Traffic
-) -> tuple[Engine, Offers]:
+) -> tuple[EngineLoop, Offers]:
     """Return the step loop of a model and the prefills that it offers to others.
 
     Raises:
@@ -48,54 +47,45 @@ def assemble(
 
     """
     memory = _cache_memory(model, options)
-    staging = Staging(memory) if model.device.type == "cuda" else None
+    runner = Runner(model, memory, Staging(memory) if model.device.type == "cuda" else None)
+    kv_events: list[KvEvent] = []
+    cache = HybridCache(memory, _tiers(model, options), on_event=kv_events.append, attention_kind=model.attention_kind)
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
-    capacity = options.max_running + options.max_waiting
-    offers = Offers(layout, options.data_port, capacity)
-
+    offers = _offers(layout, options, inbox, outbox)
     shared = Shared(layout, Connections(traffic.door), offers.counters, traffic)
-
-    def new_fetch(sequence: Sequence, is_prefix: bool) -> RemoteFetch:
-        request, prompt = sequence.request, sequence.request.prompt
-        known = {
-            "request_id": prompt.request_id,
-            "model": options.model_name,
-            "token_ids": sequence.token_ids[:],
-            "start_token": sequence.computed_tokens,
-            "cache_salt": prompt.cache_salt,
-        }
-        if is_prefix:
-            url, cluster, body = request.prefix_url, request.prefix_cluster, PrefixRequest(**known)
-        else:
-            generate = request.generation
-            url, cluster = generate.prefill_url, generate.prefill_cluster
-            body = PrefillRequest(**known, prefix_url=generate.prefix_url, prefix_cluster=request.prefix_cluster)
-        wanted = FetchRequest(request.handle, body, url, cluster, request.trace)
-        return RemoteFetch(wanted, runner.place(sequence.held), shared)
-
-    runner = Runner(model, memory, staging)
-    events: list[KvEvent] = []
-    sizes = memory.geometry.state_bytes, memory.geometry.token_bytes
-    parts = Parts(
+    engine = EngineLoop(
+        inbox=inbox,
         runner=runner,
-        cache=HybridCache(memory, _tiers(model, options), on_event=events.append, attention_kind=model.attention_kind),
-        events=events,
+        cache=cache,
+        kv_events=kv_events,
+        remote=RemoteCaches(runner, cache, offers, Fetcher(runner, options.model_name, shared), inbox.put),
         grammars=_grammars(model, directory),
-        profiler=Profiler(*sizes, lambda profile: outbox.put([Measured(profile)])),
-        offers=offers,
-        traffic=traffic,
-        new_fetch=new_fetch,
-        answer=outbox.put,
+        profiler=_profiler(runner, cache, options, outbox),
+        send=outbox.put,
+        role=options.role,
+        max_waiting=options.max_waiting,
     )
-    _compile(model, options)
-    prefill = partial(prefill_seconds, parts.runner, parts.cache, BUDGETS[options.role].step_tokens)
-    parts.profiler.measure(prefill, options.profile_seconds, max_context(model, options))
-    engine = Engine(parts, role=options.role, max_waiting=options.max_waiting)
-    if options.cache_mib and model.device.type == "cpu":  # the default is there for whoever has not thought of memory
+    if options.cache_mib and model.device.type == "cpu":  # the default is for those who gave memory no thought
         populate_in_background(memory.pages.data_ptr(), memory.pages.nbytes)
-    offers.on_end = engine.offer_ended
-    offers.counters.on_end = lambda transfer: outbox.put([transfer])
     return engine, offers
+
+
+def _offers(layout: CacheLayout, options: Options, inbox: queue.SimpleQueue[Event], outbox: Outbox) -> Offers:
+    offers = Offers(layout, options.data_port, options.max_running + options.max_waiting)
+    offers.on_end = lambda handle: inbox.put(OfferEnded(handle))
+    offers.counters.on_end = lambda transfer: outbox.put([transfer])
+    return offers
+
+
+def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outbox) -> Profiler:
+    """Compile the decode steps, and measure prefills: the model runs as it will when it serves."""
+    geometry = runner.memory.geometry
+    profiler = Profiler(geometry.state_bytes, geometry.token_bytes, lambda profile: outbox.put([Measured(profile)]))
+    _compile(runner.model, options)
+    prefill = partial(prefill_seconds, runner, cache, BUDGETS[options.role].step_tokens)
+    profiler.measure(prefill, options.profile_seconds, max_context(runner.model, options))
+    return profiler
 
 
 def _cache_memory(model: Model, options: Options) -> CacheMemory:
@@ -122,7 +112,7 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
 
 
 def _default_cache_mib(model: Model) -> int:
-    """On an accelerator what the weights leave, less a tenth for activations and their fragments."""
+    """Return what the weights leave on an accelerator, less a tenth for activations and their fragments."""
     if model.device.type != "cuda":
         return CPU_CACHE_MIB
     free_bytes, _ = torch.cuda.mem_get_info(model.device)
@@ -146,7 +136,7 @@ def max_context(model: Model, options: Options) -> int:
 
 
 def _compile(model: Model, options: Options) -> None:
-    """Compile the decode steps that were asked for; the model has its memory.
+    """Compile the decode steps that the options name; the model has its memory.
 
     Raises:
         ConfigError: it has none to compile, or there is no compiler.
@@ -163,7 +153,7 @@ def _compile(model: Model, options: Options) -> None:
 
 
 def _tiers(model: Model, options: Options) -> Tiers | None:
-    """Return what the cache gives its evicted entries to, None where it has nothing below it.
+    """Return the tiers for evicted entries, None if the options name none.
 
     Raises:
         ConfigError: the directory cannot be used, or another process has it.
@@ -180,10 +170,10 @@ def _tiers(model: Model, options: Options) -> Tiers | None:
 
 
 def _grammars(model: Model, directory: Path) -> Grammars:
-    def vocabulary() -> Vocabulary:
+    def load_vocabulary() -> Vocabulary:
         return read_vocabulary(load_tokenizer(directory), tuple(sorted(model.eos_token_ids)), model.vocab_size)
 
-    grammars = Grammars(vocabulary)
+    grammars = Grammars(load_vocabulary)
     if model.vocab_size > LARGE_VOCABULARY:
         grammars.warm()
     return grammars

@@ -1,15 +1,19 @@
-"""The engine's step loop: take what arrived, ask the schedule, run the batch, hand out tokens.
+"""The engine's step loop: handle what arrived, ask the schedule, run the batch, send tokens.
 
-It runs on one thread and never waits but when idle: other threads talk to it through `inbox`, and it talks to the front
-through `answer`, which only queues, once a step.
+It runs on one thread and waits only when idle. Other threads talk to it through `inbox`. It talks to the front through
+`send`, which only queues, once a step.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections import abc
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import InitVar, dataclass, field
 from typing import Final
 
+import msgspec
 import torch
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
@@ -19,67 +23,88 @@ from prfaas.wire.engine import (
     CacheReset,
     Cancel,
     Failed,
+    FinishReason,
     Generate,
     KvEvents,
     ResetCache,
     Role,
     RoleSet,
     SetRole,
+    Started,
     StartPrefix,
+    Stats,
     ToFront,
+    Tokens,
 )
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
-from prfaas.wire.prefill import PrefillRequest, PrefixRequest
-from prfaas_worker.engine import sequences
-from prfaas_worker.engine.events import End, Event, FetchEnded, Offered, OfferEnded, Prepared
-from prfaas_worker.engine.gauges import Gauges
-from prfaas_worker.engine.memory import give_back, keep
-from prfaas_worker.engine.others import Others
-from prfaas_worker.engine.parts import Parts
-from prfaas_worker.engine.preparing import Preparing
-from prfaas_worker.engine.runner import Work
-from prfaas_worker.engine.sampling import Outputs
-from prfaas_worker.engine.schedule import BUDGETS, Batch, schedule
-from prfaas_worker.engine.sequences import Phase, Request, Requests
-from prfaas_worker.engine.voice import Heard, Voice, failure, started
+from prfaas.wire.kvevents import KvEvent
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.engine.grammar import Compiled, Grammars
+from prfaas_worker.engine.profiler import Profiler
+from prfaas_worker.engine.remote import RemoteCaches
+from prfaas_worker.engine.runner import Runner, StepWork
+from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
+from prfaas_worker.engine.schedule import BUDGETS, Schedule, schedule
+from prfaas_worker.engine.sequences import (
+    End,
+    EngineRequest,
+    Event,
+    FetchEnded,
+    OfferEnded,
+    Phase,
+    PrefillOffered,
+    Prepared,
+    Requests,
+    Sequence,
+)
 from prfaas_worker.transfer.fetch import Fetched
 
-KEEP_SECONDS: Final = 3.0
+CODE_ENGINE_FAILED: Final = "engine_failed"
+LOAD_SECONDS: Final = 2.0
+"""Most time to wait for a cached prefix from host memory or disk: the prompt can be computed, too."""
+FLUSH_SECONDS: Final = 3.0
 """Time at an orderly end for what a restart can use of the cache."""
 _LAST_STEP_SECONDS: Final = 1.0
 
 
-class Engine:
-    """Owns all requests, at most `max_waiting` of which wait."""
+@dataclass(kw_only=True, eq=False)
+class EngineLoop:
+    """Owns all requests, at most `max_waiting` of which wait, and works through the objects that it is given.
 
-    def __init__(self, parts: Parts, *, role: Role, max_waiting: int):
-        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.requests = Requests()
-        self.gauges = Gauges(role=role)
-        self.cache = parts.cache
-        self._parts = parts
-        self._runner, model = parts.runner, parts.runner.model
-        self._voice = Voice(Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids))))
-        self._preparing = Preparing(parts.grammars, parts.cache, self.inbox.put)
-        self._others = Others(parts, self.inbox.put)
-        self._said: list[ToFront] = []
-        self._max_waiting = max_waiting
-        self._end_at: float | None = None
-        self._kept = threading.Event()
+    `kv_events` are the cache's events since the last step. `stats` has the engine's own counts after the last step: it
+    is replaced whole, so that any thread may read it at any time.
+    """
 
-    def offer_ended(self, handle: int) -> None:
-        """Have a prefill for another instance forgotten; called from any thread."""
-        self.inbox.put(OfferEnded(handle))
+    inbox: queue.SimpleQueue[Event]
+    runner: Runner
+    cache: HybridCache
+    kv_events: list[KvEvent]
+    remote: RemoteCaches
+    grammars: Grammars
+    profiler: Profiler
+    send: Callable[[list[ToFront]], None]
+    role: InitVar[Role]
+    max_waiting: int
+    stats: Stats = field(init=False)
+    requests: Requests = field(default_factory=Requests, init=False)
+    _messages: list[ToFront] = field(default_factory=list, init=False)
+    _end_at: float | None = field(default=None, init=False)
+    _flushed: threading.Event = field(default_factory=threading.Event, init=False)
 
-    def end(self, seconds: float = KEEP_SECONDS) -> bool:
-        """Have `run` return once the cache's tiers have what a restart can use, or so many seconds are over.
+    def __post_init__(self, role: Role) -> None:
+        self.stats = Stats(role=role)
+        model = self.runner.model
+        self._outputs = Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids)))
 
-        Waits for that, but not much longer, and tells whether it was done; called from any other thread, again with 0
-        to cut it short. Whenever the process goes, the files that it leaves are whole.
+    def end(self, seconds: float = FLUSH_SECONDS) -> bool:
+        """Make `run` return once the cache is flushed to the disk, or after so many seconds.
+
+        Waits for that, but not much longer, and returns whether it was done. Called from any other thread, again with 0
+        to cut it short. Whenever the process ends, the files that it leaves are whole.
         """
         self._end_at = time.monotonic() + seconds
         self.inbox.put(End())
-        return self._kept.wait(seconds + _LAST_STEP_SECONDS)
+        return self._flushed.wait(seconds + _LAST_STEP_SECONDS)
 
     def run(self) -> None:
         """Step until `end` is called."""
@@ -87,27 +112,27 @@ class Engine:
         while self._end_at is None:
             idle = not self.step(wait=idle)
         self.cache.flush(lambda: (self._end_at or 0.0) - time.monotonic())
-        self._kept.set()
+        self._flushed.set()
 
     @torch.inference_mode()
     def step(self, *, wait: bool) -> bool:
         """Do one step; with `wait` first wait until something arrives. Returns whether anything was to do."""
-        self._take(wait=wait)
+        self._handle_events(wait=wait)
         began = time.monotonic()
-        batch = schedule(self.requests.facts(self.cache), BUDGETS[self.gauges.role])
-        for sequence in batch.preempt:
+        planned = schedule(self.requests.facts(self.cache), BUDGETS[self.stats.role])
+        for sequence in planned.preempt:
             self._preempt(sequence)
-        for sequence in batch.admit:
+        for sequence in planned.admit:
             if not self._admit(sequence):
                 break
-        work = self._work(batch)
+        work = self._work(planned)
         self._compute(work)
         if work.decodes and not work.chunks:
-            self.gauges = self.gauges.plus(decode_steps=1, decode_seconds=time.monotonic() - began)
-        self._tell()
-        return not batch.empty
+            self._count(decode_steps=1, decode_seconds=time.monotonic() - began)
+        self._send_messages()
+        return not planned.empty
 
-    def _take(self, *, wait: bool) -> None:
+    def _handle_events(self, *, wait: bool) -> None:
         try:
             event = self.inbox.get(block=wait)
             while True:
@@ -119,46 +144,85 @@ class Engine:
     def _handle(self, event: Event) -> None:
         match event:
             case Generate():
-                self._arrive(event)
+                self._add_generation(event)
             case Cancel():
                 self._cancel(event)
-            case Offered(message, offer):
-                prompt = message.request
-                request = Request(message.handle, len(prompt.token_ids), asked=message, offer=offer)
-                request.prefix_url, request.prefix_cluster = prompt.prefix_url, prompt.prefix_cluster
-                self._add(request, prompt)
-            case StartPrefix(handle, prompt):
-                self._add(Request(handle, len(prompt.token_ids), asked=event), prompt)
+            case PrefillOffered(offer):
+                self._add(EngineRequest(offer.message, offer))
+            case StartPrefix():
+                self._add(EngineRequest(event))
             case OfferEnded(handle):
                 self._end(handle)
             case FetchEnded(handle, result):
-                self._fetched(handle, result)
+                self._finish_fetch(handle, result)
             case Prepared():
-                self._prepared(event)
+                self._finish_preparation(event)
             case ResetCache(handle):
-                self._said.append(CacheReset(handle, self.cache.reset()))
+                self._messages.append(CacheReset(handle, self.cache.reset()))
             case SetRole(handle, role):
-                self.gauges = self.gauges._replace(role=role)
-                self._said.append(RoleSet(handle, role))
+                self.stats = msgspec.structs.replace(self.stats, role=role)
+                self._messages.append(RoleSet(handle, role))
             case End():
-                pass  # wakes a loop that waits; `run` looks for itself
+                pass  # wakes a loop that waits; `run` checks for itself
 
-    def _arrive(self, message: Generate) -> None:
-        if self.requests.counts()[False, True] >= self._max_waiting:
-            text = f"{self._max_waiting} requests are waiting already; try another instance, or later"
-            self._said.append(Failed(message.handle, 503, CODE_OVERLOADED, text))
+    def _add_generation(self, message: Generate) -> None:
+        if self.requests.counts()[False, True] >= self.max_waiting:
+            text = f"{self.max_waiting} requests are waiting already; try another instance, or later"
+            self._messages.append(Failed(message.handle, 503, CODE_OVERLOADED, text))
             return
-        request = Request(message.handle, len(message.token_ids), generate=message)
-        request.prefix_url = "" if message.prefill_url else message.prefix_url
-        request.prefix_cluster = message.prefix_cluster
         try:
-            self._voice.check(request)
+            check_tokens(message, self._outputs.vocab_size)
         except RequestError as error:
-            self._said.append(failure(message.handle, error))
+            self._messages.append(_failure(message.handle, error))
             return
-        self._add(request, message)
+        self._add(EngineRequest(message))
 
-    def _prepared(self, event: Prepared) -> None:
+    def _add(self, request: EngineRequest) -> None:
+        prompt = request.prompt
+        token_ids, choice = prompt.token_ids[:], 0
+        if request.is_generation:
+            token_ids, choice = token_ids + request.generate.generated, request.generate.choice
+        chain = BlockChain(chain_root(self.runner.model.fingerprint, prompt.cache_salt))
+        chain.extend(token_ids)
+        sequence = Sequence(request, choice, token_ids, chain, Phase.PREPARING)
+        request.sequences.append(sequence)
+        self.requests.add(request)
+        self._prepare_grammar(request)
+        self._prepare_cache(sequence)
+        if not request.awaits:
+            self._make_ready(sequence)
+
+    def _prepare_grammar(self, request: EngineRequest) -> None:
+        """Start compiling a request's grammar, if it has one."""
+        grammar, handle = request.generate.grammar if request.is_generation else None, request.handle
+        if grammar is None:
+            return
+        request.awaits.add("grammar")
+
+        def post(future: Future[Compiled]) -> None:
+            self.inbox.put(Prepared(handle, "grammar", future))
+
+        self.grammars.prepare(grammar).add_done_callback(post)
+
+    def _prepare_cache(self, sequence: Sequence) -> None:
+        """Start loading a prompt's cached prefix from host memory or disk, and wait for it for a limited time."""
+        request = sequence.request
+        loading = self.cache.prefetch(sequence.chain.hashes, len(sequence.token_ids) - 1)
+        if loading is None or loading.done():
+            return
+        request.awaits.add("cache")
+        ready = Prepared(request.handle, "cache")
+        timer = threading.Timer(LOAD_SECONDS, self.inbox.put, (ready,))
+        timer.daemon = True
+        timer.start()
+
+        def post() -> None:
+            timer.cancel()  # each is a thread
+            self.inbox.put(ready)
+
+        loading.add_done_callback(post)
+
+    def _finish_preparation(self, event: Prepared) -> None:
         request = self.requests.get(event.handle)
         if request is None or event.part not in request.awaits:  # cancelled, or waited for long enough already
             return
@@ -167,32 +231,18 @@ class Engine:
             try:
                 request.grammar = event.grammar.result()
             except PrfaasError as error:
-                self._said.append(failure(event.handle, error))
-                self._end(event.handle)
+                self._fail(request, error)
                 return
         if not request.awaits:
-            self._ready(request)
+            self._make_ready(request.sequences[0])
 
-    def _add(self, request: Request, prompt: Generate | PrefillRequest | PrefixRequest) -> None:
-        generate = request.generate
-        token_ids = prompt.token_ids + (generate.generated if generate else [])
-        chain = BlockChain(chain_root(self._runner.model.fingerprint, prompt.cache_salt))
-        chain.extend(token_ids)
-        first = generate.choice if generate else 0
-        request.sequences.append(sequences.Sequence(request, first, token_ids, chain))
-        self.requests.add(request)
-        self._preparing.begin(request)
-        if not request.awaits:
-            self._ready(request)
-
-    def _ready(self, request: Request) -> None:
-        """Let a request be admitted from now on; one that only wants what is cached has it, or not, at once."""
-        (sequence,) = request.sequences
+    def _make_ready(self, sequence: Sequence) -> None:
+        """Let a sequence be admitted from now on; a request for a cached prefix is granted or refused at once."""
         sequence.phase = Phase.WAITING
-        if isinstance(request.asked, StartPrefix):
-            self._said.append(self._others.give(sequence, self.requests.facts(self.cache)))
+        if isinstance(sequence.request.message, StartPrefix):
+            self._messages.append(self.remote.offer_prefix(sequence, self.requests.facts(self.cache)))
             if sequence.lease is None:
-                self._end(request.handle)
+                self._end(sequence.request.handle)
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.handle)
@@ -204,9 +254,9 @@ class Engine:
         for sequence in [one for one in request.sequences if one.index == message.choice and request.started]:
             self._end_sequence(sequence)
 
-    def _admit(self, sequence: sequences.Sequence) -> bool:
+    def _admit(self, sequence: Sequence) -> bool:
         """Give a sequence memory and start it; False when there is too little memory after all."""
-        if self._others.joins(sequence):
+        if self.remote.join_prefix_fetch(sequence):
             return True
         request, count = sequence.request, len(sequence.token_ids)
         opened = self.cache.open(sequence.chain.hashes, count, count - 1, use_state=not request.is_remote)
@@ -218,55 +268,56 @@ class Engine:
             request.queue_seconds = time.monotonic() - request.arrived
             request.cached_tokens = opened.cached_tokens
         sequence.phase = Phase.RUNNING
-        self._others.begin(sequence)
+        self.remote.start_fetch(sequence)
         return True
 
-    def _fetched(self, handle: int, result: Fetched | PrfaasError) -> None:
+    def _finish_fetch(self, handle: int, result: Fetched | PrfaasError) -> None:
         request = self.requests.get(handle)
         if request is None:
             return
         (sequence,) = request.sequences
         transfer_id = request.fetch.transfer_id if request.fetch else ""
         request.fetch = None
-        prompt = self._others.came(sequence, result)
+        is_prefix = self.remote.finish_fetch(sequence, result)
         if sequence.phase is Phase.ENDING:  # cancelled meanwhile
             self._end(handle)
-        elif isinstance(prompt, PrfaasError):
+        elif is_prefix:
+            return
+        elif isinstance(result, PrfaasError):
             self._end(handle)
-            self._said.append(Failed(handle, 502, CODE_PREFILL_FAILED, str(prompt), transfer_id))
-        elif prompt is not None:
-            self._prefilled(sequence, prompt)
+            self._messages.append(Failed(handle, 502, CODE_PREFILL_FAILED, str(result), transfer_id))
+        else:
+            self._start_fetched(sequence, result)
 
-    def _prefilled(self, sequence: sequences.Sequence, result: Fetched) -> None:
+    def _start_fetched(self, sequence: Sequence, result: Fetched) -> None:
         """Draw the first tokens behind a prompt that another instance prefilled."""
         sequence.computed_tokens = len(sequence.token_ids)
         sequence.phase, sequence.is_exact = Phase.RUNNING, result.is_exact
-        keep(self.cache, sequence)
+        sequence.publish(self.cache)
         sequence.request.prefill_seconds = result.done.prefill_seconds
-        hidden = result.hidden.to(self._runner.model.device).unsqueeze(0)
-        self._draw(self._begin(sequence, result), self._runner.model.logits(hidden))
+        hidden = result.hidden.to(self.runner.model.device).unsqueeze(0)
+        self._draw(self._start_choices(sequence, result), self.runner.model.logits(hidden))
 
-    def _preempt(self, sequence: sequences.Sequence) -> None:
-        """Take a sequence's memory; what it had computed may still be in the prefix cache when its turn comes."""
-        give_back(self.cache, sequence)
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.release(self.cache)
         sequence.request.alone = False
-        self.gauges = self.gauges.plus(preemptions=1)
+        self._count(preemptions=1)
 
-    def _work(self, batch: Batch[sequences.Sequence]) -> Work:
-        ready = [one for one in batch.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
-        return Work(batch.chunks, ready)
+    def _work(self, planned: Schedule[Sequence]) -> StepWork:
+        ready = [one for one in planned.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
+        return StepWork(planned.chunks, ready)
 
-    def _compute(self, work: Work) -> None:
+    def _compute(self, work: StepWork) -> None:
         if not (work.chunks or work.decodes):
             return
         try:
-            done = self._runner.run(work)
+            result = self.runner.run(work)
         except CapacityError as error:
             self._abandon(work, error)
             return
         alone = len(work.chunks) == 1 and not work.decodes
-        finished: list[tuple[sequences.Sequence, int]] = []
-        self.gauges = self.gauges.plus(prompt_tokens=sum(tokens for _, tokens in work.chunks))
+        finished: list[tuple[Sequence, int]] = []
+        self._count(prompt_tokens=sum(tokens for _, tokens in work.chunks))
         for row, (sequence, tokens) in enumerate(work.chunks):
             sequence.request.alone &= alone
             finished += self._advance(sequence, tokens, row)
@@ -275,33 +326,32 @@ class Engine:
         if finished:
             rows = [row for _, row in finished]
             # As many rows may still be others: a prompt with two choices beside a chunk that goes on.
-            hidden = done.hidden if rows == list(range(len(done.hidden))) else done.hidden[rows]
-            self._draw([sequence for sequence, _ in finished], self._runner.model.logits(hidden))
+            hidden = result.hidden if rows == list(range(len(result.hidden))) else result.hidden[rows]
+            self._draw([sequence for sequence, _ in finished], self.runner.model.logits(hidden))
 
-    def _advance(self, sequence: sequences.Sequence, tokens: int, row: int) -> list[tuple[sequences.Sequence, int]]:
-        """Note that tokens of a sequence are computed; returns who draws from the hidden state in `row` now."""
+    def _advance(self, sequence: Sequence, tokens: int, row: int) -> list[tuple[Sequence, int]]:
+        """Record that tokens of a sequence are computed; returns the sequences that draw from `row` now."""
         request = sequence.request
         sequence.computed_tokens += tokens
-        keep(self.cache, sequence)
+        sequence.publish(self.cache)
         if sequence.remaining_tokens:
             return []
         if request.alone and not request.started:
             count = len(sequence.token_ids) - request.cached_tokens
-            self._parts.profiler.observe(count, request.prefill_seconds, request.cached_tokens)
+            self.profiler.observe(count, request.prefill_seconds, request.cached_tokens)
         if request.offer is not None:
             sequence.phase = Phase.DELIVERING
             request.offer.computed(request.prefill_seconds, is_exact=sequence.is_exact)
             return []
         if request.started:
             return [(sequence, row)]
-        return [(choice, row) for choice in self._begin(sequence)]
+        return [(choice, row) for choice in self._start_choices(sequence)]
 
-    def _begin(self, sequence: sequences.Sequence, fetched: Fetched | None = None) -> list[sequences.Sequence]:
-        """Turn a computed prompt into a sequence for each choice. One that finds no memory waits for some."""
-        request = sequence.request
-        first = request.generation.choice
-        for index in range(first + 1, first + request.generation.choices):
-            choice = sequences.Sequence(request, index, sequence.token_ids[:], sequence.chain.copy())
+    def _start_choices(self, sequence: Sequence, fetched: Fetched | None = None) -> list[Sequence]:
+        """Turn a computed prompt into a sequence for each choice. A choice without memory waits for some."""
+        request, generate = sequence.request, sequence.request.generate
+        for index in range(generate.choice + 1, generate.choice + generate.choices):
+            choice = Sequence(request, index, sequence.token_ids[:], sequence.chain.copy())
             choice.lease = self.cache.fork(sequence.held, sequence.computed_tokens)
             if choice.lease is not None:
                 choice.phase, choice.computed_tokens = Phase.RUNNING, sequence.computed_tokens
@@ -309,48 +359,65 @@ class Engine:
             request.sequences.append(choice)
         try:
             for choice in request.sequences:
-                choice.sampler = self._voice.sampler(request, choice.index, request.grammar)
-        except RequestError as error:
-            self._said.append(failure(request.handle, error))
-            self._end(request.handle)
+                matcher = request.grammar.matcher() if request.grammar else None
+                choice.sampler = Sampler(generate, choice.index, self._outputs, matcher, generate.generated)
+        except RequestError as error:  # what was generated elsewhere does not follow the grammar
+            self._fail(request, error)
             return []
         request.started = True
-        self._said.append(started(request, fetched))
+        self._messages.append(_started(request, fetched))
         return request.sequences[:]
 
-    def _draw(self, drawing: Sequence[sequences.Sequence], logits: torch.Tensor) -> None:
-        """Draw a token for each sequence, tell the front, and end what ends; one row of logits may serve all."""
+    def _draw(self, drawing: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
+        """Draw a token for each sequence from logits fp32 [B, vocab_size], of which one row may serve all."""
         if not drawing:
             return
-        self.gauges = self.gauges.plus(generation_tokens=len(drawing))
-        for sequence, heard in zip(drawing, self._voice.draw(drawing, logits), strict=True):
-            self._say(sequence, heard)
+        self._count(generation_tokens=len(drawing))
+        drawn = sample(logits.expand(len(drawing), -1), [sequence.ready_sampler for sequence in drawing])
+        for sequence, one in zip(drawing, drawn, strict=True):
+            self._append_token(sequence, one)
 
-    def _say(self, sequence: sequences.Sequence, heard: Heard) -> None:
+    def _append_token(self, sequence: Sequence, drawn: Drawn) -> None:
+        """Append a drawn token to its sequence, send it, and end the sequence if it is the last."""
         request = sequence.request
         if self.requests.get(request.handle) is None:  # another choice of it has just failed
             return
-        self._said.append(heard.message)
-        if heard.request_ends:
-            self._end(request.handle)
-        elif heard.sequence_ends:
+        if drawn.error is not None:
+            self._fail(request, drawn.error)
+            return
+        sequence.token_ids.append(drawn.token)
+        sampler = sequence.ready_sampler
+        stopped = drawn.token in sampler.ends
+        reason: FinishReason | None = None
+        if stopped or sampler.complete:
+            reason = "stop"
+        elif sequence.generated_tokens == request.generate.max_tokens:
+            reason = "length"
+        token_ids = [] if stopped else [drawn.token]
+        logprobs = [drawn.logprob] if drawn.logprob is not None and not stopped else []
+        self._messages.append(Tokens(request.handle, sequence.index, token_ids, logprobs, reason))
+        if reason is not None:
             self._end_sequence(sequence)
 
-    def _abandon(self, work: Work, error: CapacityError) -> None:
-        """Fail the prompts of a step that found no memory; what decoded beside them is computed anew."""
+    def _abandon(self, work: StepWork, error: CapacityError) -> None:
+        """Fail the prompts of a step that found no memory; preempt the decodes beside them."""
         for request in {sequence.request.handle: sequence.request for sequence, _ in work.chunks}.values():
             if request.offer is not None:
                 request.offer.fail(str(error))
                 request.sequences[0].phase = Phase.ENDING  # its frames may still be on their way out
             else:
-                self._said.append(Failed(request.handle, 503, CODE_OVERLOADED, str(error)))
+                self._messages.append(Failed(request.handle, 503, CODE_OVERLOADED, str(error)))
                 self._end(request.handle)
         for sequence in work.decodes:
             if sequence.lease is not None:  # else another choice of its request was among the prompts
                 self._preempt(sequence)
 
+    def _fail(self, request: EngineRequest, error: PrfaasError) -> None:
+        self._messages.append(_failure(request.handle, error))
+        self._end(request.handle)
+
     def _end(self, handle: int) -> None:
-        """Forget a request, and give its memory back as soon as no thread of a transfer uses it."""
+        """Forget a request, and release its memory as soon as no thread of a transfer uses it."""
         request = self.requests.get(handle)
         if request is None:
             return
@@ -361,7 +428,7 @@ class Engine:
         for sequence in request.sequences[:]:
             self._end_sequence(sequence)
 
-    def _end_sequence(self, sequence: sequences.Sequence) -> None:
+    def _end_sequence(self, sequence: Sequence) -> None:
         request = sequence.request
         if sequence.lease is not None:
             self.cache.close(sequence.lease)
@@ -370,12 +437,47 @@ class Engine:
         if not request.sequences:
             self.requests.remove(request.handle)
 
-    def _tell(self) -> None:
-        """Let others know what this step changed."""
-        self.gauges = self._others.counted(self.gauges.now(self.requests.counts()))
-        if events := self._parts.events:
-            self._said.append(KvEvents(events[:]))
-            events.clear()
-        if self._said:
-            self._parts.answer(self._said)
-            self._said = []
+    def _count(self, **more: float) -> None:
+        counts = {name: getattr(self.stats, name) + value for name, value in more.items()}
+        self.stats = msgspec.structs.replace(self.stats, **counts)
+
+    def _send_messages(self) -> None:
+        """Send what this step changed to the front, and update the statistics."""
+        counts = self.requests.counts()
+        self.stats = msgspec.structs.replace(
+            self.stats,
+            requests_running=counts[False, False],
+            requests_waiting=counts[False, True],
+            prefills_running=counts[True, False],
+            prefills_waiting=counts[True, True],
+            prefixes=tuple(sorted(self.remote.outcomes.items())),
+            prefix_tokens=self.remote.prefix_tokens,
+        )
+        if self.kv_events:
+            self._messages.append(KvEvents(self.kv_events[:]))
+            self.kv_events.clear()
+        if self._messages:
+            self.send(self._messages)
+            self._messages = []
+
+
+def _started(request: EngineRequest, fetched: Fetched | None) -> Started:
+    """Return the message about a prompt that was computed here, or fetched."""
+    cache = fetched or request.prefix
+    return Started(
+        handle=request.handle,
+        cached_tokens=request.cached_tokens,
+        kv_bytes=cache.received_bytes if cache else 0,
+        prefill_seconds=request.prefill_seconds,
+        transfer_seconds=cache.transfer_seconds if cache else 0.0,
+        first_byte_seconds=fetched.done.first_byte_seconds if fetched else 0.0,
+        queue_seconds=request.queue_seconds or 0.0,
+        transfer_id=cache.transfer_id if cache else "",
+    )
+
+
+def _failure(handle: int, error: PrfaasError) -> Failed:
+    """Return the message about a request that cannot go on."""
+    if isinstance(error, RequestError):
+        return Failed(handle, error.status, error.code, str(error))
+    return Failed(handle, 500, CODE_ENGINE_FAILED, str(error))

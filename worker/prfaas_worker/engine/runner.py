@@ -1,34 +1,36 @@
-"""The model calls of a step: whose tokens go in, whose hidden states come out, and what leaves on the way."""
+"""Runs the model for a step, and sends each finished layer of a prefill for another instance at once."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from prfaas.errors import CapacityError, InternalError
 from prfaas.kvindex.blocks import BlockChain
+from prfaas.wire.engine import Generate, Sampling
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.engine import sequences
+from prfaas_worker.engine.sequences import EngineRequest, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, state_frames
 from prfaas_worker.transfer.offers import Offer
 from prfaas_worker.transfer.staging import Mark, Staging
 
 Export = Callable[[int, Mark | None], None]
-"""What is to be done for a prefill for another instance once a layer is computed."""
+"""Sends a computed layer of a prefill to another instance."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """One step's sequences: each with the number of prompt tokens to compute, and those that decode one token."""
 
-    chunks: Sequence[tuple[sequences.Sequence, int]]
-    decodes: Sequence[sequences.Sequence]
+    chunks: abc.Sequence[tuple[Sequence, int]]
+    decodes: abc.Sequence[Sequence]
 
 
-class Done(NamedTuple):
+class StepResult(NamedTuple):
     """A step's hidden states fp32 [chunks + decodes, hidden_size] in the order of its work, and what it took."""
 
     hidden: torch.Tensor
@@ -48,7 +50,7 @@ class Runner:
         """Return where transfers find a sequence's cache."""
         return Place(self.memory, lease.slot, lease.pages, self._staging)
 
-    def run(self, work: Work) -> Done:
+    def run(self, work: StepWork) -> StepResult:
         """Compute a step; every finished layer of a prefill for another instance leaves at once.
 
         Raises:
@@ -74,15 +76,15 @@ class Runner:
             if sequence.request.offer is not None and tokens == sequence.remaining_tokens:
                 offer = sequence.request.offer
                 offer.put(hidden_frame(offer.manifest, hidden[row].cpu()))
-        return Done(hidden, seconds)
+        return StepResult(hidden, seconds)
 
-    def _batch(self, work: Work) -> Batch:
+    def _batch(self, work: StepWork) -> Batch:
         tokens = [token for sequence, count in work.chunks for token in sequence.next_tokens(count)]
         tokens += [sequence.token_ids[sequence.computed_tokens] for sequence in work.decodes]
         chunks = tuple(Chunk(one.held.slot, one.computed_tokens, count) for one, count in work.chunks)
         return Batch(self._tensor(tokens), chunks, self._decodes(work.decodes) if work.decodes else None)
 
-    def _decodes(self, decoding: Sequence[sequences.Sequence]) -> Decodes:
+    def _decodes(self, decoding: abc.Sequence[Sequence]) -> Decodes:
         lengths = [sequence.computed_tokens for sequence in decoding]
         slots = [sequence.held.slot for sequence in decoding]
         return Decodes(self._tensor(slots), self._tensor(lengths), max(lengths))
@@ -90,7 +92,7 @@ class Runner:
     def _tensor(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.model.device)
 
-    def _on_layer(self, exports: Sequence[Export]) -> Callable[[int], None] | None:
+    def _on_layer(self, exports: abc.Sequence[Export]) -> Callable[[int], None] | None:
         if not exports:
             return None
 
@@ -101,8 +103,8 @@ class Runner:
 
         return on_layer
 
-    def _export(self, sequence: sequences.Sequence, tokens: int) -> Export | None:
-        """Return what is to be done for a prefill for another instance after each layer, None for any other."""
+    def _export(self, sequence: Sequence, tokens: int) -> Export | None:
+        """Return the export of a prefill for another instance, None for any other sequence."""
         offer = sequence.request.offer
         if offer is None:
             return None
@@ -129,12 +131,13 @@ def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, token
     """Prefill a prompt of no request, in chunks as any other, and forget it; while nothing is served."""
     if (opened := cache.open((), tokens, 0)) is None:
         raise InternalError(f"no memory for a prompt of {tokens} tokens while nothing is served")
-    sequence = sequences.Sequence(sequences.Request(0, tokens), 0, [0] * tokens, BlockChain(b""), lease=opened.lease)
+    message = Generate(0, "", [0] * tokens, 1, 1, Sampling(0.0, 1.0, 0, 0), -1, "")
+    sequence = Sequence(EngineRequest(message), 0, message.token_ids, BlockChain(b""), lease=opened.lease)
     seconds = 0.0
     with torch.inference_mode():
         while left := sequence.remaining_tokens:
             count = min(left, chunk_tokens)
-            seconds += runner.run(Work([(sequence, count)], [])).seconds
+            seconds += runner.run(StepWork([(sequence, count)], [])).seconds
             sequence.computed_tokens += count
     cache.close(opened.lease)
     return seconds

@@ -1,14 +1,14 @@
-"""What the engine does in its next step: a pure function of who waits, who runs, and what memory is left.
+"""Decides an engine's next step: a pure function of who waits, who runs, and which memory is left.
 
-A step has a budget of tokens. Every decoding sequence takes one of it, and prompts share the rest. Half of that is for
-the prompt that arrived first, so that each has its turn; half goes to whichever has least to compute, so that a short
-prompt never waits for all of a long one. Among equals both are the first: finishing one before starting the next gives
-the lowest mean wait. A long prompt delays running streams by one chunk, never by itself; how much prompt may stand
-beside decodes is what an instance's role is about.
+A step has a budget of tokens. Every decoding sequence takes one token of it, and prompts share the rest. Half of the
+rest is for the prompt that arrived first, so that each has its turn. The other half goes to the prompt with least to
+compute, so that a short prompt never waits for all of a long one. Among equals both are the first: finishing one before
+starting the next gives the lowest mean wait. A long prompt delays running streams by one chunk, never by all of itself.
+An instance's role says how much prompt may be computed beside decodes.
 
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
-time. When the pages run out the sequence that arrived last gives all of its own back and waits again, in its old place:
-so the one that arrived first always gets on, and with it in time everyone.
+time. When the pages run out, the sequence that arrived last gives back all of its own and waits again, in its old
+place. So the one that arrived first always goes on, and with it in time everyone.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,10 +17,10 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from prfaas.wire.engine import Role
 
 Key = TypeVar("Key", bound=Hashable)
-"""Whatever the caller knows a sequence by."""
+"""The caller's reference to a sequence."""
 
 
-class Waiting(NamedTuple, Generic[Key]):
+class WaitingSequence(NamedTuple, Generic[Key]):
     """A sequence that holds nothing. It comes with `slots` state slots to fill, and needs `pages` to be admitted."""
 
     key: Key
@@ -28,12 +28,12 @@ class Waiting(NamedTuple, Generic[Key]):
     pages: int
 
 
-class Running(NamedTuple, Generic[Key]):
+class RunningSequence(NamedTuple, Generic[Key]):
     """A sequence that holds memory and has `remaining_tokens` >= 1 to compute.
 
-    One that `decodes` takes one token's place in the step, any other a chunk's, which may not go beyond
-    `until_cut_tokens`. `short` says that its next token needs one more page, `held_pages` what would become free if it
-    gave up, which one that is `pinned` may not: others read from its memory.
+    If it `decodes`, it takes one token of the step, otherwise a chunk, which may not go beyond `until_cut_tokens`.
+    `short` says that its next token needs one more page. Preempting it would free `held_pages`; a `pinned` one may not
+    be preempted, since others read from its memory.
     """
 
     key: Key
@@ -45,11 +45,11 @@ class Running(NamedTuple, Generic[Key]):
     pinned: bool = False
 
 
-class Facts(NamedTuple, Generic[Key]):
+class ScheduleFacts(NamedTuple, Generic[Key]):
     """The engine's state. Both lists are in order of arrival."""
 
-    waiting: Sequence[Waiting[Key]]
-    running: Sequence[Running[Key]]
+    waiting: Sequence[WaitingSequence[Key]]
+    running: Sequence[RunningSequence[Key]]
     free_slots: int
     free_pages: int
 
@@ -66,42 +66,42 @@ BUDGETS: Final[dict[Role, Budgets]] = {
     "mixed": Budgets(1024, 512),
     "decode": Budgets(1024, 128),
 }
-"""What a role means, as a step's length: a decode instance keeps its streams smooth, a prefill instance has none."""
+"""Step budgets by role: a decode instance keeps its streams smooth, a prefill instance has none."""
 
 
-class Chunk(NamedTuple, Generic[Key]):
+class ScheduledChunk(NamedTuple, Generic[Key]):
     """The next `tokens` of one sequence's prompt."""
 
     key: Key
     tokens: int
 
 
-class Batch(NamedTuple, Generic[Key]):
+class Schedule(NamedTuple, Generic[Key]):
     """One step: sequences to preempt, then to admit in this order as far as memory goes, then what to compute."""
 
     preempt: tuple[Key, ...] = ()
     admit: tuple[Key, ...] = ()
-    chunks: tuple[Chunk[Key], ...] = ()
+    chunks: tuple[ScheduledChunk[Key], ...] = ()
     decodes: tuple[Key, ...] = ()
 
     @property
     def empty(self) -> bool:
-        """Nothing to do until something arrives or ends."""
+        """Whether there is nothing to do until something arrives or ends."""
         return not (self.preempt or self.admit or self.chunks or self.decodes)
 
 
-def schedule(facts: Facts[Key], budgets: Budgets) -> Batch[Key]:
+def schedule(facts: ScheduleFacts[Key], budgets: Budgets) -> Schedule[Key]:
     """Return the next step. What is admitted in it computes from the next one on."""
-    decodes, preempted, free_pages = _decodes(facts)
+    decodes, preempted, free_pages = _choose_decodes(facts)
     prompts = [sequence for sequence in facts.running if not sequence.decodes and sequence.key not in preempted]
-    chunks = _chunks(prompts, len(decodes), budgets)
-    # A page for each decode is left alone, or what is admitted now would be preempted in a moment.
+    chunks = _choose_chunks(prompts, len(decodes), budgets)
+    # One page for each decode stays free, or what is admitted now would be preempted in a moment.
     admit = () if preempted else _admit(facts, free_pages - len(decodes))
-    return Batch(tuple(preempted), admit, chunks, tuple(decodes))
+    return Schedule(tuple(preempted), admit, chunks, tuple(decodes))
 
 
-def _decodes(facts: Facts[Key]) -> tuple[list[Key], list[Key], int]:
-    """Choose who decodes and who gives way for it; also the pages left then."""
+def _choose_decodes(facts: ScheduleFacts[Key]) -> tuple[list[Key], list[Key], int]:
+    """Return which sequences decode, which are preempted for them, and the pages left then."""
     decodes: list[Key] = []
     preempted: list[Key] = []
     free_pages, last = facts.free_pages, len(facts.running)
@@ -116,13 +116,15 @@ def _decodes(facts: Facts[Key]) -> tuple[list[Key], list[Key], int]:
                 preempted.append(facts.running[last].key)
                 free_pages += facts.running[last].held_pages
         if sequence.short and free_pages == 0:
-            continue  # what holds the pages is no sequence that computes: it ends without our help
+            continue  # the pages belong to a sequence that computes no more: it ends by itself
         free_pages -= sequence.short
         decodes.append(sequence.key)
     return decodes, preempted, free_pages
 
 
-def _chunks(prompts: list[Running[Key]], num_decodes: int, budgets: Budgets) -> tuple[Chunk[Key], ...]:
+def _choose_chunks(
+    prompts: list[RunningSequence[Key]], num_decodes: int, budgets: Budgets
+) -> tuple[ScheduledChunk[Key], ...]:
     left = budgets.step_tokens - num_decodes
     if num_decodes:
         left = min(left, budgets.prompt_tokens_beside_decodes)
@@ -135,14 +137,14 @@ def _chunks(prompts: list[Running[Key]], num_decodes: int, budgets: Budgets) -> 
         tokens = min(most, share, left)
         taken[prompt.key] += tokens
         left -= tokens
-    return tuple(Chunk(key, tokens) for key, tokens in taken.items() if tokens)
+    return tuple(ScheduledChunk(key, tokens) for key, tokens in taken.items() if tokens)
 
 
-def _remaining(prompt: Running[Key]) -> int:
+def _remaining(prompt: RunningSequence[Key]) -> int:
     return prompt.remaining_tokens
 
 
-def _admit(facts: Facts[Key], free_pages: int) -> tuple[Key, ...]:
+def _admit(facts: ScheduleFacts[Key], free_pages: int) -> tuple[Key, ...]:
     """Admit in order of arrival: a large request is not overtaken for ever by small ones."""
     admitted, free_slots = [], facts.free_slots
     for sequence in facts.waiting:

@@ -1,31 +1,34 @@
-"""The engine's bookkeeping: requests, their sequences, and where each of them stands."""
+"""The engine's requests, their sequences and phases, and the events that other threads report about them."""
 
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal, NamedTuple
 
-from prfaas.errors import InternalError
+from prfaas.errors import InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockChain
-from prfaas.wire.engine import Generate, StartPrefill, StartPrefix
+from prfaas.wire.engine import Cancel, Generate, ResetCache, SetRole, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillRequest, PrefixRequest
-from prfaas.wire.trace import TraceContext
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.events import Part
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
-from prfaas_worker.engine.schedule import Facts, Running, Waiting
+from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence
 from prfaas_worker.transfer.fetch import Fetched, RemoteFetch
 from prfaas_worker.transfer.offers import Offer
 
+Part = Literal["grammar", "cache", "prefix"]
+"""What a request may have to wait for before it can be admitted."""
+
 
 class Phase(Enum):
-    """Where a sequence stands.
+    """The phase of a sequence.
 
-    PREPARING waits for what other threads make ready; it and WAITING hold nothing. FETCHING waits for what another
-    instance sends, DELIVERING for another to take ours, ENDING only for a transfer's thread to let go of memory.
+    PREPARING waits for other threads; it and WAITING hold no memory. FETCHING waits for another instance's cache,
+    DELIVERING for another instance to take ours, ENDING only until a transfer's thread releases the memory.
     """
 
     PREPARING = "preparing"
@@ -38,15 +41,15 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One line of tokens: a prompt, then what one choice of a request has drawn.
+    """A prompt, and the tokens that one choice of a request has drawn.
 
-    The first `computed_tokens` of `token_ids` stand in the cache. Once all do, the next token is drawn; so a sequence
-    that decodes has one token left to compute, and one that was preempted has them all. `cuts` are lengths at which a
-    chunk must end, because the state there is to be kept. What `is_exact` no more stands on rows that came through a
-    lossy codec: nobody else may find it.
+    The first `computed_tokens` of `token_ids` are in the cache. Once all are, the next token is drawn. So a decoding
+    sequence has one token left to compute, and a preempted one has them all: another can take its memory at any time.
+    A chunk must end at each length in `cuts`, because the state there is to be kept. If not `is_exact`, the rows passed
+    a lossy codec and must not enter the prefix cache.
     """
 
-    request: "Request"
+    request: "EngineRequest"
     index: int
     token_ids: list[int]
     chain: BlockChain
@@ -68,8 +71,8 @@ class Sequence:
         return self.lease
 
     @property
-    def voice(self) -> Sampler:
-        """What draws for a sequence whose prompt is computed; it stays when the memory goes."""
+    def ready_sampler(self) -> Sampler:
+        """The sampler of a sequence whose prompt is computed; it stays when the memory goes."""
         if self.sampler is None:
             raise InternalError(f"{self} draws before its prompt is computed")
         return self.sampler
@@ -85,21 +88,37 @@ class Sequence:
         return len(self.token_ids) - self.request.prompt_tokens
 
     def next_tokens(self, tokens: int) -> list[int]:
-        """The next tokens to compute."""
+        """Return the next tokens to compute."""
         return self.token_ids[self.computed_tokens : self.computed_tokens + tokens]
+
+    def publish(self, cache: HybridCache) -> None:
+        """Enter the blocks that are complete now into the prefix cache, and the state where it is to be kept."""
+        if not self.is_exact:
+            return
+        blocks, rest = divmod(self.computed_tokens, self.chain.block_tokens)
+        decoding = self.computed_tokens > self.request.prompt_tokens
+        if decoding:
+            if rest:
+                return
+            self.chain.extend(self.token_ids[self.chain.tokens : self.computed_tokens])
+        cache.publish(self.held, self.chain, blocks)
+        if rest == 0 and (decoding or self.computed_tokens in self.cuts):
+            cache.checkpoint(self.held, self.chain.hashes, blocks, rolling=decoding)
+
+    def release(self, cache: HybridCache) -> None:
+        """Release the memory, and wait to be computed anew; published blocks may still be cached by then."""
+        cache.close(self.held)
+        self.lease, self.computed_tokens, self.phase = None, 0, Phase.WAITING
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One call of the front: a generation, or what another instance asked for and takes by an offer.
+class EngineRequest:
+    """One call of the front: a generation, or a prefill or cached prefix for another instance, with its offer.
 
     Until the prompt is computed it has one sequence, after that one for each choice that has not ended.
     """
 
-    handle: int
-    prompt_tokens: int
-    generate: Generate | None = None
-    asked: StartPrefill | StartPrefix | None = None
+    message: Generate | StartPrefill | StartPrefix
     offer: Offer | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: RemoteFetch | None = None
@@ -112,97 +131,144 @@ class Request:
     alone: bool = True
     """Nothing else was computed beside its prompt: its time says what a prefill costs."""
     cached_tokens: int = 0
-    prefix_url: str = ""
-    """Whom to ask for a longer prefix than is cached, as long as that may be done."""
-    prefix_cluster: str = ""
-    """The cluster that it must be of, empty for any."""
+    prefix_done: bool = False
+    """Other instances are not asked for a prefix any more."""
     has_joined: bool = False
-    """It waited for another's fetch of a prefix already."""
+    """It waited for another request's fetch of a prefix already."""
     prefix: Fetched | None = None
-    """What came of it."""
+    """The prefix that was fetched."""
+    handle: int = field(init=False)
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = self.message.handle
+        self.prompt_tokens = len(self.prompt.token_ids)
+
+    @property
+    def prompt(self) -> Generate | PrefillRequest | PrefixRequest:
+        """The prompt's tokens, salt and request id."""
+        return self.message if isinstance(self.message, Generate) else self.message.request
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether it generates; if not, another instance takes what it computes."""
+        return isinstance(self.message, Generate)
+
+    @property
+    def generate(self) -> Generate:
+        """The message of a request that generates."""
+        if not isinstance(self.message, Generate):
+            raise InternalError(f"request {self.handle} is for another instance: it generates nothing")
+        return self.message if isinstance(self.message, Generate) else self.message.request
 
     @property
     def is_remote(self) -> bool:
-        """Its prompt is prefilled elsewhere, and is not here yet."""
-        return self.generate is not None and bool(self.generate.prefill_url) and not self.started
+        """Whether another instance prefills its prompt, which is not here yet."""
+        return isinstance(self.message, Generate) and bool(self.message.prefill_url) and not self.started
+
+    @property
+    def prefix_source(self) -> tuple[str, str]:
+        """The address and cluster of the instance to ask for a longer prefix than is cached; empty for none."""
+        prompt = self.prompt
+        if self.prefix_done or isinstance(prompt, PrefixRequest):
+            return "", ""
+        if isinstance(prompt, Generate) and prompt.prefill_url:  # the instance that prefills asks for it
+            return "", ""
+        return prompt.prefix_url, prompt.prefix_cluster
 
     @property
     def slots(self) -> int:
         """State slots that a first admission must leave room for."""
-        return self.generate.choices if self.generate and not self.started else 1
-
-    @property
-    def prompt(self) -> Generate | PrefillRequest | PrefixRequest:
-        """The prompt that was asked for: by a client, or by another instance."""
-        if self.asked is not None:
-            return self.asked.request
-        return self.generation
-
-    @property
-    def trace(self) -> TraceContext:
-        """The trace that the request is part of."""
-        return self.asked.trace if self.asked is not None else self.generation.trace
-
-    @property
-    def generation(self) -> Generate:
-        """What was asked of a request that is no prefill for another instance."""
-        if self.generate is None:
-            raise InternalError(f"request {self.handle} is a prefill for another instance: it generates nothing")
-        return self.generate
+        return self.message.choices if isinstance(self.message, Generate) and not self.started else 1
 
 
 class Requests:
     """All requests in order of arrival."""
 
     def __init__(self) -> None:
-        self._by_handle: dict[int, Request] = {}
+        self._by_handle: dict[int, EngineRequest] = {}
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Every sequence, in order of its request's arrival."""
-        for request in self._by_handle.values():
-            yield from request.sequences
+        """Yield the sequences of all requests."""
+        return (sequence for request in self._by_handle.values() for sequence in request.sequences)
 
-    def get(self, handle: int) -> Request | None:
-        """Return a request that may have ended."""
+    def get(self, handle: int) -> EngineRequest | None:
+        """Return a request, None if it has ended."""
         return self._by_handle.get(handle)
 
-    def add(self, request: Request) -> None:
-        """Take a request in, behind all others."""
+    def add(self, request: EngineRequest) -> None:
+        """Add a request behind all others."""
         self._by_handle[request.handle] = request
 
     def remove(self, handle: int) -> None:
-        """Forget a request; who forgets it has given its memory back."""
+        """Forget a request whose memory is released."""
         self._by_handle.pop(handle, None)
 
     def counts(self) -> Counter[tuple[bool, bool]]:
         """Count requests by (for another instance, it waits); choices that wait again do not count apart."""
         return Counter(
-            (request.generate is None, request.sequences[0].lease is None) for request in self._by_handle.values()
+            (not request.is_generation, request.sequences[0].lease is None) for request in self._by_handle.values()
         )
 
-    def facts(self, cache: HybridCache) -> "Facts[Sequence]":
-        """Return what the schedule decides on."""
-        waiting: list[Waiting[Sequence]] = []
-        running: list[Running[Sequence]] = []
+    def facts(self, cache: HybridCache) -> ScheduleFacts[Sequence]:
+        """Return the input of the schedule."""
+        waiting: list[WaitingSequence[Sequence]] = []
+        running: list[RunningSequence[Sequence]] = []
         free_slots = cache.free_slots
         for sequence in self:
             phase = sequence.phase
             if phase is Phase.WAITING:
                 if len(waiting) < cache.free_slots:  # more cannot be admitted
                     pages = cache.pages_for(len(sequence.token_ids))
-                    waiting.append(Waiting(sequence, sequence.request.slots, pages))
+                    waiting.append(WaitingSequence(sequence, sequence.request.slots, pages))
             elif phase is not Phase.PREPARING:
                 free_slots -= sequence.request.slots - 1  # its other choices come when its prompt is computed
                 if phase is Phase.RUNNING:
                     running.append(_running(sequence, cache))
-        return Facts(waiting, running, free_slots, cache.free_pages)
+        return ScheduleFacts(waiting, running, free_slots, cache.free_pages)
 
 
-def _running(sequence: Sequence, cache: HybridCache) -> Running[Sequence]:
+def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence]:
     lease, request = sequence.held, sequence.request
     computed, total = sequence.computed_tokens, len(sequence.token_ids)
     cut = next((cut for cut in sequence.cuts if cut > computed), total) if sequence.cuts else total
     short = computed >= cache.capacity_tokens(lease)
     decodes = computed + 1 == total and request.offer is None
     pinned = request.offer is not None  # its frames are views of its pages
-    return Running(sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned)
+    return RunningSequence(sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned)
+
+
+class PrefillOffered(NamedTuple):
+    """A prefill was granted to another instance."""
+
+    offer: Offer
+
+
+class OfferEnded(NamedTuple):
+    """An offer was delivered, cancelled, or expired, and no thread sends from its memory any more."""
+
+    handle: int
+
+
+class FetchEnded(NamedTuple):
+    """A fetch ended, and its thread does not write to its memory any more."""
+
+    handle: int
+    result: Fetched | PrfaasError
+
+
+class Prepared(NamedTuple):
+    """A request need not wait for this part any longer; `grammar` is the outcome if that was the part."""
+
+    handle: int
+    part: Part
+    grammar: Future[Compiled] | None = None
+
+
+class End(NamedTuple):
+    """The loop is to end."""
+
+
+Event = (
+    Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded | Prepared | End
+)

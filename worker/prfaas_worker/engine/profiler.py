@@ -1,6 +1,6 @@
-"""What prefills cost on this machine: measured on a few lengths before serving, then refined by every real one.
+"""Measures what prefills cost on this machine: on a few lengths before serving, then with every real prefill.
 
-The first measurement has to be short, since nothing is served meanwhile, and has to reach far, since prompts do:
+The first measurement has to be short, since nothing is served meanwhile, and has to reach far, since prompts do. So
 lengths double until the next one would not fit the time. Each is repeated, and its quickest time counts: a single slow
 one, at the longest length, would be taken for a square and make prompts beyond it look many times as slow.
 """
@@ -15,27 +15,27 @@ from prfaas.wire.profile import Profile
 SHORTEST_TOKENS: Final = 64
 LONGEST_TOKENS: Final = 4096
 REPEATS: Final = 3
-TELL_SECONDS: Final = 1.0
+REPORT_SECONDS: Final = 1.0
 _GROWTH: Final = 2.5
 """A length that is twice as long is expected to take this many times as long."""
 
 
 class Profiler:
-    """Owns the instance's profile. `tell` hears of it when it has changed, at most once in TELL_SECONDS."""
+    """Owns the instance's profile. `report` is called when it has changed, at most once in REPORT_SECONDS."""
 
     def __init__(
         self,
         state_bytes: int,
         token_bytes: int,
-        tell: Callable[[Profile], None],
+        report: Callable[[Profile], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._sizes = state_bytes, token_bytes
-        self._tell = tell
+        self._report = report
         self._clock = clock
         self._curve = Curve()
-        self._told_at = clock()
-        tell(self.profile)
+        self._reported_at = clock()
+        report(self.profile)
 
     @property
     def profile(self) -> Profile:
@@ -59,17 +59,17 @@ class Profiler:
             expected = min(prefill(tokens) for _ in range(REPEATS))
             samples.append(Sample(tokens, expected))
         self._curve = Curve.fitted(samples)
-        self._told()
+        self._report_now()
 
     def observe(self, tokens: int, seconds: float, start_tokens: int = 0) -> None:
         """Learn from a real prefill of `tokens` behind `start_tokens` cached ones, computed beside nothing else."""
         self._curve.add(Sample(tokens, seconds, start_tokens))
-        if self._clock() - self._told_at >= TELL_SECONDS:
-            self._told()
+        if self._clock() - self._reported_at >= REPORT_SECONDS:
+            self._report_now()
 
-    def _told(self) -> None:
-        self._told_at = self._clock()
-        self._tell(self.profile)
+    def _report_now(self) -> None:
+        self._reported_at = self._clock()
+        self._report(self.profile)
 
 
 def _lengths(longest: int) -> list[int]:

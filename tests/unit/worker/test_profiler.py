@@ -5,7 +5,7 @@ import pytest
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.wire.engine import Measured, Ready
 from prfaas.wire.profile import Profile
-from prfaas_worker.engine.profile import Profiler
+from prfaas_worker.engine.profiler import Profiler
 
 TRUE = Profile(state_bytes=1000, token_bytes=10, fixed_seconds=0.01, token_seconds=1e-4, squared_seconds=1e-9)
 

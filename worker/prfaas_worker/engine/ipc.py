@@ -1,7 +1,7 @@
 """The engine's end of the unix socket to the front: one thread reads, one writes, so that the step loop does neither.
 
-What needs no step is answered by the reading thread at once: leases are granted and figures told while a long chunk
-computes. When the front goes away the engine has nobody to serve, and the process ends.
+The reading thread answers at once what needs no step: it grants leases and reports statistics while a long chunk
+computes. When the front closes its end, the process ends.
 """
 
 import logging
@@ -9,6 +9,8 @@ import os
 import queue
 import socket
 import threading
+
+import msgspec
 
 from prfaas.errors import CapacityError, UnreachableError
 from prfaas.wire.engine import (
@@ -34,8 +36,8 @@ from prfaas.wire.engine import (
     encode_batch,
 )
 from prfaas.wire.headers import CODE_OVERLOADED
-from prfaas_worker.engine.events import Offered
-from prfaas_worker.engine.loop import Engine
+from prfaas_worker.engine.loop import EngineLoop
+from prfaas_worker.engine.sequences import PrefillOffered
 from prfaas_worker.transfer.offers import Offers
 from prfaas_worker.transfer.sockets import receive_into
 from prfaas_worker.transfer.traffic import Traffic
@@ -44,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Messages to the front. Those that gathered while a write was under way leave as one batch."""
+    """Writes messages to the front; those that gather during a write leave as one batch."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
@@ -66,16 +68,16 @@ class Outbox:
                 return  # the reading thread sees the same end and acts on it
 
 
-class Desk:
-    """Takes the front's messages: answers some itself, passes the others to the step loop."""
+class FrontMessages:
+    """Answers some of the front's messages, and passes the others to the step loop."""
 
-    def __init__(self, engine: Engine, offers: Offers, traffic: Traffic, outbox: Outbox):
+    def __init__(self, engine: EngineLoop, offers: Offers, traffic: Traffic, outbox: Outbox):
         self._engine = engine
         self._offers = offers
         self._traffic = traffic
         self._outbox = outbox
 
-    def take(self, message: ToEngine) -> None:
+    def handle(self, message: ToEngine) -> None:
         """Act on one message."""
         match message:
             case Generate() | StartPrefix() | Cancel() | ResetCache() | SetRole():
@@ -92,24 +94,20 @@ class Desk:
             case AskStats(handle):
                 self._outbox.put([self._stats(handle)])
 
-    def end(self) -> None:
-        """Have the engine keep what a restart can use, in the seconds that an orderly end has."""
-        self._engine.end()
-
     def _grant(self, message: StartPrefill) -> None:
         try:
             offer, grant = self._offers.grant(message, len(message.request.token_ids))
         except CapacityError as error:
             self._outbox.put([Failed(message.handle, 503, CODE_OVERLOADED, str(error))])
             return
-        self._engine.inbox.put(Offered(message, offer))
+        self._engine.inbox.put(PrefillOffered(offer))
         self._outbox.put([Granted(message.handle, grant)])
 
     def _stats(self, handle: int) -> Stats:
         transfers, sent_bytes, received_bytes = self._offers.counters.snapshot()
-        return Stats(
+        return msgspec.structs.replace(
+            self._engine.stats,
             handle=handle,
-            **self._engine.gauges._asdict(),
             transfers=transfers,
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,
@@ -121,12 +119,12 @@ class Desk:
         )
 
 
-def serve_front(sock: socket.socket, desk: Desk) -> None:
-    """Start the reading thread, which ends the process when the front is gone."""
-    threading.Thread(target=_read, args=(sock, desk), name="front-read", daemon=True).start()
+def serve_front(sock: socket.socket, engine: EngineLoop, messages: FrontMessages) -> None:
+    """Start the reading thread, which ends the engine and the process when the front is gone."""
+    threading.Thread(target=_read, args=(sock, engine, messages), name="front-read", daemon=True).start()
 
 
-def _read(sock: socket.socket, desk: Desk) -> None:
+def _read(sock: socket.socket, engine: EngineLoop, messages: FrontMessages) -> None:
     length = bytearray(LENGTH.size)
     try:
         while True:
@@ -134,10 +132,10 @@ def _read(sock: socket.socket, desk: Desk) -> None:
             body = bytearray(LENGTH.unpack(length)[0])
             receive_into(sock, body)
             for message in decode_for_engine(body):
-                desk.take(message)
+                messages.handle(message)
     except UnreachableError:
         log.info("the front closed its end: the engine ends")
-        desk.end()
+        engine.end()
         os._exit(0)
     except Exception:
         log.exception("the engine cannot read the front's messages")

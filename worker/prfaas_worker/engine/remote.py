@@ -1,0 +1,233 @@
+"""Fetches prompts and cached prefixes from other instances, and offers them cached prefixes of ours.
+
+Two things come from another instance: the whole cache of a prompt that is prefilled there, with its last hidden state,
+and a cached prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot; from then
+on they are as if they had been cached here.
+
+A prefix is requested when its prompt is admitted. The fetch may fail at any time, which costs only time: the prompt is
+computed. The hard part is that nobody knows beforehand which prefix comes, so requests for the same prefix are joined:
+
+- Two prompts with the same blocks want the same. The second waits, and the answer for the first is its answer, too.
+- Prompts with the same first blocks may, or may not, want the same. The second waits once, looks into the cache, and
+  asks for itself if that has nothing for it. So n prompts behind one system prompt make one transfer, and a prompt that
+  only begins like them loses a moment.
+
+A waiting sequence holds no memory, and waits no longer than the fetch of the other takes.
+
+A prefix for another instance needs no computation, only a lease on what is cached. It must not disturb the requests
+that compute here. So it takes a slot only if no running request was promised it, and no page that a decoding sequence
+may need next. It waits for neither: the other instance can compute, too.
+"""
+
+from collections import Counter, abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from prfaas.errors import CapacityError, InternalError, PrfaasError
+from prfaas.kvindex.blocks import BlockHash
+from prfaas.wire.engine import Failed, Granted, StartPrefix
+from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
+from prfaas_worker.cache.blocks import Lease
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.engine.runner import Runner
+from prfaas_worker.engine.schedule import ScheduleFacts
+from prfaas_worker.engine.sequences import Event, FetchEnded, Phase, Sequence
+from prfaas_worker.transfer.fetch import AbsentError, Fetched, FetchRequest, RemoteFetch
+from prfaas_worker.transfer.layout import prefix_frames
+from prfaas_worker.transfer.offers import Offer, Offers
+from prfaas_worker.transfer.pull import Shared
+
+Outcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
+"""The ways in which a request for a prefix ends."""
+
+
+@dataclass(frozen=True)
+class Fetcher:
+    """Prepares fetches from other instances into the memory of one runner."""
+
+    runner: Runner
+    model_name: str
+    shared: Shared
+
+    def prepare(self, sequence: Sequence, *, is_prefix: bool) -> RemoteFetch:
+        """Return the fetch of a sequence's prompt, or of a cached prefix of it."""
+        request = sequence.request
+        prompt = {
+            "request_id": request.prompt.request_id,
+            "model": self.model_name,
+            "token_ids": sequence.token_ids[:],
+            "start_token": sequence.computed_tokens,
+            "cache_salt": request.prompt.cache_salt,
+        }
+        if is_prefix:
+            body, (url, cluster) = PrefixRequest(**prompt), request.prefix_source
+        else:
+            generate = request.generate
+            url, cluster = generate.prefill_url, generate.prefill_cluster
+            body = PrefillRequest(**prompt, prefix_url=generate.prefix_url, prefix_cluster=generate.prefix_cluster)
+        wanted = FetchRequest(request.handle, body, url, cluster, request.message.trace)
+        return RemoteFetch(wanted, self.runner.place(sequence.held), self.shared)
+
+
+class _PrefixFetch(NamedTuple):
+    """A fetch of a prefix under way: its source (address and cluster), the blocks wanted, and who waits for it."""
+
+    source: tuple[str, str]
+    blocks: abc.Sequence[BlockHash]
+    waiting: list[Sequence]
+
+
+class RemoteCaches:
+    """The engine's dealings with other instances' caches. Used from its thread; `post` is called from any."""
+
+    def __init__(
+        self, runner: Runner, cache: HybridCache, offers: Offers, fetcher: Fetcher, post: Callable[[Event], None]
+    ):
+        self._runner, self._cache, self._offers = runner, cache, offers
+        self._fetcher, self._post = fetcher, post
+        self._prefix_fetches: dict[int, _PrefixFetch] = {}  # by the handle of the request that fetches
+        self.outcomes: Counter[Outcome] = Counter()
+        self.prefix_tokens = 0
+        """Tokens of prefixes that were fetched."""
+
+    def join_prefix_fetch(self, sequence: Sequence) -> bool:
+        """Let a sequence that could be admitted wait for another's fetch; False if none brings what it wants."""
+        request, blocks = sequence.request, _cacheable_blocks(sequence)
+        source = request.prefix_source
+        if not source[0]:
+            return False
+        known = self._cache.cached_tokens(blocks, len(sequence.token_ids)) // sequence.chain.block_tokens
+        if known == len(blocks):
+            return False
+        for fetch in self._prefix_fetches.values():
+            may_be_same = _share_next_block(fetch.blocks, blocks, known) and not request.has_joined
+            if fetch.source == source and (may_be_same or _are_same(fetch.blocks, blocks)):
+                request.has_joined = True
+                request.awaits.add("prefix")
+                sequence.phase = Phase.PREPARING
+                fetch.waiting.append(sequence)
+                self.outcomes["joined"] += 1
+                return True
+        return False
+
+    def start_fetch(self, sequence: Sequence) -> None:
+        """Fetch the prompt, or a prefix, of a sequence that was just admitted, if another instance may have it.
+
+        The sequence is FETCHING then, until `finish_fetch`.
+        """
+        request, blocks = sequence.request, _cacheable_blocks(sequence)
+        is_prefix = not request.is_remote
+        if is_prefix:
+            source = request.prefix_source
+            if not source[0] or sequence.computed_tokens >= len(blocks) * sequence.chain.block_tokens:
+                request.prefix_done = True
+                return
+            self._prefix_fetches[request.handle] = _PrefixFetch(source, blocks, [])
+        sequence.phase, handle = Phase.FETCHING, request.handle
+        request.fetch = self._fetcher.prepare(sequence, is_prefix=is_prefix)
+        request.fetch.start(lambda result: self._post(FetchEnded(handle, result)))
+
+    def finish_fetch(self, sequence: Sequence, result: Fetched | PrfaasError) -> bool:
+        """Go on after the fetch of a prefix; False if a whole prompt was fetched."""
+        fetch = self._prefix_fetches.pop(sequence.request.handle, None)
+        if fetch is None:
+            return False
+        outcome = _outcome(sequence, result)
+        self.outcomes[outcome] += 1
+        sequence.request.prefix_done = True
+        self._wake(fetch, outcome)
+        if isinstance(result, Fetched):
+            self.prefix_tokens += result.tokens - sequence.computed_tokens
+        if sequence.phase is Phase.ENDING:
+            return True
+        if isinstance(result, Fetched):
+            self._adopt_prefix(sequence, result)
+        else:
+            sequence.release(self._cache)  # its state may be half written
+        return True
+
+    def offer_prefix(self, sequence: Sequence, facts: ScheduleFacts[Sequence]) -> Granted | Failed:
+        """Offer the longest cached prefix of a sequence's tokens to another instance, and return the front's answer.
+
+        If it is granted the sequence is DELIVERING, and holds the prefix until its offer ends. `facts` are those of the
+        requests beside it.
+        """
+        request = sequence.request
+        message, handle = request.message, request.handle
+        if not isinstance(message, StartPrefix):
+            raise InternalError(f"request {handle} asks for no prefix")
+        start_token = message.request.start_token
+        tokens = self._cache.cached_tokens(sequence.chain.hashes, len(sequence.token_ids) - 1)
+        if tokens <= start_token:
+            text = f"nothing longer than {start_token} tokens of this prompt is cached here"
+            return Failed(handle, 404, CODE_PREFIX_NOT_FOUND, text)
+        try:
+            lease = self._lease_prefix(sequence, tokens, facts)
+            offer, grant = self._grant(lease, message, tokens)
+        except CapacityError as error:
+            return Failed(handle, 503, CODE_OVERLOADED, str(error))
+        sequence.lease, sequence.phase, request.offer = lease, Phase.DELIVERING, offer
+        offer.computing()
+        for frame in prefix_frames(offer.manifest, self._runner.place(lease)):
+            offer.put(frame)
+        offer.computed(0.0)
+        return Granted(handle, grant)
+
+    def _wake(self, fetch: _PrefixFetch, outcome: Outcome) -> None:
+        """Let the sequences go on that waited for a fetch."""
+        for waiter in fetch.waiting:
+            request = waiter.request
+            request.awaits.discard("prefix")
+            waiter.phase = Phase.WAITING
+            if outcome == "cancelled":
+                request.has_joined = False
+            elif outcome == "failed" or _are_same(fetch.blocks, _cacheable_blocks(waiter)):
+                request.prefix_done = True
+
+    def _adopt_prefix(self, sequence: Sequence, prefix: Fetched) -> None:
+        """Compute from a fetched prefix, and enter it into the prefix cache."""
+        sequence.request.prefix = prefix
+        sequence.computed_tokens, sequence.phase, sequence.is_exact = prefix.tokens, Phase.RUNNING, prefix.is_exact
+        sequence.cuts = (prefix.tokens, *(cut for cut in sequence.cuts if cut > prefix.tokens))
+        sequence.request.cached_tokens = prefix.tokens
+        sequence.publish(self._cache)
+
+    def _lease_prefix(self, sequence: Sequence, tokens: int, facts: ScheduleFacts[Sequence]) -> Lease:
+        lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if facts.free_slots > 0 else None
+        if lease is None:
+            raise CapacityError("all sequences of this instance are in use: no prefix can be given now")
+        if self._cache.free_pages < len(facts.running):
+            self._cache.close(lease)
+            raise CapacityError("the cache of this instance is in use: no prefix can be given now")
+        return lease
+
+    def _grant(self, lease: Lease, message: StartPrefix, tokens: int) -> tuple[Offer, PrefillGrant]:
+        try:
+            return self._offers.grant(message, tokens)
+        except CapacityError:
+            self._cache.close(lease)
+            raise
+
+
+def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> Outcome:
+    if sequence.phase is Phase.ENDING:
+        return "cancelled"
+    if isinstance(result, AbsentError):
+        return "absent"
+    return "failed" if isinstance(result, PrfaasError) else "fetched"
+
+
+def _cacheable_blocks(sequence: Sequence) -> abc.Sequence[BlockHash]:
+    """Return the blocks that a prompt may take from a cache: all but the one with its last token."""
+    return sequence.chain.hashes[: (len(sequence.token_ids) - 1) // sequence.chain.block_tokens]
+
+
+def _share_next_block(some: abc.Sequence[BlockHash], others: abc.Sequence[BlockHash], known: int) -> bool:
+    """Return whether two chains have more than the first `known` blocks in common; the second has more."""
+    return some[known : known + 1] == others[known : known + 1]
+
+
+def _are_same(some: abc.Sequence[BlockHash], others: abc.Sequence[BlockHash]) -> bool:
+    return len(some) == len(others) and some[-1:] == others[-1:]
