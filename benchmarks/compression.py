@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from prfaas.wire.codecs import Codec
 from prfaas.wire.transfer import Buffer, TensorLayout
+from prfaas_worker.cache_spec import TensorSpec
 from prfaas_worker.models import load_model
-from prfaas_worker.models.base import TensorSpec
 from prfaas_worker.models.solo import Solo, SoloSequence
 from prfaas_worker.transfer.codecs import decode_into, encode
 

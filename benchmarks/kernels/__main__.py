@@ -18,9 +18,8 @@ from benchmarks.kernels.timing import GEMM_FLOPS, gemm, gflops, in_turns
 from benchmarks.report import Figure, run
 
 from prfaas_worker.models import load_model
-from prfaas_worker.models.kimi_linear.compiled import StepShape
-from prfaas_worker.models.kimi_linear.kda import kda_chunked
-from prfaas_worker.models.kimi_linear.model import KimiLinear
+from prfaas_worker.models.kimi_linear.delta_rule import kda_chunked
+from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
 from prfaas_worker.models.kimi_linear.precision import instructions
 from prfaas_worker.models.solo import Solo
 

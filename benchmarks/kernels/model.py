@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from prfaas_worker.models.kimi_linear.checkpoint import expected_shapes
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, parse_config
-from prfaas_worker.models.kimi_linear.shapes import expected_shapes
 
 CONFIG = {
     "model_type": "kimi_linear",

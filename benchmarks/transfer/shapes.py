@@ -1,6 +1,6 @@
 """Caches of two models' shapes, without the models: what crosses the link is bytes."""
 
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 Layers = tuple[LayerSpec, ...]
 

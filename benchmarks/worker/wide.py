@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from prfaas_worker.assets import model_directory
+from prfaas_worker.models.kimi_linear.checkpoint import expected_shapes
 from prfaas_worker.models.kimi_linear.config import read_config
-from prfaas_worker.models.kimi_linear.shapes import expected_shapes
 
 BUILTIN = "builtin:kimi-linear-tiny"
 

@@ -26,10 +26,10 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
+from prfaas_worker.models.kimi_linear.checkpoint import expected_shapes
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, parse_config
 from prfaas_worker.models.kimi_linear.layers import MixtureOfExperts
 from prfaas_worker.models.kimi_linear.model import KimiLinear
-from prfaas_worker.models.kimi_linear.shapes import expected_shapes
 
 BOS, EOS, PAD, USER, ASSISTANT, SYSTEM, END_OF_TURN = range(256, 263)
 OUTPUT = Path(__file__).parents[2] / "worker/prfaas_worker/assets/kimi-linear-tiny"

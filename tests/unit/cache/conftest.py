@@ -11,7 +11,7 @@ from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.tiers import Tiers
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 PAGE_TOKENS = 4
 FINGERPRINT = "ab" * 32

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prfaas.errors import ConfigError
+from prfaas_worker.cache_spec import LayerSpec
 from prfaas_worker.models import load_model
-from prfaas_worker.models.base import LayerSpec
 from prfaas_worker.models.generic.families import FAMILIES, family_of
 
 from . import tiny

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from prfaas.errors import ConfigError
-from prfaas_worker.models.kimi_linear.compiled import StepShape
+from prfaas_worker.models.kimi_linear.checkpoint import expected_shapes
 from prfaas_worker.models.kimi_linear.config import parse_config
-from prfaas_worker.models.kimi_linear.model import KimiLinear
-from prfaas_worker.models.kimi_linear.shapes import expected_shapes
+from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
 from prfaas_worker.models.solo import Solo
 
 from .conftest import ORACLE_CONFIG

@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prfaas.errors import ConfigError
-from prfaas_worker.models.kimi_linear.checkpoint import Checkpoint
+from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint, expected_shapes
 from prfaas_worker.models.kimi_linear.config import parse_config, read_config
 from prfaas_worker.models.kimi_linear.model import KimiLinear
-from prfaas_worker.models.kimi_linear.shapes import expected_shapes
 
 from .conftest import ORACLE_CONFIG
 
@@ -154,7 +153,7 @@ def test_all_differences_are_said_and_no_weight_is_read(sharded, weights, monkey
     weights |= {f"model.more.{i}": torch.ones(2) for i in range(60)}
     weights["model.norm.weight"] = torch.ones(256, dtype=torch.int64)
     weights["lm_head.weight"] = torch.ones(320, 255)
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ConfigError) as refused:
         KimiLinear.load(sharded(weights))
     lines = str(refused.value).splitlines()
@@ -181,4 +180,4 @@ def test_a_damaged_file_is_refused_by_its_name(sharded, weights, damage):
     path = directory / "model-00002-of-00002.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ConfigError, match=r"00002-of-00002\.safetensors: the weights cannot be read, fetch them again"):
-        Checkpoint(directory, read_config(directory))
+        SafetensorsCheckpoint(directory, read_config(directory))

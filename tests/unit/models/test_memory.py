@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 LINEAR = LayerSpec(
     state=(

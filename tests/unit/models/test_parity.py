@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
-from prfaas_worker.models.kimi_linear import step as paged_step
+from prfaas_worker.models.kimi_linear import paged_batch
 from prfaas_worker.models.solo import Solo, SoloSequence
 
 from .conftest import LOGIT_SCALE
@@ -135,8 +135,8 @@ def test_a_batch_of_different_lengths_decodes_each_sequence_as_if_alone(solo, to
 
 def test_rows_in_blocks_are_attended_to_as_all_at_once(solo, tokens, expected, monkeypatch):
     """Long contexts are cut into blocks; here they are tiny, so that sequences end in different ones."""
-    monkeypatch.setattr(paged_step, "_DECODE_BYTES", 1)
-    monkeypatch.setattr(paged_step, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(paged_batch, "_DECODE_BYTES", 1)
+    monkeypatch.setattr(paged_batch, "_ROWS_AT_ONCE", 64)
     sequences = [prefill(solo, tokens[:length], *sizes)[0] for length, *sizes in ((300, 99, 201), (1,), (64,), (127,))]
     for chosen in ([0], [0, 1, 2, 3]):
         logits = solo.decode(torch.stack([tokens[sequences[i].length] for i in chosen]), [sequences[i] for i in chosen])

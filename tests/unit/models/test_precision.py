@@ -16,10 +16,9 @@ from prfaas_worker.models.kimi_linear.config import parse_config
 from prfaas_worker.models.kimi_linear.model import KimiLinear
 from prfaas_worker.models.kimi_linear.precision import (
     MOST_DIVERGENCE,
-    Facts,
+    PrecisionFacts,
     Speedups,
     choose,
-    divergence,
     instructions,
     products_of_a_token,
     speedups,
@@ -50,16 +49,16 @@ def on_amx(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("facts", "dtype", "reason"),
     [
-        (Facts("auto", frozenset()), torch.float32, "neither AVX512-BF16 nor AMX"),
-        (Facts("auto", AMX), torch.bfloat16, "amx_bf16 and avx512_bf16"),
-        (Facts("auto", AMX, QUICK), torch.bfloat16, "3.00 times as quick on prompts, 1.50 on single tokens"),
-        (Facts("auto", AMX, Speedups(3.0, 1.1)), torch.float32, "1.10 on single tokens; 1.2 are asked for"),
-        (Facts("auto", AMX, Speedups(0.2, 2.0)), torch.float32, "0.20 times as quick on prompts"),
-        (Facts("auto", AMX, QUICK, 0.001), torch.bfloat16, "by 0.001 nats"),
-        (Facts("auto", AMX, QUICK, 0.02), torch.float32, "by 0.02 nats; at most 0.005 are allowed"),
-        (Facts("auto", AMX, QUICK, float("nan")), torch.float32, "by nan nats"),
-        (Facts("float32", AMX, QUICK, 0.0), torch.float32, "asked for"),
-        (Facts("bfloat16", frozenset()), torch.bfloat16, "asked for"),
+        (PrecisionFacts("auto", frozenset()), torch.float32, "neither AVX512-BF16 nor AMX"),
+        (PrecisionFacts("auto", AMX), torch.bfloat16, "amx_bf16 and avx512_bf16"),
+        (PrecisionFacts("auto", AMX, QUICK), torch.bfloat16, "3.00 times as quick on prompts, 1.50 on single tokens"),
+        (PrecisionFacts("auto", AMX, Speedups(3.0, 1.1)), torch.float32, "1.10 on single tokens; 1.2 are asked for"),
+        (PrecisionFacts("auto", AMX, Speedups(0.2, 2.0)), torch.float32, "0.20 times as quick on prompts"),
+        (PrecisionFacts("auto", AMX, QUICK, 0.001), torch.bfloat16, "by 0.001 nats"),
+        (PrecisionFacts("auto", AMX, QUICK, 0.02), torch.float32, "by 0.02 nats; at most 0.005 are allowed"),
+        (PrecisionFacts("auto", AMX, QUICK, float("nan")), torch.float32, "by nan nats"),
+        (PrecisionFacts("float32", AMX, QUICK, 0.0), torch.float32, "asked for"),
+        (PrecisionFacts("bfloat16", frozenset()), torch.bfloat16, "asked for"),
     ],
 )
 def test_bf16_needs_its_instructions_its_speed_and_its_closeness(facts, dtype, reason):
@@ -92,8 +91,8 @@ def test_both_types_are_timed():
 
 def test_the_shipped_model_says_nearly_the_same_in_bf16(both):
     exact, rounded = both
-    assert 1e-6 < divergence(rounded, exact.blocks) < MOST_DIVERGENCE / 2
-    assert divergence(exact, exact.blocks) == 0.0
+    assert 1e-6 < rounded.divergence_from(exact.blocks) < MOST_DIVERGENCE / 2
+    assert exact.divergence_from(exact.blocks) == 0.0
 
 
 def test_the_divergence_sees_weights_of_a_few_bits(both, monkeypatch):
@@ -104,7 +103,7 @@ def test_the_divergence_sees_weights_of_a_few_bits(both, monkeypatch):
             for name, value in vars(part).items():
                 if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
                     setattr(part, name, value.to(torch.float8_e5m2).to(torch.bfloat16))
-    assert divergence(damaged, both[0].blocks) > MOST_DIVERGENCE
+    assert damaged.divergence_from(both[0].blocks) > MOST_DIVERGENCE
 
 
 def test_caches_mean_the_same_in_both_types(both):

@@ -17,7 +17,7 @@ from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Kind, parse_header, sea
 from prfaas.wire.receipt import Receipt
 from prfaas.wire.transfer import VERSION, Done, Welcome
 from prfaas_worker.cache.memory import bytes_of
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.transfer.codecs import decode
 from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, state_frames
 from prfaas_worker.transfer.packing import Packer

@@ -19,7 +19,7 @@ from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.receipt import Receipt
 from prfaas.wire.transfer import Done, Hello, message_frame
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.transfer import intake, pull, sender
 from prfaas_worker.transfer.codecs import DECODABLE
 from prfaas_worker.transfer.connections import Connections, Giver

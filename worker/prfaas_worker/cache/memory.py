@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prfaas.kvindex.blocks import BLOCK_TOKENS
 from prfaas.wire.transfer import Buffer
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 # Every tensor in a page or slot starts at a multiple of this, which suits every dtype and vector width.
 _ALIGNMENT = 64

@@ -144,8 +144,7 @@ def _compile(model: Model, options: Options) -> None:
     """
     if not options.compile:
         return
-    from prfaas_worker.models.kimi_linear.compiled import StepShape
-    from prfaas_worker.models.kimi_linear.model import KimiLinear
+    from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
 
     if not isinstance(model, KimiLinear):
         raise ConfigError("--compile is for Kimi Linear on the CPU: leave it out")

@@ -1,5 +1,6 @@
 """Models that the engine can run: Kimi Linear by itself, other hybrid families through transformers."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from prfaas_worker.models.base import Model
 from prfaas_worker.models.generic.families import read_family, read_model_type
 from prfaas_worker.options import Device, Dtype
 
+log = logging.getLogger(__name__)
+
 
 def load_model(
     source: str, threads: int | None, device: Device = "cpu", dtype: Dtype = "float32"
@@ -19,34 +22,44 @@ def load_model(
     Args:
         source: a directory, or `builtin:NAME`.
         threads: torch's intra-op threads, process-wide; None leaves torch's choice.
-        device: where it runs; "auto" is a GPU where there is one and the family has kernels for it.
-        dtype: what matrix products are computed in on a CPU; "auto" measures.
+        device: where it runs; "auto" is a GPU that can run the checkpoint, else the CPU, with the reason in the log.
+        dtype: what matrix products are computed in; "auto" measures on a CPU, and is bfloat16 on a GPU.
 
     Raises:
         ConfigError: the directory, its configuration or its weights are not those of a model that we run, or it does
-            not run in this type.
+            not run in this type or on the device that was asked for.
 
     """
     if threads is not None:
         torch.set_num_threads(threads)
     directory = model_directory(source)
     # A family's code is loaded when it is served; that of transformers takes seconds, so refusals come before it.
-    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if read_model_type(directory) == "kimi_linear" and on_gpu:
-        if dtype == "float32":
-            raise ConfigError("on a GPU this family computes in bfloat16: leave --dtype out, or give --device cpu")
-        from prfaas_worker.models.kimi_linear import cuda
+    load = _load_kimi_linear if read_model_type(directory) == "kimi_linear" else _load_generic
+    return load(directory, device, dtype), directory
 
-        return cuda.load(directory), directory
-    if read_model_type(directory) == "kimi_linear":
-        from prfaas_worker.models.kimi_linear.model import KimiLinear
 
-        return KimiLinear.load(directory, dtype), directory
+def _load_kimi_linear(directory: Path, device: Device, dtype: Dtype) -> Model:
+    from prfaas_worker.models.gpu import load_on_gpu
+    from prfaas_worker.models.kimi_linear.model import KimiLinear
+
+    if device == "cuda":
+        return load_on_gpu(directory, dtype)
+    if device == "auto" and torch.cuda.is_available():
+        try:
+            return load_on_gpu(directory, dtype)
+        except ConfigError as error:
+            log.warning("the model runs on the CPU, not on the GPU: %s", error)
+    return KimiLinear.load(directory, dtype)
+
+
+def _load_generic(directory: Path, device: Device, dtype: Dtype) -> Model:
     read_family(directory)
     if device == "cuda":
-        raise ConfigError(f"{directory}: this family runs on the CPU alone here; leave --device cuda out")
+        raise ConfigError(f"{directory}: this family runs only on the CPU; leave --device cuda out")
     if dtype == "bfloat16":
-        raise ConfigError(f"{directory}: this family computes in float32 alone here; leave --dtype bfloat16 out")
+        raise ConfigError(f"{directory}: this family computes only in float32; leave --dtype bfloat16 out")
+    if device == "auto" and torch.cuda.is_available():
+        log.warning("the model runs on the CPU, not on the GPU: only Kimi Linear runs on a GPU")
     from prfaas_worker.models.generic.model import GenericModel
 
-    return GenericModel.load(directory), directory
+    return GenericModel.load(directory)

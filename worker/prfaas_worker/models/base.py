@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and how a step's work is described to it.
+"""Defines the interface that the engine asks of a model, and the batch of a step.
 
 A hybrid model keeps two kinds of cache for a sequence. *Rows* grow by one a token: they live in pages of the shared
 pool, so they can leave for another instance, or serve another prompt, while later tokens are still computed. *State*
@@ -8,50 +8,17 @@ whole; the state of a running sequence lives in a slot. A layer may keep either 
 A step is one `Batch`: chunks of prompts and one token of every decoding sequence go through the model together. The
 model finds their cache through the memory that it was bound to (see `prfaas_worker.cache.memory`).
 
-Axis names belong to every tensor: where two axes have the same length, a swap would be silent. Nothing here knows a
-particular architecture, HTTP or the wire.
+Nothing here knows a particular architecture, HTTP or the wire.
 """
 
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from prfaas.wire.kvevents import AttentionSpecKind
-
-if TYPE_CHECKING:
-    from prfaas_worker.cache.memory import CacheMemory
-
-
-class TensorSpec(NamedTuple):
-    """One tensor of a layer's cache.
-
-    `axes` names every axis. A row tensor grows along axes[0] == "token", which `shape` leaves out; a state tensor has a
-    fixed `shape` with one entry an axis. `dtype` is torch's name, for example "float32".
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's object."""
-        return getattr(torch, self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a state tensor, or of one token in a row tensor."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-
-class LayerSpec(NamedTuple):
-    """The cache of one layer: tensors that grow with the tokens, and tensors that stand for all of them."""
-
-    rows: tuple[TensorSpec, ...] = ()
-    state: tuple[TensorSpec, ...] = ()
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache_spec import LayerSpec
 
 
 class Chunk(NamedTuple):
@@ -134,7 +101,7 @@ class Model(Protocol):
         """Where weights and cache live."""
         ...
 
-    def bind(self, memory: "CacheMemory") -> None:
+    def bind(self, memory: CacheMemory) -> None:
         """Use this memory, made from `layers`, for all that follows. Called once, before the first `forward`."""
         ...
 

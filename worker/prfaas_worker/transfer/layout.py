@@ -11,7 +11,7 @@ from prfaas.wire.frames import Address, FrameHeader, Kind
 from prfaas.wire.receipt import Rows, State
 from prfaas.wire.transfer import LayerGroup, Manifest, TensorLayout
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.transfer.outgoing import Frame
 from prfaas_worker.transfer.staging import Mark, Span, Staging
 

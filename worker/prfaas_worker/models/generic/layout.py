@@ -13,7 +13,7 @@ from transformers.cache_utils import (
 )
 
 from prfaas.errors import ConfigError
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.models.generic.cache import OURS, numbered
 
 _ROW_AXES = ("token", "head", "dim")

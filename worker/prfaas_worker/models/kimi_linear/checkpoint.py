@@ -1,18 +1,21 @@
-"""A checkpoint's safetensors files, mapped: its tensors are read one at a time into place, and their pages given back.
+"""Reads a checkpoint's safetensors files: mapped, one tensor at a time, straight to where a layer wants it.
 
-All that can be wrong is found from the headers first: files that an index names and that are not there, damaged or cut
-ones, tensors that do not fit the config. While tensors are read they are hashed, so that the fingerprint costs no
-second reading of what may be hundreds of gigabytes: SHA-256 over config.json and, for each tensor by public name, its
-type, shape and the XXH3-128 of its bytes. It covers every byte, whatever files they are spread over: equal fingerprints
-mean equal weights but for an accident of 2^-64 at worst. It does not withstand somebody who makes two checkpoints that
-differ and have one fingerprint, which XXH3 does not promise to.
+The headers of the files show all that can be wrong, before any weight is read: files that an index names and that are
+not there, damaged or cut files, and every tensor that does not fit the config. The config alone gives the name and the
+shape of each tensor in the public layout.
+
+Tensors are hashed while they are read, so that the fingerprint costs no second reading of what may be hundreds of
+gigabytes: SHA-256 over config.json and, for each tensor by public name, its type, shape and the XXH3-128 of its bytes.
+It covers every byte, whatever files they are spread over: equal fingerprints mean equal weights but for an accident of
+2^-64 at worst. It does not withstand somebody who makes two checkpoints that differ and have one fingerprint, which
+XXH3 does not promise to.
 """
 
 import hashlib
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +25,112 @@ from torch import Tensor
 
 from prfaas.errors import ConfigError, InternalError
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
-from prfaas_worker.models.kimi_linear.shapes import Shape, describe_differences, expected_shapes, public_name
 
+Shape = tuple[int, ...]
+
+# By safetensors' names: the types that weights may have. Each becomes fp32 without loss.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What is read, hashed and given back at once.
 _PIECE_BYTES = 2 << 20
 # The kernel may map so much, a large folio, around a page that is touched: given back too, or it would stay.
 _MAPPED_AROUND = 2 << 20
 _HEADER_LENGTH = struct.Struct("<Q")
+
+
+def expected_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
+    """Public name -> shape of every tensor of a checkpoint with this config."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    shapes: dict[str, Shape] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    for layer, (kind, dense) in enumerate(zip(config.layer_kinds, config.dense_layers, strict=True)):
+        prefix = f"model.layers.{layer}."
+        attention = _kda_shapes(config) if kind == "linear" else _mla_shapes(config)
+        feed_forward = _mlp_shapes("mlp.", hidden, config.intermediate_size) if dense else _moe_shapes(config)
+        norms = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        shapes |= {prefix + name: shape for name, shape in {**norms, **attention, **feed_forward}.items()}
+    return shapes
+
+
+def _kda_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
+    size, head, hidden = config.kda_size, config.kda_head_size, config.hidden_size
+    shapes: dict[str, Shape] = {
+        "A_log": (1, 1, config.kda_heads, 1),
+        "dt_bias": (size,),
+        "f_a_proj.weight": (head, hidden),
+        "f_b_proj.weight": (size, head),
+        "b_proj.weight": (config.kda_heads, hidden),
+        "g_a_proj.weight": (head, hidden),
+        "g_b_proj.weight": (size, head),
+        "o_norm.weight": (head,),
+        "o_proj.weight": (hidden, size),
+    }
+    for name in ("q", "k", "v"):
+        shapes[f"{name}_proj.weight"] = (size, hidden)
+        shapes[f"{name}_conv1d.weight"] = (size, 1, config.conv_kernel)
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def _mla_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
+    heads, hidden = config.num_heads, config.hidden_size
+    return {
+        "self_attn.q_proj.weight": (heads * config.key_size, hidden),
+        "self_attn.kv_a_proj_with_mqa.weight": (config.latent_size + config.shared_key_size, hidden),
+        "self_attn.kv_a_layernorm.weight": (config.latent_size,),
+        "self_attn.kv_b_proj.weight": (heads * (config.nope_size + config.value_size), config.latent_size),
+        "self_attn.o_proj.weight": (hidden, heads * config.value_size),
+    }
+
+
+def _mlp_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}gate_proj.weight": (intermediate, hidden),
+        f"{prefix}up_proj.weight": (intermediate, hidden),
+        f"{prefix}down_proj.weight": (hidden, intermediate),
+    }
+
+
+def _moe_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
+    hidden, size = config.hidden_size, config.expert_size
+    shapes: dict[str, Shape] = {
+        "block_sparse_moe.gate.weight": (config.num_experts, hidden),
+        "block_sparse_moe.gate.e_score_correction_bias": (config.num_experts,),
+        **_mlp_shapes("block_sparse_moe.shared_experts.", hidden, config.shared_experts * size),
+    }
+    for expert in range(config.num_experts):
+        prefix = f"block_sparse_moe.experts.{expert}."
+        shapes |= {f"{prefix}w1.weight": (size, hidden), f"{prefix}w3.weight": (size, hidden)}
+        shapes[f"{prefix}w2.weight"] = (hidden, size)
+    return shapes
+
+
+def describe_differences(expected: Mapping[str, Shape], found: Mapping[str, tuple[str, Shape]]) -> list[str]:
+    """One line per tensor that is missing, unknown, of another shape or no float, sorted by name.
+
+    `found` has safetensors' name of the type, and the shape.
+    """
+    lines = []
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            lines.append(f"{name}: missing, shape {list(expected[name])}")
+            continue
+        dtype, shape = found[name]
+        if name not in expected:
+            lines.append(f"{name}: not in this architecture, shape {list(shape)}")
+        elif shape != expected[name]:
+            lines.append(f"{name}: shape {list(shape)}, the config asks for {list(expected[name])}")
+        elif dtype not in _DTYPES:
+            lines.append(f"{name}: type {dtype}, weights may be {', '.join(_DTYPES)}")
+    return lines
+
+
+def public_name(name: str, config: KimiLinearConfig) -> str:
+    """transformers writes a dense layer's MLP as if it were a mixture: block_sparse_moe.gate_proj for mlp.gate_proj."""
+    prefix, found, rest = name.partition("block_sparse_moe.")
+    dense = {f"model.layers.{layer}." for layer, dense in enumerate(config.dense_layers) if dense}
+    return f"{prefix}mlp.{rest}" if found and prefix in dense else name
 
 
 class _Stored(NamedTuple):
@@ -42,7 +143,7 @@ class _Stored(NamedTuple):
     end: int
 
 
-class Checkpoint:
+class SafetensorsCheckpoint:
     """The tensors of one directory, by public name; complete and of the right shapes."""
 
     def __init__(self, directory: Path, config: KimiLinearConfig):
@@ -55,9 +156,14 @@ class Checkpoint:
         """
         self._directory = directory
         stored = [one for file in _files(directory) for one in _header(file)]
+        expected = expected_shapes(config)
         self._stored = {public_name(name, config): where for name, where in stored}
+        for name, where in self._stored.items():
+            # Newer tools write A_log flat. It is the same tensor, and has the same fingerprint.
+            if name.endswith(".A_log") and where.shape == (config.kda_heads,) and name in expected:
+                self._stored[name] = where._replace(shape=expected[name])
         found = {name: (where.dtype, where.shape) for name, where in self._stored.items()}
-        differences = describe_differences(expected_shapes(config), found)
+        differences = describe_differences(expected, found)
         differences += [f"{name}: in more than one file" for name in _repeated([name for name, _ in stored])]
         if differences:
             raise ConfigError(f"{directory}: the weights do not fit config.json:\n  " + "\n  ".join(differences))
@@ -162,3 +268,95 @@ def _document(path: Path) -> Any:
 
 def _repeated(names: list[str]) -> list[str]:
     return sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+
+
+class Weights:
+    """Tensors by public name, seen from one prefix: `weights["q_proj"]` is <prefix>q_proj.weight, fp32 on `device`.
+
+    The matrices that make up the work, *products*, may be bf16 (see `precision`); all others are fp32. Whatever is
+    joined is made in place on the device, one tensor of the checkpoint at a time: no more than a piece of a file stands
+    in memory beside the weights. The tensors may also be parameters in training: gradients flow to them.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | SafetensorsCheckpoint,
+        products: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        prefix: str = "",
+    ):
+        self._tensors, self._products, self._prefix = tensors, products, prefix
+        self.device = torch.device(device)
+
+    def under(self, name: str) -> "Weights":
+        """The same tensors seen from a deeper prefix."""
+        return Weights(self._tensors, self._products, self.device, f"{self._prefix}{name}.")
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor whose public name does not end in .weight."""
+        full = self._prefix + name
+        if not isinstance(self._tensors, SafetensorsCheckpoint):
+            return self._tensors[full].to(self.device)
+        tensor = torch.empty(self._tensors.shape(full), device=self.device)
+        self._tensors.read(full, tensor)
+        return tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.raw(f"{name}.weight")
+
+    def product(self, names: Sequence[str], *, columns: Tensor | None = None) -> Tensor:
+        """`joined` in the type of products."""
+        return self._joined(names, columns, self._products)
+
+    def joined(self, names: Sequence[str], *, columns: Tensor | None = None) -> Tensor:
+        """Tensors one after the other along their first axis, their columns multiplied by `columns`."""
+        return self._joined(names, columns, torch.float32)
+
+    def _joined(self, names: Sequence[str], columns: Tensor | None, dtype: torch.dtype) -> Tensor:
+        shapes = [self._shape(name) for name in names]
+        joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=self.device)
+        for name, part in zip(names, joined.split([shape[0] for shape in shapes]), strict=True):
+            self._copy(name, part)
+        return joined if columns is None else joined.mul_(columns)
+
+    def experts(self, pairs: Sequence[tuple[str, str]], shared: tuple[str, str], columns: Tensor) -> Tensor:
+        """Each expert's two matrices [size, D], one below the other: products [experts, 2 size, D], times `columns`.
+
+        The two `shared` matrices [n size, D] are n experts more, behind the others.
+        """
+        size, width = self._shape(pairs[0][0])
+        count = len(pairs) + self._shape(shared[0])[0] // size
+        stacked = torch.empty(count, 2, size, width, dtype=self._products, device=self.device)
+        for target, pair in zip(stacked, pairs, strict=False):
+            for half, name in zip(target, pair, strict=True):
+                self._copy(name, half)
+        for half, name in enumerate(shared):
+            self._copy(name, stacked[len(pairs) :, half])
+        for one in stacked:
+            one.mul_(columns)  # one by one, since bf16 is multiplied in an fp32 copy
+        return stacked.flatten(1, 2)
+
+    def experts_transposed(self, names: Sequence[str], shared: str, size: int) -> Tensor:
+        """Each expert's matrix [D, size], then `shared` [D, n size] as n more: products [experts, size, D]."""
+        width, shared_size = self._shape(shared)
+        stacked = torch.empty(len(names) * size + shared_size, width, dtype=self._products, device=self.device)
+        for target, name in zip(stacked.split(size), names, strict=False):
+            self._copy(name, target.T)
+        self._copy(shared, stacked[len(names) * size :].T)
+        return stacked.view(-1, size, width)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        full = f"{self._prefix}{name}.weight"
+        return (
+            self._tensors.shape(full)
+            if isinstance(self._tensors, SafetensorsCheckpoint)
+            else tuple(self._tensors[full].shape)
+        )
+
+    def _copy(self, name: str, target: Tensor) -> None:
+        """Fill a view of as many numbers as the tensor has."""
+        full = f"{self._prefix}{name}.weight"
+        if isinstance(self._tensors, SafetensorsCheckpoint):
+            self._tensors.read(full, target)
+        else:
+            target.copy_(self._tensors[full].view(target.shape))

@@ -1,6 +1,11 @@
-"""The public config.json of Kimi Linear, read into one frozen record; what we cannot run is refused here by name."""
+"""Reads the public config.json of Kimi Linear into one frozen record, and refuses by name what we do not implement.
+
+A field may change the computation and add no tensor. The headers of the weights would not show such a field, so it is
+looked for here.
+"""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -21,7 +26,7 @@ _WORDS = {
     dict: "an object",
 }
 
-# Values that change the computation and that we implement in one form only.
+# Values that change the computation and that we implement in one form only; an absent field has this value.
 _REQUIRED = {
     "hidden_act": "silu",
     "q_lora_rank": None,
@@ -32,6 +37,12 @@ _REQUIRED = {
     "moe_router_activation_func": "sigmoid",
     "tie_word_embeddings": False,
 }
+
+# Fields of later models of the family and of quantised checkpoints: implemented only where they are off.
+_OFF = ("attn_res_block_size", "mla_use_output_gate", "latent_moe_use_norm", "quantization_config")
+
+# Any other field of linear_attn_config, such as gate_lower_bound, changes what KDA computes from the same tensors.
+_LINEAR_FIELDS = {"head_dim", "num_heads", "short_conv_kernel_size", "full_attn_layers", "kda_layers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +117,8 @@ def parse_config(raw: Any) -> KimiLinearConfig:
         if (given := raw.get(field, wanted)) != wanted:
             raise ConfigError(f"{field} is {given!r}; only {wanted!r} is implemented")
     linear = _field(raw, "linear_attn_config", dict)
+    _refuse_switched_on(raw, _OFF, "")
+    _refuse_switched_on(linear, sorted(linear.keys() - _LINEAR_FIELDS), "linear_attn_config.")
     return KimiLinearConfig(
         vocab_size=_size(raw, "vocab_size"),
         hidden_size=_size(raw, "hidden_size"),
@@ -130,6 +143,13 @@ def parse_config(raw: Any) -> KimiLinearConfig:
         renormalise=_field(raw, "moe_renormalize", bool),
         routed_scale=_field(raw, "routed_scaling_factor", float),
     )
+
+
+def _refuse_switched_on(raw: dict[str, Any], names: Iterable[str], prefix: str) -> None:
+    for name in names:
+        value = raw.get(name)
+        if value is not None and value is not False:
+            raise ConfigError(f"{prefix}{name} is {value!r}; it changes the computation and is not implemented")
 
 
 def _field(raw: dict[str, Any], name: str, kind: type[Kind]) -> Kind:

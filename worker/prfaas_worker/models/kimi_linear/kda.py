@@ -1,227 +1,118 @@
-"""Kimi Delta Attention: the gated delta rule with one decay per channel, in chunked and in recurrent form.
+"""Computes a KDA layer: projections, a short convolution, the gated delta rule, and a gated norm of its outputs.
 
-Per head, with state S [K, V]:  S <- diag(e^g) S;  S <- S + k (beta (v - k^T S))^T;  o = q^T S.
-
-A chunk of C tokens is done at once. Let D_i be the sum of g from the chunk's middle to token i (counted back, and so
-positive, before it), G_mid and G_end the sums from its start to its middle and from there to its end, k' = k e^(-D):
-    L = strictly lower part of beta_i <k_i e^(D_i), k'_j>,   T = (I + L)^-1 diag(beta),   S~ = e^(G_mid) S,
-    v' = T v - T (k e^D) S~,   o = (q e^D) S~ + lower(<q_i e^(D_i), k'_j>) v',   S <- e^(G_end) (S~ + k'^T v').
-As every decay is taken from the middle, for the state too, three scaled copies of q and k are all that is made, and a
-step from chunk to chunk is three small products.
-
-The hard part is e^(-D): with strong gates it overflows fp32. So the size of the chunks follows the gates: the largest
-of which no half decays by more than e^-40. Gates below -20 are set to it first: e^-20 = 2e-9 of what was there is less
-than fp32 can tell from nothing beside values of the same size, and chunks of 4 tokens then always do. (To form pairs
-of a large chunk by halves instead, each decay taken to the boundary between them, is slower: many small tensors
-cost more than more steps do.) Everything is plain torch and differentiable; S stays in fp32.
+What tokens do by themselves (`project`, `output`) takes any number of them in one call; where they meet, `mix_chunk`
+takes sequences of equal length [B, T, ...], `mix_step` one token of each sequence [B, ...].
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
-# Sizes of a chunk, each half of the one before.
-_LARGEST_CHUNK, _SMALLEST_CHUNK = 32, 4
-# The most that half a chunk may decay. Twice this must stay below 87, where e^x overflows; the error grows with it.
-_HALF_CHUNK_DECAY = 40.0
-_STRONGEST_GATE = -20.0
-# Blocks of the triangular inverse that are substituted row by row; larger ones are put together from these.
-_SUBSTITUTED = 8
-# Tokens whose pairwise terms are formed together: more hides the overhead of small operations, fewer stay in caches.
-_SEGMENT = 1024
+from prfaas_worker.models.kimi_linear.checkpoint import Weights
+from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
+from prfaas_worker.models.kimi_linear.delta_rule import DeltaRule
+from prfaas_worker.models.kimi_linear.layers import least_norm, linear, norm_scale, unit_rms
+
+_L2_NORM_EPS = 1e-6
 
 
-class _Terms(NamedTuple):
-    """What the steps from chunk to chunk need, for N chunks of C tokens."""
+class Projected(NamedTuple):
+    """What each token contributes by itself."""
 
-    values: Tensor  # T v [N, M, C, V]
-    erased: Tensor  # T (k e^D) [N, M, C, K]
-    queries: Tensor  # q e^D [N, M, C, K]
-    keys: Tensor  # k' [N, M, C, K]
-    products: Tensor  # lower(<q e^D, k'>) [N M, C, C]
-    to_first_middle: Tensor  # e^(G_mid) of the first chunk [M, K, 1]
-    to_next_middle: Tensor  # decay from each chunk's middle to that of the next, or to the end [N, M, K, 1]
+    qkv: Tensor  # channels of q, k and v before the convolution [..., 3 H K]
+    log_decay: Tensor  # [..., H, K]
+    strength: Tensor  # [..., H]
+    gate: Tensor  # before the sigmoid [..., H V]
+
+    def of(self, tokens: slice) -> "Projected":
+        """The part of these tokens, along the first axis."""
+        return Projected(*(part[tokens] for part in self))
 
 
-def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the rule over T tokens.
+class DeltaAttention:
+    """A KDA layer over tokens that `unit_rms` has normed.
 
-    Args:
-        q: queries [M, T, K], normalised and scaled; M counts heads of all sequences. As all inputs, in any strides.
-        k: keys [M, T, K], normalised.
-        v: values [M, T, V].
-        g: log decays [M, T, K], none positive.
-        beta: write strengths [M, T].
-        state: S before the first token [M, K, V]; it is not changed.
-
-    Returns:
-        Outputs [M, T, V], token by token in memory, and S after the last token [M, K, V].
-
+    Its state is conv [B, 3 H K, kernel - 1] and recurrent [B, H, K, V].
     """
-    outputs = v.new_empty(v.shape[1], v.shape[0], v.shape[2]).transpose(0, 1)
-    for start in range(0, q.shape[1], _SEGMENT):
-        segment = [x[:, start : start + _SEGMENT] for x in (q, k, v, g, beta)]
-        o, state = _segment(segment, state)
-        outputs[:, start : start + _SEGMENT] = o
-    return outputs, state
+
+    def __init__(self, config: KimiLinearConfig, weights: Weights, norm: Tensor, rule: DeltaRule):
+        self._heads, self._head_size, self._taps = config.kda_heads, config.kda_head_size, config.conv_kernel
+        self._rule = rule
+        self._least = least_norm(config.rms_norm_eps, config.kda_head_size, weights.device)
+        self._qk_least = torch.tensor(_L2_NORM_EPS**0.5, device=weights.device)
+        self._qkv = weights.product(["q_proj", "k_proj", "v_proj"], columns=norm)
+        self._gates = weights.joined(["f_a_proj", "g_a_proj", "b_proj"], columns=norm)
+        self._widths = [config.kda_head_size, config.kda_head_size, config.kda_heads]
+        # [kernel, 3 H K], oldest first.
+        self._conv = weights.joined(["q_conv1d", "k_conv1d", "v_conv1d"]).squeeze(1).T.contiguous()
+        self._decay_rate = -weights.raw("A_log").exp().view(config.kda_heads, 1)
+        self._dt_bias = weights.raw("dt_bias")
+        self._f_b, self._g_b = weights["f_b_proj"], weights["g_b_proj"]
+        self._o_proj = weights.product(["o_proj"], columns=norm_scale(weights["o_norm"]).repeat(config.kda_heads))
+        # Norms of q and k are divided out; q takes the scale of the scores too.
+        self._qk_scale = torch.tensor([self._head_size**0.5, 1.0], device=weights.device).view(2, 1, 1)
+
+    def prefill(self, x: Tensor) -> Tensor:
+        """Sequences [B, T, D] that start from nothing -> outputs [B, T, D]."""
+        projected, batch = self.project(x), x.shape[0]
+        conv = x.new_zeros(batch, self._conv.shape[1], self._taps - 1)
+        recurrent = x.new_zeros(batch, self._heads, self._head_size, self._head_size)
+        return self.output(self.mix_chunk(projected, conv, recurrent)[0], projected.gate)
+
+    def project(self, x: Tensor) -> Projected:
+        """Everything that each token [..., D] contributes by itself."""
+        forget, gate, strength = torch.split_with_sizes(F.linear(x, self._gates), self._widths, dim=-1)
+        forget = F.softplus(F.linear(forget, self._f_b, self._dt_bias)).unflatten(-1, (self._heads, self._head_size))
+        return Projected(linear(x, self._qkv), forget * self._decay_rate, strength.sigmoid(), F.linear(gate, self._g_b))
+
+    def mix_chunk(self, x: Projected, conv: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append T tokens to B sequences, x [B, T, ...]; returns outputs by head [B, T, H, V], conv, recurrent."""
+        padded = torch.cat([conv.transpose(1, 2), x.qkv], dim=1)
+        qk, v = self._heads_of(_causal_conv(padded, self._conv))
+        parts = (qk[..., 0, :, :], qk[..., 1, :, :], v, x.log_decay, x.strength)
+        q, k, v, g, beta = (part.transpose(1, 2).flatten(0, 1) for part in parts)
+        o, state = self._rule.chunked(q, k, v, g, beta, recurrent.flatten(0, 1))
+        o = o.unflatten(0, (x.qkv.shape[0], self._heads)).transpose(1, 2)
+        return o, padded[:, 1 - self._taps :].transpose(1, 2), state.view_as(recurrent)
+
+    def mix_step(self, x: Projected, conv: Tensor, recurrent: Tensor) -> Tensor:
+        """Append one token to each of B sequences, x [B, ...], whose states change in place.
+
+        Returns outputs by head [B, H, V]. `recurrent` is contiguous but for its first axis if B is 1.
+        """
+        mixed = x.qkv * self._conv[-1]
+        # Column by column: the taps stand side by side in memory, where anything on whole rows is slow.
+        columns = [*conv.unbind(-1), x.qkv]
+        for column, following, taps in zip(columns, columns[1:], self._conv.unbind(0), strict=False):
+            mixed.addcmul_(column, taps)
+            column.copy_(following)
+        qk, v = self._heads_of(mixed)
+        q, k = qk.unbind(1)
+        q, k, v, g, beta = (part.flatten(0, 1) for part in (q, k, v, x.log_decay, x.strength))
+        o = self._rule.step(q, k, v, g, beta, recurrent.flatten(0, 1))
+        return o.view(-1, self._heads, self._head_size)
+
+    def output(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Norm and gate of each head's output [..., H, V], then the projection to [..., D]."""
+        return linear(unit_rms(o, self._least).flatten(-2) * gate.sigmoid(), self._o_proj)
+
+    def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolved channels [..., 3 H K] -> normalised and scaled q and k together [..., 2, H, K], v [..., H, K]."""
+        heads = F.silu(mixed).unflatten(-1, (3, self._heads, self._head_size))
+        qk = heads[..., :2, :, :]
+        norm = torch.hypot(torch.linalg.vector_norm(qk, dim=-1, keepdim=True), self._qk_least)
+        return qk / (norm * self._qk_scale), heads[..., 2, :, :]
 
 
-def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """Run the rule for one token: `kda_chunked` without the axis T. Returns outputs [M, V]; S changes in place."""
-    state.mul_(g.exp().unsqueeze(-1))
-    error = torch.baddbmm(v.unsqueeze(1), k.unsqueeze(1), state, alpha=-1)
-    state.baddbmm_(k.unsqueeze(2), error.mul_(beta.view(-1, 1, 1)))
-    return torch.bmm(q.unsqueeze(1), state).squeeze(1)
+def _causal_conv(padded: Tensor, taps: Tensor) -> Tensor:
+    """Depthwise convolution of [B, T + kernel - 1, C] with taps [kernel, C], oldest first: [B, T, C].
 
-
-def _segment(segment: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """`kda_chunked` for one segment: pairwise terms of all chunks together, then the states chunk by chunk."""
-    tokens = segment[0].shape[1]
-    chunk, segment = _padded(segment)
-    terms = _pairwise_terms([_to_chunks(x, chunk) for x in segment])
-    state = state * terms.to_first_middle
-    learns = any(x.requires_grad for x in (terms.values, terms.queries, state))
-    walk = _walk_for_gradients if learns else _walk
-    new_values, inherited, state = walk(terms, state)
-    o = torch.baddbmm(inherited, terms.products, new_values)
-    return o.unflatten(0, terms.values.shape[:2]).transpose(0, 1).flatten(1, 2)[:, :tokens], state
-
-
-def _walk(terms: _Terms, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Go from chunk to chunk, over the values and the state in place.
-
-    Returns v' and (q e^D) S~, each [N M, C, V], and S after the last token.
+    As a sum over taps: several times quicker on a CPU than conv1d with as many groups as channels.
     """
-    inherited = torch.empty_like(terms.values)
-    for new, erased, queries, keys, decay, read in zip(*_by_chunk(terms), inherited.unbind(0), strict=True):
-        new.baddbmm_(erased, state, alpha=-1)
-        torch.bmm(queries, state, out=read)
-        state.baddbmm_(keys.mT, new).mul_(decay)
-    return terms.values.flatten(0, 1), inherited.flatten(0, 1), state
-
-
-def _walk_for_gradients(terms: _Terms, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`_walk` that keeps everything, as gradients need it."""
-    new_values, inherited = [], []
-    for values, erased, queries, keys, decay in zip(*_by_chunk(terms), strict=True):
-        new_values.append(torch.baddbmm(values, erased, state, alpha=-1))
-        inherited.append(torch.bmm(queries, state))
-        state = torch.baddbmm(state, keys.mT, new_values[-1]) * decay
-    return torch.cat(new_values), torch.cat(inherited), state
-
-
-def _by_chunk(terms: _Terms) -> list[tuple[Tensor, ...]]:
-    return [x.unbind(0) for x in (terms.values, terms.erased, terms.queries, terms.keys, terms.to_next_middle)]
-
-
-def _padded(segment: list[Tensor]) -> tuple[int, list[Tensor]]:
-    """The size of the segment's chunks, and its tensors [M, T, ...] with T made a multiple of it.
-
-    The padding of zeros neither decays (g) nor writes (beta).
-    """
-    tokens, chunk = segment[0].shape[1], _LARGEST_CHUNK
-    while chunk > _SMALLEST_CHUNK and chunk // 2 >= tokens:
-        chunk //= 2
-    if missing := -tokens % chunk:
-        segment = [torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1) for x in segment]
-    q, k, v, g, beta = segment
-    if _half_decay(g, chunk) > _HALF_CHUNK_DECAY:
-        g = g.clamp(min=_STRONGEST_GATE)
-        while chunk > _SMALLEST_CHUNK and _half_decay(g, chunk) > _HALF_CHUNK_DECAY:
-            chunk //= 2
-    return chunk, [q, k, v, g, beta]
-
-
-def _half_decay(g: Tensor, chunk: int) -> Tensor:
-    """The most that half a chunk decays, as a positive exponent, of gates [M, T, K]."""
-    return -g.unflatten(1, (-1, chunk // 2)).sum(2).min()
-
-
-def _to_chunks(x: Tensor, chunk: int) -> Tensor:
-    """[M, T, ...] -> [N, M, C, ...]."""
-    return x.unflatten(1, (-1, chunk)).transpose(0, 1)
-
-
-def _pairwise_terms(chunks: list[Tensor]) -> _Terms:
-    """Everything about a segment that does not depend on the state, from q, k, v, g, beta in chunks [N, M, C, ...]."""
-    q, k, v, g, beta = chunks
-    count, rows, size = beta.shape
-    strength = beta.reshape(-1, size)
-    g = g.reshape(-1, size, g.shape[-1])
-    from_middle = torch.bmm(_middle_sums(g, size), g)
-    to_middle = (g - from_middle)[:, 0].unflatten(0, (count, rows))
-    to_end = from_middle[:, -1].unflatten(0, (count, rows))
-    to_next = torch.cat([to_end[:-1] + to_middle[1:], to_end[-1:]])
-
-    # The factor comes first: it is contiguous, and so is what is made of it.
-    growth = from_middle.exp().view_as(k)
-    keys = (growth.reciprocal() * k).flatten(0, 1)
-    own_keys, queries = (growth * k).flatten(0, 1), (growth * q).flatten(0, 1)
-    inverse = _unit_lower_inverse(torch.bmm(own_keys, keys.mT).tril(-1) * strength.unsqueeze(-1))
-    writes = inverse * strength.unsqueeze(1)
-
-    def by_chunk(x: Tensor) -> Tensor:
-        return x.unflatten(0, (count, rows))
-
-    return _Terms(
-        values=by_chunk(torch.bmm(writes, v.reshape(-1, size, v.shape[-1]))),
-        erased=by_chunk(torch.bmm(writes, own_keys)),
-        queries=by_chunk(queries),
-        keys=by_chunk(keys),
-        products=torch.bmm(queries, keys.mT).tril(),
-        to_first_middle=to_middle[0].exp().unsqueeze(-1),
-        to_next_middle=to_next.exp().unsqueeze(-1),
-    )
-
-
-def _middle_sums(g: Tensor, size: int) -> Tensor:
-    """The matrix [.., C, C] that sums gates [.., C, K] from the middle of a chunk to each of its tokens.
-
-    As a product each sum has at most C / 2 terms; a difference of running sums would lose digits.
-    """
-    sums = g.new_ones(size, size).tril()
-    return (sums - sums[size // 2 - 1]).expand(g.shape[0], size, size)
-
-
-def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
-    """(I + L)^-1 for L [B, C, C]: far quicker here than a triangular solve."""
-    return _BlockInverse.apply(strictly_lower)  # pyright: ignore[reportReturnType] (apply is untyped)
-
-
-class _BlockInverse(torch.autograd.Function):
-    """(I + L)^-1 by forward substitution, which is exact whatever L holds, in blocks that products put together."""
-
-    @staticmethod
-    def forward(ctx, strictly_lower: Tensor) -> Tensor:
-        inverse = _inverse(strictly_lower)
-        ctx.save_for_backward(inverse)
-        return inverse
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> Tensor:
-        (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
-
-
-def _inverse(strictly_lower: Tensor) -> Tensor:
-    """[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]], down to blocks that are substituted."""
-    batch, size, _ = strictly_lower.shape
-    if size <= _SUBSTITUTED:
-        return _substituted(strictly_lower)
-    half = size // 2
-    first, second = strictly_lower[:, :half, :half], strictly_lower[:, half:, half:]
-    first, second = _inverse(torch.cat([first, second])).split(batch)
-    inverse = strictly_lower.new_zeros(batch, size, size)
-    inverse[:, :half, :half], inverse[:, half:, half:] = first, second
-    torch.neg(second @ strictly_lower[:, half:, :half] @ first, out=inverse[:, half:, :half])
-    return inverse
-
-
-def _substituted(strictly_lower: Tensor) -> Tensor:
-    """(I + L)^-1 of small blocks, row by row; the batch is moved last, so that rows are long and contiguous."""
-    rows = strictly_lower.permute(1, 2, 0).neg().contiguous()
-    for i in range(1, rows.shape[0]):
-        rows[i, :i] += (rows[i, :i].unsqueeze(1) * rows[:i, :i]).sum(0)
-    rows.diagonal(dim1=0, dim2=1).fill_(1.0)
-    return rows.permute(2, 0, 1).contiguous()
+    tokens = padded.shape[1] - taps.shape[0] + 1
+    out = padded[:, :tokens] * taps[0]
+    for i in range(1, taps.shape[0]):
+        out.addcmul_(padded[:, i : i + tokens], taps[i])
+    return out

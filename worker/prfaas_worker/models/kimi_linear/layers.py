@@ -1,4 +1,4 @@
-"""What a Kimi Linear layer does to each token by itself: norms, MLP and mixture of experts, as functions of weights.
+"""Computes what a Kimi Linear layer does to each token by itself: norms, MLP and mixture of experts.
 
 Norms come without their weight: it is multiplied into the matrices that follow, once, when a block is made. Everything
 takes any number of tokens [..., D], and gradients flow unless the caller turns them off.
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
+from prfaas_worker.models.kimi_linear.checkpoint import Weights
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
-from prfaas_worker.models.kimi_linear.weights import Weights
 
 # Up to so many tokens times experts every token may go through every expert, which needs five operations in all ...
 DENSE_PAIRS = 256
@@ -18,7 +18,7 @@ _DENSE_BYTES = 1 << 20
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., D] times weight [E, D], which may be bf16: then multiplied as such, and summed in fp32 by the processor.
+    """x [..., D] times weight [E, D], which may be bf16: then multiplied as such, and summed in fp32 by the device.
 
     Returns [..., E] in the type of x.
     """
@@ -33,9 +33,9 @@ def unit_rms(x: Tensor, least: Tensor) -> Tensor:
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)
 
 
-def least_norm(eps: float, size: int) -> Tensor:
+def least_norm(eps: float, size: int, device: torch.device) -> Tensor:
     """What `unit_rms` takes for an epsilon inside the mean of `size` squares."""
-    return torch.tensor((eps * size) ** 0.5)
+    return torch.tensor((eps * size) ** 0.5, device=device)
 
 
 def norm_scale(weight: Tensor) -> Tensor:

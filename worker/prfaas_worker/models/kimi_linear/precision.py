@@ -1,39 +1,38 @@
-"""Whether a CPU multiplies matrices in bf16: where its instructions, its speed and the weights at hand all say so.
+"""Decides in which type matrices are multiplied: bf16 where instructions, speed and the weights at hand all allow it.
 
 Products of tokens and weights may be bf16, summed in fp32: projections, MLPs and experts. What is sensitive stays fp32
 everywhere: the residual stream, norms, gates, decays, the router, S, attention, the logits. So do the cache's rows and
 states, and with them their layout.
 
-A processor without AVX512-BF16 or AMX emulates bf16, many times slower. One that has them may still lose on small
-matrices to what converting costs, so the model's own shapes are timed. And rounding may turn a token to other experts,
-from where everything differs: so a prompt goes through both forms of the weights, and must leave the distribution of
-the next token as it was, to MOST_DIVERGENCE nats on average, half a percent of the perplexity. The shipped model moves
-by 0.001 on random tokens and 0.00005 on text; one of random weights, whose router decides by a hair, by 0.013.
+A processor without AVX512-BF16 or AMX emulates bf16, many times slower. A processor that has them may still lose on
+small matrices to what converting costs, so the model's own shapes are timed. A GPU always has them, and is not timed.
+
+Rounding may turn a token to other experts, from where everything differs. So a prompt goes through both forms of the
+weights, and must leave the distribution of the next token as it was, to MOST_DIVERGENCE nats on average, half a percent
+of the perplexity. The shipped model moves by 0.001 on random tokens and 0.00005 on text; one of random weights, whose
+router decides by a hair, by 0.013.
 
 The fingerprint names neither form. Both read each other's caches, with the error that was just bounded; if it told them
 apart, no cluster could prefill for another one with older processors, which is what this system is for. Where answers
 must be the same to fp32's last digits on whichever instance, every pool is given float32.
 """
 
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
+from prfaas_worker.models.kimi_linear.checkpoint import Shape, expected_shapes
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
 from prfaas_worker.models.kimi_linear.layers import linear
-from prfaas_worker.models.kimi_linear.shapes import Shape, expected_shapes
 from prfaas_worker.options import Dtype
-
-if TYPE_CHECKING:
-    from prfaas_worker.models.kimi_linear.model import KimiLinear, Layer
 
 LEAST_SPEEDUP: Final = 1.2
 MOST_DIVERGENCE: Final = 0.005
@@ -50,7 +49,7 @@ class Speedups(NamedTuple):
     token: float
 
 
-class Facts(NamedTuple):
+class PrecisionFacts(NamedTuple):
     """What is known; what is None was not measured, and stands in nobody's way."""
 
     asked: Dtype
@@ -59,30 +58,30 @@ class Facts(NamedTuple):
     divergence: float | None = None
 
 
-class Choice(NamedTuple):
+class Precision(NamedTuple):
     """The type of products, and why."""
 
     dtype: torch.dtype
     reason: str
 
 
-def choose(facts: Facts) -> Choice:
+def choose(facts: PrecisionFacts) -> Precision:
     """Decide from what is known so far: a caller measures on while the answer is bfloat16."""
     if facts.asked != "auto":
-        return Choice(getattr(torch, facts.asked), "asked for")
+        return Precision(getattr(torch, facts.asked), "asked for")
     if not facts.instructions:
-        return Choice(torch.float32, "this processor has neither AVX512-BF16 nor AMX")
+        return Precision(torch.float32, "this processor has neither AVX512-BF16 nor AMX")
     found = [" and ".join(sorted(facts.instructions))]
     if facts.speedups is not None:
         prompt, token = facts.speedups
         found.append(f"bfloat16 is {prompt:.2f} times as quick on prompts, {token:.2f} on single tokens")
         if min(facts.speedups) < LEAST_SPEEDUP:
-            return Choice(torch.float32, f"{found[-1]}; {LEAST_SPEEDUP} are asked for")
+            return Precision(torch.float32, f"{found[-1]}; {LEAST_SPEEDUP} are asked for")
     if facts.divergence is not None:
         found.append(f"it moves the next token's distribution by {facts.divergence:.2g} nats")
         if not facts.divergence <= MOST_DIVERGENCE:  # nor if it is no number
-            return Choice(torch.float32, f"bfloat16: {found[-1]}; at most {MOST_DIVERGENCE} are allowed")
-    return Choice(torch.bfloat16, ", ".join(found))
+            return Precision(torch.float32, f"bfloat16: {found[-1]}; at most {MOST_DIVERGENCE} are allowed")
+    return Precision(torch.bfloat16, ", ".join(found))
 
 
 def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -117,6 +116,14 @@ def products_of_a_token(config: KimiLinearConfig) -> Counter[Shape]:
     return counted
 
 
+def weight_bytes(config: KimiLinearConfig, products: torch.dtype) -> int:
+    """Bytes that the weights take in memory, with products of this type and all else in fp32."""
+    return sum(
+        math.prod(shape) * (products if _PRODUCTS.search(name) else torch.float32).itemsize
+        for name, shape in expected_shapes(config).items()
+    )
+
+
 def _quickest(work: Callable[[], object]) -> float:
     taken = []
     for _ in range(1 + _REPEATS):
@@ -126,22 +133,11 @@ def _quickest(work: Callable[[], object]) -> float:
     return min(taken[1:])  # the first one makes ready
 
 
-@torch.inference_mode()
-def divergence(model: "KimiLinear", exact: "Iterable[Layer]") -> float:
-    """Mean divergence, in nats, of a model's next tokens from those that `exact` layers make in place of its own.
+def probe_tokens(vocab_size: int) -> Tensor:
+    """Tokens from all over the vocabulary, which no text resembles: a hard case for `divergence` [PROBE_TOKENS]."""
+    return torch.randint(vocab_size, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
 
-    The prompt is of tokens from all over the vocabulary, which no text resembles: a hard case. Layers are taken one
-    at a time, so that those of the other type need not fit into memory together.
-    """
-    expected, found = (_next_tokens(model, layers) for layers in (exact, model.blocks))
+
+def divergence(expected: Tensor, found: Tensor) -> float:
+    """Mean divergence, in nats, of one set of next-token log-probabilities [T, vocab_size] from another."""
     return (expected.exp() * (expected - found)).sum(-1).mean().item()
-
-
-def _next_tokens(model: "KimiLinear", layers: "Iterable[Layer]") -> Tensor:
-    """Logarithms of probabilities after each token of the probe [PROBE_TOKENS, vocab_size]."""
-    tokens = torch.randint(model.vocab_size, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
-    x = F.embedding(tokens.unsqueeze(0), model.embedding)
-    for layer in layers:
-        x = x + layer.attention.prefill(layer.normed(x))
-        x = x + layer.feed_forward(layer.normed(x))
-    return model.logits(model.final_norm(x))[0].log_softmax(-1)

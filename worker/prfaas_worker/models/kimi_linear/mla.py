@@ -1,4 +1,4 @@
-"""The MLA layer, without positions. Its cache row is the normed latent followed by the key part that all heads share.
+"""Computes an MLA layer, without positions. Its cache row is the normed latent, then the key part that all heads share.
 
 A chunk attends in two ways. To its own tokens: keys and values are made of its rows, as the checkpoint says. To tokens
 before it: block by block of rows, each block's output weighted by its share of the whole (the log of the sum of its
@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the name that torch's own documentation gives it
 
+from prfaas_worker.models.kimi_linear.checkpoint import Weights
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
 from prfaas_worker.models.kimi_linear.layers import least_norm, linear, norm_scale, unit_rms
-from prfaas_worker.models.kimi_linear.weights import Weights
 
 # transformers and the authors' code use 1e-6 here, whatever rms_norm_eps says.
 _LATENT_NORM_EPS = 1e-6
 # Projections with kv_b_proj multiplied in are kept beside the others if they have at most so many numbers.
 _KEPT_ABSORBED = 1 << 20
+# Bytes of scores that are formed at once where torch has no attention for the device that gives their sums.
+_SCORE_BYTES = 256 << 20
 
 
 class LatentAttention:
@@ -32,7 +34,7 @@ class LatentAttention:
         self._width = self._latent + self._shared
         self._scale = config.key_size**-0.5
         self._input = weights.product(["q_proj", "kv_a_proj_with_mqa"], columns=norm)
-        self._latent_least = least_norm(_LATENT_NORM_EPS, self._latent)
+        self._latent_least = least_norm(_LATENT_NORM_EPS, self._latent, weights.device)
         self._latent_norm = norm_scale(weights["kv_a_layernorm"])
         # [H, nope + value, latent]: what each head makes of a latent.
         self._kv_b = weights["kv_b_proj"].unflatten(0, (self._heads, self._nope + self._value))
@@ -76,7 +78,7 @@ class LatentAttention:
         """
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = self._keys_and_values(rows.unsqueeze(0))
-        merged = Merged(*_flash(q, k, v, self._scale, causal=True))
+        merged = Merged(*attend(q, k, v, self._scale, causal=True))
         few = q.shape[2] * (2 * self._latent - self._nope - self._value) < (self._nope + self._value) * self._latent
         for block in blocks:
             merged.add(*(self._attend_absorbed(q, block) if few else self._attend_block(q, block)))
@@ -124,13 +126,13 @@ class LatentAttention:
 
     def _attend_block(self, q: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [1, H, T, key] attend to all of rows [n, width]: values [1, H, T, key], log sums [1, H, T]."""
-        return _flash(q, *self._keys_and_values(rows.unsqueeze(0)), self._scale, causal=False)
+        return attend(q, *self._keys_and_values(rows.unsqueeze(0)), self._scale, causal=False)
 
     def _attend_absorbed(self, q: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """`_attend_block` with kv_b_proj absorbed: all heads of all queries share the rows."""
         _, heads, tokens, _ = q.shape
         absorbed = self.absorb(q[0].transpose(0, 1)).flatten(0, 1)[None, None]
-        latents, log_sums = _flash(absorbed, rows[None, None], rows[None, None], 1.0, causal=False)
+        latents, log_sums = attend(absorbed, rows[None, None], rows[None, None], 1.0, causal=False)
         values = self.values(latents.view(tokens, heads, -1)[..., : self._latent])
         values = F.pad(values, (0, q.shape[-1] - self._value))
         return values.transpose(0, 1).unsqueeze(0), log_sums.view(tokens, heads).T.unsqueeze(0)
@@ -160,6 +162,25 @@ class Merged:
         self._log_sum = total
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention [B, H, T, V] and the log of the sum of its exponentials [B, H, T], which the public function drops."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of queries [B, H, T, K] to keys and values [B, H, N, K]: [B, H, T, K], and the log of the sum of its
+    exponentials [B, H, T]."""
+    if q.device.type == "cpu":
+        # What scaled_dot_product_attention runs; the public function drops the sums.
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return attend_plainly(q, k, v, scale, causal=causal)
+
+
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """`attend` in plain torch, for any device: some queries at once, so that scores take _SCORE_BYTES at most."""
+    at_once = max(1, _SCORE_BYTES // (k.shape[:-1].numel() * k.itemsize))
+    places = torch.arange(k.shape[2], device=k.device)
+    outputs, log_sums = [], []
+    for start in range(0, q.shape[2], at_once):
+        scores = q[:, :, start : start + at_once] @ k.mT * scale
+        if causal:
+            own = torch.arange(start, start + scores.shape[2], device=k.device).unsqueeze(1)
+            scores = scores.masked_fill(places > own, -torch.inf)
+        log_sums.append(scores.logsumexp(-1))
+        outputs.append(scores.softmax(-1) @ v)
+    return torch.cat(outputs, dim=2), torch.cat(log_sums, dim=2)

@@ -1,6 +1,6 @@
-"""One step's batch over the paged memory: what every layer of a kind needs to know is worked out once, here.
+"""Runs a step's batch over the paged memory: what every layer of a kind needs to know is worked out once, here.
 
-The arithmetic is in `delta` and `latent`; this is where it meets pages and slots. Long chunks go through a KDA layer in
+The arithmetic is in `kda` and `mla`; this is where it meets pages and slots. Long chunks go through a KDA layer in
 parts, from one state of their slot to the next, so that what is made on the way stays in the processor's caches.
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.models.base import Batch, Chunk, Decodes
-from prfaas_worker.models.kimi_linear.delta import DeltaAttention, Projected
-from prfaas_worker.models.kimi_linear.latent import LatentAttention, Merged
+from prfaas_worker.models.kimi_linear.kda import DeltaAttention, Projected
+from prfaas_worker.models.kimi_linear.mla import LatentAttention, Merged
 
 # Tokens that go through a layer at once: more hide what small operations cost, fewer stay in the processor's caches.
 TOKENS_AT_ONCE = 1024
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     has_decodes: bool
 
 
-class Step:
+class PagedBatch:
     """A batch, its parts, and what its decodes need of the memory."""
 
     def __init__(self, batch: Batch, memory: CacheMemory):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from prfaas_worker.models.kimi_linear import kda
-from prfaas_worker.models.kimi_linear.kda import kda_chunked, kda_step
+from prfaas_worker.models.kimi_linear import delta_rule
+from prfaas_worker.models.kimi_linear.delta_rule import kda_chunked, kda_step
 
 HEADS, SIZE = 3, 32
 GATE_SCALES = [0.1, 1.0, 5.0, 10.0, 30.0, 100.0]
@@ -109,8 +109,8 @@ def test_the_strongest_gates_that_a_chunk_size_takes_stay_exact(chunk):
     """Gates right below the limit of each size: where the factorised form has the largest numbers."""
     q, k, v, g, beta, state = inputs(256, 1.0)
     strongest = g.unflatten(1, (-1, chunk // 2)).sum(2).min()
-    arguments = [q, k, v, g * (0.999 * -kda._HALF_CHUNK_DECAY / strongest), beta, state]
-    assert kda._padded([x.clone() for x in arguments[:5]])[0] == chunk
+    arguments = [q, k, v, g * (0.999 * -delta_rule._HALF_CHUNK_DECAY / strongest), beta, state]
+    assert delta_rule._padded([x.clone() for x in arguments[:5]])[0] == chunk
     o, final = kda_chunked(*arguments)
     expected_o, expected_final = recurrence(*arguments)
     assert (o - expected_o).abs().max() < OUTPUT_BOUND
@@ -119,7 +119,7 @@ def test_the_strongest_gates_that_a_chunk_size_takes_stay_exact(chunk):
 
 def test_chunks_that_ignored_the_gates_would_overflow(monkeypatch):
     """Negative control: with the largest chunk everywhere strong gates give NaN; their size is what saves them."""
-    monkeypatch.setattr(kda, "_HALF_CHUNK_DECAY", float("inf"))
+    monkeypatch.setattr(delta_rule, "_HALF_CHUNK_DECAY", float("inf"))
     o, _ = kda_chunked(*inputs(64, 30.0))
     assert not o.isfinite().all()
 

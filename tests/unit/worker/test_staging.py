@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.models.base import LayerSpec, TensorSpec
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.transfer.staging import Span, Staging
 
 LAYERS = (
