@@ -1,4 +1,4 @@
-"""The layer objects of transformers' cache, over our pages and slots.
+"""Puts the layer objects of transformers' cache over our pages and slots, and finds the shapes that a family needs.
 
 A model of transformers hands each layer's new keys and values, or its new state, to an object of the cache, and
 computes with what that returns. Ours subclass those objects, as transformers chooses masks by their classes, but hold
@@ -10,6 +10,8 @@ itself; the oldest comes first, and how many count follows from the sequence's l
 length zero is none: transformers must hear so, whatever bytes stand in the slot. And decodes of unequal length: all
 see as many rows as the longest, so masks hide what is not their own, and what is hidden is zero, as uninitialised
 memory may hold NaN, which no mask hides.
+
+The shapes are found by looking at transformers' own cache after a few tokens (`pattern_of`, `layer_specs`).
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -27,11 +30,20 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from prfaas.errors import ConfigError
 from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.models.base import Chunk
 
+_ROW_AXES = ("token", "head", "dim")
+_WINDOW_AXES = ("window", "head", "dim")
+_CONV_AXES = ("channel", "tap")
+# What the last two are differs by family (key by value, or channel by state). Two replicas of one fingerprint agree on
+# it without a word, and to others nothing may be sent.
+_RECURRENT_AXES = ("head", "recurrent_1", "recurrent_2")
 
-class Group(NamedTuple):
+
+class _CacheGroup(NamedTuple):
     """Chunks that go through the model together: one of any length, or several of one token each.
 
     `slots` is [B]; `pages` and `rows`, [B, tokens], say where new rows go; `held` [B, n] lists the sequences' pages.
@@ -55,7 +67,7 @@ class Group(NamedTuple):
         return max(chunk.start for chunk in self.chunks)
 
 
-def group_of(chunks: Sequence[Chunk], memory: CacheMemory) -> Group:
+def _group_of(chunks: Sequence[Chunk], memory: CacheMemory) -> _CacheGroup:
     """Look chunks up in the memory's page table."""
     size, device = memory.geometry.page_tokens, memory.device
     slots = torch.tensor([chunk.slot for chunk in chunks], device=device)
@@ -63,7 +75,7 @@ def group_of(chunks: Sequence[Chunk], memory: CacheMemory) -> Group:
     positions = starts.unsqueeze(1) + torch.arange(chunks[0].tokens, device=device)
     table = memory.table[slots]
     columns = memory.geometry.pages_for(max(chunk.end for chunk in chunks))
-    return Group(chunks, slots, starts, table.gather(1, positions // size), positions % size, table[:, :columns])
+    return _CacheGroup(chunks, slots, starts, table.gather(1, positions // size), positions % size, table[:, :columns])
 
 
 class _Layer:
@@ -72,7 +84,7 @@ class _Layer:
     def bind(self, memory: CacheMemory, index: int) -> None:
         """Keep what this layer, the model's `index`-th, has in the memory."""
 
-    def attach(self, group: Group) -> None:
+    def attach(self, group: _CacheGroup) -> None:
         """Serve these sequences, in whose caches `starts` tokens stand."""
 
     def finish(self) -> None:
@@ -88,7 +100,7 @@ class _Rows(_Layer):
         self._tensors = rows["key"], rows["value"]
         self.is_initialized = True
 
-    def attach(self, group: Group) -> None:
+    def attach(self, group: _CacheGroup) -> None:
         super().attach(group)
         self._group, self._length = group, group.longest
 
@@ -126,7 +138,7 @@ class _Window(_Layer):
         self._tensors = states["window_key"], states["window_value"]
         self.is_initialized = True
 
-    def attach(self, group: Group) -> None:
+    def attach(self, group: _CacheGroup) -> None:
         super().attach(group)
         self._group, self.cumulative_length = group, group.longest
 
@@ -170,13 +182,13 @@ class _State(_Layer):
     def bind(self, memory: CacheMemory, index: int) -> None:
         super().bind(memory, index)
         states, numbers = memory.states(index), range(self.number_of_states)
-        self._convs = {i: states.get(numbered("conv", i)) for i in numbers}
-        self._recurrents = {i: states.get(numbered("recurrent", i)) for i in numbers}
+        self._convs = {i: states.get(_numbered("conv", i)) for i in numbers}
+        self._recurrents = {i: states.get(_numbered("recurrent", i)) for i in numbers}
         self.conv_kernel_size = {i: None if conv is None else conv.shape[-1] for i, conv in self._convs.items()}
         self.is_conv_states_initialized = {i: conv is not None for i, conv in self._convs.items()}
         self.is_recurrent_states_initialized = {i: state is not None for i, state in self._recurrents.items()}
 
-    def attach(self, group: Group) -> None:
+    def attach(self, group: _CacheGroup) -> None:
         super().attach(group)
         # A slice gives a view, a tensor of indices a copy.
         alone, self._slots = group.alone, group.slots
@@ -220,7 +232,7 @@ class EmptyLayer(_Layer, DummyLayer):
 
 
 # By transformers' class, which must be it exactly: a subclass may keep more.
-OURS: dict[type, type] = {
+_OURS: dict[type, type] = {
     DynamicLayer: RowsLayer,
     DynamicSlidingWindowLayer: WindowLayer,
     LinearAttentionLayer: StateLayer,
@@ -244,7 +256,7 @@ class PagedCache(Cache):
 
     def attach(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Serve one chunk, or several of one token, each with tokens before it; returns what the model must be told."""
-        group = group_of(chunks, self._memory)
+        group = _group_of(chunks, self._memory)
         for layer in self.layers:
             layer.attach(group)
         # Of one sequence, transformers finds masks and positions by the length of the cache.
@@ -255,7 +267,7 @@ class PagedCache(Cache):
         for layer in self.layers:
             layer.finish()
 
-    def _masks(self, group: Group) -> dict[str, Tensor | None]:
+    def _masks(self, group: _CacheGroup) -> dict[str, Tensor | None]:
         """What each sequence's new token must not see, by transformers' words for kinds of layers."""
         starts, device = group.starts.unsqueeze(1), self._memory.device
         masks: dict[str, Tensor | None] = {"linear_attention": None, "conv": None, "sliding_attention": None}
@@ -266,16 +278,93 @@ class PagedCache(Cache):
         return masks
 
 
-def numbered(kind: str, index: int) -> str:
+def _numbered(kind: str, index: int) -> str:
     """Name of a layer's state: nearly all keep one of a kind; the name of further ones says which."""
     return kind if index == 0 else f"{kind}_{index}"
 
 
 def _ours(layer: Any) -> Any:
     sizes = {name: getattr(layer, name) for name in ("sliding_window", "number_of_states") if hasattr(layer, name)}
-    return OURS[type(layer)](**sizes)
+    return _OURS[type(layer)](**sizes)
 
 
 def _additive(is_seen: Tensor) -> Tensor:
     """A mask [B, keys] as every attention of transformers takes it: added to scores [B, head, query, key]."""
     return torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[:, None, None]
+
+
+def pattern_of(config: Any) -> DynamicCache:
+    """transformers' own empty cache for a text model's configuration.
+
+    Raises:
+        ConfigError: a layer keeps what we have no place for, or no layer keeps rows.
+
+    """
+    pattern = DynamicCache(config=config)
+    for index, layer in enumerate(pattern.layers):
+        if type(layer) not in _OURS:
+            kind = type(layer).__name__
+            raise ConfigError(f"layer {index} has a cache of the kind {kind}, which has no form in our memory")
+    if not any(_keeps_rows(layer) for layer in pattern.layers):
+        raise ConfigError("no layer keeps rows for every token, and pages are made of rows: it cannot be served")
+    return pattern
+
+
+def layer_specs(filled: Cache) -> tuple[LayerSpec, ...]:
+    """The shape of each layer, from transformers' own cache after it has seen a few tokens.
+
+    Raises:
+        ConfigError: the model did not use a layer of its cache.
+
+    """
+    return tuple(_layer_spec(index, layer) for index, layer in enumerate(filled.layers))
+
+
+def _keeps_rows(layer: Any) -> bool:
+    return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+
+
+def _layer_spec(index: int, layer: Any) -> LayerSpec:
+    rows, state = [], []
+    if isinstance(layer, LinearAttentionLayer):
+        state += _state_specs(index, layer)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        room = layer.sliding_window - 1
+        state += [
+            TensorSpec(f"window_{name}", _WINDOW_AXES, (room, *_row_shape(tensor)), _dtype(tensor))
+            for name, tensor in _keys_and_values(index, layer)
+        ]
+    if _keeps_rows(layer):
+        rows += [
+            TensorSpec(name, _ROW_AXES, _row_shape(tensor), _dtype(tensor))
+            for name, tensor in _keys_and_values(index, layer)
+        ]
+    return LayerSpec(tuple(rows), tuple(state))
+
+
+def _state_specs(index: int, layer: LinearAttentionLayer) -> list[TensorSpec]:
+    kinds = (("conv", _CONV_AXES, layer.conv_states), ("recurrent", _RECURRENT_AXES, layer.recurrent_states))
+    specs = [
+        TensorSpec(_numbered(kind, i), axes, tuple(tensor.shape[1:]), _dtype(tensor))
+        for kind, axes, tensors in kinds
+        for i, tensor in tensors.items()
+        if tensor is not None
+    ]
+    if not specs:
+        raise ConfigError(f"layer {index} should keep a state, and the model gave it none")
+    return specs
+
+
+def _keys_and_values(index: int, layer: Any) -> Sequence[tuple[str, Tensor]]:
+    if layer.keys is None or layer.values is None:
+        raise ConfigError(f"layer {index} should keep keys and values, and the model gave it none")
+    return ("key", layer.keys), ("value", layer.values)
+
+
+def _row_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Heads and width of [1, head, token, dim]."""
+    return tensor.shape[1], tensor.shape[3]
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,9 +1,16 @@
-"""A model of transformers behind the engine's `Model` interface, in fp32, no gradients.
+"""Puts a model of transformers behind the engine's `Model` interface: on the CPU, in fp32, without gradients.
+
+A checkpoint is loaded from files alone: nothing is fetched and none of its code is run. transformers answers wrong
+weights with a warning and random numbers in their place; here every difference is an error that lists them all.
 
 Decodes go through the model together, as each brings one token. Chunks go one after the other: transformers would batch
 them by padding, and what a linear layer makes of a pad would stand in its state.
 """
 
+import hashlib
+import json
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,20 +18,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+import xxhash
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from prfaas.errors import InternalError
+from prfaas.errors import ConfigError, InternalError
 from prfaas.wire.kvevents import AttentionSpecKind
-from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.models.base import Batch, Chunk
-from prfaas_worker.models.generic.cache import PagedCache
-from prfaas_worker.models.generic.checkpoint import fingerprint, load_causal_model
-from prfaas_worker.models.generic.families import Family, read_family
-from prfaas_worker.models.generic.layout import layer_specs, pattern_of
+from prfaas_worker.models.generic.cache import PagedCache, layer_specs, pattern_of
+from prfaas_worker.models.generic.families import Family, read_document, read_family
 
 # The least that takes the path of a prompt, not that of a decode.
 _PROBE_TOKENS = 2
+_LISTED_DIFFERENCES = 50
+# A family may tell transformers to pass over such tensors in silence.
+_TOWERS = re.compile(r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\.")
 
 
 class GenericModel:
@@ -177,3 +188,86 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
         given = getattr(config, "eos_token_id", None)
         found |= set(given if isinstance(given, list) else [] if given is None else [given])
     return frozenset(found)
+
+
+def load_causal_model(directory: Path) -> PreTrainedModel:
+    """The language model in `directory`, in fp32, ready for inference.
+
+    Raises:
+        ConfigError: a file cannot be read, or the weights are not those of config.json.
+
+    """
+    # Our errors say what theirs would, and a progress bar is no line of a log.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    _hide_gpu_kernels()
+    _refuse_towers(directory)
+    auto: Any = AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        architecture = auto._model_mapping[type(config)]
+        model, report = auto.from_pretrained(
+            directory,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="sdpa" if architecture._supports_sdpa else "eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # their tree has no root: a bad file or field may raise anything
+        raise ConfigError(f"{directory}: transformers cannot load the checkpoint: {error}") from error
+    if differences := _describe(report):
+        listed = differences[:_LISTED_DIFFERENCES]
+        more = [f"and {len(differences) - len(listed)} more"] if len(differences) > len(listed) else []
+        raise ConfigError(f"{directory}: the weights do not fit config.json:\n  " + "\n  ".join(listed + more))
+    return model.eval().requires_grad_(False)
+
+
+def fingerprint(directory: Path, model: PreTrainedModel) -> str:
+    """SHA-256, hex, over this engine's name, config.json, and name, shape and XXH3-128 of every loaded tensor.
+
+    Taken from memory, so that the files are read once, and however they are cut. Our own engine for a family lays its
+    cache out in another way, so its fingerprint of the same files must differ. As there, it finds accidents, and does
+    not withstand somebody who makes two checkpoints that have one.
+    """
+    digest = hashlib.sha256(b"transformers\n")
+    digest.update(json.dumps(read_document(directory), sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        content = xxhash.xxh3_128_hexdigest(bytes_of(tensor.contiguous()))
+        digest.update(f"\n{name} {list(tensor.shape)} {content}".encode())
+    return digest.hexdigest()
+
+
+def _describe(report: dict[str, Any]) -> list[str]:
+    """One line per tensor that is missing, unknown or of another shape, sorted by name."""
+    lines = dict.fromkeys(report["missing_keys"], "missing")
+    lines |= dict.fromkeys(report["unexpected_keys"], "not in this architecture")
+    for name, found, wanted in report["mismatched_keys"]:
+        lines[name] = f"shape {list(found)}, the config asks for {list(wanted)}"
+    return [f"{name}: {lines[name]}" for name in sorted(lines)]
+
+
+def _hide_gpu_kernels() -> None:
+    """Keep transformers from these packages: this engine runs on the CPU, where their kernels fail."""
+    for package in ("causal_conv1d", "fla", "mamba_ssm"):
+        sys.modules[package] = None  # type: ignore[assignment]
+
+
+def _refuse_towers(directory: Path) -> None:
+    """Read the names of all tensors, which costs no more than the files' headers."""
+    names = set()
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as checkpoint:
+                names |= {name for name in checkpoint.keys() if _TOWERS.search(name)}  # noqa: SIM118, not a mapping
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file}: the weights cannot be read, fetch them again: {error}") from error
+    if names:
+        listed = sorted(names)[:_LISTED_DIFFERENCES]
+        raise ConfigError(
+            f"{directory}: {len(names)} tensors are of a vision or audio tower; only text models are served: take the "
+            "family's text checkpoint:\n  " + "\n  ".join(listed)
+        )
