@@ -16,7 +16,7 @@ from typing import Self
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.ports import free_ports
 from prfaas_sandbox.api import Api
-from prfaas_sandbox.credentials import Authority, Kubeconfig, service_account_key, write_private
+from prfaas_sandbox.credentials import ClusterAuthority, Kubeconfig, service_account_key, write_pair, write_private
 from prfaas_sandbox.processes import ChildProcess
 from prfaas_sandbox.tools import Tools
 
@@ -95,7 +95,7 @@ class ControlPlane:
         self.name = name
         self.server = placement.server
         self.api_port = placement.api_port
-        self.authority = Authority(f"{name}-ca")
+        self.authority = ClusterAuthority(f"{name}-ca")
         self._folder = folder
         self._placement = placement
         self._pki = folder / "pki"
@@ -171,7 +171,7 @@ class ControlPlane:
         self._children.append(ChildProcess(f"{self.name}'s {name}", command, self._logs / f"{name}.log"))
 
     def _etcd_flags(self) -> dict[str, object]:
-        certificate, key = self.authority.server("etcd", [LOOPBACK]).write(self._pki, "etcd")
+        certificate, key = write_pair(self.authority.server("etcd", [LOOPBACK]), self._pki, "etcd")
         authority = self._pki / "ca.crt"
         peer = f"https://{LOOPBACK}:{self._placement.etcd_ports[1]}"
         return {
@@ -195,10 +195,12 @@ class ControlPlane:
 
     def _api_server_flags(self) -> dict[str, object]:
         placement, pki = self._placement, self._pki
-        certificate, key = self.authority.server("kube-apiserver", placement.server_names()).write(pki, "apiserver")
-        etcd_certificate, etcd_key = self.authority.client("apiserver").write(pki, "apiserver-etcd")
+        certificate, key = write_pair(
+            self.authority.server("kube-apiserver", placement.server_names()), pki, "apiserver"
+        )
+        etcd_certificate, etcd_key = write_pair(self.authority.client("apiserver"), pki, "apiserver-etcd")
         node_client = self.authority.client("kube-apiserver-kubelet", ADMIN_GROUP)
-        node_certificate, node_key = node_client.write(pki, "apiserver-node")
+        node_certificate, node_key = write_pair(node_client, pki, "apiserver-node")
         return {
             "bind-address": placement.address,
             "advertise-address": placement.advertised,

@@ -18,6 +18,7 @@ from aiohttp import web
 from prfaas.errors import PeerError
 from prfaas_sandbox.api import Api, Listed, Object
 from prfaas_sandbox.controlplane import ControlPlane
+from prfaas_sandbox.credentials import write_pair
 from prfaas_sandbox.network import ClusterNetwork
 from prfaas_sandbox.node.container import Container, now_text
 from prfaas_sandbox.node.pod import Node, Pod
@@ -175,7 +176,8 @@ class NodeAgent:
 
 def _server_tls(plane: ControlPlane, network: ClusterNetwork, folder: Path) -> ssl.SSLContext:
     """Return a context that serves the node's certificate and wants one of the cluster's CA from every client."""
-    certificate, key = plane.authority.server(f"{network.name}-node", [network.address]).write(folder, "node")
+    pair = plane.authority.server(f"{network.name}-node", [network.address])
+    certificate, key = write_pair(pair, folder, "node")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=plane.authority.certificate.decode())
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(certificate, key)
