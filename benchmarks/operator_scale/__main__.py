@@ -22,8 +22,8 @@ from benchmarks.operator_kills import MODEL, resource
 from benchmarks.operator_scale.stage import CALLS_AT_ONCE, CLUSTER, CONVERGE_SECONDS, Operator, Stage, follow, staged
 from benchmarks.report import Figure, cpu_seconds, run
 
-from prfaas_operator.clusters.api import DEPLOYMENT, PREFILL_POOL
-from prfaas_operator.clusters.client import KubernetesCluster
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.kinds import DEPLOYMENT, PREFILL_POOL
 from prfaas_sandbox.tools import ensure_tools
 
 REACTIONS = 100
@@ -68,7 +68,7 @@ class Changes:
     async def _until(self, applied: "asyncio.Future[float]", started: float) -> float:
         return await applied - started
 
-    async def _watch(self, cluster: KubernetesCluster) -> None:
+    async def _watch(self, cluster: ClusterClient) -> None:
         async for deployment in follow(cluster, DEPLOYMENT):
             name = deployment["metadata"]["name"]
             waiting = self._pending.get(name)

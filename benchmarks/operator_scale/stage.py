@@ -15,10 +15,12 @@ from urllib.parse import urlsplit
 
 from benchmarks.operator_kills import Place, credentials, prepare, resource
 
+from prfaas.kube.session import ObjectKind
+from prfaas.kube.watch import BOOKMARK, DELETED
 from prfaas.ports import free_ports
-from prfaas_operator.clusters.api import POD, Kind, Object
-from prfaas_operator.clusters.client import KubernetesCluster
-from prfaas_operator.clusters.connect import connect_context
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.connect import KubeContext, open_context
+from prfaas_operator.clusters.kinds import POD, Object
 from prfaas_operator.errors import ConflictError
 from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.tools import Tools
@@ -71,7 +73,7 @@ class Relay:
 class Kubelets:
     """What the kubelets of one cluster write: that a pod is ready, as soon as it is there."""
 
-    def __init__(self, cluster: KubernetesCluster, subnet: int):
+    def __init__(self, cluster: ClusterClient, subnet: int):
         self._cluster = cluster
         self._subnet = subnet
         self._turn = asyncio.Semaphore(CALLS_AT_ONCE)
@@ -107,7 +109,7 @@ class Kubelets:
                 await self._cluster.apply(body, subresource="status")
 
 
-async def follow(cluster: KubernetesCluster, kind: Kind) -> AsyncIterator[Object]:
+async def follow(cluster: ClusterClient, kind: ObjectKind) -> AsyncIterator[Object]:
     """Yield every object of a kind, and again whenever it changes."""
     page = await cluster.page(kind)
     for item in page.items:
@@ -116,7 +118,7 @@ async def follow(cluster: KubernetesCluster, kind: Kind) -> AsyncIterator[Object
     while True:
         async for event in cluster.watch(kind, selector="", since=since):
             since = event.object["metadata"]["resourceVersion"]
-            if event.type != "DELETED":
+            if event.type not in {BOOKMARK, DELETED}:
                 yield event.object
 
 
@@ -167,8 +169,8 @@ class Operator:
 class Stage:
     """Both clusters with what acts in them."""
 
-    hub: KubernetesCluster
-    member: KubernetesCluster
+    hub: ClusterClient
+    member: ClusterClient
     places: tuple[Place, Place]
     relay: Relay
     folder: Path
@@ -205,9 +207,8 @@ async def staged(tools: Tools, folder: Path) -> AsyncIterator[Stage]:
             {**secret, "stringData": {"kubeconfig": json.dumps(document)}},
             resource("MemberCluster", CLUSTER, **reference),
         )
-        hub, member = [(await connect_context(place.kubeconfig, None, place.namespace)).cluster for place in places]
-        for cluster in (hub, member):
-            stack.push_async_callback(cluster.close)
+        contexts = [KubeContext(place.kubeconfig, None, place.namespace) for place in places]
+        hub, member = [(await stack.enter_async_context(open_context(one))).cluster for one in contexts]
         kubelets = [asyncio.create_task(Kubelets(one, subnet).run()) for one, subnet in ((hub, 1), (member, 2))]
         try:
             yield Stage(hub, member, places, relay, folder)

@@ -104,12 +104,17 @@ class LogOnce:
         self._log = log
         self._failing: dict[str, object] = {}
 
-    def failed(self, what: str, message: str, *, reason: object = None, level: int = logging.WARNING) -> None:
-        """Log `message`, unless `what` failed last time for the same reason (by default: with the same message)."""
+    def failed(self, what: str, message: str, *, reason: object = None, level: int = logging.WARNING) -> bool:
+        """Log `message`, unless `what` failed last time for the same reason (by default: with the same message).
+
+        Return whether it was logged.
+        """
         reason = message if reason is None else reason
-        if self._failing.get(what) != reason:
-            self._failing[what] = reason
-            self._log.log(level, "%s", message)
+        if self._failing.get(what) == reason:
+            return False
+        self._failing[what] = reason
+        self._log.log(level, "%s", message)
+        return True
 
     def worked(self, what: str, message: str = "") -> None:
         """Log `message` (or "WHAT works again") if `what` failed before."""

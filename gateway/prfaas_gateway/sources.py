@@ -13,6 +13,7 @@ from typing import Any
 
 from prfaas.errors import ConfigError, ProtocolError
 from prfaas.kube import KubeSession, ObjectRef, watch_object
+from prfaas.kube.session import CONFIG_MAP
 from prfaas.names import ROUTES_KEY, routes_configmap
 from prfaas.wire.routes import RoutingTable, decode
 
@@ -23,7 +24,7 @@ OnTable = Callable[[RoutingTable], None]
 
 async def follow_configmap(session: KubeSession, namespace: str, policy: str, on_table: OnTable) -> None:
     """Call `on_table` with every new version of the policy's table, for ever."""
-    ref = ObjectRef("v1", "ConfigMap", "configmaps", namespace, routes_configmap(policy))
+    ref = ObjectRef(CONFIG_MAP, namespace, routes_configmap(policy))
     last: RoutingTable | None = None
     async for current in watch_object(session, ref):
         if current is None:

@@ -15,25 +15,33 @@ import typer
 
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
-from prfaas.telemetry.tracing import tracing_from_environment
-from prfaas_operator import handlers, http, logs, metrics
-from prfaas_operator.clusters.api import Cluster
-from prfaas_operator.clusters.client import Gate
-from prfaas_operator.clusters.connect import connect_hub, connect_lease, connect_member
+from prfaas.telemetry.tracing import Tracing, tracing_from_environment
+from prfaas_operator import http, logs, metrics
+from prfaas_operator.clusters.client import ClusterClient, Gate
+from prfaas_operator.clusters.connect import connect_hub, connect_member, hub_session
+from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL
+from prfaas_operator.controller import handlers
+from prfaas_operator.controller.children import Children
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.loop import Controller
+from prfaas_operator.controller.queue import ReconcileQueue
 from prfaas_operator.election import Election, Ending
-from prfaas_operator.following import follow, until_served
-from prfaas_operator.plan.certificates_settings import (
+from prfaas_operator.plan.certificates import (
     DEFAULT_AUTHORITY_HOURS,
     DEFAULT_CERTIFICATE_HOURS,
     DEFAULT_SETTLE_SECONDS,
-    Mode,
-    Settings,
+    CertificateMode,
+    CertificateSettings,
     settings_of,
 )
-from prfaas_operator.plan.tokens import DEFAULT_TOKEN_DAYS
-from prfaas_operator.reconcile.loop import JUDGES
-from prfaas_operator.reconcile.members import Connect
-from prfaas_operator.reconcile.runtime import Runtime
+from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
+from prfaas_operator.reconcile.certificates import Certificates
+from prfaas_operator.reconcile.longloop import LongLoop
+from prfaas_operator.reconcile.member import MemberReconciler, SecretGuard, TokenRenewal
+from prfaas_operator.reconcile.members import Connect, Members
+from prfaas_operator.reconcile.policy import PolicyReconciler
+from prfaas_operator.reconcile.pool import PoolReconciler
+from prfaas_operator.reconcile.roles import SharedRoles
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +49,13 @@ SYNC_SECONDS: Final = 60.0
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
-class Options(NamedTuple):
+class OperatorOptions(NamedTuple):
     """What the process was started with, beside where it listens."""
 
     namespace: str
     leader_elect: bool
     member_token_days: int
-    certificates: Settings
+    certificates: CertificateSettings
 
 
 def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo | None:
@@ -63,51 +71,82 @@ def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo |
     )
 
 
+class _Operator(NamedTuple):
+    """The parts of a working operator that its process starts and ends."""
+
+    controller: Controller
+    members: Members
+    certificates: Certificates
+
+
+def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tracing: Tracing) -> _Operator:
+    """Put the operator together; all of its state can be lost and is read anew."""
+    view = HubView(hub, ReconcileQueue())
+    members = Members(connect, view.queue)
+    certificates = Certificates(view, members, options.certificates)
+    children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
+    secrets = SecretGuard(view)
+    pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view))
+    policies = PolicyReconciler(view, members, certificates, children, LongLoop(view))
+    clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))
+    reconciles = {
+        MEMBER_CLUSTER: clusters.reconcile,
+        PREFILL_POOL: pools.reconcile_prefill,
+        DECODE_POOL: pools.reconcile_decode,
+        POLICY: policies.reconcile,
+    }
+    return _Operator(Controller(view, children, reconciles, tracing), members, certificates)
+
+
 @contextlib.asynccontextmanager
-async def running(hub: Cluster, connect: Connect, options: Options, health: http.Health) -> AsyncIterator[Runtime]:
-    """Follow the hub's pods, children, PrefillPools and MemberClusters, and close every connection in the end."""
-    runtime = Runtime(hub, connect, options.member_token_days, options.certificates)
-    runtime.tracing = tracing_from_environment("prfaas-operator", {"k8s.pod.name": os.environ.get("POD_NAME", "")})
-    health.obstacle = runtime.wakers.stuck
-    informers = runtime.informers
-    tasks = [asyncio.create_task(informer.run()) for informer in informers]
+async def running(
+    hub: ClusterClient, connect: Connect, options: OperatorOptions, health: http.Health
+) -> AsyncIterator[_Operator]:
+    """Follow the hub's pods and children, and close every connection in the end."""
+    tracing = tracing_from_environment("prfaas-operator", {"k8s.pod.name": os.environ.get("POD_NAME", "")})
+    operator = assemble(hub, connect, options, tracing)
+    view = operator.controller.hub
+    health.obstacle = view.queue.stuck
+    tasks = [asyncio.create_task(informer.run()) for informer in view.informers]
     try:
         try:
             async with asyncio.timeout(SYNC_SECONDS):
-                for informer in informers:
+                for informer in view.informers:
                     await informer.synced.wait()
         except TimeoutError:
             raise ConfigError(f"the hub's objects could not be listed in {SYNC_SECONDS:g} s") from None
-        tasks.append(asyncio.create_task(runtime.certificates.run()))
-        yield runtime
+        tasks.append(asyncio.create_task(operator.certificates.run()))
+        yield operator
     finally:
         health.obstacle = http.no_obstacle
-        runtime.tracing.close()
+        tracing.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def lead(options: Options, gate: Gate, health: http.Health, ending: Ending, term: asyncio.Event) -> None:
+async def lead(options: OperatorOptions, gate: Gate, health: http.Health, ending: Ending, term: asyncio.Event) -> None:
     """Reconcile until `term` is set."""
-    hub = await connect_hub(options.namespace, gate)
+    hub = connect_hub(options.namespace, gate)
     try:
-        is_served = partial(hub.check_served, JUDGES)
+        is_served = partial(hub.check_served, (MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY))
         await is_served()  # at once, with a message that says which kind is missing or may not be read
         again = True
         while again and not term.is_set():
-            async with running(hub, partial(connect_member, gate=gate), options, health) as runtime:
-                operate = partial(_operate, runtime, options.namespace, health, ending)
-                again = await follow(operate, term)
+            async with running(hub, partial(connect_member, gate=gate), options, health) as operator:
+                operate = partial(_operate, operator, options.namespace, health, ending)
+                again = await handlers.follow(operate, term)
             if again:
-                await until_served(is_served, term)
+                await handlers.until_served(is_served, term)
     finally:
         await hub.close()
 
 
-async def _operate(runtime: Runtime, namespace: str, health: http.Health, ending: Ending, stop: asyncio.Event) -> None:
+async def _operate(
+    operator: _Operator, namespace: str, health: http.Health, ending: Ending, stop: asyncio.Event
+) -> None:
     """Have kopf follow our kinds until `stop` is set."""
-    registry = handlers.register(runtime)
+    registry = handlers.register(operator.controller, operator.members.close)
     kopf.on.login(registry=registry)(login)
     others = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
@@ -123,7 +162,7 @@ async def _operate(runtime: Runtime, namespace: str, health: http.Health, ending
     await kopf.run_tasks(tasks, ignored=others)
 
 
-async def serve(options: Options, endpoints: http.Endpoints) -> None:
+async def serve(options: OperatorOptions, endpoints: http.Endpoints) -> None:
     """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
     health, ending = http.Health(), Ending()
     ending.listen()
@@ -132,13 +171,11 @@ async def serve(options: Options, endpoints: http.Endpoints) -> None:
             metrics.LEADER.set(1)
             await lead(options, Gate(lambda: True, metrics.count_request), health, ending, ending.term)
             return
-        session = await connect_lease()
-        try:
+        # A Lease waits behind no other call: it has connections of its own.
+        async with hub_session() as session:
             election = Election(session, options.namespace, health.ready)
             gate = Gate(election.may_write, metrics.count_request)
             await election.run(partial(lead, options, gate, health, ending), ending)
-        finally:
-            await session.close()
 
 
 def run(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
@@ -153,7 +190,9 @@ def run(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         int, typer.Option(min=1, max=3650, help="Days that tokens for member clusters are asked for.")
     ] = DEFAULT_TOKEN_DAYS,
     log_format: Annotated[logs.LogFormat, typer.Option(help="How log lines are written.")] = logs.LogFormat.TEXT,
-    certificates: Annotated[Mode, typer.Option(help="Who issues the clusters' certificates.")] = Mode.OPERATOR,
+    certificates: Annotated[
+        CertificateMode, typer.Option(help="Who issues the clusters' certificates.")
+    ] = CertificateMode.OPERATOR,
     certificate_issuer: Annotated[
         str, typer.Option(help="With --certificates Issuer: cert-manager's KIND.GROUP/NAME.")
     ] = "",
@@ -171,7 +210,7 @@ def run(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     try:
         logs.configure(log_format)
         terms = (certificate_hours, authority_hours, certificate_settle_seconds)
-        options = Options(
+        options = OperatorOptions(
             namespace, leader_elect, member_token_days, settings_of(certificates, certificate_issuer, *terms)
         )
         asyncio.run(serve(options, http.Endpoints(host, metrics_port, health_port)))

@@ -1,89 +1,103 @@
 """Gathers what `prfaas cluster check` tells: asks the hub, and the member with the credentials that the hub keeps."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from prfaas import names
-from prfaas.api import KINDS, MemberCluster, PrefillPool, PrfaaSPolicy, crd
+from prfaas.api import KINDS, Condition, MemberCluster, PrefillPool, PrfaaSPolicy, crd
 from prfaas.errors import ConfigError, PrfaasError
-from prfaas_operator.clusters import api
-from prfaas_operator.clusters.client import KubernetesCluster, Probe
-from prfaas_operator.clusters.connect import connect_member
-from prfaas_operator.join import Place, at
-from prfaas_operator.plan import check as plan
-from prfaas_operator.plan import tokens
-from prfaas_operator.plan.check import Finding
-from prfaas_operator.plan.conditions import REACHABLE
-from prfaas_operator.plan.kubeconfig import Access
+from prfaas_operator.clusters import kinds
+from prfaas_operator.clusters.client import ClusterClient, Probe
+from prfaas_operator.clusters.connect import KubeContext, connect_member, open_context
+from prfaas_operator.plan.conditions import REACHABLE, READY, rfc3339
+from prfaas_operator.plan.credentials import Access, TokenFacts, has_expired, read_token
 from prfaas_operator.plan.member import users_of
+from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.members import access_from
-from prfaas_operator.reconcile.reading import read
 from prfaas_operator.render import account
-from prfaas_operator.render.routes import read_config_map
+from prfaas_operator.render.gateway import read_config_map
 
 LINK_HEALTHY: Final = "LinkHealthy"
 CONNECT_SECONDS: Final = 3.0
 MOST_INSTANCES: Final = 16
 
 
-class Report(NamedTuple):
+Level = Literal["ok", "warning", "failed"]
+OLDEST_MINOR: Final = 29
+"""Of Kubernetes 1.x; as the charts say in kubeVersion."""
+SKEW_WARNING: Final = timedelta(seconds=5)
+SKEW_FAILED: Final = timedelta(seconds=60)
+CONTACT_WARNING: Final = timedelta(minutes=3)
+"""The status moves once a minute at most."""
+
+
+class Finding(NamedTuple):
+    """The answer to one question."""
+
+    check: str
+    level: Level
+    message: str
+
+
+class CheckReport(NamedTuple):
     """The findings about one cluster; `hub` for what concerns all."""
 
     cluster: str
     findings: tuple[Finding, ...]
 
 
-async def check(hub: Place, name: str | None) -> list[Report]:
+async def check(hub: KubeContext, name: str | None) -> list[CheckReport]:
     """Check the hub, and one member or all.
 
     Raises:
         ConfigError: there is no such MemberCluster, or the hub refuses what a check has to read.
 
     """
-    async with at(hub) as here:
-        found = [read(MemberCluster, one) for one in await here.cluster.list_all(api.MEMBER_CLUSTER)]
+    async with open_context(hub) as here:
+        found = [read(MemberCluster, one) for one in await here.cluster.list_all(kinds.MEMBER_CLUSTER)]
         chosen = [member for member in found if name in (None, member.metadata.name)]
         if name is not None and not chosen:
             known = ", ".join(member.metadata.name for member in found) or "none"
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace} (there are: {known})")
         hub_probe = await here.cluster.probe()
-        reports = [Report(names.HUB, tuple(await _crds(here.cluster)))]
+        reports = [CheckReport(names.HUB, tuple(await _crds(here.cluster)))]
         for member in chosen:
             findings = [finding async for finding in _member(here.cluster, hub_probe, member)]
-            reports.append(Report(member.metadata.name, tuple(findings)))
+            reports.append(CheckReport(member.metadata.name, tuple(findings)))
         return reports
 
 
-async def _crds(hub: KubernetesCluster) -> list[Finding]:
+async def _crds(hub: ClusterClient) -> list[Finding]:
     findings = []
     for kind in KINDS:
         wanted = crd.crd(kind)
         try:
-            live = await hub.get(api.CUSTOM_RESOURCE, wanted["metadata"]["name"])
+            live = await hub.get(kinds.CUSTOM_RESOURCE, wanted["metadata"]["name"])
         except PrfaasError as error:
             findings.append(Finding(f"CRD {kind.kind_name}", "warning", f"cannot be read with your rights: {error}"))
             continue
-        findings.append(plan.crd_skew(kind.kind_name, wanted, live))
+        findings.append(crd_skew(kind.kind_name, wanted, live))
     return findings
 
 
-async def _member(hub: KubernetesCluster, hub_probe: Probe, member: MemberCluster) -> AsyncIterator[Finding]:
+async def _member(hub: ClusterClient, hub_probe: Probe, member: MemberCluster) -> AsyncIterator[Finding]:
     now = hub.now()
-    yield plan.operators_view(member)
-    yield plan.last_contact(member, now)
+    yield operators_view(member)
+    yield last_contact(member, now)
     secret_name = member.spec.kubeconfig_secret_ref.name
     try:
-        access = access_from(member, await hub.get(api.SECRET, secret_name))
+        access = access_from(member, await hub.get(kinds.SECRET, secret_name))
     except PrfaasError as error:
         yield Finding("kubeconfig", "failed", str(error))
         return
     yield Finding("kubeconfig", "ok", f"Secret {secret_name} is accepted, for {access.server}")
-    yield plan.token(tokens.read(access.token), member.metadata.name, now)
+    yield token_finding(read_token(access.token), member.metadata.name, now)
     async for finding in _with_credentials(hub_probe, member, access):
         yield finding
-    pools = [read(PrefillPool, pool) for pool in await hub.list_all(api.PREFILL_POOL)]
+    pools = [read(PrefillPool, pool) for pool in await hub.list_all(kinds.PREFILL_POOL)]
     if users := users_of(member.metadata.name, pools):
         yield await _data_path(hub, member.metadata.name, users)
 
@@ -98,9 +112,9 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
     try:
         probe = await there.probe()
         yield Finding("from here", "ok", f"answered in {probe.seconds * 1000:.0f} ms")
-        yield plan.version(probe.version)
-        yield plan.clock(hub_probe.date, probe.date - (probe.asked_at - hub_probe.asked_at))
-        yield plan.rights(await _rights(there))
+        yield version_finding(probe.version)
+        yield clock_finding(hub_probe.date, probe.date - (probe.asked_at - hub_probe.asked_at))
+        yield rights_finding(await _rights(there))
         yield await _namespace(there)
     except PrfaasError as error:
         yield _not_from_here(member, error)
@@ -115,9 +129,9 @@ def _not_from_here(member: MemberCluster, error: PrfaasError) -> Finding:
     return Finding("from here", "warning" if reached and not isinstance(error, ConfigError) else "failed", told)
 
 
-async def _rights(there: KubernetesCluster) -> dict[str, bool]:
+async def _rights(there: ClusterClient) -> dict[str, bool]:
     """Ask for every right that the member's Role gives, verb by verb."""
-    (role,) = [one for one in account.member_account(there.namespace) if one["kind"] == api.ROLE.name]
+    (role,) = [one for one in account.member_account(there.namespace) if one["kind"] == kinds.ROLE.name]
     asked: list[tuple[str, dict[str, str]]] = []
     for rule in role["rules"]:
         group, resource = rule["apiGroups"][0], rule["resources"][0]
@@ -129,23 +143,23 @@ async def _rights(there: KubernetesCluster) -> dict[str, bool]:
     return {words: answer for (words, _), answer in zip(asked, answers, strict=True)}
 
 
-async def _namespace(there: KubernetesCluster) -> Finding:
+async def _namespace(there: ClusterClient) -> Finding:
     """Try whether the namespace takes an object, without leaving one."""
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"generateName": "prfaas-check-"}}
     try:
-        await there.try_create(api.CONFIG_MAP, body)
+        await there.create(kinds.CONFIG_MAP, body, dry_run=True)
     except PrfaasError as error:
         return Finding("namespace", "failed", str(error))
     return Finding("namespace", "ok", f"{there.namespace} takes objects")
 
 
-async def _data_path(hub: KubernetesCluster, cluster: str, pools: Sequence[str]) -> Finding:
-    policies = [read(PrfaaSPolicy, policy) for policy in await hub.list_all(api.POLICY)]
+async def _data_path(hub: ClusterClient, cluster: str, pools: Sequence[str]) -> Finding:
+    policies = [read(PrfaaSPolicy, policy) for policy in await hub.list_all(kinds.POLICY)]
     using = [policy for policy in policies if set(policy.spec.prefill_pools) & set(pools)]
     links = [one for policy in using for one in policy.status.conditions if one.type == LINK_HEALTHY]
     addresses: set[tuple[str, int]] = set()
     for policy in using:
-        table = read_config_map(await hub.get(api.CONFIG_MAP, names.routes_configmap(policy.metadata.name)))
+        table = read_config_map(await hub.get(kinds.CONFIG_MAP, names.routes_configmap(policy.metadata.name)))
         for instance in table.instances if table else ():
             url = urlsplit(instance.url)
             if instance.cluster == cluster and url.hostname:
@@ -153,7 +167,7 @@ async def _data_path(hub: KubernetesCluster, cluster: str, pools: Sequence[str])
     tried = sorted(addresses)[:MOST_INSTANCES]
     answers = await asyncio.gather(*(_connects(host, port) for host, port in tried))
     reached = {f"{host}:{port}": answer for (host, port), answer in zip(tried, answers, strict=True)}
-    return plan.data_path(links, reached)
+    return data_path_finding(links, reached)
 
 
 async def _connects(host: str, port: int) -> bool:
@@ -164,3 +178,119 @@ async def _connects(host: str, port: int) -> bool:
         return False
     writer.close()
     return True
+
+
+def is_well(findings: Iterable[Finding]) -> bool:
+    """Tell whether nothing failed."""
+    return all(finding.level != "failed" for finding in findings)
+
+
+def operators_view(member: MemberCluster) -> Finding:
+    """Return what the operator last wrote about a member."""
+    ready = next((one for one in member.status.conditions if one.type == READY), None)
+    if ready is None:
+        return Finding("operator", "failed", "no operator has looked at it; see `kubectl get deploy prfaas-operator`")
+    return Finding("operator", "ok" if ready.status == "True" else "failed", f"{ready.reason}: {ready.message}")
+
+
+def last_contact(member: MemberCluster, now: datetime) -> Finding:
+    """Return how long ago the operator was last answered."""
+    contact = member.status.last_contact_time
+    if contact is None:
+        return Finding("last contact", "failed", "the operator has never been answered")
+    age = now - datetime.fromisoformat(contact)
+    level: Level = "warning" if age > CONTACT_WARNING else "ok"
+    return Finding("last contact", level, f"{contact}, {age.total_seconds():.0f} s ago")
+
+
+def token_finding(facts: TokenFacts | None, name: str, now: datetime) -> Finding:
+    """Return how long a member's token still lasts."""
+    if facts is None:
+        return Finding("token", "ok", "the credential has no end of its own")
+    until = f"until {rfc3339(facts.expires_at)}"
+    if has_expired(facts, now):
+        return Finding("token", "failed", f"ended, it was valid {until}; run `prfaas cluster join {name}` again")
+    left, whole = facts.expires_at - now, facts.lifetime
+    says = f"valid {until}, granted for {whole.total_seconds() / 86_400:.1f} days; outlives an outage of {_span(left)}"
+    if left < whole / 3:
+        return Finding("token", "warning", f"{says}, but should have been renewed; see the Events of the MemberCluster")
+    return Finding("token", "ok", says)
+
+
+def _span(left: timedelta) -> str:
+    return f"{left.days} days" if left.days else f"{left.total_seconds() / 3600:.1f} hours"
+
+
+def version_finding(text: str) -> Finding:
+    """Return whether a server is new enough, from its gitVersion such as v1.34.4-eks-1a2b3c4."""
+    numbers = text.removeprefix("v").split(".")
+    known = len(numbers) > 1 and numbers[0] == "1" and numbers[1].rstrip("+").isdigit()
+    if not known:
+        return Finding("version", "warning", f"{text!r} is no version that this command knows")
+    old = int(numbers[1].rstrip("+")) < OLDEST_MINOR
+    return Finding("version", "failed" if old else "ok", f"{text}{f', 1.{OLDEST_MINOR} is needed' if old else ''}")
+
+
+def clock_finding(hub: datetime, member: datetime) -> Finding:
+    """Return how far the clocks of the two API servers are apart; answers tell whole seconds."""
+    apart = abs(hub - member)
+    level: Level = "failed" if apart > SKEW_FAILED else "warning" if apart > SKEW_WARNING else "ok"
+    advice = "" if level == "ok" else "; certificates and tokens depend on clocks that agree: see NTP on the nodes"
+    return Finding("clock", level, f"{apart.total_seconds():.0f} s between hub and member{advice}")
+
+
+def rights_finding(asked: Mapping[str, bool]) -> Finding:
+    """Return which rights are missing, of those asked for as `VERB RESOURCE`."""
+    missing = sorted(right for right, granted in asked.items() if not granted)
+    if missing:
+        advice = "`prfaas cluster join` again, or upgrade the chart prfaas-member"
+        return Finding("rights", "failed", f"missing: {', '.join(missing)}; {advice}")
+    return Finding("rights", "ok", f"all {len(asked)} granted: {', '.join(sorted(asked))}")
+
+
+def data_path_finding(links: Sequence[Condition], reached: Mapping[str, bool]) -> Finding:
+    """Return whether the data path works: as the schedulers see it, which is what counts, and from here.
+
+    Args:
+        links: the conditions LinkHealthy of the policies that use pools of the cluster.
+        reached: instances by `HOST:PORT`, and whether a connection from here came about.
+
+    """
+    broken = [link for link in links if link.status == "False"]
+    if broken:
+        return Finding("data path", "failed", f"{broken[0].reason}: {broken[0].message}")
+    here = f"{sum(reached.values())} of {len(reached)} instances reached from here" if reached else "no instance yet"
+    if any(link.status == "True" for link in links):
+        return Finding("data path", "ok", f"the scheduler measures it and finds it healthy; {here}")
+    level: Level = "ok" if reached and all(reached.values()) else "warning"
+    return Finding("data path", level, f"no scheduler has measured it; {here}")
+
+
+def crd_skew(kind: str, wanted: Mapping[str, Any], live: Mapping[str, Any] | None) -> Finding:
+    """Compare the hub's CRD with the one of this version, by the fields that each knows."""
+    check = f"CRD {kind}"
+    if live is None:
+        return Finding(check, "failed", "is not installed; install the chart prfaas, or crds/")
+    ours, theirs = _fields(wanted), _fields(live)
+    if missing := sorted(ours - theirs):
+        what = f"lacks {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}"
+        return Finding(check, "failed", f"is older than this version: {what}; apply crds/ of this version")
+    if more := sorted(theirs - ours):
+        return Finding(
+            check, "warning", f"is newer than this version: knows {', '.join(more[:3])}; upgrade this command"
+        )
+    return Finding(check, "ok", f"has all {len(ours)} fields of this version")
+
+
+def _fields(crd: Mapping[str, Any]) -> set[str]:
+    (served,) = [one for one in crd["spec"]["versions"] if one["storage"]]
+    return set(_paths(served["schema"]["openAPIV3Schema"], ""))
+
+
+def _paths(schema: Mapping[str, Any], path: str) -> Iterable[str]:
+    for name, below in (schema.get("properties") or {}).items():
+        yield f"{path}.{name}"
+        yield from _paths(below, f"{path}.{name}")
+    for inner in ("items", "additionalProperties"):
+        if isinstance(schema.get(inner), Mapping):
+            yield from _paths(schema[inner], f"{path}[]")

@@ -14,12 +14,11 @@ from rich.text import Text
 from prfaas.api import MemberCluster
 from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas_operator import join as work
-from prfaas_operator.check import check
-from prfaas_operator.join import Place
-from prfaas_operator.plan.check import is_well
+from prfaas_operator.check import check, is_well
+from prfaas_operator.clusters.connect import KubeContext
 from prfaas_operator.plan.conditions import REACHABLE, READY
-from prfaas_operator.plan.tokens import DEFAULT_TOKEN_DAYS
-from prfaas_operator.reconcile.reading import read
+from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
+from prfaas_operator.plan.reading import read
 from prfaas_operator.render.account import Registration
 
 app = typer.Typer(help="Register member clusters in the hub.", no_args_is_help=True, rich_markup_mode=None)
@@ -32,7 +31,7 @@ class Addressing(StrEnum):
     HOST_IP = "HostIP"
 
 
-class Output(StrEnum):
+class OutputForm(StrEnum):
     """How results are printed."""
 
     TABLE = "table"
@@ -51,7 +50,7 @@ TokenDays = Annotated[
     ),
 ]
 WaitSeconds = Annotated[float, typer.Option(min=0, help="How long to wait for the operator.")]
-OutputFormat = Annotated[Output, typer.Option("--output", "-o", help="How to print the result.")]
+OutputFormat = Annotated[OutputForm, typer.Option("--output", "-o", help="How to print the result.")]
 
 
 @app.command("join")
@@ -73,19 +72,19 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     region: Annotated[str, typer.Option(help="Free text.")] = "",
     token_days: TokenDays = DEFAULT_TOKEN_DAYS,
     wait_seconds: WaitSeconds = 30,
-    output: OutputFormat = Output.TABLE,
+    output: OutputFormat = OutputForm.TABLE,
 ) -> None:
     """Register a member cluster. Example: prfaas cluster join prefill-eu --context eu --link-mbps 1000."""
     if context is None and kubeconfig is None:
         raise typer.BadParameter("name the member cluster by --context, --kubeconfig or both")
-    place = Place(kubeconfig, context, member_namespace or namespace)
+    place = KubeContext(kubeconfig, context, member_namespace or namespace)
     registration = Registration(
         name, place.namespace, link_mbps, round_trip_millis, addressing.value, datacenter, region
     )
-    hub = Place(hub_kubeconfig, hub_context, namespace)
+    hub = KubeContext(hub_kubeconfig, hub_context, namespace)
     live = asyncio.run(work.join(hub, place, registration, server, token_days, wait_seconds))
     cluster = read(MemberCluster, live)
-    if output is Output.JSON:
+    if output is OutputForm.JSON:
         typer.echo(json.dumps(_facts(cluster, ())))
     else:
         status = cluster.status
@@ -98,11 +97,13 @@ def list_members(
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    output: OutputFormat = Output.TABLE,
+    output: OutputFormat = OutputForm.TABLE,
 ) -> None:
     """List member clusters and the pools that run in them. Example: prfaas cluster list -o json."""
-    rows = [_facts(*member) for member in asyncio.run(work.members(Place(hub_kubeconfig, hub_context, namespace)))]
-    if output is Output.JSON:
+    rows = [
+        _facts(*member) for member in asyncio.run(work.members(KubeContext(hub_kubeconfig, hub_context, namespace)))
+    ]
+    if output is OutputForm.JSON:
         typer.echo(json.dumps(rows))
         return
     table = Table("NAME", "READY", "REACHABLE", "VERSION", "LINK MBIT/S", "POOLS", "WHY", box=None)
@@ -142,12 +143,12 @@ def check_members(
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    output: OutputFormat = Output.TABLE,
+    output: OutputFormat = OutputForm.TABLE,
 ) -> None:
     """Tell whether members can be used, question by question; exit code 1 if not. Example: prfaas cluster check eu."""
-    reports = asyncio.run(check(Place(hub_kubeconfig, hub_context, namespace), name))
+    reports = asyncio.run(check(KubeContext(hub_kubeconfig, hub_context, namespace), name))
     well = all(is_well(report.findings) for report in reports)
-    if output is Output.JSON:
+    if output is OutputForm.JSON:
         found = {report.cluster: [finding._asdict() for finding in report.findings] for report in reports}
         typer.echo(json.dumps({"well": well, "clusters": found}))
     else:
@@ -172,6 +173,6 @@ def leave(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
 ) -> None:
     """Take a member cluster out of the hub; with --context also the account there. Example: prfaas cluster leave eu."""
     named = context is not None or kubeconfig is not None
-    member = Place(kubeconfig, context, member_namespace or namespace) if named else None
-    asyncio.run(work.leave(Place(hub_kubeconfig, hub_context, namespace), member, name, wait_seconds))
+    member = KubeContext(kubeconfig, context, member_namespace or namespace) if named else None
+    asyncio.run(work.leave(KubeContext(hub_kubeconfig, hub_context, namespace), member, name, wait_seconds))
     typer.echo(f"{name} left")

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from prfaas.errors import PeerError
-from prfaas.kube.lease import Caller, LeaseHolder
+from prfaas.kube import KubeSession, LeaseHolder
 from prfaas_operator import metrics
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Election:
 
     """
 
-    def __init__(self, session: Caller, namespace: str, ready: asyncio.Event):
+    def __init__(self, session: KubeSession, namespace: str, ready: asyncio.Event):
         self._holder = LeaseHolder(session, namespace, LEASE, identity(), duration_seconds=LEASE_SECONDS)
         self._ready = ready
         self._renewed_at = 0.0

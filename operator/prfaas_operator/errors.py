@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from prfaas.errors import ConfigError, PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.errors import ConfigError, PeerError, PrfaasError, UnreachableError
 
 
 class ClusterUnreachableError(UnreachableError):
@@ -105,12 +105,6 @@ class ConflictError(PeerError):
     """Somebody else changed or deleted the object in between."""
 
     reason: ClassVar = "Conflict"
-
-
-class ExpiredError(ProtocolError):
-    """A resource version is too old to watch from: list again."""
-
-    reason: ClassVar = "Expired"
 
 
 def reason_of(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from prfaas.api import KINDS
 from prfaas.errors import PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef
 from prfaas.names import API_VERSION
+from prfaas_operator.clusters.kinds import DEPLOYMENT
 
 OPERATOR: Final = "prfaas-operator"
 METRIC: Final = "prfaas_operator_"
@@ -38,7 +39,7 @@ async def kinds_are_served(session: KubeSession, _: str) -> str:
 
 async def operator_is_available(session: KubeSession, namespace: str) -> str:
     """Raise PeerError unless the operator's Deployment has a pod that says it is ready; return how many."""
-    ref = ObjectRef("apps/v1", "Deployment", "deployments", namespace, OPERATOR)
+    ref = ObjectRef(DEPLOYMENT, namespace, OPERATOR)
     live = await session.call("GET", ref.path, timeout_seconds=CALL_SECONDS)
     ready, wanted = live.get("status", {}).get("readyReplicas", 0), live["spec"]["replicas"]
     if ready == 0:

@@ -2,23 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from prfaas.api import Condition, MemberCluster, PrefillPool
 from prfaas.errors import ConfigError
-from prfaas_operator.clusters import api
-from prfaas_operator.clusters.api import Object
-from prfaas_operator.clusters.client import KubernetesCluster
-from prfaas_operator.clusters.connect import Terminal, connect_context
+from prfaas.kube.session import ObjectKind
+from prfaas_operator.clusters import kinds
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.connect import KubeContext, open_context
+from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.errors import ConflictError
-from prfaas_operator.plan import kubeconfig
 from prfaas_operator.plan.conditions import READY
+from prfaas_operator.plan.credentials import SECONDS_PER_DAY, parse_kubeconfig
 from prfaas_operator.plan.member import users_of
-from prfaas_operator.plan.tokens import SECONDS_PER_DAY
-from prfaas_operator.reconcile.reading import read
+from prfaas_operator.plan.reading import read
 from prfaas_operator.render import account
 from prfaas_operator.render.account import Registration
 
@@ -27,26 +24,13 @@ AUTHORITY_SECONDS: Final = 30.0
 ROOT_CA: Final = "kube-root-ca.crt"
 
 
-class Place(NamedTuple):
-    """Which cluster and namespace a command works in."""
-
-    kubeconfig: Path | None
-    context: str | None
-    namespace: str
-
-
-@asynccontextmanager
-async def at(place: Place) -> AsyncIterator[Terminal]:
-    """Open a cluster for the length of a command."""
-    terminal = await connect_context(place.kubeconfig, place.context, place.namespace)
-    try:
-        yield terminal
-    finally:
-        await terminal.cluster.close()
-
-
 async def join(
-    hub: Place, member: Place, registration: Registration, server: str | None, token_days: int, wait_seconds: float
+    hub: KubeContext,
+    member: KubeContext,
+    registration: Registration,
+    server: str | None,
+    token_days: int,
+    wait_seconds: float,
 ) -> Object:
     """Make the account in the member, the Secret and the MemberCluster in the hub; return the latter when it is Ready.
 
@@ -57,21 +41,21 @@ async def join(
         ConfigError: a cluster refused something, or the operator did not find the member usable within `wait_seconds`.
 
     """
-    async with at(member) as there, at(hub) as here:
+    async with open_context(member) as there, open_context(hub) as here:
         await _make_account(there.cluster)
         token = await there.cluster.create_token(account.ACCOUNT, token_days * SECONDS_PER_DAY)
         authority = there.ca_pem or await _authority(there.cluster)
         document = account.kubeconfig(registration.name, server or there.server, authority, token)
-        kubeconfig.parse(document.encode())  # whatever the operator would refuse is better refused here
+        parse_kubeconfig(document.encode())  # whatever the operator would refuse is better refused here
         await here.cluster.apply(account.secret(registration.name, document))
         await here.cluster.apply(account.member_cluster(registration))
         return await _until_ready(here.cluster, registration.name, wait_seconds)
 
 
-async def _make_account(member: KubernetesCluster) -> None:
+async def _make_account(member: ClusterClient) -> None:
     """Make what is missing of the member's account, and bring up to date what an earlier join made of it."""
     for manifest in account.member_account(member.namespace):
-        kind, name = api.BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
+        kind, name = kinds.BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
         live = await member.get(kind, name)
         if live is None:
             try:
@@ -80,24 +64,24 @@ async def _make_account(member: KubernetesCluster) -> None:
                 continue  # somebody was faster
         elif _is_own(live):
             await member.apply(manifest)
-    await _delete_own(member, api.SECRET, account.OLD_TOKEN_SECRET)
+    await _delete_own(member, kinds.SECRET, account.OLD_TOKEN_SECRET)
 
 
-async def _authority(member: KubernetesCluster) -> str:
+async def _authority(member: ClusterClient) -> str:
     """Return the cluster's CA as Kubernetes publishes it in every namespace."""
     deadline = time.monotonic() + AUTHORITY_SECONDS
     while time.monotonic() < deadline:
-        published = await member.get(api.CONFIG_MAP, ROOT_CA)
+        published = await member.get(kinds.CONFIG_MAP, ROOT_CA)
         if published is not None:
             return published["data"]["ca.crt"]
         await asyncio.sleep(POLL_SECONDS)
     raise ConfigError(f"ConfigMap {ROOT_CA} is not there after {AUTHORITY_SECONDS:g} s; is the controller manager up?")
 
 
-async def _until_ready(hub: KubernetesCluster, name: str, wait_seconds: float) -> Object:
+async def _until_ready(hub: ClusterClient, name: str, wait_seconds: float) -> Object:
     deadline = time.monotonic() + wait_seconds
     while True:
-        live = await hub.get(api.MEMBER_CLUSTER, name) or {}
+        live = await hub.get(kinds.MEMBER_CLUSTER, name) or {}
         ready = ready_condition(live)
         generation = live.get("metadata", {}).get("generation", 0)
         if ready and ready.status == "True" and ready.observed_generation == generation:
@@ -114,34 +98,34 @@ def ready_condition(live: Object) -> Condition | None:
     return next((Condition.model_validate(one) for one in conditions if one.get("type") == READY), None)
 
 
-async def leave(hub: Place, member: Place | None, name: str, wait_seconds: float) -> None:
+async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_seconds: float) -> None:
     """Delete a MemberCluster and its Secret, and where `member` is given, the account that `join` made there.
 
     Raises:
         ConfigError: there is no such MemberCluster, or pools still need it after `wait_seconds`.
 
     """
-    async with at(hub) as here:
-        live = await here.cluster.get(api.MEMBER_CLUSTER, name)
+    async with open_context(hub) as here:
+        live = await here.cluster.get(kinds.MEMBER_CLUSTER, name)
         if live is None:
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace}")
-        pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(api.PREFILL_POOL)]
+        pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(kinds.PREFILL_POOL)]
         if users := users_of(name, pools):
             named = ", ".join(f"PrefillPool {user}" for user in users)
             raise ConfigError(f"MemberCluster {name} is used by {named}: delete what is to go, then leave")
-        await here.cluster.delete(api.MEMBER_CLUSTER, name)
+        await here.cluster.delete(kinds.MEMBER_CLUSTER, name)
         await _until_gone(here.cluster, name, wait_seconds)
-        await _delete_own(here.cluster, api.SECRET, read(MemberCluster, live).spec.kubeconfig_secret_ref.name)
+        await _delete_own(here.cluster, kinds.SECRET, read(MemberCluster, live).spec.kubeconfig_secret_ref.name)
     if member is not None:
-        async with at(member) as there:
+        async with open_context(member) as there:
             for manifest in account.member_account(member.namespace):
-                if manifest["kind"] != api.NAMESPACE.name:
-                    await _delete_own(there.cluster, api.BY_NAME[manifest["kind"]], manifest["metadata"]["name"])
+                if manifest["kind"] != kinds.NAMESPACE.name:
+                    await _delete_own(there.cluster, kinds.BY_NAME[manifest["kind"]], manifest["metadata"]["name"])
 
 
-async def _until_gone(hub: KubernetesCluster, name: str, wait_seconds: float) -> None:
+async def _until_gone(hub: ClusterClient, name: str, wait_seconds: float) -> None:
     deadline = time.monotonic() + wait_seconds
-    while (live := await hub.get(api.MEMBER_CLUSTER, name)) is not None:
+    while (live := await hub.get(kinds.MEMBER_CLUSTER, name)) is not None:
         if time.monotonic() > deadline:
             ready = ready_condition(live)
             why = ready.message if ready else "no operator has looked at it"
@@ -149,7 +133,7 @@ async def _until_gone(hub: KubernetesCluster, name: str, wait_seconds: float) ->
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _delete_own(cluster: KubernetesCluster, kind: api.Kind, name: str) -> None:
+async def _delete_own(cluster: ClusterClient, kind: ObjectKind, name: str) -> None:
     """Delete an object that `join` made; one that Helm or a person made stays."""
     live = await cluster.get(kind, name)
     if live is not None and _is_own(live):
@@ -161,10 +145,10 @@ def _is_own(live: Object) -> bool:
     return all(labels.get(label) == value for label, value in account.LABELS.items())
 
 
-async def members(hub: Place) -> list[tuple[MemberCluster, tuple[str, ...]]]:
+async def members(hub: KubeContext) -> list[tuple[MemberCluster, tuple[str, ...]]]:
     """Return all MemberClusters with the names of the pools that run in each."""
-    async with at(hub) as here:
-        found = await here.cluster.list_all(api.MEMBER_CLUSTER)
-        pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(api.PREFILL_POOL)]
+    async with open_context(hub) as here:
+        found = await here.cluster.list_all(kinds.MEMBER_CLUSTER)
+        pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(kinds.PREFILL_POOL)]
     clusters = [read(MemberCluster, one) for one in found]
     return [(cluster, users_of(cluster.metadata.name, pools)) for cluster in clusters]

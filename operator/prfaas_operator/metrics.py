@@ -42,11 +42,11 @@ API_REQUESTS = Counter(
 )
 QUEUE_WAIT_SECONDS = Histogram(
     "prfaas_operator_queue_wait_seconds",
-    "How long an object that was woken waited until it was looked at.",
+    "Time from an object's wake-up to its reconcile.",
     ("kind",),
     buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30),
 )
-QUEUE_DEPTH = Gauge("prfaas_operator_queue_depth", "Objects that were woken and not looked at yet.")
+QUEUE_DEPTH = Gauge("prfaas_operator_queue_depth", "Objects that were woken and not reconciled yet.")
 DRIFT_HEALED = Counter(
     "prfaas_operator_drift_healed_total", "Children that somebody else had changed or deleted, put back.", ("kind",)
 )
@@ -83,8 +83,8 @@ def contacted(cluster: str, now: float) -> None:
     CONTACT_AGE.labels(cluster).set_function(lambda: time.monotonic() - now)
 
 
-def judged(kind: str, name: str, *, ready: bool) -> None:
-    """Note how a look at an object ended."""
+def reconciled(kind: str, name: str, *, ready: bool) -> None:
+    """Note how a reconcile of an object ended."""
     OBJECT_READY.labels(kind, name).set(ready)
 
 

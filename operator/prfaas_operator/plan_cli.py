@@ -13,13 +13,13 @@ from prfaas.capacity.installation import system_of
 from prfaas.capacity.planfile import PlanFile, Slo
 from prfaas.capacity.system import check
 from prfaas.errors import ConfigError
-from prfaas_operator.clusters import api
-from prfaas_operator.clusters.client import KubernetesCluster
-from prfaas_operator.join import Place, at
-from prfaas_operator.plan import sharing
+from prfaas_operator.clusters import kinds
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.connect import KubeContext, open_context
+from prfaas_operator.plan import reading
 from prfaas_operator.plan.installation import installation, unknown
 from prfaas_operator.plan.policy import PolicyFacts
-from prfaas_operator.reconcile import reading
+from prfaas_operator.plan.roles import resolved
 
 MAX_NAMED: Final = 10
 
@@ -38,20 +38,20 @@ def read(kubeconfig: Path | None, context: str | None, namespace: str, policy: s
         PeerError: the API server is not reached, or refuses.
 
     """
-    return asyncio.run(_read(Place(kubeconfig, context, namespace), policy))
+    return asyncio.run(_read(KubeContext(kubeconfig, context, namespace), policy))
 
 
-async def _read(place: Place, policy: str | None) -> PlanFile:
-    async with at(place) as there:
+async def _read(place: KubeContext, policy: str | None) -> PlanFile:
+    async with open_context(place) as there:
         return plan_file(await _facts(there.cluster, policy))
 
 
-async def _facts(hub: KubernetesCluster, name: str | None) -> PolicyFacts:
-    kinds = (api.POLICY, api.DECODE_POOL, api.PREFILL_POOL, api.MEMBER_CLUSTER)
-    policies, decode, prefill, members = await asyncio.gather(*(hub.list_all(kind) for kind in kinds))
+async def _facts(hub: ClusterClient, name: str | None) -> PolicyFacts:
+    asked = (kinds.POLICY, kinds.DECODE_POOL, kinds.PREFILL_POOL, kinds.MEMBER_CLUSTER)
+    policies, decode, prefill, members = await asyncio.gather(*(hub.list_all(kind) for kind in asked))
     policy = _chosen([reading.read(PrfaaSPolicy, one) for one in policies], name, hub.namespace)
     decode_pools = {one.metadata.name: one for one in (reading.read(DecodePool, one) for one in decode)}
-    prefill_pools = sharing.resolved([reading.read(PrefillPool, one) for one in prefill], decode_pools)
+    prefill_pools = resolved([reading.read(PrefillPool, one) for one in prefill], decode_pools)
     return PolicyFacts(
         policy,
         decode_pools,

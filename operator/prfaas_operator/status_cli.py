@@ -12,28 +12,25 @@ from rich.live import Live
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
 from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas.errors import PeerError
-from prfaas_operator import screen
-from prfaas_operator.cli import Output
-from prfaas_operator.clusters import api
-from prfaas_operator.clusters.client import KubernetesCluster
-from prfaas_operator.join import Place, at
-from prfaas_operator.plan.overview import Overview, Seen, overview
-from prfaas_operator.reconcile.reading import read_all
+from prfaas_operator.cli import OutputForm
+from prfaas_operator.clusters import kinds
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.connect import KubeContext, open_context
+from prfaas_operator.plan.reading import read_each
+from prfaas_operator.status_view import NamespaceObjects, Overview, drawn, lines, overview
 
 WATCH_SECONDS: Final = 1.0
 
 app = typer.Typer(help="Show what runs where, and what is wrong.", invoke_without_command=True, rich_markup_mode=None)
 
 
-async def look(hub: KubernetesCluster) -> Overview:
+async def look(hub: ClusterClient) -> Overview:
     """Read the objects of the hub's namespace once."""
     members, prefill, decode, policies = await asyncio.gather(
-        read_all(hub, api.MEMBER_CLUSTER, MemberCluster),
-        read_all(hub, api.PREFILL_POOL, PrefillPool),
-        read_all(hub, api.DECODE_POOL, DecodePool),
-        read_all(hub, api.POLICY, PrfaaSPolicy),
+        *(hub.list_all(kind) for kind in (kinds.MEMBER_CLUSTER, kinds.PREFILL_POOL, kinds.DECODE_POOL, kinds.POLICY))
     )
-    seen = Seen(hub.namespace, members, [*decode, *prefill], policies)
+    pools = [*read_each(DecodePool, decode), *read_each(PrefillPool, prefill)]
+    seen = NamespaceObjects(hub.namespace, read_each(MemberCluster, members), pools, read_each(PrfaaSPolicy, policies))
     return overview(seen, hub.now())
 
 
@@ -44,11 +41,11 @@ def status(
     namespace: HubNamespace = "prfaas",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C, showing what changes.")] = False,
     output: Annotated[
-        Output, typer.Option("--output", "-o", help="table, or json (with --watch one line a change).")
-    ] = Output.TABLE,
+        OutputForm, typer.Option("--output", "-o", help="table, or json (with --watch one line a change).")
+    ] = OutputForm.TABLE,
 ) -> None:
     """Show both clusters, pools, link, threshold and what is wrong. Example: prfaas status --watch."""
-    place = Place(kubeconfig, context, namespace)
+    place = KubeContext(kubeconfig, context, namespace)
     console = Console()
     try:
         asyncio.run(_follow(place, console, output) if watch else _once(place, console, output))
@@ -57,43 +54,43 @@ def status(
             raise
 
 
-async def _once(place: Place, console: Console, output: Output) -> None:
-    async with at(place) as there:
+async def _once(place: KubeContext, console: Console, output: OutputForm) -> None:
+    async with open_context(place) as there:
         view = await look(there.cluster)
     _show(view, console, output)
 
 
-def _show(view: Overview, console: Console, output: Output) -> None:
-    if output is Output.JSON:
+def _show(view: Overview, console: Console, output: OutputForm) -> None:
+    if output is OutputForm.JSON:
         typer.echo(json.dumps(view.to_dict()))
     elif console.is_terminal:
-        console.print(screen.drawn(view, _title(view)))
+        console.print(drawn(view, _title(view)))
     else:
-        typer.echo("\n".join(screen.lines(view, _title(view))))
+        typer.echo("\n".join(lines(view, _title(view))))
 
 
 def _title(view: Overview) -> str:
     return f"prfaas in namespace {view.namespace}, {datetime.now():%H:%M:%S}"
 
 
-async def _follow(place: Place, console: Console, output: Output) -> None:
+async def _follow(place: KubeContext, console: Console, output: OutputForm) -> None:
     """Show the present state again and again; an API server that does not answer is said, and waited for."""
-    async with at(place) as there:
-        if output is Output.JSON or not console.is_terminal:
+    async with open_context(place) as there:
+        if output is OutputForm.JSON or not console.is_terminal:
             await _follow_changes(there.cluster, console, output)
             return
         view = await look(there.cluster)
-        with Live(screen.drawn(view, _title(view)), console=console, auto_refresh=False, screen=True) as live:
+        with Live(drawn(view, _title(view)), console=console, auto_refresh=False, screen=True) as live:
             while True:
                 try:
                     view = await look(there.cluster)
-                    live.update(screen.drawn(view, _title(view)), refresh=True)
+                    live.update(drawn(view, _title(view)), refresh=True)
                 except PeerError as error:
-                    live.update(screen.drawn(view, f"{_title(view)}: not fresh, {error}"), refresh=True)
+                    live.update(drawn(view, f"{_title(view)}: not fresh, {error}"), refresh=True)
                 await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _follow_changes(hub: KubernetesCluster, console: Console, output: Output) -> None:
+async def _follow_changes(hub: ClusterClient, console: Console, output: OutputForm) -> None:
     known: Overview | None = None
     while True:
         view = await look(hub)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prfaas.errors import PeerError, PrfaasError
-from prfaas.kube import KubeSession, LeaseHolder, ObjectRef, apply_status
+from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef, apply_status
 from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER
 from prfaas_scheduler import status
 from prfaas_scheduler.trouble import Trouble
@@ -23,6 +23,7 @@ LEASE_SECONDS = 15
 MIN_WRITE_SECONDS = 2.0
 MAX_WRITE_SECONDS = 10.0
 TIMEOUT_SECONDS = 5.0
+POLICY = ObjectKind(API_VERSION, "PrfaaSPolicy", "prfaaspolicies")
 
 
 def lease_name(policy: str) -> str:
@@ -124,4 +125,4 @@ class Publisher:
 
 def policy_ref(namespace: str, name: str) -> ObjectRef:
     """Return the reference of a PrfaaSPolicy."""
-    return ObjectRef(API_VERSION, "PrfaaSPolicy", "prfaaspolicies", namespace, name)
+    return ObjectRef(POLICY, namespace, name)

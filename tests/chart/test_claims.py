@@ -10,7 +10,7 @@ import yaml
 from prfaas.api import PrfaaSPolicy
 from prfaas_operator import __main__ as operator
 from prfaas_operator.logs import LogFormat
-from prfaas_operator.render import access
+from prfaas_operator.render import gateway
 
 ROOT = Path(__file__).parents[2]
 CHARTS = ("prfaas", "prfaas-member")
@@ -164,7 +164,7 @@ def test_operator_holds_what_it_grants_to_a_gateway(hub):
     policy = PrfaaSPolicy.from_dict({"metadata": {"name": "kimi", "namespace": "here"}, "spec": spec})
     grants = {
         (group, resource, verb)
-        for rule in access.role(policy)["rules"]
+        for rule in gateway.role(policy)["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]

@@ -13,10 +13,11 @@ import yaml
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.kube import KubeSession, ObjectRef, StatusError, watch_object
+from prfaas.kube.session import CONFIG_MAP, token_of_file
 from prfaas.names import ROUTES_KEY, gateway_name, routes_configmap
 from prfaas.wire.routes import LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas_gateway.sources import follow_configmap
-from prfaas_operator.render import access
+from prfaas_operator.render import gateway
 
 pytestmark = pytest.mark.clusters
 
@@ -31,7 +32,7 @@ TABLE = RoutingTable(
     watermarks=LinkWatermarks(high_percent=80, low_percent=50),
     short_interval_seconds=1,
 )
-REF = ObjectRef("v1", "ConfigMap", "configmaps", NAMESPACE, routes_configmap("kimi"))
+REF = ObjectRef(CONFIG_MAP, NAMESPACE, routes_configmap("kimi"))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def namespace(hub) -> Iterator[str]:
     metadata = {"name": "kimi", "namespace": NAMESPACE, "uid": "00000000-0000-0000-0000-000000000000"}
     spec = {"model": "m", "decodePool": "d", "threshold": {"mode": "Disabled"}}
     policy = PrfaaSPolicy.model_validate({"metadata": metadata, "spec": spec})
-    for render in (access.service_account, access.role, access.role_binding):
+    for render in (gateway.service_account, gateway.role, gateway.role_binding):
         manifest = render(policy)
         manifest["metadata"] = {"name": manifest["metadata"]["name"], "namespace": NAMESPACE}  # no owner to collect it
         hub.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
@@ -55,7 +56,7 @@ def session(hub, namespace, tmp_path: Path) -> KubeSession:
     (tmp_path / "token").write_text(hub.kubectl("-n", namespace, "create", "token", gateway_name("kimi")))
     authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
     tls = ssl.create_default_context(cadata=authority)
-    return KubeSession(cluster["server"], token_file=tmp_path / "token", tls=tls)
+    return KubeSession(cluster["server"], authorization=token_of_file(tmp_path / "token"), tls=tls)
 
 
 def write(hub, generation: int) -> None:

@@ -16,8 +16,9 @@ import yaml
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.kube import KubeSession, StatusError
+from prfaas.kube.session import token_of_file
 from prfaas.names import gateway_name
-from prfaas_operator.render import access
+from prfaas_operator.render import gateway
 from prfaas_scheduler import status
 from prfaas_scheduler.publish import Publisher, policy_ref
 from prfaas_scheduler.status import Report, Verdict
@@ -53,7 +54,7 @@ def policy(hub) -> Iterator[dict]:
     hub.kubectl("create", "-f", "-", stdin=json.dumps(body))
     made = json.loads(hub.kubectl("-n", NAMESPACE, "get", "prfaas", "kimi", "-o", "json"))
     typed = PrfaaSPolicy.model_validate(made)
-    for render in (access.service_account, access.role, access.role_binding, access.lease):
+    for render in (gateway.service_account, gateway.role, gateway.role_binding, gateway.lease):
         manifest = render(typed)
         manifest["metadata"].setdefault("namespace", NAMESPACE)
         hub.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
@@ -69,7 +70,7 @@ def session(hub, policy, tmp_path) -> KubeSession:
     (tmp_path / "token").write_text(token)
     authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
     tls = ssl.create_default_context(cadata=authority)
-    return KubeSession(cluster["server"], token_file=tmp_path / "token", tls=tls)
+    return KubeSession(cluster["server"], authorization=token_of_file(tmp_path / "token"), tls=tls)
 
 
 def said(tokens: int, offloaded: int | None, healthy: str = "True") -> Report:

@@ -1,13 +1,20 @@
-"""Minimal in-cluster access to one API server: read and watch one object, apply a status, hold a Lease.
+"""The one client of API servers: calls, list and watch, Leases, and the ways to reach a server.
 
-The gateway and its scheduler sidecar need four calls of the Kubernetes API and a small memory; a full client library
-would bring ten times their size. The operator, which does need one, uses its own. aiohttp comes with the extras
-`gateway` and `scheduler`.
+Gateway, scheduler, operator and sandbox use it. They need a handful of verbs and a small memory, hard timeouts on every
+call, and no models of Kubernetes' own kinds. aiohttp comes with the extras of those that use it.
 """
 
-from prfaas.kube.apply import apply_status
 from prfaas.kube.lease import LeaseHolder
-from prfaas.kube.session import KubeSession, ObjectRef, StatusError
-from prfaas.kube.watch import watch_object
+from prfaas.kube.session import KubeSession, ObjectKind, ObjectRef, StatusError, apply_status
+from prfaas.kube.watch import list_and_watch, watch_object
 
-__all__ = ["KubeSession", "LeaseHolder", "ObjectRef", "StatusError", "apply_status", "watch_object"]
+__all__ = [
+    "KubeSession",
+    "LeaseHolder",
+    "ObjectKind",
+    "ObjectRef",
+    "StatusError",
+    "apply_status",
+    "list_and_watch",
+    "watch_object",
+]

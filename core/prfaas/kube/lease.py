@@ -7,25 +7,16 @@ may take over.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Final
 
 from prfaas.errors import PeerError
-from prfaas.kube.session import ObjectRef, StatusError
+from prfaas.kube.session import KubeSession, ObjectKind, ObjectRef, StatusError
 
+LEASE_KIND: Final = ObjectKind("coordination.k8s.io/v1", "Lease", "leases")
 NOT_FOUND = 404
 CONFLICT = 409
-
-
-class Caller(Protocol):
-    """What a Lease needs of a session with an API server; `KubeSession` is one, and says what a call raises."""
-
-    async def call(
-        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, timeout_seconds: float = 10.0
-    ) -> dict[str, Any]:
-        """Send one request and return the object it answers."""
-        ...
 
 
 class LeaseHolder:
@@ -42,7 +33,7 @@ class LeaseHolder:
 
     def __init__(
         self,
-        session: Caller,
+        session: KubeSession,
         namespace: str,
         name: str,
         identity: str,
@@ -51,7 +42,7 @@ class LeaseHolder:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._session = session
-        self._ref = ObjectRef("coordination.k8s.io/v1", "Lease", "leases", namespace, name)
+        self._ref = ObjectRef(LEASE_KIND, namespace, name)
         self._identity = identity
         self._duration_seconds = duration_seconds
         self._clock = clock
@@ -124,9 +115,9 @@ class LeaseHolder:
             "leaseTransitions": int(old.get("leaseTransitions") or 0) + (0 if ours or lease is None else 1),
         }
         metadata = (lease or {}).get("metadata") or {"name": self._ref.name, "namespace": self._ref.namespace}
-        body = {"apiVersion": self._ref.api_version, "kind": self._ref.kind, "metadata": metadata, "spec": spec}
+        body = {"apiVersion": LEASE_KIND.api_version, "kind": LEASE_KIND.name, "metadata": metadata, "spec": spec}
         # The resourceVersion inside metadata makes the update fail when the Lease changed since it was read.
-        method, path = ("POST", self._ref.collection_path) if lease is None else ("PUT", self._ref.path)
+        method, path = ("POST", LEASE_KIND.path(self._ref.namespace)) if lease is None else ("PUT", self._ref.path)
         try:
             await self._session.call(method, path, body=body, timeout_seconds=timeout_seconds)
         except StatusError as error:

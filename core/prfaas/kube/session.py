@@ -1,4 +1,4 @@
-"""A session with one API server: address, CA and token, and one call with a hard timeout and our own errors.
+"""A session with one API server: address, TLS, credentials, and one call with a hard timeout and our own errors.
 
 A bound service account token is replaced on disk about once an hour, so the file is read again for every call. A server
 that is half dead accepts connections and answers nothing: every call ends after `timeout_seconds`, whatever the server
@@ -7,11 +7,13 @@ does.
 
 import os
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
+from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
@@ -20,62 +22,114 @@ from prfaas.errors import ConfigError, InternalError, PeerError, ProtocolError, 
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
 DEFAULT_TIMEOUT_SECONDS = 10.0
+DEFAULT_CONNECTIONS = 8
 # What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+Authorization = Callable[[], str]
+"""Returns the header Authorization of the next call, empty for none; may raise ConfigError."""
+
 
 class StatusError(PeerError):
-    """The API server said no. `status` is the HTTP status, `reason` the API's own (NotFound, Conflict, ...)."""
+    """The API server refused a call. `status` is the HTTP status, `answer` its Status object, empty where it sent none.
 
-    def __init__(self, message: str, *, status: int, reason: str):
-        super().__init__(message)
+    `headers` are those of the answer, and `said` is the server's own sentence.
+    """
+
+    def __init__(self, what: str, status: int, raw: bytes, headers: Mapping[str, str]):
+        try:
+            self.answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        except UNREADABLE:
+            self.answer = {}
+        self.said = str(self.answer.get("message") or raw[:200].decode("utf-8", "replace"))
+        super().__init__(f"{what}: {status} {self.said}")
         self.status = status
-        self.reason = reason
+        self.reason = str(self.answer.get("reason", ""))
+        self.headers = headers
+
+
+class ObjectKind(NamedTuple):
+    """One kind of object and where it lives. `api_version` as in a manifest: `v1`, `coordination.k8s.io/v1`, ..."""
+
+    api_version: str
+    name: str
+    plural: str
+    namespaced: bool = True
+
+    def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
+        """Return the URL path of the collection, of one object, or of its subresource."""
+        root = "/apis" if "/" in self.api_version else "/api"
+        scope = f"/namespaces/{namespace}" if self.namespaced else ""
+        return "/".join(filter(None, (f"{root}/{self.api_version}{scope}/{self.plural}", name, subresource)))
+
+
+CONFIG_MAP = ObjectKind("v1", "ConfigMap", "configmaps")
 
 
 class ObjectRef(NamedTuple):
-    """One namespaced object by name. `api_version` as in its manifest: `v1`, `coordination.k8s.io/v1`, ..."""
+    """One namespaced object by name."""
 
-    api_version: str
-    kind: str
-    plural: str
+    kind: ObjectKind
     namespace: str
     name: str
 
     @property
-    def collection_path(self) -> str:
-        """Path of all objects of this kind in the namespace."""
-        prefix = "/apis" if "/" in self.api_version else "/api"
-        return f"{prefix}/{self.api_version}/namespaces/{self.namespace}/{self.plural}"
-
-    @property
     def path(self) -> str:
         """Path of the object itself."""
-        return f"{self.collection_path}/{self.name}"
+        return self.kind.path(self.namespace, self.name)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.namespace}/{self.name}"
+        return f"{self.kind.name} {self.namespace}/{self.name}"
+
+
+class KubeAnswer(NamedTuple):
+    """A successful answer of an API server."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: dict[str, Any]
 
 
 class KubeSession:
-    """Calls to one API server. Use as an async context manager.
+    """Calls to one API server. Use as an async context manager, or call `open` and `close`.
 
     Args:
         server: base URL, `https://host:port`.
-        token_file: bearer token, read for every call; None sends none.
-        tls: context that trusts the server's CA; None for a plain http server.
+        authorization: asked for every call; None sends no credentials of that kind.
+        tls: context that trusts the server's CA and may hold a client certificate; None for a plain http server.
+        tls_server_name: name in the server's certificate, where that is not the address.
+        connections: most of them at once.
+        proxy: URL of an HTTP proxy.
 
     """
 
-    def __init__(self, server: str, *, token_file: Path | None = None, tls: ssl.SSLContext | None = None):
+    def __init__(  # keywords: each is a field of a kubeconfig
+        self,
+        server: str,
+        *,
+        authorization: Authorization | None = None,
+        tls: ssl.SSLContext | None = None,
+        tls_server_name: str = "",
+        connections: int = DEFAULT_CONNECTIONS,
+        proxy: str | None = None,
+    ):
+        self.authorization = authorization
         self._server = server.rstrip("/")
-        self._token_file = token_file
         self._tls = tls
+        self._options: dict[str, Any] = {"proxy": proxy, "server_hostname": tls_server_name or None}
+        self._connections = connections
         self._client: aiohttp.ClientSession | None = None
 
     @classmethod
-    def in_cluster(cls, directory: Path = SERVICE_ACCOUNT_DIR, environ: Mapping[str, str] = os.environ) -> Self:
+    def in_cluster(
+        cls,
+        directory: Path = SERVICE_ACCOUNT_DIR,
+        environ: Mapping[str, str] = os.environ,
+        connections: int = DEFAULT_CONNECTIONS,
+    ) -> Self:
         """Return the session of a pod's own service account.
 
         Raises:
@@ -89,20 +143,28 @@ class KubeSession:
             tls = ssl.create_default_context(cafile=str(directory / "ca.crt"))
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"{directory}/ca.crt cannot be read ({error}): give the pod a service account") from error
+        # By address, because a cluster's DNS may be down or missing.
         address = f"[{host}]" if ":" in host else host
-        return cls(f"https://{address}:{port}", token_file=directory / "token", tls=tls)
+        authorization = token_of_file(directory / "token")
+        return cls(f"https://{address}:{port}", authorization=authorization, tls=tls, connections=connections)
 
-    async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True, limit=8)
+    def open(self) -> None:
+        """Make the connection pool; the event loop must run."""
+        connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True, limit=self._connections)
         self._client = aiohttp.ClientSession(connector=connector, trust_env=False)
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
+        """Close all connections."""
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+    async def __aenter__(self) -> Self:
+        self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def call(
         self,
@@ -121,10 +183,24 @@ class KubeSession:
             ProtocolError: the answer is not JSON.
 
         """
+        answer = await self.ask(method, path, body=body, content_type=content_type, timeout_seconds=timeout_seconds)
+        return answer.content
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = JSON,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> KubeAnswer:
+        """Send one request as `call` does; return the whole answer."""
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": content_type} if data is not None else {}
         async with self.stream(method, path, data=data, headers=headers, timeout_seconds=timeout_seconds) as response:
-            return decode_object(await response.read(), f"{method} {path}")
+            found = decode_object(await response.read(), f"{method} {path}")
+            return KubeAnswer(response.status, response.headers, found)
 
     @asynccontextmanager
     async def stream(
@@ -143,29 +219,60 @@ class KubeSession:
         if self._client is None:
             raise InternalError("KubeSession is used outside its `async with` block")
         what = f"{method} {self._server}{path.partition('?')[0]}"
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(timeout_seconds, 5.0))
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(timeout_seconds, 4.0))
+        authorization = self.authorization() if self.authorization is not None else ""
+        sent = {**(headers or {}), **({"Authorization": authorization} if authorization else {})}
         try:
             async with self._client.request(
-                method,
-                f"{self._server}{path}",
-                data=data,
-                headers={**(headers or {}), **self._authorization()},
-                timeout=timeout,
+                method, f"{self._server}{path}", data=data, headers=sent, timeout=timeout, **self._options
             ) as response:
                 if response.status >= 400:
-                    raise _status_error(what, response.status, await response.read())
+                    raise StatusError(what, response.status, await response.read(), response.headers)
                 yield response
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError, EOFError) as error:
             raise UnreachableError(f"{what}: {type(error).__name__}: {error}; is the API server reachable?") from error
 
-    def _authorization(self) -> dict[str, str]:
-        if self._token_file is None:
-            return {}
-        try:
-            token = self._token_file.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"service account token {self._token_file} cannot be read: {error}") from error
-        return {"Authorization": f"Bearer {token}"}
+
+def bearer(token: str) -> Authorization:
+    """Return the authorization by a token that stays."""
+    return lambda: f"Bearer {token}"
+
+
+def token_of_file(path: Path) -> Authorization:
+    """Return the authorization by a token in a file, which is read for every call."""
+    return partial(_from_file, path)
+
+
+def _from_file(path: Path) -> str:
+    try:
+        return f"Bearer {path.read_text(encoding='ascii').strip()}"
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"service account token {path} cannot be read: {error}") from error
+
+
+def client_tls(authority: str, certificate: str = "", key: str = "") -> ssl.SSLContext:
+    """Return a TLS context that trusts `authority` and shows `certificate`, all PEM; no authority: the system's.
+
+    Raises:
+        OSError, ValueError: one of them cannot be loaded; ssl.SSLError is an OSError.
+
+    """
+    context = ssl.create_default_context(cadata=authority or None)
+    if certificate:
+        # The ssl module loads certificates from files only; they are gone again before the first call.
+        with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
+            paths = Path(directory, "tls.crt"), Path(directory, "tls.key")
+            for path, content in zip(paths, (certificate, key), strict=True):
+                path.touch(mode=0o600)
+                path.write_text(content)
+            context.load_cert_chain(*paths)
+    return context
+
+
+def with_query(path: str, query: Mapping[str, Any] | None) -> str:
+    """Return a path with those parameters that have a value."""
+    given = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
+    return f"{path}?{urlencode(given)}" if given else path
 
 
 def decode_object(raw: bytes, what: str) -> dict[str, Any]:
@@ -176,11 +283,25 @@ def decode_object(raw: bytes, what: str) -> dict[str, Any]:
         raise ProtocolError(f"{what} answered no JSON object: {error}") from error
 
 
-def _status_error(what: str, status: int, raw: bytes) -> StatusError:
-    """Read the API's Status object, where there is one, into an error."""
-    try:
-        said = msgspec.json.decode(raw, type=dict[str, Any])
-    except UNREADABLE:
-        said = {}
-    message = said.get("message") or raw[:200].decode("utf-8", "replace")
-    return StatusError(f"{what}: {status} {message}", status=status, reason=str(said.get("reason", "")))
+async def apply_status(
+    session: KubeSession,
+    ref: ObjectRef,
+    status: Mapping[str, Any],
+    *,
+    field_manager: str,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> dict[str, Any]:
+    """Apply `status` to an object and return it as it is then: each writer owns exactly the fields it sends.
+
+    Fields that this manager applied before and that are now absent are removed; fields of other managers stay. An entry
+    of `conditions` is owned by its `type`. Raises as `KubeSession.call`; a missing object is StatusError 404 (an apply
+    to a subresource creates nothing).
+    """
+    body = {
+        "apiVersion": ref.kind.api_version,
+        "kind": ref.kind.name,
+        "metadata": {"name": ref.name, "namespace": ref.namespace},
+        "status": status,
+    }
+    path = with_query(f"{ref.path}/status", {"fieldManager": field_manager, "force": "true"})
+    return await session.call("PATCH", path, body=body, content_type=APPLY_PATCH, timeout_seconds=timeout_seconds)

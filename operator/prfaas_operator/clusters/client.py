@@ -1,47 +1,56 @@
-"""`api.Cluster` over kubernetes.aio's dynamic client.
+"""One namespace of one API server, over `prfaas.kube`: pace, write gate, the server's clock, and errors with a reason.
 
-The hard part is the half-dead server, which accepts a connection and answers nothing: the library's default waits for
-five minutes. Here every call and every watch carries a total timeout, and everything the client or the network can
-raise becomes an error of ours with the server's own sentence in it.
+The hard part is the half-dead server, which accepts a connection and answers nothing. Every call and every watch
+carries a total timeout, and everything that the session can raise becomes an error of ours with the server's own
+sentence in it.
 """
 
-import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
 from typing import Any, Final, NamedTuple
 
-import aiohttp
-import msgspec
-from kubernetes.aio.client import ApiClient
-from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.dynamic import DynamicClient
-from kubernetes.aio.watch import Watch
-
+from prfaas.errors import ProtocolError, UnreachableError
+from prfaas.kube.session import (
+    APPLY_PATCH,
+    MERGE_PATCH,
+    KubeAnswer,
+    KubeSession,
+    ObjectKind,
+    StatusError,
+    bearer,
+    with_query,
+)
+from prfaas.kube.watch import ExpiredError, WatchEvent, watch_events
 from prfaas.names import API_VERSION, FIELD_MANAGER_OPERATOR
 from prfaas_operator import errors
-from prfaas_operator.clusters.api import BY_NAME, SERVICE_ACCOUNT, Kind, Object, Page, WatchEvent
-from prfaas_operator.clusters.clock import ServerClock
+from prfaas_operator.clusters.kinds import BY_NAME, SERVICE_ACCOUNT, Object
 from prfaas_operator.clusters.throttle import Throttle, asked_rest_seconds
 
-log = logging.getLogger(__name__)
-
-CONNECT_SECONDS: Final = 4.0
 CALL_SECONDS: Final = 5.0
 WATCH_SECONDS: Final = 60
-WATCH_SLACK_SECONDS: Final = 5.0
 PAGE_LIMIT: Final = 500
 TRIES: Final = 3
 MIN_TOKEN_SECONDS: Final = 600  # an API server refuses to grant less
 
 NOT_FOUND: Final = 404
-CONFLICT: Final = 409
-GONE: Final = 410
 TOO_BUSY: Final = frozenset({429, 502, 503, 504})
+ERROR_BY_STATUS: Final[Mapping[int, type[Exception]]] = {
+    401: errors.UnauthorizedError,
+    403: errors.ForbiddenError,
+    409: errors.ConflictError,
+    500: errors.ServerFailedError,
+}
+
+
+class Page(NamedTuple):
+    """One page of a list; `next_page` is empty on the last one."""
+
+    items: list[Object]
+    resource_version: str
+    next_page: str
 
 
 class Probe(NamedTuple):
@@ -63,11 +72,42 @@ class Gate(NamedTuple):
 OPEN: Final = Gate(lambda: True, lambda *_: None)
 
 
-class KubernetesCluster:
-    """One namespace of one API server; see `api.Cluster` for what each call promises.
+class ServerClock:
+    """The clock of one API server, heard from its answers; ours until it has answered once.
+
+    Tokens, deletions and fields that were written carry the time of the server that dated them, and are compared with
+    no other clock: the operator's machine may be hours away from it, and the next leader's is a third one. An answer
+    tells whole seconds and arrives a little later, so this clock is behind by a second or two: whatever it says is over
+    is over.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic):
+        self._monotonic = monotonic
+        self._ahead_seconds: float | None = None
+
+    def heard(self, headers: Mapping[str, str] | None) -> None:
+        """Take in the headers of an answer; one without a date, as of some proxies, tells nothing."""
+        text = next((value for name, value in (headers or {}).items() if name.lower() == "date"), "")
+        try:
+            self._ahead_seconds = parsedate_to_datetime(text).timestamp() - self._monotonic()
+        except (ValueError, OverflowError):
+            return
+
+    def now(self) -> datetime:
+        """Return what the clock shows."""
+        if self._ahead_seconds is None:
+            return datetime.now(UTC)
+        return datetime.fromtimestamp(self._ahead_seconds + self._monotonic(), UTC)
+
+
+class ClusterClient:
+    """One namespace of one API server.
+
+    Every call ends within a hard timeout. All raise from `prfaas_operator.errors`: ClusterUnreachableError,
+    ServerFailedError, UnauthorizedError, ForbiddenError, InvalidObjectError, ConflictError, NamespaceNotFoundError.
 
     Args:
-        client: an ApiClient with address and credentials; closed by `close`.
+        session: address and credentials; opened here, closed by `close`.
         namespace: everything namespaced is read and written here.
         label: how error messages call this cluster, for example "cluster prefill-eu".
         field_manager: who owns the fields that `apply` sends; every writer needs its own, because an apply removes
@@ -78,7 +118,7 @@ class KubernetesCluster:
 
     def __init__(
         self,
-        client: ApiClient,
+        session: KubeSession,
         namespace: str,
         label: str,
         field_manager: str = FIELD_MANAGER_OPERATOR,
@@ -89,50 +129,50 @@ class KubernetesCluster:
         self._gate = gate
         self._label = label
         self._field_manager = field_manager
-        self._client = client
-        self._dynamic = DynamicClient(client)
+        self._session = session
         self._throttle = Throttle()
         self._clock = ServerClock()
+        session.open()
 
-    async def version(self) -> str:  # documented in the Protocol, as are the methods below
-        return str((await self._call("get", "/version", "version", at_once=True)).get("gitVersion", ""))
+    async def version(self) -> str:
+        """Return the server's version, for example v1.34.4; the cheapest proof that it answers."""
+        return str((await self._call("GET", "/version", "version", at_once=True)).get("gitVersion", ""))
 
     def now(self) -> datetime:
+        """Return what the server's clock shows, ours before it has answered; it dates all that is written there."""
         return self._clock.now()
 
-    async def get(self, kind: Kind, name: str) -> Object | None:
+    async def get(self, kind: ObjectKind, name: str) -> Object | None:
+        """Return one object, None when there is none."""
         try:
-            return await self._call("get", kind.path(self.namespace, name), f"{kind.name} {name}")
+            return await self._call("GET", kind.path(self.namespace, name), f"{kind.name} {name}")
         except _NotFoundError:
             return None
 
-    async def page(self, kind: Kind, *, selector: str = "", after: str = "") -> Page:
-        answer = await self._call(
-            "get",
-            kind.path(self.namespace),
-            kind.plural,
-            label_selector=selector or None,
-            limit=PAGE_LIMIT,
-            _continue=after or None,
-        )
+    async def page(self, kind: ObjectKind, *, selector: str = "", after: str = "") -> Page:
+        """Return one page of objects by label selector; `after` is the previous page's `next_page`."""
+        query = {"labelSelector": selector, "limit": PAGE_LIMIT, "continue": after}
+        answer = await self._call("GET", kind.path(self.namespace), kind.plural, query=query)
         metadata = answer["metadata"]
         return Page(answer.get("items") or [], metadata.get("resourceVersion", ""), metadata.get("continue", ""))
 
-    async def try_list(self, kind: Kind, *, selector: str = "") -> None:
-        path = kind.path(self.namespace)
-        await self._call("get", path, kind.plural, at_once=True, label_selector=selector or None, limit=1)
+    async def try_list(self, kind: ObjectKind, *, selector: str = "") -> None:
+        """Ask for one object of a kind, for the rights only."""
+        query = {"labelSelector": selector, "limit": 1}
+        await self._call("GET", kind.path(self.namespace), kind.plural, at_once=True, query=query)
 
-    async def check_served(self, kinds: Collection[Kind]) -> None:
+    async def check_served(self, kinds: Collection[ObjectKind]) -> None:
         """Raise unless objects of our kinds can be listed, and are told of by discovery, which kopf goes by."""
         for kind in kinds:
             await self.try_list(kind)
-        answer = await self._call("get", f"/apis/{API_VERSION}", API_VERSION, at_once=True)
+        answer = await self._call("GET", f"/apis/{API_VERSION}", API_VERSION, at_once=True)
         told = {each["name"] for each in answer["resources"]}
         for kind in kinds:
             if kind.plural not in told:
                 raise errors.KindNotServedError(f"{self._label} does not tell of {kind.plural} in its discovery yet")
 
-    async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:
+    async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
+        """Return all objects by label selector."""
         page = await self.page(kind, selector=selector)
         items = page.items
         while page.next_page:
@@ -141,120 +181,104 @@ class KubernetesCluster:
         return items
 
     async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
-        kind = BY_NAME[body["kind"]]
-        name = body["metadata"]["name"]
+        """Apply a manifest under the connection's field manager, taking over contested fields; return it live.
+
+        With `dry_run` the server does all but store it: it fills in, checks, asks its webhooks and its quotas.
+        """
+        kind, name = BY_NAME[body["kind"]], body["metadata"]["name"]
+        path = kind.path(self.namespace, name, subresource)
+        query = {"fieldManager": self._field_manager, "force": "true", "dryRun": "All" if dry_run else ""}
         try:
             return await self._call(
-                "patch",
-                kind.path(self.namespace, name, subresource),
-                f"{kind.name} {name}",
-                body=body,
-                content_type="application/apply-patch+yaml",
-                field_manager=self._field_manager,
-                force_conflicts=True,
-                dry_run="All" if dry_run else None,
+                "PATCH", path, f"{kind.name} {name}", query=query, body=body, content_type=APPLY_PATCH
             )
         except _NotFoundError as error:
             raise self._missing(subresource, error) from error
 
-    async def create(self, kind: Kind, body: Object) -> Object:
+    async def create(self, kind: ObjectKind, body: Object, *, dry_run: bool = False) -> Object:
+        """Create an object; ConflictError when it exists. With `dry_run` the server does all but store it."""
+        query = {"dryRun": "All" if dry_run else ""}
         try:
-            return await self._call("post", kind.path(self.namespace), f"{kind.name}", body=body)
+            return await self._call("POST", kind.path(self.namespace), kind.name, query=query, body=body)
         except _NotFoundError as error:
             raise self._missing("", error) from error
 
-    async def merge(self, kind: Kind, name: str, patch: Object) -> Object:
+    async def merge(self, kind: ObjectKind, name: str, patch: Object) -> Object:
+        """Apply a JSON merge patch; ConflictError when it names a resourceVersion that is not the present one."""
+        path = kind.path(self.namespace, name)
         try:
-            return await self._call(
-                "patch",
-                kind.path(self.namespace, name),
-                f"{kind.name} {name}",
-                body=patch,
-                content_type="application/merge-patch+json",
-            )
+            return await self._call("PATCH", path, f"{kind.name} {name}", body=patch, content_type=MERGE_PATCH)
         except _NotFoundError as error:
             raise errors.ConflictError(str(error)) from error
 
     async def create_token(self, account: str, seconds: int) -> str:
+        """Return a new token of a ServiceAccount for `seconds`, or for as long as the server allows."""
         request = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenRequest",
             "spec": {"expirationSeconds": max(seconds, MIN_TOKEN_SECONDS)},
         }
         path = SERVICE_ACCOUNT.path(self.namespace, account, "token")
-        answer = await self._call("post", path, f"token of ServiceAccount {account}", body=request)
+        answer = await self._call("POST", path, f"token of ServiceAccount {account}", body=request)
         return str(answer["status"]["token"])
 
     def use_token(self, token: str) -> None:
-        self._client.configuration.api_key["BearerToken"] = f"Bearer {token}"
+        """Send another bearer token from the next call on."""
+        self._session.authorization = bearer(token)
 
-    async def delete(self, kind: Kind, name: str, *, uid: str = "") -> None:
+    async def delete(self, kind: ObjectKind, name: str, *, uid: str = "") -> None:
+        """Delete one object after its dependants (foreground); nothing happens when it is gone or has another uid."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid:
             options["preconditions"] = {"uid": uid}
         try:
-            await self._call("delete", kind.path(self.namespace, name), f"{kind.name} {name}", body=options)
+            await self._call("DELETE", kind.path(self.namespace, name), f"{kind.name} {name}", body=options)
         except (_NotFoundError, errors.ConflictError):
             return
 
-    async def watch(self, kind: Kind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
-        watch = Watch()
-        # The server ends the stream first; the client's own limit is for a server that forgot us.
-        limit = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_SLACK_SECONDS, sock_connect=CONNECT_SECONDS)
-        read = partial(self._dynamic.request, "get", kind.path(self.namespace), serialize=False, _request_timeout=limit)
-        try:
-            if not await self._throttle.turn():
-                raise self._overdue(f"watch of {kind.plural}")
-            with self._translate(f"watch of {kind.plural}"), self._counted("watch") as answer:
-                async for event in watch.stream(
-                    read, label_selector=selector, resource_version=since, timeout_seconds=WATCH_SECONDS
-                ):
-                    if not isinstance(event, dict):
-                        raise ValueError(f"a watch line is no JSON: {event[:100]!r}")  # noqa: TRY004  # not a type of ours
-                    answer["code"] = "200"
-                    yield WatchEvent(event["type"], event["object"])
-        finally:
-            await watch.close()
+    async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
+        """Yield changes after resource version `since` for about a minute; ExpiredError when that is too old."""
+        what = f"watch of {kind.plural}"
+        if not await self._throttle.turn():
+            raise self._overdue(what)
+        with self._translate(what), self._counted("watch") as answer:
+            query = {"labelSelector": selector}
+            path = kind.path(self.namespace)
+            async for event in watch_events(self._session, path, since, window_seconds=WATCH_SECONDS, query=query):
+                answer["code"] = "200"
+                yield event
 
     async def probe(self) -> Probe:
         """Return what a server says of itself, how long that took, and what its clock says."""
-        limit = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
         asked_at, started = datetime.now(UTC), time.monotonic()
         with self._translate("version"):
-            response = await self._dynamic.request("get", "/version", serialize=False, _request_timeout=limit)
+            answer = await self._session.ask("GET", "/version", timeout_seconds=CALL_SECONDS)
             seconds = time.monotonic() - started
-            date = parsedate_to_datetime(response.headers["Date"])
-            answer = msgspec.json.decode(await response.read())
-        return Probe(str(answer.get("gitVersion", "")), date, asked_at, seconds)
+            date = parsedate_to_datetime(answer.headers["Date"])
+        return Probe(str(answer.content.get("gitVersion", "")), date, asked_at, seconds)
 
     async def may(self, attributes: Mapping[str, str]) -> bool:
         """Ask whether these credentials may do something in the namespace; fields as in a SelfSubjectAccessReview."""
         spec = {"resourceAttributes": {**attributes, "namespace": self.namespace}}
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
         path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        return bool((await self._call("post", path, "access review", body=review))["status"]["allowed"])
-
-    async def try_create(self, kind: Kind, body: Object) -> None:
-        """Go through everything that creating an object goes through, without creating it; raises as `create` does."""
-        try:
-            await self._call("post", kind.path(self.namespace), kind.name, body=body, dry_run="All")
-        except _NotFoundError as error:
-            raise self._missing("", error) from error
+        return bool((await self._call("POST", path, "access review", body=review))["status"]["allowed"])
 
     async def close(self) -> None:
-        await self._client.close()
+        """Close all connections."""
+        await self._session.close()
 
-    async def _call(self, method: str, path: str, what: str, *, at_once: bool = False, **parameters: Any) -> Object:
+    async def _call(self, method: str, path: str, what: str, *, at_once: bool = False, **sent: Any) -> Object:
         """Make a call in its turn, and again where the server had no time for it: then nothing has been done."""
         for _ in range(TRIES):
             # Those who wait in line have not begun: a thousand objects at once are no sign of a dead server.
             async with self._throttle.under_way(at_once=at_once) as may_call:
                 if not may_call:
                     raise self._overdue(what)
-                if method != "get" and not self._gate.may_write():
+                if method != "GET" and not self._gate.may_write():
                     raise errors.NotLeaderError(f"{self._label}, {what}: not written, another replica may lead by now")
                 with contextlib.suppress(_BusyError):
-                    return await self._call_once(method, path, what, **parameters)
+                    return (await self._call_once(method, path, what, **sent)).content
         raise errors.ClusterUnreachableError(f"{self._label} is too busy, also after {TRIES} tries ({what})")
 
     def _overdue(self, what: str) -> errors.ClusterUnreachableError:
@@ -262,13 +286,15 @@ class KubernetesCluster:
         why = f"asks to be left alone for {rest:.0f} s" if rest else "does not keep up with the calls of this operator"
         return errors.ClusterUnreachableError(f"{self._label} {why} ({what})")
 
-    async def _call_once(self, method: str, path: str, what: str, **parameters: Any) -> Object:
-        limit = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
-        with self._translate(what), self._counted(method) as answer:
-            response = await self._dynamic.request(method, path, serialize=False, _request_timeout=limit, **parameters)
-            answer["code"] = str(response.status)
-            self._clock.heard(response.headers)
-            return msgspec.json.decode(await response.read())
+    async def _call_once(
+        self, method: str, path: str, what: str, *, query: Mapping[str, Any] | None = None, **sent: Any
+    ) -> KubeAnswer:
+        path = with_query(path, query)
+        with self._translate(what), self._counted(method.lower()) as counted:
+            answer = await self._session.ask(method, path, timeout_seconds=CALL_SECONDS, **sent)
+            counted["code"] = str(answer.status)
+            self._clock.heard(answer.headers)
+            return answer
 
     @contextlib.contextmanager
     def _counted(self, verb: str) -> Iterator[dict[str, str]]:
@@ -276,8 +302,8 @@ class KubernetesCluster:
         answer = {"code": "none"}
         try:
             yield answer
-        except ApiException as error:
-            answer["code"] = str(error.status or "none")
+        except StatusError as error:
+            answer["code"] = str(error.status)
             self._clock.heard(error.headers)
             raise
         finally:
@@ -293,41 +319,34 @@ class KubernetesCluster:
 
     @contextlib.contextmanager
     def _translate(self, what: str) -> Iterator[None]:
-        """Turn whatever the client or the network raises into an error of ours."""
+        """Turn whatever the session raises into an error of ours; ExpiredError stays."""
         try:
             yield
-        except ApiException as error:
+        except StatusError as error:
             raise self._refusal(what, error) from error
-        except TimeoutError as error:
-            raise errors.ClusterUnreachableError(
-                f"{self._label} did not answer in {CALL_SECONDS:g} s ({what})"
-            ) from error
-        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            raise errors.ClusterUnreachableError(f"{self._label} is not reached: {error} ({what})") from error
-        except (msgspec.DecodeError, ValueError) as error:
+        except UnreachableError as error:
+            late = isinstance(error.__cause__, TimeoutError)
+            why = f"did not answer in {CALL_SECONDS:g} s" if late else f"is not reached: {error.__cause__}"
+            raise errors.ClusterUnreachableError(f"{self._label} {why} ({what})") from error
+        except ExpiredError:
+            raise
+        except (ProtocolError, KeyError, ValueError) as error:
             raise errors.ClusterUnreachableError(f"{self._label} answered with no JSON: {error} ({what})") from error
 
-    def _refusal(self, what: str, error: ApiException) -> Exception:
-        status = error.status or 0
-        rest_seconds = asked_rest_seconds(status, error.headers)
+    def _refusal(self, what: str, error: StatusError) -> Exception:
+        rest_seconds = asked_rest_seconds(error.status, error.headers)
         if rest_seconds is not None:
             self._throttle.rest(rest_seconds)
-            return _BusyError(f"{self._label} is too busy: {_server_message(error)} ({what})")
-        # A path that nobody serves is answered by a line of text.
-        if status == NOT_FOUND and _answer(error).get("kind") != "Status":
-            return errors.KindNotServedError(f"{self._label} does not serve this kind ({what}); install its CRD")
-        message = f"{self._label}, {what}: {_server_message(error)}"
-        if status in TOO_BUSY:
+            return _BusyError(f"{self._label} is too busy: {error.said} ({what})")
+        message = f"{self._label}, {what}: {error.said}"
+        if error.status in TOO_BUSY:
             return errors.ClusterUnreachableError(message)
-        by_status = {
-            401: errors.UnauthorizedError,
-            403: errors.ForbiddenError,
-            NOT_FOUND: _NotFoundError,
-            CONFLICT: errors.ConflictError,
-            GONE: errors.ExpiredError,
-            500: errors.ServerFailedError,
-        }
-        return by_status.get(status, errors.InvalidObjectError)(message)
+        if error.status == NOT_FOUND:
+            if error.answer.get("kind") == "Status":
+                return _NotFoundError(message)
+            # A path that nobody serves is answered by a line of text.
+            return errors.KindNotServedError(f"{self._label} does not serve this kind ({what}); install its CRD")
+        return ERROR_BY_STATUS.get(error.status, errors.InvalidObjectError)(message)
 
 
 class _NotFoundError(errors.ConflictError):
@@ -336,17 +355,3 @@ class _NotFoundError(errors.ConflictError):
 
 class _BusyError(errors.ClusterUnreachableError):
     """The server asked to be left alone for a while, which all calls to it heed."""
-
-
-def _answer(error: ApiException) -> Object:
-    """Return the object in a refusal, the API server's Status; an empty one where there is none."""
-    try:
-        found = msgspec.json.decode(error.body or b"")
-    except msgspec.DecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _server_message(error: ApiException) -> str:
-    """Return the sentence of the API server's Status object, or what the client has in its place."""
-    return str(_answer(error).get("message", f"{error.status} {error.reason}"))

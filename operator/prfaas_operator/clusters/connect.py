@@ -1,111 +1,85 @@
 """Open API servers: the hub from where the process runs, a member from a validated kubeconfig, either from a terminal.
 
-A member's credentials never pass through the client library's kubeconfig loader, which would run `exec` commands and
-read any file they name: `plan.kubeconfig` has reduced them to an address, a CA and a token or certificate.
+A member's credentials never pass through `prfaas.kube.kubeconfig`, which runs `exec` commands and reads any file they
+name: `plan.credentials` has reduced them to an address, a CA and a token or certificate.
 """
 
 import asyncio
 import os
-import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kubernetes.aio import config
-from kubernetes.aio.client import ApiClient, Configuration
-from kubernetes.aio.config.config_exception import ConfigException
-
-from prfaas.errors import ConfigError
-from prfaas_operator.clusters.client import OPEN, Gate, KubernetesCluster
-from prfaas_operator.clusters.lease import LeaseCalls
+from prfaas.kube import kubeconfig
+from prfaas.kube.session import KubeSession, bearer, client_tls
+from prfaas_operator.clusters.client import OPEN, ClusterClient, Gate
 from prfaas_operator.errors import KubeconfigRefusedError
-from prfaas_operator.plan.kubeconfig import Access
+from prfaas_operator.plan.credentials import Access
 
 FIELD_MANAGER_CLI: Final = "prfaas-cli"
-CONNECTIONS: Final = 32  # watches hold two each; reconciles of different objects run side by side
+CONNECTIONS: Final = 32  # watches hold one each; reconciles of different objects run side by side
 
 
-async def connect_hub(namespace: str, gate: Gate = OPEN) -> KubernetesCluster:
-    """Connect to the cluster that this process runs in, or to the one of $KUBECONFIG where that is set."""
-    return _cluster(await _hub_configuration(), namespace, "hub", gate)
+class KubeContext(NamedTuple):
+    """Which cluster and namespace a command works in."""
 
-
-async def connect_lease() -> LeaseCalls:
-    """Connect to the hub as `connect_hub` does, with connections of its own: a Lease waits behind no other call."""
-    return LeaseCalls(ApiClient(await _hub_configuration()))
-
-
-async def _hub_configuration() -> Configuration:
-    configuration = Configuration()
-    try:
-        if os.environ.get("KUBECONFIG"):
-            await config.load_kube_config(client_configuration=configuration)
-        else:
-            config.load_incluster_config(client_configuration=configuration)
-    except (ConfigException, OSError) as error:
-        raise ConfigError(
-            f"no access to the hub: {error}; run in a pod with a service account, or set KUBECONFIG"
-        ) from error
-    return configuration
+    kubeconfig: Path | None
+    context: str | None
+    namespace: str
 
 
 class Terminal(NamedTuple):
     """A cluster as a person at a terminal reaches it, with the address and CA of their kubeconfig."""
 
-    cluster: KubernetesCluster
+    cluster: ClusterClient
     server: str
     ca_pem: str
 
 
-async def connect_context(kubeconfig: Path | None, context: str | None, namespace: str) -> Terminal:
-    """Connect as a person at a terminal does: their kubeconfig, their context, exec plugins and all."""
-    configuration = Configuration()
+def hub_session() -> KubeSession:
+    """Return a session, not open yet, with the cluster that this process runs in, or the one of $KUBECONFIG if set."""
+    if os.environ.get("KUBECONFIG"):
+        return kubeconfig.load(None, None, CONNECTIONS).session
+    return KubeSession.in_cluster(connections=CONNECTIONS)
+
+
+def connect_hub(namespace: str, gate: Gate = OPEN) -> ClusterClient:
+    """Connect to the hub."""
+    return ClusterClient(hub_session(), namespace, "hub", gate=gate)
+
+
+@asynccontextmanager
+async def open_context(given: KubeContext) -> AsyncIterator[Terminal]:
+    """Connect for the length of a command as a person does: their kubeconfig, their context, exec plugins and all."""
+    access = await asyncio.to_thread(kubeconfig.load, given.kubeconfig, given.context, CONNECTIONS)
+    where = f"context {given.context or 'current'} of {given.kubeconfig or 'the kubeconfig'}"
+    cluster = ClusterClient(access.session, given.namespace, where, FIELD_MANAGER_CLI)
     try:
-        await config.load_kube_config(
-            config_file=str(kubeconfig) if kubeconfig else None, context=context, client_configuration=configuration
-        )
-    except (ConfigException, OSError) as error:
-        raise ConfigError(f"kubeconfig {kubeconfig or 'of $KUBECONFIG or ~/.kube/config'}: {error}") from error
-    where = f"context {context or 'current'} of {kubeconfig or 'the kubeconfig'}"
-    cluster = KubernetesCluster(ApiClient(configuration), namespace, where, FIELD_MANAGER_CLI)
-    ca_file = configuration.ssl_ca_cert
-    return Terminal(cluster, str(configuration.host), Path(ca_file).read_text() if ca_file else "")
+        yield Terminal(cluster, access.server, access.ca_pem)
+    finally:
+        await cluster.close()
 
 
-async def connect_member(name: str, namespace: str, access: Access, gate: Gate = OPEN) -> KubernetesCluster:
+async def connect_member(name: str, namespace: str, access: Access, gate: Gate = OPEN) -> ClusterClient:
     """Connect to a member cluster with what its kubeconfig was reduced to.
 
     Raises:
         KubeconfigRefusedError: CA, certificate or key are not what a TLS library can load.
 
     """
-    configuration = Configuration()
-    configuration.host = access.server
-    configuration.ca_cert_data = access.ca_pem
-    configuration.tls_server_name = access.tls_server_name or None
-    if access.token:
-        configuration.api_key["BearerToken"] = f"Bearer {access.token}"
     try:
         # Building a TLS context reads files and parses certificates.
-        return await asyncio.to_thread(_member, configuration, namespace, f"cluster {name}", access, gate)
+        tls = await asyncio.to_thread(client_tls, access.ca_pem, access.client_certificate_pem, access.client_key_pem)
     except (OSError, ValueError) as error:
         raise KubeconfigRefusedError(
             f"kubeconfig of {name}: CA, client certificate or key cannot be loaded: {error}"
         ) from error
-
-
-def _member(configuration: Configuration, namespace: str, label: str, access: Access, gate: Gate) -> KubernetesCluster:
-    if not access.client_certificate_pem:
-        return _cluster(configuration, namespace, label, gate)
-    # The ssl module loads certificates from files only; they are gone again before the first call.
-    with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
-        certificate, key = Path(directory, "tls.crt"), Path(directory, "tls.key")
-        for path, content in ((certificate, access.client_certificate_pem), (key, access.client_key_pem)):
-            path.touch(mode=0o600)
-            path.write_text(content)
-        configuration.cert_file, configuration.key_file = str(certificate), str(key)
-        return _cluster(configuration, namespace, label, gate)
-
-
-def _cluster(configuration: Configuration, namespace: str, label: str, gate: Gate) -> KubernetesCluster:
-    configuration.connection_pool_maxsize = CONNECTIONS
-    return KubernetesCluster(ApiClient(configuration), namespace, label, gate=gate)
+    session = KubeSession(
+        access.server,
+        authorization=bearer(access.token) if access.token else None,
+        tls=tls,
+        tls_server_name=access.tls_server_name,
+        connections=CONNECTIONS,
+    )
+    return ClusterClient(session, namespace, f"cluster {name}", gate=gate)

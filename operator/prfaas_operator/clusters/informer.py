@@ -1,8 +1,8 @@
 """Keep a small projection of all labelled objects of one kind in memory, and tell whom a change concerns.
 
-List, then watch from there; relist when the resource version has expired or anything else went wrong. Full objects are
-dropped as soon as they are projected (10,000 pods as dicts cost 288 MB). While the API server is not reached the last
-known items stay: the pods of a cluster that the hub cannot see go on working.
+For children and pods, whichever cluster they are in; our own kinds come from kopf's watch. Full objects are dropped as
+soon as they are projected (10,000 pods as dicts cost 288 MB). While the API server is not reached the last known items
+stay: the pods of a cluster that the hub cannot see go on working.
 
 What we write ourselves is learned from the answer, and that may come after the watch has told what somebody else wrote
 next. Resource versions say which is newer: an older state that took its place would stay until the next change.
@@ -10,12 +10,16 @@ next. Resource versions say which is newer: an older state that took its place w
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Final, Generic, NamedTuple, TypeVar
 
-from prfaas.errors import PrfaasError
-from prfaas_operator.clusters.api import Cluster, Kind, Object
-from prfaas_operator.errors import ExpiredError, ForbiddenError
+from prfaas.errors import ConfigError, PeerError
+from prfaas.kube.session import ObjectKind
+from prfaas.kube.watch import DELETED, WatchEvent, list_and_watch
+from prfaas.util import Backoff
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.kinds import Object
+from prfaas_operator.errors import ForbiddenError
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +28,11 @@ FIRST_BACKOFF_SECONDS: Final = 0.5
 MAX_BACKOFF_SECONDS: Final = 5.0
 FORBIDDEN_SECONDS: Final = 60.0
 """Rights come by a person's hand: there is no hurry to ask again."""
+
+
+class _Known(NamedTuple, Generic[T]):
+    item: T
+    version: int
 
 
 class Informer(Generic[T]):
@@ -38,8 +47,8 @@ class Informer(Generic[T]):
 
     def __init__(
         self,
-        cluster: Cluster,
-        kind: Kind,
+        cluster: ClusterClient,
+        kind: ObjectKind,
         selector: str,
         project: Callable[[Object], T],
         on_change: Callable[[T], None],
@@ -57,26 +66,19 @@ class Informer(Generic[T]):
 
     async def run(self) -> None:
         """Follow the API server until cancelled."""
-        self.is_fresh = False
-        backoff_seconds = FIRST_BACKOFF_SECONDS
         while True:
+            self.is_fresh = False
+            backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, jitter=False)
             try:
-                since = await self._list()
-                backoff_seconds = FIRST_BACKOFF_SECONDS
-                while True:
-                    since = await self._watch(since)
-            except ExpiredError:
-                continue
-            except ForbiddenError as error:
+                async for change in list_and_watch(self._list, self._watch, self._failed, backoff):
+                    if isinstance(change, WatchEvent):
+                        self._take(change)
+                    else:
+                        self._replace(change)
+            except Exception:  # a bug, or an object that no API server sends, must not end it, and has to be seen
+                log.exception("%s informer: internal error; again in %g s", self._kind.plural, MAX_BACKOFF_SECONDS)
                 self.is_fresh = False
-                log.info("%s informer: %s; again in %g s", self._kind.plural, error, FORBIDDEN_SECONDS)
-                await asyncio.sleep(FORBIDDEN_SECONDS)
-                continue
-            except PrfaasError as error:
-                self.is_fresh = False
-                log.warning("%s informer: %s; again in %g s", self._kind.plural, error, backoff_seconds)
-            await asyncio.sleep(backoff_seconds)
-            backoff_seconds = min(backoff_seconds * 2, MAX_BACKOFF_SECONDS)
+                await asyncio.sleep(MAX_BACKOFF_SECONDS)
 
     def learn(self, written: Object) -> None:
         """Take in an object that we have just written, without waiting for the watch to tell."""
@@ -88,43 +90,50 @@ class Informer(Generic[T]):
             self.items[name] = item
             self._on_change(item)
 
-    async def _list(self) -> str:
-        """Replace all items by what exists now; return the resource version to watch from."""
-        fresh: dict[str, T] = {}
-        versions: dict[str, int] = {}
+    def _watch(self, since: str) -> AsyncIterator[WatchEvent]:
+        return self._cluster.watch(self._kind, selector=self._selector, since=since)
+
+    def _failed(self, error: PeerError | ConfigError, pause_seconds: float) -> float:
+        self.is_fresh = False
+        level, seconds = logging.WARNING, pause_seconds
+        if isinstance(error, ForbiddenError):
+            level, seconds = logging.INFO, FORBIDDEN_SECONDS
+        log.log(level, "%s informer: %s; again in %g s", self._kind.plural, error, seconds)
+        return seconds
+
+    async def _list(self) -> tuple[dict[str, _Known[T]], str]:
+        """Return all items by name, projected page by page, and the resource version to watch from."""
+        found: dict[str, _Known[T]] = {}
         page = await self._cluster.page(self._kind, selector=self._selector)
         while True:
-            fresh |= {item["metadata"]["name"]: self._project(item) for item in page.items}
-            versions |= {item["metadata"]["name"]: _version(item) for item in page.items}
+            found |= {one["metadata"]["name"]: _Known(self._project(one), _version(one)) for one in page.items}
             if not page.next_page:
-                break
+                return found, page.resource_version
             page = await self._cluster.page(self._kind, selector=self._selector, after=page.next_page)
-        old, self.items, self._versions = self.items, fresh, versions
+
+    def _replace(self, found: dict[str, _Known[T]]) -> None:
+        """Replace all items by what exists now."""
+        old, self.items = self.items, {name: known.item for name, known in found.items()}
+        self._versions = {name: known.version for name, known in found.items()}
         self.synced.set()
         self.is_fresh = True
-        for name in old.keys() | fresh.keys():
-            if old.get(name) != fresh.get(name):
-                self._on_change(fresh[name] if name in fresh else old[name])
-        return page.resource_version
+        for name in old.keys() | found.keys():
+            if old.get(name) != self.items.get(name):
+                self._on_change(self.items[name] if name in self.items else old[name])
 
-    async def _watch(self, since: str) -> str:
-        """Follow one watch to its end; return the resource version to go on from."""
-        async for event in self._cluster.watch(self._kind, selector=self._selector, since=since):
-            metadata = event.object["metadata"]
-            since = metadata["resourceVersion"]
-            name, item = metadata["name"], self._project(event.object)
-            if event.type == "DELETED":
-                self.items.pop(name, None)
-                self._versions.pop(name, None)
-            else:
-                if not self._is_news(name, event.object):
-                    continue
-                self._versions[name] = _version(event.object)
-                if self.items.get(name) == item:
-                    continue
-                self.items[name] = item
-            self._on_change(item)
-        return since
+    def _take(self, event: WatchEvent) -> None:
+        name, item = event.object["metadata"]["name"], self._project(event.object)
+        if event.type == DELETED:
+            self.items.pop(name, None)
+            self._versions.pop(name, None)
+        else:
+            if not self._is_news(name, event.object):
+                return
+            self._versions[name] = _version(event.object)
+            if self.items.get(name) == item:
+                return
+            self.items[name] = item
+        self._on_change(item)
 
     def _is_news(self, name: str, seen: Object) -> bool:
         return _version(seen) > self._versions.get(name, 0)

@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
+from prfaas.util import RateBucket
+
 CALLS_PER_SECOND: Final = 200.0
 """More than what a thousand pools need within a minute of a start, and a part of what one API server serves."""
 BURST_CALLS: Final = 400
@@ -27,7 +29,8 @@ class Throttle:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._due = self._rest_until = float("-inf")
+        self._calls = RateBucket(CALLS_PER_SECOND, BURST_CALLS, clock())
+        self._rest_until = float("-inf")
         self._line = asyncio.Semaphore(CALLS_AT_ONCE)
 
     @contextlib.asynccontextmanager
@@ -54,10 +57,10 @@ class Throttle:
     async def turn(self) -> bool:
         """Wait until a call may be made; return False at once where that takes longer than patience lasts."""
         now = self._clock()
-        due = max(self._due, now - BURST_CALLS / CALLS_PER_SECOND) + 1 / CALLS_PER_SECOND
+        due = now + self._calls.delay_seconds(1, now)
         if max(due, self._rest_until) > now + PATIENCE_SECONDS:
             return False
-        self._due = due
+        self._calls.take(1, now)
         # Whoever waits may learn meanwhile that it has to wait for longer.
         while (left := max(due, self._rest_until) - self._clock()) > 0:  # noqa: ASYNC110  # for time to pass
             await asyncio.sleep(left)

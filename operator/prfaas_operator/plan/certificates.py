@@ -20,11 +20,12 @@ nobody. Authorities are known by their fingerprints here; keys and texts are the
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Final, NamedTuple
 
 from prfaas import identity
-from prfaas_operator.plan.conditions import Verdict, no, rfc3339, yes
+from prfaas.errors import ConfigError
+from prfaas_operator.plan.conditions import ConditionState, no, rfc3339, yes
 
 MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
 """A Secret that claims to be written later than this from now lies, or its writer's clock did: it is written anew."""
@@ -33,7 +34,7 @@ MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
 PENDING: Final = "CertificatePending"
 
 
-class Step(Enum):
+class RotationStep(Enum):
     """What becomes of the authorities."""
 
     ANNOUNCE = "Announce"
@@ -91,14 +92,16 @@ class Authorities(NamedTuple):
         return self.current | self.next | self.previous
 
 
-class Moment(NamedTuple):
+class ObservedTime(NamedTuple):
     """Now, and since when this operator looks: what it did not see before that, it does not count."""
 
     now: datetime
     since: datetime
 
 
-def step(authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: Moment) -> Step | None:
+def step(
+    authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: ObservedTime
+) -> RotationStep | None:
     """Return what is next for the authorities, None while nothing is due or the last step has not settled."""
     if terms.by_issuer:
         announced = offered_by(holders) - authorities.current
@@ -108,20 +111,20 @@ def step(authorities: Authorities, holders: Sequence[Holder], terms: Terms, mome
         promotes = bool(authorities.next)
         announces = not promotes and _successor_is_due(authorities, terms, moment.now)
     if announces:
-        return Step.ANNOUNCE
+        return RotationStep.ANNOUNCE
     if promotes:
-        return None if waiting_for(authorities, holders, terms, moment) else Step.PROMOTE
+        return None if waiting_for(authorities, holders, terms, moment) else RotationStep.PROMOTE
     if authorities.previous and _is_out_of_use(authorities.previous, holders, terms, moment):
-        return Step.RETIRE
+        return RotationStep.RETIRE
     return None
 
 
-def after(authorities: Authorities, chosen: Step, announced: frozenset[str]) -> Authorities:
+def after(authorities: Authorities, chosen: RotationStep, announced: frozenset[str]) -> Authorities:
     """Return the states after a step; `announced` are the authorities that it brings in, or that it promotes."""
     current, previous = authorities.current, authorities.previous
-    if chosen is Step.ANNOUNCE:
+    if chosen is RotationStep.ANNOUNCE:
         return authorities._replace(next=announced - current, previous=previous - announced)
-    if chosen is Step.PROMOTE:
+    if chosen is RotationStep.PROMOTE:
         return Authorities(announced, frozenset(), (current | previous | authorities.next) - announced)
     return authorities._replace(previous=frozenset())
 
@@ -132,7 +135,9 @@ def offered_by(holders: Iterable[Holder]) -> frozenset[str]:
     return frozenset() if None in issued else frozenset(leaf.authority for leaf in issued if leaf is not None)
 
 
-def waiting_for(authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: Moment) -> tuple[str, ...]:
+def waiting_for(
+    authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: ObservedTime
+) -> tuple[str, ...]:
     """Return the clusters that a promotion waits for, sorted: not reached, or written to a short while ago.
 
     Those that are not reached hold it up only until everybody else's certificates are at stake.
@@ -145,7 +150,7 @@ def waiting_for(authorities: Authorities, holders: Sequence[Holder], terms: Term
         if holder.held.leaf is None:
             # Without any Secret no instance has started there; with a damaged one, they remember what it was.
             remembers = holder.held.written is not None or bool(holder.held.trusted)
-            return (remembers and patient) or wanted(authorities, holder, terms, moment.now) is Wanted.CERTIFICATE
+            return (remembers and patient) or wanted(authorities, holder, terms, moment.now) is SecretChange.CERTIFICATE
         return not (authorities.next <= holder.held.trusted and _settled(holder.held, terms, moment))
 
     return tuple(sorted(holder.cluster for holder in holders if is_behind(holder)))
@@ -165,7 +170,7 @@ def _successor_is_due(authorities: Authorities, terms: Terms, now: datetime) -> 
     return now >= authorities.ends - terms.authority_life * (1 - identity.RENEW_AFTER)
 
 
-def _is_out_of_use(authorities: frozenset[str], holders: Iterable[Holder], terms: Terms, moment: Moment) -> bool:
+def _is_out_of_use(authorities: frozenset[str], holders: Iterable[Holder], terms: Terms, moment: ObservedTime) -> bool:
     """Tell whether no instance shows a certificate of these any more."""
     return all(
         holder.held is not None
@@ -175,13 +180,13 @@ def _is_out_of_use(authorities: frozenset[str], holders: Iterable[Holder], terms
     )
 
 
-def _settled(held: Held, terms: Terms, moment: Moment) -> bool:
+def _settled(held: Held, terms: Terms, moment: ObservedTime) -> bool:
     """Tell whether every instance has had the time to read a Secret."""
     written = held.written
     return written is not None and moment.now - max(written, moment.since) >= terms.settling
 
 
-class Wanted(Enum):
+class SecretChange(Enum):
     """What a cluster's Secret should be given."""
 
     NOTHING = "it is as it should be"
@@ -189,15 +194,15 @@ class Wanted(Enum):
     CERTIFICATE = "another certificate"
 
 
-def wanted(authorities: Authorities, holder: Holder, terms: Terms, now: datetime) -> Wanted:
+def wanted(authorities: Authorities, holder: Holder, terms: Terms, now: datetime) -> SecretChange:
     """Return what to write into the Secret of a cluster that is reached."""
     held = holder.held or Held()
     if _wants_certificate(authorities, held.leaf, holder, terms, now):
-        return Wanted.CERTIFICATE
+        return SecretChange.CERTIFICATE
     if held.leaf is None:
-        return Wanted.NOTHING  # and nothing can be had yet
+        return SecretChange.NOTHING  # and nothing can be had yet
     stale = held.written is None or held.written > now + MAX_CLOCK_ERROR
-    return Wanted.TRUST if held.trusted != authorities.trusted or stale else Wanted.NOTHING
+    return SecretChange.TRUST if held.trusted != authorities.trusted or stale else SecretChange.NOTHING
 
 
 def _wants_certificate(
@@ -222,10 +227,10 @@ def _is_due(leaf: Leaf, now: datetime) -> bool:
     return now >= identity.when_to_renew(begin, leaf.validity.not_after)
 
 
-def verdict(authorities: Authorities, holder: Holder, held_up_by: Sequence[str], now: datetime) -> Verdict:
+def condition(authorities: Authorities, holder: Holder, held_up_by: Sequence[str], now: datetime) -> ConditionState:
     """Return the condition CertificateReady of a cluster that has been looked after."""
     if holder.held is None:
-        return Verdict("Unknown", "ClusterUnreachable", "not seen; see condition Ready")
+        return ConditionState("Unknown", "ClusterUnreachable", "not seen; see condition Ready")
     leaf = holder.held.leaf
     if leaf is None:
         return no(PENDING, holder.held.problem or "no certificate has been issued yet")
@@ -238,3 +243,67 @@ def verdict(authorities: Authorities, holder: Holder, held_up_by: Sequence[str],
         message = f"in use until {ends}; the next authority waits for {', '.join(held_up_by)} to trust it"
         return yes("AuthorityChanging", message)
     return yes("Issued", f"the certificate in use is good until {ends}")
+
+
+LIVES: Final = 3
+"""Lives of a certificate that its authority's has at least: the time to replace it before certificates run out."""
+DEFAULT_CERTIFICATE_HOURS: Final = 90 * 24.0
+DEFAULT_AUTHORITY_HOURS: Final = 365 * 24.0
+DEFAULT_SETTLE_SECONDS: Final = 180.0
+"""A kubelet looks at a Secret about once a minute, and may look at a copy that is a minute old."""
+
+
+class CertificateMode(StrEnum):
+    """Where certificates come from."""
+
+    OPERATOR = "Operator"
+    ISSUER = "Issuer"
+    DISABLED = "Disabled"
+
+
+class Issuer(NamedTuple):
+    """An issuer of cert-manager, by reference."""
+
+    name: str
+    kind: str
+    group: str
+
+
+class CertificateSettings(NamedTuple):
+    """What the operator was started with; `issuer` in mode Issuer alone."""
+
+    mode: CertificateMode
+    terms: Terms
+    issuer: Issuer | None = None
+
+
+DISABLED: Final = CertificateSettings(CertificateMode.DISABLED, Terms(timedelta(), timedelta(), timedelta()))
+
+
+def settings_of(
+    mode: CertificateMode, issuer: str, certificate_hours: float, authority_hours: float, settle_seconds: float
+) -> CertificateSettings:
+    """Return settings from the command line; `issuer` is KIND.GROUP/NAME.
+
+    Raises:
+        ConfigError: they do not fit together.
+
+    """
+    if (mode is CertificateMode.ISSUER) != bool(issuer):
+        raise ConfigError("--certificate-issuer names the issuer of --certificates Issuer, and goes with that alone")
+    if mode is CertificateMode.OPERATOR and authority_hours < LIVES * certificate_hours:
+        raise ConfigError(
+            f"--authority-hours {authority_hours:g} is less than {LIVES} times --certificate-hours "
+            f"{certificate_hours:g}: an authority could not be replaced before certificates of it run out"
+        )
+    life, authority_life = timedelta(hours=certificate_hours), timedelta(hours=authority_hours)
+    terms = Terms(life, authority_life, timedelta(seconds=settle_seconds), by_issuer=bool(issuer))
+    return CertificateSettings(mode, terms, _reference(issuer) if issuer else None)
+
+
+def _reference(issuer: str) -> Issuer:
+    resource, _, name = issuer.rpartition("/")
+    kind, _, group = resource.partition(".")
+    if not (name and kind and group):
+        raise ConfigError(f"--certificate-issuer is {issuer!r}; want KIND.GROUP/NAME, as Issuer.cert-manager.io/prfaas")
+    return Issuer(name, kind, group)

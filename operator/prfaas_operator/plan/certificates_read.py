@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from prfaas import identity
 from prfaas.errors import PrfaasError
 from prfaas_operator.errors import AuthorityDamagedError
-from prfaas_operator.plan.certificates import Authorities, Held, Leaf, Step, Terms, after
+from prfaas_operator.plan.certificates import Authorities, Held, Leaf, RotationStep, Terms, after
 
 CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
@@ -109,14 +109,14 @@ def first_store(certificates: Mapping[str, bytes], key: bytes = b"") -> Store:
     return Store(Authorities(frozenset(certificates), signs=bool(key)), certificates, key)
 
 
-def advance(store: Store, step: Step, newcomers: Mapping[str, bytes], key: bytes = b"") -> Store:
+def advance(store: Store, step: RotationStep, newcomers: Mapping[str, bytes], key: bytes = b"") -> Store:
     """Return the store after a step; `newcomers` are announced or promoted, `key` is the one that signs for them."""
     states = after(store.authorities, step, frozenset(newcomers))
     known = {**store.certificates, **newcomers}
     certificates = {one: known[one] for one in sorted(states.trusted)}
-    if step is Step.ANNOUNCE:
+    if step is RotationStep.ANNOUNCE:
         return Store(states, certificates, store.key, key)
-    return Store(states, certificates, key if step is Step.PROMOTE else store.key)
+    return Store(states, certificates, key if step is RotationStep.PROMOTE else store.key)
 
 
 def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:

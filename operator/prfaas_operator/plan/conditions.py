@@ -14,7 +14,7 @@ DELETING: Final = "Deleting"
 MAX_MESSAGE_CHARS: Final = 2000  # a server's sentence can be long; the schema's own limit is far above
 
 
-class Verdict(NamedTuple):
+class ConditionState(NamedTuple):
     """What one condition says, before it knows when it began to say so."""
 
     status: Literal["True", "False", "Unknown"]
@@ -27,14 +27,14 @@ class Verdict(NamedTuple):
         return self.status == "True"
 
 
-def no(reason: str, message: str) -> Verdict:
+def no(reason: str, message: str) -> ConditionState:
     """Return a verdict that the condition does not hold."""
-    return Verdict("False", reason, message)
+    return ConditionState("False", reason, message)
 
 
-def yes(reason: str, message: str) -> Verdict:
+def yes(reason: str, message: str) -> ConditionState:
     """Return a verdict that the condition holds."""
-    return Verdict("True", reason, message)
+    return ConditionState("True", reason, message)
 
 
 def rfc3339(moment: datetime) -> str:
@@ -43,7 +43,7 @@ def rfc3339(moment: datetime) -> str:
 
 
 def merge(
-    current: Sequence[Condition], wanted: Mapping[str, Verdict], generation: int, now: str
+    current: Sequence[Condition], wanted: Mapping[str, ConditionState], generation: int, now: str
 ) -> list[dict[str, Any]]:
     """Return the conditions to apply, one for each wanted type, in that order.
 
@@ -64,6 +64,6 @@ def merge(
     ]
 
 
-def turned(current: Sequence[Condition], type_: str, verdict: Verdict) -> bool:
+def turned(current: Sequence[Condition], type_: str, verdict: ConditionState) -> bool:
     """Tell whether a condition changes its status or reason, which is worth an Event."""
     return all((known.status, known.reason) != verdict[:2] for known in current if known.type == type_)

@@ -15,8 +15,8 @@ from prfaas.capacity.system import Link
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Threshold
 from prfaas_operator.plan.policy import PolicyFacts
-from prfaas_operator.plan.pool import Pool as AnyPool
-from prfaas_operator.plan.pool import role_of
+from prfaas_operator.plan.pool_status import Pool as AnyPool
+from prfaas_operator.plan.pool_status import role_of
 
 
 def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installation:

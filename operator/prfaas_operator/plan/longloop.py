@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple
 from prfaas.api import PrfaaSPolicy
 from prfaas.capacity.installation import Installation, ttft_p90_seconds
 from prfaas.capacity.longloop import Decision, Moment, Rules
-from prfaas_operator.plan import annotations, replicas
 from prfaas_operator.plan import installation as installed
-from prfaas_operator.plan.conditions import READY, Verdict
+from prfaas_operator.plan import ownership
+from prfaas_operator.plan.conditions import READY, ConditionState
 from prfaas_operator.plan.policy import PolicyFacts
-from prfaas_operator.plan.pool import Pool
+from prfaas_operator.plan.pool_status import Pool
 
 BALANCED: Final = "Balanced"
 METRICS_FRESH: Final = "MetricsFresh"
@@ -39,19 +39,19 @@ class Summary(NamedTuple):
 
 
 def sighted(last: Summary | None, time: str, now: datetime, monotonic_seconds: float) -> Summary:
-    """Return what is known of the summary that a policy's status holds, after another look at it."""
+    """Return what is known of the summary that a policy's status holds now."""
     if last is not None and last.time == time:
         return last
     age_seconds = abs(_age_seconds(time, now)) if last is None else 0.0
     return Summary(time, age_seconds, monotonic_seconds)
 
 
-class Look(NamedTuple):
+class Balance(NamedTuple):
     """What the long loop last said of a policy, and until when that stands, in monotonic seconds."""
 
     generation: int
     again_at_seconds: float
-    conditions: Mapping[str, Verdict]
+    conditions: Mapping[str, ConditionState]
     fields: Mapping[str, Any]
 
 
@@ -99,12 +99,12 @@ def _refusal(one: PoolSeen, others: Sequence[PrfaaSPolicy]) -> str:
     for other in others:
         if name in (other.spec.decode_pool, *other.spec.prefill_pools):
             return f"replicas of {kind} {name} are PrfaaSPolicy {other.metadata.name}'s"
-    writer = replicas.owner(one.live)
+    writer = ownership.owner(one.live)
     if writer == "Autoscaler":
         return f"replicas of {kind} {name} are an autoscaler's: delete that, or take the pool out of the policy"
-    given = annotations.says_yes(one.live, annotations.SCALED_BY_POLICY)
-    if writer == "User" and not replicas.is_default(one.live) and not given:
-        give = f"kubectl annotate {type(one.pool).plural} {name} {annotations.SCALED_BY_POLICY}=true"
+    given = ownership.says_yes(one.live, ownership.SCALED_BY_POLICY)
+    if writer == "User" and not ownership.is_default(one.live) and not given:
+        give = f"kubectl annotate {type(one.pool).plural} {name} {ownership.SCALED_BY_POLICY}=true"
         return f"replicas of {kind} {name} are its user's: give them to the policy with `{give}`"
     return ""
 
@@ -168,14 +168,14 @@ def unfinished(policy: PrfaaSPolicy, pools: Iterable[PoolSeen]) -> dict[str, int
         for one in pools
         if (wanted := plan.replicas.get(name := one.pool.metadata.name)) is not None
         and wanted != one.pool.spec.replicas
-        and replicas.written_before(one.live, decided)
+        and ownership.written_before(one.live, decided)
     }
 
 
-def verdict(decision: Decision) -> Verdict:
+def condition(decision: Decision) -> ConditionState:
     """Return the condition Balanced."""
     passing = decision.reason in {"Converting", "Scaling", "PoolsNotSettled"}
-    return Verdict("Unknown" if passing else decision.status, decision.reason, decision.message)
+    return ConditionState("Unknown" if passing else decision.status, decision.reason, decision.message)
 
 
 def plan_fields(found: Installation, decision: Decision, now: str) -> dict[str, Any]:

@@ -1,20 +1,29 @@
-"""MemberCluster: what its Secret, its API server's answer and the pools that name it say about it."""
+"""MemberCluster: what its Secret, its API server's answer and the pools that name it say about it.
 
-from collections.abc import Collection, Iterable, Mapping
+And which Secrets no pool may read. A pool's author chooses the image, and so reads whatever its pods mount. The
+kubeconfigs of members open other clusters, and the authority makes certificates of every cluster. They lie in the
+namespace of the hub's pools, so a template that names one is refused, wherever its pool runs: what looks like another
+cluster may be the same namespace by another way. Names decide, not labels: a pool may be there before the Secret.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
+from prfaas import names
 from prfaas.api import MemberCluster, PrefillPool
+from prfaas.api.template import PodTemplate
 from prfaas.errors import PrfaasError
-from prfaas_operator.errors import ClusterUnreachableError, reason_of
-from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, Verdict, no, rfc3339, yes
-from prfaas_operator.plan.tokens import TokenFacts
+from prfaas_operator.errors import ClusterUnreachableError, ForbiddenSecretError, reason_of
+from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, ConditionState, no, rfc3339, yes
+from prfaas_operator.plan.credentials import TokenFacts
 
 UNSTEADY: Final = frozenset({"managedFields", "resourceVersion", "annotations"})
 CONTACT_TIME_STEP: Final = timedelta(minutes=1)
 
 
-def project(body: Mapping[str, Any]) -> Mapping[str, Any]:
+def project_member(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Reduce a MemberCluster to what others go by: itself without its status."""
     metadata = {key: value for key, value in body["metadata"].items() if key not in UNSTEADY}
     return {"metadata": metadata, "spec": body.get("spec") or {}}
@@ -44,7 +53,7 @@ def secret_is_needed(secret: str, kubeconfigs: Mapping[str, str], in_use: Collec
     return any(cluster in in_use for cluster, named in kubeconfigs.items() if named == secret)
 
 
-def verdicts(cluster: MemberCluster, contact: Contact, users: tuple[str, ...]) -> Mapping[str, Verdict]:
+def conditions(cluster: MemberCluster, contact: Contact, users: tuple[str, ...]) -> Mapping[str, ConditionState]:
     """Return the conditions Reachable and Ready.
 
     A credential or permission problem leaves the server reachable; a problem before the first call (no Secret, a
@@ -56,7 +65,7 @@ def verdicts(cluster: MemberCluster, contact: Contact, users: tuple[str, ...]) -
     return {REACHABLE: reachable, READY: ready}
 
 
-def _reachable(contact: Contact) -> Verdict:
+def _reachable(contact: Contact) -> ConditionState:
     error = contact.error
     if error is None:
         return yes("Answered", f"the API server answered, version {contact.server_version}")
@@ -64,16 +73,16 @@ def _reachable(contact: Contact) -> Verdict:
         return no(error.reason, str(error))
     if reason_of(error) in {"Forbidden", "Unauthorized", "TokenExpired"}:
         return yes("Answered", "the API server answered, but refused the call; see condition Ready")
-    return Verdict("Unknown", reason_of(error), "not tried; see condition Ready")
+    return ConditionState("Unknown", reason_of(error), "not tried; see condition Ready")
 
 
-def _ready(cluster: MemberCluster, contact: Contact) -> Verdict:
+def _ready(cluster: MemberCluster, contact: Contact) -> ConditionState:
     if contact.error is not None:
         return no(reason_of(contact.error), str(contact.error))
     return yes("AllReady", f"namespace {cluster.spec.namespace} of {cluster.metadata.name} can be worked in")
 
 
-def _deleting(users: tuple[str, ...]) -> Verdict:
+def _deleting(users: tuple[str, ...]) -> ConditionState:
     if users:
         return no("InUse", f"stays until no PrefillPool names it; delete {', '.join(users)} first")
     return no(DELETING, "no pool needs this cluster any more")
@@ -87,3 +96,34 @@ def contact_time(known: str | None, now: datetime) -> str:
     if known and abs(now - datetime.fromisoformat(known)) < CONTACT_TIME_STEP:
         return known
     return rfc3339(now)
+
+
+RESERVED: Final = re.compile(
+    rf"{names.AUTHORITY_SECRET}|{names.TLS_SECRET}|prfaas-.*-issued|.*{names.KUBECONFIG_SECRET_SUFFIX}"
+)
+"""The authority, the clusters' certificates, those of an issuer, and what `prfaas cluster join` makes."""
+
+
+def check_secrets(template: PodTemplate, kubeconfigs: Collection[str]) -> None:
+    """Refuse a template that would read what is not its author's; `kubeconfigs` are Secrets that MemberClusters name.
+
+    Raises:
+        ForbiddenSecretError: the template names such a Secret; the message says which and where.
+
+    """
+    for name, where in _read_by(template):
+        if name in kubeconfigs or RESERVED.fullmatch(name):
+            raise ForbiddenSecretError(
+                f"Secret {name} is the operator's own and no pool may read it: remove it from {where}, "
+                "or give a Secret of yours another name"
+            )
+
+
+def _read_by(template: PodTemplate) -> Iterator[tuple[str, str]]:
+    """Yield every Secret that a pod of the template would read, and the field that names it."""
+    for volume in template.volumes:
+        if volume.secret is not None:
+            yield volume.secret.secret_name, f"template.volumes[{volume.name}]"
+    for variable in template.env:
+        if variable.value_from is not None and variable.value_from.secret_key_ref is not None:
+            yield variable.value_from.secret_key_ref.name, f"template.env[{variable.name}]"

@@ -1,15 +1,23 @@
-"""PrfaaSPolicy: an ordered list of checks whose first failure gives the condition Ready its reason."""
+"""A policy: its objects, the routing table that follows from them and from the pods of its pools, and condition Ready.
 
-from collections.abc import Mapping, Sequence
+The hard part of the table is what is not known. After a restart, or while a member's API server does not answer, the
+operator has no list of pods there. If it left them out, the gateway would lose instances that work. So a cluster that
+was never listed keeps the instances of the present table, and the gateway itself ejects those that refuse connections.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
 from prfaas.errors import PrfaasError
+from prfaas.names import HUB, WORKER_API_PORT
+from prfaas.wire import routes
 from prfaas.wire.routes import RoutingTable
 from prfaas_operator.errors import reason_of
-from prfaas_operator.plan.conditions import Verdict, no, yes
-from prfaas_operator.plan.pool import Counts, Pool, engine_name
-from prfaas_operator.plan.sharing import refusal, sharer_of
+from prfaas_operator.plan.conditions import ConditionState, no, yes
+from prfaas_operator.plan.pod_facts import PodFacts
+from prfaas_operator.plan.pool_status import Counts, Pool, engine_name, role_of
+from prfaas_operator.plan.roles import refusal, sharer_of
 
 
 class PolicyFacts(NamedTuple):
@@ -41,7 +49,7 @@ class PolicyFacts(NamedTuple):
 
 def readiness(
     facts: PolicyFacts, table: RoutingTable, gateway: Counts, child_errors: Sequence[PrfaasError] = ()
-) -> Verdict:
+) -> ConditionState:
     """Return the condition Ready of a policy; `child_errors` are those of its children that could not be applied."""
     failures = (
         _missing_pool(facts),
@@ -56,7 +64,7 @@ def readiness(
     return next((failure for failure in failures if failure), good)
 
 
-def _missing_pool(facts: PolicyFacts) -> Verdict | None:
+def _missing_pool(facts: PolicyFacts) -> ConditionState | None:
     spec = facts.policy.spec
     if spec.decode_pool not in facts.decode_pools:
         return no(
@@ -70,7 +78,7 @@ def _missing_pool(facts: PolicyFacts) -> Verdict | None:
     return None
 
 
-def _unshared_pool(facts: PolicyFacts) -> Verdict | None:
+def _unshared_pool(facts: PolicyFacts) -> ConditionState | None:
     sharers = [sharer_of(pool) for pool in facts.prefill_pools.values()]
     for pool in facts.named_pools:
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
@@ -80,7 +88,7 @@ def _unshared_pool(facts: PolicyFacts) -> Verdict | None:
     return None
 
 
-def _model_mismatch(facts: PolicyFacts) -> Verdict | None:
+def _model_mismatch(facts: PolicyFacts) -> ConditionState | None:
     wanted = facts.policy.spec.model
     for pool in facts.named_pools:
         if pool.spec.model.name != wanted:
@@ -92,7 +100,7 @@ def _model_mismatch(facts: PolicyFacts) -> Verdict | None:
     return None
 
 
-def _engine_mismatch(facts: PolicyFacts) -> Verdict | None:
+def _engine_mismatch(facts: PolicyFacts) -> ConditionState | None:
     """Caches of one kind of engine are nothing to another."""
     for pool in facts.routed_pools[1:]:
         first, name = facts.routed_pools[0], engine_name(pool)
@@ -105,7 +113,7 @@ def _engine_mismatch(facts: PolicyFacts) -> Verdict | None:
     return None
 
 
-def _idle_pool(facts: PolicyFacts, table: RoutingTable) -> Verdict | None:
+def _idle_pool(facts: PolicyFacts, table: RoutingTable) -> ConditionState | None:
     served = {(instance.role, instance.pool) for instance in table.instances if instance.state == "Ready"}
     for pool in facts.routed_pools:
         role = "decode" if isinstance(pool, DecodePool) else "prefill"
@@ -115,8 +123,126 @@ def _idle_pool(facts: PolicyFacts, table: RoutingTable) -> Verdict | None:
     return None
 
 
-def _gateway(facts: PolicyFacts, gateway: Counts) -> Verdict | None:
+def _gateway(facts: PolicyFacts, gateway: Counts) -> ConditionState | None:
     wanted = facts.policy.spec.gateway.replicas
     if gateway.ready >= wanted:
         return None
     return no("GatewayNotReady", gateway.failure or f"{gateway.ready} of {wanted} gateway pods ready")
+
+
+class ObservedCluster(NamedTuple):
+    """What the operator sees of one cluster; None before it was first listed, and before it was first contacted."""
+
+    pods: tuple[PodFacts, ...] | None = None
+    reachable: bool | None = None
+
+
+UNSEEN = ObservedCluster()
+
+
+def routing_table(
+    facts: PolicyFacts, views: Mapping[str, ObservedCluster], previous: routes.RoutingTable | None
+) -> routes.RoutingTable:
+    """Return the routing table; `views` by cluster name with HUB for the hub, `previous` the table that stands."""
+    policy = facts.policy
+    spec = policy.spec
+    metrics = spec.metrics
+    return routes.RoutingTable(
+        policy=policy.metadata.name,
+        namespace=policy.metadata.namespace,
+        generation=policy.metadata.generation,
+        model=spec.model,
+        on_offload_failure=spec.on_offload_failure,
+        threshold=routes.Threshold(
+            mode=spec.threshold.mode,
+            tokens=spec.threshold.tokens,
+            min_tokens=spec.threshold.min,
+            max_tokens=spec.threshold.max,
+        ),
+        watermarks=routes.LinkWatermarks(
+            high_percent=spec.link.high_utilisation_percent, low_percent=spec.link.low_utilisation_percent
+        ),
+        short_interval_seconds=spec.intervals.short_seconds,
+        ttft_slo_millis=spec.slo.ttft_millis,
+        prometheus_url=metrics.prometheus_url if metrics else "",
+        stale_after_seconds=metrics.stale_after_seconds if metrics else 10,
+        prefer_datacenters=tuple(spec.datacenters.prefer),
+        forbid_datacenters=tuple(spec.datacenters.forbid),
+        clusters=_clusters(facts, views, previous),
+        instances=_instances(facts, views, previous),
+    )
+
+
+def _clusters(
+    facts: PolicyFacts, views: Mapping[str, ObservedCluster], previous: routes.RoutingTable | None
+) -> tuple[routes.Cluster, ...]:
+    was_reachable = {cluster.name: cluster.reachable for cluster in (previous.clusters if previous else ())}
+    used = {pool.spec.cluster_name for pool in facts.routed_pools if pool.spec.cluster_name}
+    return tuple(
+        routes.Cluster(
+            name=name,
+            datacenter=cluster.spec.datacenter,
+            reachable=_known(views.get(name, UNSEEN).reachable, was_reachable.get(name, False)),
+            capacity_mbps=cluster.spec.link.capacity_mbps,
+            utilisation_query=cluster.spec.link.utilisation_query.replace("$cluster", name),
+            round_trip_millis=cluster.spec.link.round_trip_millis,
+        )
+        for name, cluster in sorted(facts.clusters.items())
+        if name in used
+    )
+
+
+def _known(seen: bool | None, before: bool) -> bool:
+    return before if seen is None else seen
+
+
+def _instances(
+    facts: PolicyFacts, views: Mapping[str, ObservedCluster], previous: routes.RoutingTable | None
+) -> tuple[routes.Instance, ...]:
+    found: list[routes.Instance] = []
+    for pool in facts.routed_pools:
+        name = pool.spec.cluster_name or HUB
+        pods = views.get(name, UNSEEN).pods
+        if pods is None:
+            found += _carried(pool, name, previous)
+        else:
+            mine = [pod for pod in pods if (pod.pool_uid, pod.role) == (facts.home_uid(pool), role_of(pool))]
+            found += _of_pool(pool, name, mine, facts.clusters.get(name))
+    return tuple(sorted(found, key=lambda instance: (instance.cluster, instance.pool, instance.name)))
+
+
+def _carried(pool: Pool, cluster: str, previous: routes.RoutingTable | None) -> list[routes.Instance]:
+    wanted = (pool.metadata.name, cluster, role_of(pool))
+    return [one for one in (previous.instances if previous else ()) if (one.pool, one.cluster, one.role) == wanted]
+
+
+def _of_pool(pool: Pool, cluster: str, pods: Iterable[PodFacts], member: MemberCluster | None) -> list[routes.Instance]:
+    by_host = member is not None and member.spec.addressing == "HostIP"
+    instances: list[routes.Instance] = []
+    for pod in pods:
+        address = pod.host_ip if by_host else pod.pod_ip
+        if not address or not (pod.ready or pod.terminating):
+            continue
+        instances.append(
+            routes.Instance(
+                name=pod.name,
+                pool=pool.metadata.name,
+                cluster=cluster,
+                role=role_of(pool),
+                url=f"{pod.scheme}://{_host(address)}:{WORKER_API_PORT}",
+                state="Draining" if pod.terminating else "Ready",
+                convertible=pod.shared.gated and engine_name(pool) == "prfaas",
+                engine=engine_name(pool),
+            )
+        )
+    return instances
+
+
+def _host(address: str) -> str:
+    """Return an address as a URL writes it: IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address
+
+
+def ready_by_role(table: routes.RoutingTable, role: routes.Role) -> int:
+    """Return how many instances of a role take new requests."""
+    return sum(instance.role == role and instance.state == "Ready" for instance in table.instances)

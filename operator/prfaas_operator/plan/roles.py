@@ -17,13 +17,16 @@ that decodes can prefill too, so that a ready prefill instance takes its place.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
+from prfaas.api import DecodePool, PrefillPool
 from prfaas.wire.routes import Role
-from prfaas_operator.plan.pods import PodFacts
+from prfaas_operator.plan.conditions import ConditionState, no, yes
+from prfaas_operator.plan.pod_facts import PodFacts
+from prfaas_operator.plan.pool_status import INSTANCES_NOT_READY
 
 
-class Wanted(NamedTuple):
+class RoleCounts(NamedTuple):
     """How many instances of each role both pools together want."""
 
     prefill: int
@@ -54,15 +57,15 @@ class Assignment(NamedTuple):
     @property
     def labels_differ(self) -> bool:
         """Whether the pod's labels and annotations are to be written."""
-        return (self.role or "", self.cheap) != (self.pod.role, self.pod.seat.cheap)
+        return (self.role or "", self.cheap) != (self.pod.role, self.pod.shared.cheap)
 
     @property
     def gate_differs(self) -> bool:
         """Whether the pod's gate is to be opened."""
-        return self.role is not None and self.pod.seat.gated and not self.pod.seat.gate_open
+        return self.role is not None and self.pod.shared.gated and not self.pod.shared.gate_open
 
 
-def assign(pods: Iterable[PodFacts], wanted: Wanted, template: str) -> tuple[Assignment, ...]:
+def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple[Assignment, ...]:
     """Return what each pod that is not ending should carry.
 
     Args:
@@ -71,9 +74,9 @@ def assign(pods: Iterable[PodFacts], wanted: Wanted, template: str) -> tuple[Ass
         template: digest of the present pod template; pods of another one are being replaced.
 
     """
-    alive = sorted((pod for pod in pods if not pod.terminating and not pod.seat.over), key=_worth)
-    present = [pod for pod in alive if pod.seat.template == template]
-    older = [pod for pod in alive if pod.seat.template != template]
+    alive = sorted((pod for pod in pods if not pod.terminating and not pod.shared.over), key=_worth)
+    present = [pod for pod in alive if pod.shared.template == template]
+    older = [pod for pod in alive if pod.shared.template != template]
     going = set() if older else _first_to_go(present, len(present) - wanted.total)
     staying = [pod for pod in present if pod.name not in going]
     roles = _roles(staying, older, wanted)
@@ -95,7 +98,7 @@ def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, Role]) -> PodFacts | 
 
 
 def _roles(
-    present: Sequence[PodFacts], older: Sequence[PodFacts], wanted: Wanted, rescuer: PodFacts | None = None
+    present: Sequence[PodFacts], older: Sequence[PodFacts], wanted: RoleCounts, rescuer: PodFacts | None = None
 ) -> dict[str, Role]:
     """Return roles by pod, in the order that the module's docstring gives; the rescuer decodes whatever else."""
     plan = _Plan(wanted)
@@ -111,7 +114,7 @@ def _roles(
 
 def _worth(pod: PodFacts) -> tuple[bool, str, str]:
     """Order by whom to keep: ready before unready, then the oldest, whose cache has seen most."""
-    return not pod.ready, pod.seat.created, pod.name
+    return not pod.ready, pod.shared.created, pod.name
 
 
 def _first_to_go(pods: Sequence[PodFacts], too_many: int) -> set[str]:
@@ -131,7 +134,7 @@ def _role_of(pod: PodFacts) -> Role | None:
 class _Plan:
     """Roles by pod as they are given out, and what is still missing."""
 
-    def __init__(self, wanted: Wanted):
+    def __init__(self, wanted: RoleCounts):
         self.roles: dict[str, Role] = {}
         self._wanted = wanted
         self._missing: dict[Role, int] = {"decode": wanted.decode, "prefill": wanted.prefill}
@@ -161,3 +164,141 @@ class _Plan:
         if self._missing[role] and pod.name not in self.roles:
             self._missing[role] -= 1
             self.roles[pod.name] = role
+
+
+SETTLE_SECONDS: Final = 3.0
+"""A conversion is two writes, one to each pool. Between them the sum is off by one; a Deployment that followed at once
+would end an instance that is wanted a moment later, or start one that is not."""
+
+
+class Sharer(NamedTuple):
+    """A PrefillPool as far as others go by it; `share_with` is empty for one that has instances of its own.
+
+    `cluster` is the MemberCluster that it runs in, empty for the hub.
+    """
+
+    created: str
+    name: str
+    uid: str
+    share_with: str
+    replicas: int
+    deleting: bool
+    cluster: str = ""
+
+
+def project_sharer(body: Mapping[str, Any]) -> Sharer:
+    """Reduce a PrefillPool, as the API server gives it, to a sharer."""
+    metadata, spec = body["metadata"], body.get("spec") or {}
+    return Sharer(
+        created=metadata.get("creationTimestamp", ""),
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        share_with=spec.get("shareWith") or "",
+        replicas=spec.get("replicas", 1),
+        deleting="deletionTimestamp" in metadata,
+        cluster=spec.get("clusterName") or "",
+    )
+
+
+def sharers_of(decode_pool: str, pools: Iterable[Sharer]) -> list[Sharer]:
+    """Return who wants to share a DecodePool, the one that may first; one that is being deleted gives up its share."""
+    return sorted(pool for pool in pools if pool.share_with == decode_pool and not pool.deleting)
+
+
+def wanted(pool: DecodePool, sharer: Sharer | None) -> RoleCounts:
+    """Return how many instances of each role a DecodePool's Deployment has to run."""
+    return RoleCounts(prefill=sharer.replicas if sharer else 0, decode=pool.spec.replicas)
+
+
+class Settling(NamedTuple):
+    """The size of a shared Deployment, and since when both pools have wanted what they want now."""
+
+    wanted: RoleCounts
+    total: int
+    since_seconds: float
+
+    def left_seconds(self, now_seconds: float) -> float:
+        """Return how long the size still waits; 0 when it is what the pools want."""
+        return 0.0 if self.total == self.wanted.total else self.since_seconds + SETTLE_SECONDS - now_seconds
+
+
+def settle(last: Settling | None, wanted_now: RoleCounts, now_seconds: float) -> Settling:
+    """Return the size to run at: as before until both pools have been left alone for a while.
+
+    `last` is what this returned before; None, as after a restart of the operator, takes what is wanted at once.
+    """
+    if last is None:
+        return Settling(wanted_now, wanted_now.total, now_seconds)
+    if last.wanted != wanted_now:
+        last = Settling(wanted_now, last.total, now_seconds)
+    return last if last.left_seconds(now_seconds) > 0 else last._replace(total=wanted_now.total)
+
+
+def refusal(pool: Sharer, decode_pool: DecodePool | None, pools: Iterable[Sharer]) -> ConditionState | None:
+    """Return why a PrefillPool cannot share the DecodePool that it names; None when it does."""
+    name = pool.share_with
+    if decode_pool is None:
+        return no("DecodePoolNotFound", f"DecodePool {name} does not exist; create it, or delete this pool")
+    if decode_pool.metadata.deletion_timestamp:
+        return no("DecodePoolDeleting", f"DecodePool {name} is being deleted, and the instances with it")
+    first = sharers_of(name, pools)[:1]
+    if first and first[0].uid != pool.uid:
+        message = f"DecodePool {name} is shared with PrefillPool {first[0].name} already; delete one of the two"
+        return no("AlreadyShared", message)
+    return None
+
+
+def resolved(pools: Iterable[PrefillPool], decode_pools: Mapping[str, DecodePool]) -> list[PrefillPool]:
+    """Return the pools, those that share with their DecodePool's model and engine; one that is refused keeps none."""
+    found = list(pools)
+    sharers = [sharer_of(pool) for pool in found]
+    return [
+        pool
+        if not pool.spec.share_with or refusal(sharer, decode_pools.get(pool.spec.share_with), sharers)
+        else _with_model(pool, decode_pools[pool.spec.share_with])
+        for pool, sharer in zip(found, sharers, strict=True)
+    ]
+
+
+def sharer_of(pool: PrefillPool) -> Sharer:
+    """Return a PrefillPool as far as sharing goes."""
+    metadata, spec = pool.metadata, pool.spec
+    deleting = metadata.deletion_timestamp is not None
+    return Sharer(metadata.creation_timestamp, metadata.name, metadata.uid, spec.share_with, spec.replicas, deleting)
+
+
+def _with_model(pool: PrefillPool, decode_pool: DecodePool) -> PrefillPool:
+    theirs = {"model": decode_pool.spec.model, "engine": decode_pool.spec.engine}
+    return pool.model_copy(update={"spec": pool.spec.model_copy(update=theirs)})
+
+
+class Side(NamedTuple):
+    """One role of a shared Deployment: its instances that are not ending, and how many of them are ready."""
+
+    role: Role
+    wanted: int
+    pods: tuple[PodFacts, ...]
+
+    @property
+    def ready(self) -> int:
+        """Instances that serve in this role."""
+        return sum(pod.ready for pod in self.pods)
+
+
+def side(role: Role, wanted_: RoleCounts, pods: Iterable[PodFacts]) -> Side:
+    """Return one side of a shared Deployment; `pods` are all of its pods."""
+    mine = tuple(pod for pod in pods if pod.role == role and not pod.terminating and not pod.shared.over)
+    return Side(role, wanted_.of(role), mine)
+
+
+def readiness(side_: Side, deployment: str, trouble: ConditionState | None = None) -> ConditionState:
+    """Return the condition Ready of one side; `trouble` is what holds up the Deployment as a whole."""
+    shared = f"in Deployment {deployment}, which both roles share"
+    if side_.ready >= side_.wanted == len(side_.pods):
+        return yes("AllReady", f"{side_.ready} of {side_.wanted} instances ready {shared}")
+    progress = f"{side_.ready} of {side_.wanted} {side_.role} instances ready {shared}"
+    waiting = sorted((pod.name, pod.problem) for pod in side_.pods if pod.problem)
+    if trouble is not None and not trouble.good:
+        return no(trouble.reason, f"{progress}; as a whole {trouble.message}")
+    obstacle = f"pod {waiting[0][0]}: {waiting[0][1]}" if waiting else ""
+    return no(INSTANCES_NOT_READY, "; ".join(filter(None, (progress, obstacle))))

@@ -4,6 +4,10 @@ Level-based like every reconcile: a pass reads all of it, asks the plan, and wri
 the middle of anything, an edit or a deletion is nothing special. What was not read is not there to be acted upon: a
 failed read ends the pass, and a cluster that does not answer keeps what it has. One thing is never made anew by itself:
 an authority that had been there, because every instance would be cut off.
+
+In mode Issuer the certificates come by reference to an issuer of cert-manager. It renews them and chooses their
+authority. Its Secrets stay in the hub; what instances mount are copies, which change only when everybody can judge
+them.
 """
 
 import asyncio
@@ -12,36 +16,56 @@ import secrets as random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from prfaas import identity
 from prfaas.errors import PrfaasError
 from prfaas.identity import KeyPair
 from prfaas.names import HUB, LABEL_CLUSTER
+from prfaas.util import LogOnce
 from prfaas_operator import metrics
-from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, SECRET, Cluster, Object
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.kinds import (
+    CERTIFICATE,
+    DECODE_POOL,
+    MEMBER_CLUSTER,
+    POLICY,
+    PREFILL_POOL,
+    SECRET,
+    Object,
+)
+from prfaas_operator.controller import events
+from prfaas_operator.controller.hub import HubView
 from prfaas_operator.errors import CertificateNotReadyError, ChildConflictError, ConflictError, reason_of
 from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan import certificates_read as read
-from prfaas_operator.plan.certificates import Held, Holder, Moment, Step, Wanted
+from prfaas_operator.plan.certificates import (
+    CertificateMode,
+    CertificateSettings,
+    Held,
+    Holder,
+    Issuer,
+    Leaf,
+    ObservedTime,
+    RotationStep,
+    SecretChange,
+    Terms,
+)
 from prfaas_operator.plan.certificates_read import Store
-from prfaas_operator.plan.certificates_settings import Mode, Settings
-from prfaas_operator.plan.conditions import CERTIFICATE_READY, Verdict, no
-from prfaas_operator.reconcile import certificates_issuer as issuers
-from prfaas_operator.reconcile import events
+from prfaas_operator.plan.conditions import CERTIFICATE_READY, ConditionState, no
+from prfaas_operator.plan.drift import view
+from prfaas_operator.reconcile.members import Members
 from prfaas_operator.render import certificates as render
-
-if TYPE_CHECKING:
-    from prfaas_operator.reconcile.runtime import Runtime
+from prfaas_operator.render.common import GROUP_MANAGED
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 5.0
-FIRST_LOOK_SECONDS: Final = 8.0
+PASS_SECONDS: Final = 5.0
+FIRST_PASS_SECONDS: Final = 8.0
 
 
-class Place(NamedTuple):
-    """One cluster: where its Secret is, what it holds, and what people look at when something is wrong with it.
+class _ClusterSecret(NamedTuple):
+    """One cluster: where its Secret is, what it holds, and what its Events are about when something is wrong with it.
 
     `cluster` None: it is not reached, or, with a `problem`, its Secret must not be read.
     """
@@ -49,8 +73,16 @@ class Place(NamedTuple):
     name: str
     labels: Mapping[str, str]
     subject: Object
-    cluster: Cluster | None
+    cluster: ClusterClient | None
     secret: Object | None = None
+    problem: str = ""
+
+
+class _Issued(NamedTuple):
+    """What an issuer has for one cluster; without `leaf`, `problem` says why that is nothing yet."""
+
+    leaf: Leaf | None
+    secret: Object | None
     problem: str = ""
 
 
@@ -58,46 +90,49 @@ class Certificates:
     """The certificates of all clusters.
 
     Args:
-        runtime: the hub and its members.
+        hub, members: where certificates are kept.
         settings: where certificates come from, and for how long.
 
     """
 
-    def __init__(self, runtime: "Runtime", settings: Settings):
-        self._runtime = runtime
+    def __init__(self, hub: HubView, members: Members, settings: CertificateSettings):
+        self._hub = hub
+        self._members = members
         self._settings = settings
         self._since: datetime | None = None
         self._asked: set[str] = {HUB}
-        self._verdicts: dict[str, Verdict] = {}
+        self._states: dict[str, ConditionState] = {}
         self._delivered: set[str] = set()
-        self._looked = asyncio.Condition()
+        self._passed = asyncio.Condition()
         self._wake = asyncio.Event()
-        self._problems: dict[str, Verdict] = {}
-        self._said = ""
+        self._problems: dict[str, ConditionState] = {}
+        self._once = LogOnce(log)
 
     async def run(self) -> None:
-        """Look again and again until cancelled."""
-        while self._settings.mode is not Mode.DISABLED:
+        """Keep all certificates until cancelled."""
+        while self._settings.mode is not CertificateMode.DISABLED:
             self._wake.clear()
             try:
-                await self._look()
+                await self._pass()
             except PrfaasError as error:
                 log.warning("certificates: %s; again soon", error)
             except Exception:  # a bug must not end the loop, and has to be seen
                 log.exception("certificates: internal error")
-            async with self._looked:
-                self._looked.notify_all()
+            async with self._passed:
+                self._passed.notify_all()
             try:
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(PASS_SECONDS):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
-    def conditions(self, cluster: str) -> Mapping[str, Verdict]:
+    def conditions(self, cluster: str) -> Mapping[str, ConditionState]:
         """Return the condition CertificateReady of a cluster, nothing where nobody keeps certificates."""
-        if self._settings.mode is Mode.DISABLED:
+        if self._settings.mode is CertificateMode.DISABLED:
             return {}
-        return {CERTIFICATE_READY: self._verdicts.get(cluster) or Verdict("Unknown", "NotNeeded", "no pool runs here")}
+        return {
+            CERTIFICATE_READY: self._states.get(cluster) or ConditionState("Unknown", "NotNeeded", "no pool runs here")
+        }
 
     async def pool_uses_tls(self, cluster: str) -> bool:
         """Tell whether instances in a cluster are to be inside TLS, once their Secret is there.
@@ -108,10 +143,10 @@ class Certificates:
             CertificateNotReadyError: the Secret is not there, and a pod that mounts it could not start.
 
         """
-        if self._settings.mode is Mode.DISABLED:
+        if self._settings.mode is CertificateMode.DISABLED:
             return False
         await self.wait_delivered(cluster)
-        return all(pod.scheme == "https" for pod in self._runtime.gateway_pods())
+        return all(pod.scheme == "https" for pod in self._hub.gateway_pods())
 
     async def wait_delivered(self, cluster: str) -> None:
         """Have a cluster's Secret made, and wait a moment for it.
@@ -120,45 +155,50 @@ class Certificates:
             CertificateNotReadyError: it is not there yet.
 
         """
-        if self._settings.mode is Mode.DISABLED:
+        if self._settings.mode is CertificateMode.DISABLED:
             return
         self._asked.add(cluster)
         if cluster not in self._delivered:
             self._wake.set()
         with suppress(TimeoutError):
-            async with self._looked, asyncio.timeout(FIRST_LOOK_SECONDS):
-                await self._looked.wait_for(lambda: cluster in self._delivered or self._is_refused(cluster))
+            async with self._passed, asyncio.timeout(FIRST_PASS_SECONDS):
+                await self._passed.wait_for(lambda: cluster in self._delivered or self._is_refused(cluster))
         if cluster not in self._delivered:
-            known = self._verdicts.get(cluster)
-            why = f"{known.reason}: {known.message}" if known else "it has not been looked at yet"
+            known = self._states.get(cluster)
+            why = f"{known.reason}: {known.message}" if known else "no pass has come to it yet"
             raise CertificateNotReadyError(f"Secret {render.SECRET} is not in cluster {cluster}: {why}")
 
     def _is_refused(self, cluster: str) -> bool:
-        return cluster in self._verdicts and self._verdicts[cluster].status == "False"
+        return cluster in self._states and self._states[cluster].status == "False"
 
     def gateway_uses_tls(self, members: Iterable[str]) -> bool:
         """Tell whether gateways need the hub's certificate: always, but where no instance has one any more."""
-        return self._settings.mode is not Mode.DISABLED or self._runtime.any_worker_in_tls(members)
+        return self._settings.mode is not CertificateMode.DISABLED or self._any_worker_in_tls(members)
+
+    def _any_worker_in_tls(self, members: Iterable[str]) -> bool:
+        """Tell whether any instance is inside TLS, in the hub or one of the members."""
+        observed = [self._hub.observed(), *map(self._members.observed, members)]
+        return any(pod.pool_uid and pod.scheme == "https" for each in observed for pod in each.pods or ())
 
     async def leave(self, name: str, member_uid: str) -> None:
         """Remove a member's Secret when the member itself is taken out; one that is not reached keeps it."""
         self._asked.discard(name)
         self._delivered.discard(name)
-        self._verdicts.pop(name, None)
+        self._states.pop(name, None)
         metrics.forget_certificate(name)
         try:
-            cluster = await self._runtime.members.cluster(name)
+            cluster = await self._members.cluster(name)
             live = await cluster.get(SECRET, render.SECRET)
             if live is not None and _has(live, render.labels(name, member_uid)):
                 await cluster.delete(SECRET, render.SECRET, uid=live["metadata"]["uid"])
         except PrfaasError as error:
             log.warning("MemberCluster %s: its Secret %s stays: %s", name, render.SECRET, error)
 
-    async def _look(self) -> None:
+    async def _pass(self) -> None:
         """Read everything, write what is wrong, and take the next step if one is due."""
-        live = await self._runtime.hub.get(SECRET, render.AUTHORITY_SECRET)
+        live = await self._hub.client.get(SECRET, render.AUTHORITY_SECRET)
         places = await self._places()
-        now = self._runtime.hub.now()
+        now = self._hub.client.now()
         self._since = self._since or now  # not before the hub has told what its clock shows
         try:
             issued = await self._issued(places)
@@ -172,18 +212,19 @@ class Certificates:
         await self._step(live, store, holders, issued)
         self._tell(store, holders)
 
-    async def _places(self) -> list[Place]:
+    async def _places(self) -> list[_ClusterSecret]:
         """Return the clusters that hold a certificate or need one, the hub first.
 
         Of a member that is not reached nobody knows whether it holds one, so it counts.
         """
-        hub, found = self._runtime.hub, []
+        hub, found = self._hub.client, []
         subject: Object = {
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {"name": render.SECRET, "namespace": hub.namespace, "uid": ""},
         }
-        found.append(Place(HUB, render.labels(HUB), subject, hub, await hub.get(SECRET, render.SECRET)))
+        found.append(_ClusterSecret(HUB, render.labels(HUB), subject, hub, await hub.get(SECRET, render.SECRET)))
+        # Listed anew: a cluster that kopf's watch has not told of yet counts before an authority is retired.
         members = await hub.list_all(MEMBER_CLUSTER)
         found += await asyncio.gather(*(self._member(member) for member in members))
         foreign = {place.name for place in found if not _is_ours(place)}
@@ -198,28 +239,28 @@ class Certificates:
             and (place.cluster is None or place.secret is not None or place.name in self._asked)
         ]
 
-    async def _member(self, member: Object) -> Place:
+    async def _member(self, member: Object) -> _ClusterSecret:
         metadata = member["metadata"]
         name = metadata["name"]
         subject = {"apiVersion": MEMBER_CLUSTER.api_version, "kind": MEMBER_CLUSTER.name, "metadata": metadata}
-        place = Place(name, render.labels(name, metadata["uid"]), subject, None)
-        if not self._runtime.members.view(name).reachable:
+        place = _ClusterSecret(name, render.labels(name, metadata["uid"]), subject, None)
+        if not self._members.observed(name).reachable:
             return place
         try:
-            cluster = await self._runtime.members.cluster(name)
+            cluster = await self._members.cluster(name)
             return place._replace(cluster=cluster, secret=await cluster.get(SECRET, render.SECRET))
         except PrfaasError as error:
             return place._replace(problem=str(error))
 
-    async def _issued(self, places: Sequence[Place]) -> Mapping[str, issuers.Issued] | None:
+    async def _issued(self, places: Sequence[_ClusterSecret]) -> Mapping[str, _Issued] | None:
         """Return what the issuer has for each cluster, None where the operator signs itself."""
         if self._settings.issuer is None:
             return None
         names = [place.name for place in places]
-        return await issuers.gather(self._runtime.hub, names, self._settings.issuer, self._settings.terms)
+        return await ask_issuer(self._hub.client, names, self._settings.issuer, self._settings.terms)
 
-    async def _first(self, places: Sequence[Place], issued: Mapping[str, issuers.Issued] | None) -> Store | None:
-        """Begin with an authority where there never was one; None until the next look."""
+    async def _first(self, places: Sequence[_ClusterSecret], issued: Mapping[str, _Issued] | None) -> Store | None:
+        """Begin with an authority where there never was one; None until the next pass."""
         if any(place.secret for place in places):
             await self._hold(
                 places,
@@ -229,41 +270,43 @@ class Certificates:
             )
             return None
         if issued is None:
-            now = self._runtime.hub.now()
+            now = self._hub.client.now()
             pair = read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, self._settings.terms)
             store = read.first_store(identity.fingerprints(pair.certificate), pair.key)
         else:
-            store = read.first_store(issuers.authorities(issued))
+            store = read.first_store(_authorities_of(issued))
             if not store.certificates:
-                await self._hold(places, plan.PENDING, issuers.why_not(issued))
+                await self._hold(places, plan.PENDING, _why_not(issued))
                 return None
         # By server-side apply, because RBAC limits that to a name even where it creates.
-        await self._runtime.hub.apply(render.authority_secret(store.data, None))
+        await self._hub.client.apply(render.authority_secret(store.data, None))
         await self._say_of_authority(
             "Normal", "AuthorityCreated", "an authority for the clusters' certificates was made"
         )
         self._wake.set()
         return None
 
-    def _holder(self, place: Place, store: Store, issued: Mapping[str, issuers.Issued] | None, now: datetime) -> Holder:
+    def _holder(
+        self, place: _ClusterSecret, store: Store, issued: Mapping[str, _Issued] | None, now: datetime
+    ) -> Holder:
         held = None if place.cluster is None else read.read_held(place.secret, store, now)
         return Holder(place.name, held, issued[place.name].leaf if issued else None)
 
     async def _write(
-        self, place: Place, holder: Holder, store: Store, issued: Mapping[str, issuers.Issued] | None
+        self, place: _ClusterSecret, holder: Holder, store: Store, issued: Mapping[str, _Issued] | None
     ) -> Holder:
         """Write a cluster's Secret if something is wrong with it; return what it holds then."""
-        now = self._runtime.hub.now()
+        now = self._hub.client.now()
         what = plan.wanted(store.authorities, holder, self._settings.terms, now)
         source = issued[place.name] if issued else None
-        if what is Wanted.NOTHING or place.cluster is None:
+        if what is SecretChange.NOTHING or place.cluster is None:
             problem = source.problem if source else ""
             held = holder.held
             return holder._replace(held=held._replace(problem=problem) if held and problem else held)
         try:
             if place.secret is None and await place.cluster.get(SECRET, render.SECRET) is not None:
-                return holder  # of another member in the same namespace, a moment ago: the next look judges it
-            if what is Wanted.TRUST:
+                return holder  # of another member in the same namespace, a moment ago: the next pass reads it
+            if what is SecretChange.TRUST:
                 pair = _pair_of(place.secret)
             elif source is not None:
                 pair = _pair_of(source.secret)
@@ -274,11 +317,11 @@ class Certificates:
         except PrfaasError as error:
             return holder._replace(held=Held(problem=str(error)))
         held = read.read_held(live, store, now)
-        if what is Wanted.CERTIFICATE and held.leaf is not None:
+        if what is SecretChange.CERTIFICATE and held.leaf is not None:
             reason = "CertificateRenewed" if holder.held and holder.held.leaf else "CertificateIssued"
             message = f"cluster {place.name} has a certificate until {held.leaf.validity.not_after:%F %R} UTC"
             log.info("%s: %s", reason, message)
-            await events.post(self._runtime.hub, place.subject, "Normal", reason, message)
+            await events.post(self._hub.client, place.subject, "Normal", reason, message)
         return holder._replace(held=held)
 
     async def _step(
@@ -286,24 +329,24 @@ class Certificates:
         live: Object | None,
         store: Store,
         holders: Sequence[Holder],
-        issued: Mapping[str, issuers.Issued] | None,
+        issued: Mapping[str, _Issued] | None,
     ) -> None:
-        """Take the next step of the authorities; the next look sees what came of it."""
-        now, terms = self._runtime.hub.now(), self._settings.terms
-        step = plan.step(store.authorities, holders, terms, Moment(now, self._since or now))
+        """Take the next step of the authorities; the next pass sees what came of it."""
+        now, terms = self._hub.client.now(), self._settings.terms
+        step = plan.step(store.authorities, holders, terms, ObservedTime(now, self._since or now))
         if step is None:
             return
         newcomers: Mapping[str, bytes] = {}
         key = b""
         if issued is not None:
-            newcomers = issuers.authorities(issued)
-        elif step is Step.ANNOUNCE:
+            newcomers = _authorities_of(issued)
+        elif step is RotationStep.ANNOUNCE:
             pair = read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, terms)
             newcomers, key = identity.fingerprints(pair.certificate), pair.key
-        elif step is Step.PROMOTE:
+        elif step is RotationStep.PROMOTE:
             newcomers, key = {one: store.certificates[one] for one in store.authorities.next}, store.next_key
         try:
-            await self._runtime.hub.apply(render.authority_secret(read.advance(store, step, newcomers, key).data, live))
+            await self._hub.client.apply(render.authority_secret(read.advance(store, step, newcomers, key).data, live))
         except ConflictError:
             return  # somebody changed it since it was read
         await self._say_of_authority("Normal", f"Authority{step.value}d", _TOLD[step])
@@ -311,13 +354,13 @@ class Certificates:
 
     def _tell(self, store: Store, holders: Sequence[Holder]) -> None:
         """Keep what conditions and metrics say, and wake whom it concerns."""
-        now = self._runtime.hub.now()
+        now = self._hub.client.now()
         held_up: tuple[str, ...] = ()
         if store.authorities.next:
-            moment = Moment(now, self._since or now)
+            moment = ObservedTime(now, self._since or now)
             held_up = plan.waiting_for(store.authorities, holders, self._settings.terms, moment)
         self._set(
-            {one.cluster: plan.verdict(store.authorities, one, held_up, now) for one in holders},
+            {one.cluster: plan.condition(store.authorities, one, held_up, now) for one in holders},
             {one.cluster for one in holders if one.held is not None and one.held.leaf is not None},
         )
         if store.authorities.ends is not None:
@@ -326,7 +369,7 @@ class Certificates:
             if one.held is not None and one.held.leaf is not None:
                 metrics.CERTIFICATE_EXPIRES.labels(one.cluster).set(one.held.leaf.validity.not_after.timestamp())
 
-    async def _hold(self, places: Sequence[Place], reason: str, message: str) -> None:
+    async def _hold(self, places: Sequence[_ClusterSecret], reason: str, message: str) -> None:
         """Change nothing, and say why: instances that have certificates go on with them."""
         self._set(
             {place.name: no(reason, message) for place in places},
@@ -334,36 +377,34 @@ class Certificates:
         )
         await self._say_of_authority("Warning", reason, message)
 
-    def _set(self, verdicts: dict[str, Verdict], delivered: set[str]) -> None:
-        """Take in what a look has found; a cluster that was not reached keeps what was delivered before."""
-        unseen = {name for name, verdict in verdicts.items() if verdict.status == "Unknown"}
+    def _set(self, states: dict[str, ConditionState], delivered: set[str]) -> None:
+        """Take in what a pass has found; a cluster that was not reached keeps what was delivered before."""
+        unseen = {name for name, state in states.items() if state.status == "Unknown"}
         delivered |= self._delivered & unseen
-        verdicts |= self._problems
-        if (verdicts, delivered) != (self._verdicts, self._delivered):
-            self._verdicts, self._delivered = verdicts, delivered
-            self._runtime.wakers.wake_kinds(MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY)
+        states |= self._problems
+        if (states, delivered) != (self._states, self._delivered):
+            self._states, self._delivered = states, delivered
+            self._hub.queue.wake_kinds(MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY)
 
     async def _say_of_authority(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Say something of the authorities once, until something else is to be said."""
-        said = f"{reason}: {message}"
-        if said == self._said:
+        level = logging.INFO if type_ == "Normal" else logging.ERROR
+        if not self._once.failed("authority", f"certificates: {reason}: {message}", level=level):
             return
-        self._said = said
-        log.log(logging.INFO if type_ == "Normal" else logging.ERROR, "certificates: %s", said)
-        namespace = self._runtime.hub.namespace
+        namespace = self._hub.client.namespace
         metadata = {"name": render.AUTHORITY_SECRET, "namespace": namespace, "uid": ""}
         subject = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
-        await events.post(self._runtime.hub, subject, type_, reason, message)
+        await events.post(self._hub.client, subject, type_, reason, message)
 
 
-_TOLD: Final[Mapping[Step, str]] = {
-    Step.ANNOUNCE: "a successor is made known; it signs once every cluster trusts it",
-    Step.PROMOTE: "every cluster trusts the successor: certificates are issued anew by it",
-    Step.RETIRE: "no cluster shows a certificate of the former authority any more; it is trusted no longer",
+_TOLD: Final[Mapping[RotationStep, str]] = {
+    RotationStep.ANNOUNCE: "a successor is made known; it signs once every cluster trusts it",
+    RotationStep.PROMOTE: "every cluster trusts the successor: certificates are issued anew by it",
+    RotationStep.RETIRE: "no cluster shows a certificate of the former authority any more; it is trusted no longer",
 }
 
 
-def _is_ours(place: Place) -> bool:
+def _is_ours(place: _ClusterSecret) -> bool:
     return place.secret is None or _has(place.secret, place.labels)
 
 
@@ -372,7 +413,7 @@ def _has(live: Object, wanted: Mapping[str, str]) -> bool:
     return all(present.get(label) == value for label, value in wanted.items())
 
 
-def _problem(place: Place, members: Collection[str]) -> Verdict:
+def _problem(place: _ClusterSecret, members: Collection[str]) -> ConditionState:
     """Say why a Secret is left alone; `members` are the names of this hub's MemberClusters."""
     if place.problem:
         return no(
@@ -396,3 +437,52 @@ def _problem(place: Place, members: Collection[str]) -> Verdict:
 
 def _pair_of(secret: Object | None) -> KeyPair:
     return KeyPair(read.content(secret or {}, read.CERTIFICATE), read.content(secret or {}, read.KEY))
+
+
+async def ask_issuer(hub: ClusterClient, names: Iterable[str], issuer: Issuer, terms: Terms) -> Mapping[str, _Issued]:
+    """Ask for a certificate for each cluster, and return what there is.
+
+    Raises:
+        InvalidObjectError: cert-manager is not installed.
+
+    """
+    known = {one["metadata"]["name"]: one for one in await hub.list_all(CERTIFICATE, selector=GROUP_MANAGED)}
+    return {name: await _ask_for_one(hub, name, known, render.certificate(name, issuer, terms.life)) for name in names}
+
+
+async def _ask_for_one(hub: ClusterClient, name: str, known: Mapping[str, Object], manifest: Object) -> _Issued:
+    live = known.get(manifest["metadata"]["name"])
+    if live is None or view(live["spec"], manifest["spec"]) != manifest["spec"]:
+        live = await hub.apply(manifest)
+    secret = await hub.get(SECRET, render.issued_secret(name))
+    if secret is None:
+        return _Issued(None, None, _why_pending(live))
+    try:
+        if not read.content(secret, read.TRUSTED).strip():
+            return _Issued(None, None, f"the issuer gives no {read.TRUSTED}; take one that tells its authority")
+        return _Issued(read.read_issued(secret, hub.now()), secret)
+    except PrfaasError as error:
+        return _Issued(None, None, f"Secret {render.issued_secret(name)}: {error}")
+
+
+def _why_pending(certificate: Object) -> str:
+    """Return why a Certificate has not been issued, in cert-manager's words."""
+    conditions = (certificate.get("status") or {}).get("conditions") or ()
+    ready = next((one for one in conditions if one.get("type") == "Ready"), {})
+    what = f"Certificate {certificate['metadata']['name']} is not issued yet"
+    return f"{what}: {ready['message']}" if ready.get("message") else what
+
+
+def _authorities_of(issued: Mapping[str, _Issued]) -> dict[str, bytes]:
+    """Return the authorities of everything that was issued, by fingerprint."""
+    found: dict[str, bytes] = {}
+    for one in issued.values():
+        if one.leaf is not None and one.secret is not None:
+            known = identity.fingerprints(read.content(one.secret, read.TRUSTED))
+            found[one.leaf.authority] = known[one.leaf.authority]
+    return found
+
+
+def _why_not(issued: Mapping[str, _Issued]) -> str:
+    """Return the first reason why something was not issued."""
+    return next((one.problem for one in issued.values() if one.problem), "nothing has been issued yet")

@@ -6,7 +6,6 @@ writes the one that grows goes first, since an instance too many is harmless, an
 either, so that whoever leads next finishes what was cut off.
 """
 
-import asyncio
 import logging
 import math
 import time
@@ -17,128 +16,137 @@ from prfaas.api import DecodePool, PrfaaSPolicy
 from prfaas.capacity.longloop import Decision, decide
 from prfaas.errors import PrfaasError
 from prfaas_operator import metrics
-from prfaas_operator.clusters.api import DECODE_POOL, POLICY, PREFILL_POOL, Object
+from prfaas_operator.clusters.kinds import DECODE_POOL, POLICY, PREFILL_POOL, Object
+from prfaas_operator.controller import events
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.queue import Ref
+from prfaas_operator.controller.status import ReconcileResult, write_status
 from prfaas_operator.errors import ConflictError, reason_of
-from prfaas_operator.plan import installation, longloop, replicas
-from prfaas_operator.plan.conditions import Verdict, no, rfc3339
-from prfaas_operator.plan.longloop import BALANCED, Look, PoolSeen
+from prfaas_operator.plan import installation, longloop, ownership
+from prfaas_operator.plan.conditions import ConditionState, no, rfc3339
+from prfaas_operator.plan.longloop import BALANCED, Balance, PoolSeen
 from prfaas_operator.plan.policy import PolicyFacts
-from prfaas_operator.plan.pool import Pool
-from prfaas_operator.reconcile import events, status
-from prfaas_operator.reconcile.reading import read_all
-from prfaas_operator.reconcile.runtime import Report, Runtime
+from prfaas_operator.plan.pool_status import Pool
+from prfaas_operator.plan.reading import read_each
 
 log = logging.getLogger(__name__)
 
 WRITE_TRIES: Final = 3
 
 
-async def balance(runtime: Runtime, facts: PolicyFacts, live: Object) -> Look:
-    """Return the long loop's part of a policy's status, after a new look when one is due."""
-    policy, now_seconds = facts.policy, time.monotonic()
-    uid, generation = policy.metadata.uid, policy.metadata.generation
-    if not longloop.acts(policy) or policy.spec.decode_pool not in {one.metadata.name for one in facts.routed_pools}:
-        runtime.long_looks.pop(uid, None)
-        runtime.summaries.pop(uid, None)
-        return Look(generation, math.inf, {}, {"capacity": None, "plan": None})
-    if policy.status.observed is not None:
-        time_said = policy.status.observed.time
-        runtime.summaries[uid] = longloop.sighted(runtime.summaries.get(uid), time_said, runtime.hub.now(), now_seconds)
-    last = runtime.long_looks.get(uid)
-    if last is not None and now_seconds < last.again_at_seconds and last.generation == generation:
-        return last
-    try:
-        conditions, fields = await _look(runtime, facts, live)
-    except PrfaasError as error:
-        conditions, fields = {BALANCED: no(reason_of(error), str(error))}, {}
-    look = Look(generation, now_seconds + policy.spec.intervals.long_seconds, conditions, fields)
-    runtime.long_looks[uid] = look
-    return look
+class LongLoop:
+    """Balances policies, and remembers when each was balanced last; all of that can be lost."""
 
+    def __init__(self, hub: HubView):
+        self._hub = hub
+        self._balances: dict[str, Balance] = {}
+        self._summaries: dict[str, longloop.Summary] = {}
+        """What each policy's scheduler last said, by uid."""
 
-async def _look(runtime: Runtime, facts: PolicyFacts, live: Object) -> tuple[dict[str, Verdict], dict[str, Any]]:
-    policy, now = facts.policy, runtime.hub.now()
-    pools = [one for one in await asyncio.gather(*(_read(runtime, pool) for pool in facts.routed_pools)) if one]
-    if rest := longloop.unfinished(policy, pools):
-        await _write_all(runtime, pools, rest)
-        words = ", ".join(f"{name} to {count}" for name, count in rest.items())
-        return {BALANCED: Verdict("Unknown", "Converting", f"finishes what was cut off: {words}")}, {}
-    policies = await read_all(runtime.hub, POLICY, PrfaaSPolicy)
-    found = installation.installation(facts, longloop.refusals(policy, pools, policies))
-    decision = decide(
-        longloop.rules(policy), found, longloop.moment(facts, found, now, _summary_seconds(runtime, policy))
-    )
-    conditions = {BALANCED: longloop.verdict(decision)}
-    fields = {"capacity": longloop.capacity_fields(found, decision)}
-    metrics.balanced(policy.metadata.name, decision)
-    if decision.changes:
-        fields["plan"] = longloop.plan_fields(found, decision, rfc3339(now))
-        await status.write(runtime.hub, POLICY, live, Report(conditions, fields))
-        await _write_all(runtime, pools, decision.changes)
-        await _tell(runtime, live, pools, decision)
-    return conditions, fields
-
-
-def _summary_seconds(runtime: Runtime, policy: PrfaaSPolicy) -> float:
-    """Return how old the scheduler's summary is, 0 while there is none."""
-    seen = runtime.summaries.get(policy.metadata.uid)
-    return seen.age_seconds + time.monotonic() - seen.seen_at_seconds if seen else 0.0
-
-
-async def _read(runtime: Runtime, pool: Pool) -> PoolSeen | None:
-    """Return a pool as it is now; None when it has gone."""
-    kind = DECODE_POOL if isinstance(pool, DecodePool) else PREFILL_POOL
-    live = await runtime.hub.get(kind, pool.metadata.name)
-    return PoolSeen(pool, live) if live is not None and live["metadata"]["uid"] == pool.metadata.uid else None
-
-
-async def _write_all(runtime: Runtime, pools: Sequence[PoolSeen], changes: Mapping[str, int]) -> None:
-    """Write the new replicas; a pool that grows goes first."""
-    changed = [(one, changes[one.pool.metadata.name]) for one in pools if one.pool.metadata.name in changes]
-    for one, count in sorted(changed, key=lambda change: change[0].pool.spec.replicas - change[1]):
-        await _write(runtime, one, count)
-
-
-async def _write(runtime: Runtime, one: PoolSeen, count: int) -> None:
-    """Write a pool's replicas, unless somebody else did since it was read.
-
-    Raises:
-        ConflictError: somebody did, or the pool has gone.
-
-    """
-    kind = DECODE_POOL if isinstance(one.pool, DecodePool) else PREFILL_POOL
-    live, owner = one.live, replicas.owner(one.live)
-    for tries_left in reversed(range(WRITE_TRIES)):
-        metadata = {key: live["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
-        body = {
-            "apiVersion": kind.api_version,
-            "kind": kind.name,
-            "metadata": metadata,
-            "spec": {"replicas": count},
-        }
-        try:
-            await runtime.hub.apply(body)
-        except ConflictError:
-            again = await runtime.hub.get(kind, one.pool.metadata.name)
-            # A status that was written in between changes the version as well, and is no reason to give up.
-            untouched = again is not None and (again["spec"].get("replicas"), replicas.owner(again)) == (
-                live["spec"].get("replicas"),
-                owner,
+    async def balance(self, facts: PolicyFacts, live: Object) -> Balance:
+        """Return the long loop's part of a policy's status, after a new look when one is due."""
+        policy, now_seconds = facts.policy, time.monotonic()
+        uid, generation = policy.metadata.uid, policy.metadata.generation
+        if not longloop.acts(policy) or policy.spec.decode_pool not in {
+            one.metadata.name for one in facts.routed_pools
+        }:
+            self._balances.pop(uid, None)
+            self._summaries.pop(uid, None)
+            return Balance(generation, math.inf, {}, {"capacity": None, "plan": None})
+        if policy.status.observed is not None:
+            time_said = policy.status.observed.time
+            self._summaries[uid] = longloop.sighted(
+                self._summaries.get(uid), time_said, self._hub.client.now(), now_seconds
             )
-            if again is None or not untouched or not tries_left:
-                raise
-            live = again
-        else:
-            return
+        last = self._balances.get(uid)
+        if last is not None and now_seconds < last.again_at_seconds and last.generation == generation:
+            return last
+        try:
+            conditions, fields = await self._balance(facts, live)
+        except PrfaasError as error:
+            conditions, fields = {BALANCED: no(reason_of(error), str(error))}, {}
+        balance = Balance(generation, now_seconds + policy.spec.intervals.long_seconds, conditions, fields)
+        self._balances[uid] = balance
+        return balance
 
+    async def _balance(self, facts: PolicyFacts, live: Object) -> tuple[dict[str, ConditionState], dict[str, Any]]:
+        policy, now = facts.policy, self._hub.client.now()
+        pools = [one for one in map(self._read, facts.routed_pools) if one]
+        if rest := longloop.unfinished(policy, pools):
+            await self._write_all(pools, rest)
+            words = ", ".join(f"{name} to {count}" for name, count in rest.items())
+            return {BALANCED: ConditionState("Unknown", "Converting", f"finishes what was cut off: {words}")}, {}
+        policies = read_each(PrfaaSPolicy, self._hub.all(POLICY))
+        found = installation.installation(facts, longloop.refusals(policy, pools, policies))
+        decision = decide(
+            longloop.rules(policy), found, longloop.moment(facts, found, now, self._summary_seconds(policy))
+        )
+        conditions = {BALANCED: longloop.condition(decision)}
+        fields = {"capacity": longloop.capacity_fields(found, decision)}
+        metrics.balanced(policy.metadata.name, decision)
+        if decision.changes:
+            fields["plan"] = longloop.plan_fields(found, decision, rfc3339(now))
+            await write_status(self._hub, POLICY, live, ReconcileResult(conditions, fields))
+            await self._write_all(pools, decision.changes)
+            await self._tell(live, pools, decision)
+        return conditions, fields
 
-async def _tell(runtime: Runtime, live: Object, pools: Sequence[PoolSeen], decision: Decision) -> None:
-    """Say on the policy, and on each pool, what was changed and why."""
-    name = live["metadata"]["name"]
-    log.info("PrfaaSPolicy %s: %s", name, decision.message)
-    metrics.POOL_CHANGES.labels(name, decision.reason).inc()
-    await events.post(runtime.hub, live, "Normal", decision.reason, decision.message)
-    for one in pools:
-        if one.pool.metadata.name in decision.changes:
-            message = f"PrfaaSPolicy {name} {decision.message}"
-            await events.post(runtime.hub, dict(one.live), "Normal", decision.reason, message)
+    def _summary_seconds(self, policy: PrfaaSPolicy) -> float:
+        """Return how old the scheduler's summary is, 0 while there is none."""
+        seen = self._summaries.get(policy.metadata.uid)
+        return seen.age_seconds + time.monotonic() - seen.seen_at_seconds if seen else 0.0
+
+    def _read(self, pool: Pool) -> PoolSeen | None:
+        """Return a pool as it is now; None when it has gone."""
+        kind = DECODE_POOL if isinstance(pool, DecodePool) else PREFILL_POOL
+        live = self._hub.get(Ref(kind, pool.metadata.name))
+        return PoolSeen(pool, live) if live is not None and live["metadata"]["uid"] == pool.metadata.uid else None
+
+    async def _write_all(self, pools: Sequence[PoolSeen], changes: Mapping[str, int]) -> None:
+        """Write the new replicas; a pool that grows goes first."""
+        changed = [(one, changes[one.pool.metadata.name]) for one in pools if one.pool.metadata.name in changes]
+        for one, count in sorted(changed, key=lambda change: change[0].pool.spec.replicas - change[1]):
+            await self._write(one, count)
+
+    async def _write(self, one: PoolSeen, count: int) -> None:
+        """Write a pool's replicas, unless somebody else did since it was read.
+
+        Raises:
+            ConflictError: somebody did, or the pool has gone.
+
+        """
+        kind = DECODE_POOL if isinstance(one.pool, DecodePool) else PREFILL_POOL
+        live, owner = one.live, ownership.owner(one.live)
+        for tries_left in reversed(range(WRITE_TRIES)):
+            metadata = {key: live["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
+            body = {
+                "apiVersion": kind.api_version,
+                "kind": kind.name,
+                "metadata": metadata,
+                "spec": {"replicas": count},
+            }
+            try:
+                self._hub.learn(await self._hub.client.apply(body))
+            except ConflictError:
+                again = await self._hub.client.get(kind, one.pool.metadata.name)
+                # A status that was written in between changes the version as well, and is no reason to give up.
+                untouched = again is not None and (again["spec"].get("replicas"), ownership.owner(again)) == (
+                    live["spec"].get("replicas"),
+                    owner,
+                )
+                if again is None or not untouched or not tries_left:
+                    raise
+                live = again
+            else:
+                return
+
+    async def _tell(self, live: Object, pools: Sequence[PoolSeen], decision: Decision) -> None:
+        """Say on the policy, and on each pool, what was changed and why."""
+        name = live["metadata"]["name"]
+        log.info("PrfaaSPolicy %s: %s", name, decision.message)
+        metrics.POOL_CHANGES.labels(name, decision.reason).inc()
+        await events.post(self._hub.client, live, "Normal", decision.reason, decision.message)
+        for one in pools:
+            if one.pool.metadata.name in decision.changes:
+                message = f"PrfaaSPolicy {name} {decision.message}"
+                await events.post(self._hub.client, dict(one.live), "Normal", decision.reason, message)

@@ -1,75 +1,221 @@
-"""Reconcile a MemberCluster: probe it, keep its Secret while pools need it, sweep up what no pool owns any more."""
+"""Reconcile a MemberCluster: probe it, keep its Secret while pools need it, renew its token, sweep up orphans.
 
+A member's Secret that went before the last pool would leave what runs there behind for good, so the operator's
+finalizer is on it from before the first child to after the last.
+
+A token is renewed at half its life with the very rights that it gives, and only in a Secret that `prfaas cluster join`
+made: one that somebody else keeps would be put back, or fought over. The old token works on until its own end, so that
+nothing hangs on the moment at which the Secret is written.
+"""
+
+import base64
 import logging
+import time
+from dataclasses import dataclass
 from typing import Final
 
 from prfaas import names
 from prfaas.api import MemberCluster
-from prfaas_operator.clusters.api import PREFILL_POOL, SECRET, Cluster, Object
+from prfaas.errors import PrfaasError
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.kinds import PREFILL_POOL, SECRET, Object
+from prfaas_operator.controller import events
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.status import ReconcileResult
+from prfaas_operator.errors import ConflictError
+from prfaas_operator.plan import credentials
 from prfaas_operator.plan import member as plan
 from prfaas_operator.plan.conditions import rfc3339
-from prfaas_operator.reconcile import guard
-from prfaas_operator.reconcile.members import Owned
-from prfaas_operator.reconcile.reading import read
-from prfaas_operator.reconcile.runtime import Report, Runtime
+from prfaas_operator.plan.credentials import SECONDS_PER_DAY, TokenFacts
+from prfaas_operator.plan.member import secret_is_needed
+from prfaas_operator.plan.reading import read
+from prfaas_operator.plan.roles import project_sharer
+from prfaas_operator.reconcile.certificates import Certificates
+from prfaas_operator.reconcile.members import Members, Owned
+from prfaas_operator.render.account import MADE_BY_JOIN
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS: Final = 4.0
+RENEWAL_PAUSE_SECONDS: Final = 60.0
+"""A renewal that was refused is tried again this much later."""
 
 
-async def judge(runtime: Runtime, live: Object) -> Report:
-    """Reconcile a MemberCluster."""
-    hub, member = runtime.hub, read(MemberCluster, live)
-    secret = await hub.get(SECRET, member.spec.kubeconfig_secret_ref.name)
-    contact = await runtime.members.contact(member, secret)
-    if secret is not None:
-        await guard.while_needed(runtime, secret)
-    await guard.release_others(runtime)
-    orphans = await _sweep(runtime, member) if contact.error is None else []
-    leaving = member.metadata.deletion_timestamp is not None
-    users = await _users(hub, member) if leaving else ()
-    if leaving and not users and not orphans:
-        await runtime.certificates.leave(member.metadata.name, member.metadata.uid)
-        await runtime.members.drop(member.metadata.name)
-        return Report(gone=True)
-    fields: dict[str, str | None] = {
-        "tokenExpirationTime": rfc3339(contact.token.expires_at) if contact.token else None
-    }
-    if contact.error is None:
-        known = member.status.last_contact_time
-        fields["serverVersion"] = contact.server_version
-        fields["lastContactTime"] = plan.contact_time(known, hub.now())
-        if secret is not None and contact.token is not None:
-            there = await runtime.members.cluster(member.metadata.name)
-            await runtime.renewals.renew(hub, there, live, secret, contact.token)
-    conditions = {**plan.verdicts(member, contact, users), **runtime.certificates.conditions(member.metadata.name)}
-    return Report(conditions, fields, again_seconds=PROBE_SECONDS)
+class SecretGuard:
+    """Keeps our finalizer on the Secrets that pools are reached through."""
+
+    def __init__(self, hub: HubView):
+        self._hub = hub
+        self._guarded: set[str] = set()
+
+    async def before_children(self, name: str) -> None:
+        """Put the finalizer on a Secret before anything is made through it; no call where it is known to be there."""
+        if name in self._guarded:
+            return
+        secret = await self._hub.client.get(SECRET, name)
+        if secret is not None:
+            await self._put(secret, needed=True)
+
+    async def while_needed(self, secret: Object) -> None:
+        """Keep the finalizer on a Secret exactly while a pool is reached through it."""
+        name, kubeconfigs = secret["metadata"]["name"], self._hub.kubeconfigs()
+        needed = secret_is_needed(name, kubeconfigs, self._hub.clusters_in_use())
+        if _is_guarded(secret) and not needed:  # the watch may not have told yet of a pool that was just made
+            pools = await self._hub.client.list_all(PREFILL_POOL)
+            needed = secret_is_needed(name, kubeconfigs, {project_sharer(pool).cluster for pool in pools})
+        await self._put(secret, needed=needed)
+
+    async def release_others(self) -> None:
+        """Take the finalizer off Secrets that MemberClusters named once and name no more."""
+        for name in self._guarded - set(self._hub.kubeconfigs().values()):
+            secret = await self._hub.client.get(SECRET, name)
+            if secret is None:
+                self._guarded.discard(name)
+            else:
+                await self.while_needed(secret)
+
+    async def _put(self, secret: Object, *, needed: bool) -> None:
+        metadata, guarded = secret["metadata"], _is_guarded(secret)
+        if needed != guarded and not (needed and "deletionTimestamp" in metadata):
+            ours = {"finalizers": [names.FINALIZER]} if needed else {}
+            # The uid keeps the apply from making an empty Secret where the old one has just gone.
+            body = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"], **ours}
+            await self._hub.client.apply({"apiVersion": "v1", "kind": "Secret", "metadata": body})
+            guarded = needed
+        if guarded:
+            self._guarded.add(metadata["name"])
+        else:
+            self._guarded.discard(metadata["name"])
 
 
-async def _sweep(runtime: Runtime, member: MemberCluster) -> Owned:
-    """Delete what pools gave up on while the cluster was not reached; return it.
+def _is_guarded(secret: Object) -> bool:
+    return names.FINALIZER in secret["metadata"].get("finalizers", ())
 
-    What watches tell only raises the suspicion: of a pool that was just made they may tell in the wrong order.
+
+class TokenRenewal:
+    """Renews tokens when they are due.
+
+    Args:
+        token_days: how long new tokens are asked for.
+
     """
-    suspected = runtime.members.owners(member.metadata.name)
-    if suspected is not None and suspected <= {pool.uid for pool in runtime.sharers.items.values()}:
-        return []
-    owned = await runtime.members.owned(member.metadata.name)
-    # Pools are listed after what they own: whatever has no pool now had lost it before.
-    owners = {pool["metadata"]["uid"] for pool in await runtime.hub.list_all(PREFILL_POOL)}
-    orphans = [(kind, one) for kind, one in owned if one["metadata"]["labels"].get(names.LABEL_POOL_UID) not in owners]
-    if orphans:
-        cluster = await runtime.members.cluster(member.metadata.name)
-        for kind, orphan in orphans:
-            metadata, where = orphan["metadata"], member.metadata.name
-            log.info("MemberCluster %s: removing %s %s, its pool is gone", where, kind.name, metadata["name"])
-            await cluster.delete(kind, metadata["name"], uid=metadata["uid"])
-    return orphans
+
+    def __init__(self, token_days: int):
+        self._token_seconds = token_days * SECONDS_PER_DAY
+        self._not_before: dict[str, float] = {}
+
+    async def renew(
+        self, hub: ClusterClient, there: ClusterClient, live: Object, secret: Object, token: TokenFacts
+    ) -> None:
+        """Replace a member's token in its Secret where that is due; a refusal becomes an Event.
+
+        Args:
+            hub, there: the hub, and the member with its present token.
+            live, secret: the MemberCluster, and the Secret with its kubeconfig.
+            token: what the present token says of itself.
+
+        """
+        member = read(MemberCluster, live)
+        name = member.metadata.name
+        made_by_join = (secret["metadata"].get("labels") or {}).get(names.LABEL_MANAGED_BY) == MADE_BY_JOIN
+        is_due = token.namespace == there.namespace and credentials.is_renewal_due(token, there.now())
+        if not (made_by_join and is_due) or time.monotonic() < self._not_before.get(name, 0.0):
+            return
+        try:
+            fresh = await there.create_token(token.account, self._token_seconds)
+            await _store_token(hub, secret, member.spec.kubeconfig_secret_ref.key, fresh)
+        except ConflictError:
+            return  # somebody wrote the Secret in between, we ourselves perhaps: the next reconcile finds it so
+        except PrfaasError as error:
+            self._not_before[name] = time.monotonic() + RENEWAL_PAUSE_SECONDS
+            await events.post(hub, live, "Warning", "TokenNotRenewed", f"{error}; `prfaas cluster join {name}` helps")
+            return
+        granted = credentials.read_token(fresh)
+        log.info("MemberCluster %s: new token until %s", name, granted.expires_at if granted else "further notice")
 
 
-async def _users(hub: Cluster, member: MemberCluster) -> tuple[str, ...]:
-    """Return the pools that run in a cluster, those among them that this version cannot read."""
+async def _store_token(hub: ClusterClient, secret: Object, key: str, token: str) -> None:
+    """Write a token into a Secret as it was read; ConflictError when somebody changed it in between.
+
+    A merge patch, because an apply would make the data ours, and our apply of the finalizer would then remove it.
+    """
+    document = credentials.with_token(base64.b64decode(secret["data"][key]), token)
+    patch = {
+        "metadata": {"resourceVersion": secret["metadata"]["resourceVersion"]},
+        "data": {key: base64.b64encode(document).decode()},
+    }
+    await hub.merge(SECRET, secret["metadata"]["name"], patch)
+
+
+@dataclass(frozen=True)
+class MemberReconciler:
+    """Reconciles MemberClusters."""
+
+    hub: HubView
+    members: Members
+    certificates: Certificates
+    secrets: SecretGuard
+    tokens: TokenRenewal
+
+    async def reconcile(self, live: Object) -> ReconcileResult:
+        """Reconcile a MemberCluster."""
+        hub, member = self.hub.client, read(MemberCluster, live)
+        secret = await hub.get(SECRET, member.spec.kubeconfig_secret_ref.name)
+        contact = await self.members.contact(member, secret)
+        if secret is not None:
+            await self.secrets.while_needed(secret)
+        await self.secrets.release_others()
+        orphans = await self._sweep(member) if contact.error is None else []
+        leaving = member.metadata.deletion_timestamp is not None
+        users = await _users(hub, member) if leaving else ()
+        if leaving and not users and not orphans:
+            await self.certificates.leave(member.metadata.name, member.metadata.uid)
+            await self.members.drop(member.metadata.name)
+            return ReconcileResult(gone=True)
+        fields: dict[str, str | None] = {
+            "tokenExpirationTime": rfc3339(contact.token.expires_at) if contact.token else None
+        }
+        if contact.error is None:
+            known = member.status.last_contact_time
+            fields["serverVersion"] = contact.server_version
+            fields["lastContactTime"] = plan.contact_time(known, hub.now())
+            if secret is not None and contact.token is not None:
+                there = await self.members.cluster(member.metadata.name)
+                await self.tokens.renew(hub, there, live, secret, contact.token)
+        conditions = {
+            **plan.conditions(member, contact, users),
+            **self.certificates.conditions(member.metadata.name),
+        }
+        return ReconcileResult(conditions, fields, again_seconds=PROBE_SECONDS)
+
+    async def _sweep(self, member: MemberCluster) -> Owned:
+        """Delete what pools gave up on while the cluster was not reached; return it.
+
+        What watches tell only raises the suspicion: of a pool that was just made they may tell in the wrong order.
+        """
+        suspected = self.members.owners(member.metadata.name)
+        if suspected is not None and suspected <= {pool.uid for pool in self.hub.sharers.values()}:
+            return []
+        owned = await self.members.owned(member.metadata.name)
+        # Pools are listed after what they own: whatever has no pool now had lost it before.
+        owners = {pool["metadata"]["uid"] for pool in await self.hub.client.list_all(PREFILL_POOL)}
+        orphans = [
+            (kind, one) for kind, one in owned if one["metadata"]["labels"].get(names.LABEL_POOL_UID) not in owners
+        ]
+        if orphans:
+            cluster = await self.members.cluster(member.metadata.name)
+            for kind, orphan in orphans:
+                metadata, where = orphan["metadata"], member.metadata.name
+                log.info("MemberCluster %s: removing %s %s, its pool is gone", where, kind.name, metadata["name"])
+                await cluster.delete(kind, metadata["name"], uid=metadata["uid"])
+        return orphans
+
+
+async def _users(hub: ClusterClient, member: MemberCluster) -> tuple[str, ...]:
+    """Return the pools that run in a cluster, those among them that this version cannot read.
+
+    They are listed anew: a pool that the watch has not told of yet would lose its cluster for good.
+    """
     pools = await hub.list_all(PREFILL_POOL)
     in_it = (pool for pool in pools if (pool.get("spec") or {}).get("clusterName") == member.metadata.name)
     return tuple(sorted(pool["metadata"]["name"] for pool in in_it))

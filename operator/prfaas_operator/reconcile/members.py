@@ -15,48 +15,49 @@ from typing import Any, Final
 from prfaas import names
 from prfaas.api import MemberCluster
 from prfaas.errors import PrfaasError
+from prfaas.kube.session import ObjectKind
 from prfaas_operator import metrics
-from prfaas_operator.clusters.api import CONFIG_MAP, DEPLOYMENT, POD, POLICY, PREFILL_POOL, Cluster, Kind, Object
+from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.informer import Informer
+from prfaas_operator.clusters.kinds import CONFIG_MAP, DEPLOYMENT, POD, POLICY, PREFILL_POOL, Object
+from prfaas_operator.controller.child_cache import ChildCache
+from prfaas_operator.controller.queue import ReconcileQueue
 from prfaas_operator.errors import (
     ClusterUnreachableError,
     SecretNotFoundError,
     TokenExpiredError,
     UnauthorizedError,
 )
-from prfaas_operator.plan import kubeconfig, tokens
+from prfaas_operator.plan import credentials
 from prfaas_operator.plan.conditions import rfc3339
-from prfaas_operator.plan.kubeconfig import Access
+from prfaas_operator.plan.credentials import Access, TokenFacts
 from prfaas_operator.plan.member import Contact
-from prfaas_operator.plan.pods import PodFacts, project
-from prfaas_operator.plan.routes import ClusterView
-from prfaas_operator.plan.tokens import TokenFacts
-from prfaas_operator.reconcile.sight import Sight
-from prfaas_operator.reconcile.wakers import Wakers
+from prfaas_operator.plan.pod_facts import PodFacts, project_pod
+from prfaas_operator.plan.policy import ObservedCluster
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, selector_text
 
 log = logging.getLogger(__name__)
 
-Connect = Callable[[str, str, Access], Awaitable[Cluster]]
+Connect = Callable[[str, str, Access], Awaitable[ClusterClient]]
 FIRST_CONTACT_SECONDS: Final = 8.0  # a little more than one probe may take
 
 
 OWNED_KINDS: Final = (DEPLOYMENT, CONFIG_MAP)
-Owned = list[tuple[Kind, Object]]
+Owned = list[tuple[ObjectKind, Object]]
 """What pools have in a member cluster."""
 
 
-class Connection:
+class MemberConnection:
     """One member cluster that was reached with one set of credentials."""
 
-    def __init__(self, member: MemberCluster, access: Access, cluster: Cluster, wakers: Wakers):
+    def __init__(self, member: MemberCluster, access: Access, cluster: ClusterClient, queue: ReconcileQueue):
         self.made_for = fingerprint(member, access)
         self.cluster = cluster
         self._token = access.token
         self.selector = children_selector(member)
-        self._wakers = wakers
-        self.pods = Informer(cluster, POD, self.selector, project, self._pod_changed)
-        self.sight = Sight(cluster, self.selector, lambda child: wakers.wake_uid(child.pool_uid))
+        self._queue = queue
+        self.pods = Informer(cluster, POD, self.selector, project_pod, self._pod_changed)
+        self.children = ChildCache(cluster, self.selector, lambda child: queue.wake_uid(child.pool_uid))
         self._tasks: list[asyncio.Task[None]] = []
 
     def use(self, access: Access) -> None:
@@ -71,7 +72,7 @@ class Connection:
             await self._stop()
         if not self._tasks:
             self._tasks = [
-                asyncio.create_task(informer.run()) for informer in (self.pods, *self.sight.followed.values())
+                asyncio.create_task(informer.run()) for informer in (self.pods, *self.children.followed.values())
             ]
 
     async def close(self) -> None:
@@ -86,8 +87,8 @@ class Connection:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _pod_changed(self, pod: PodFacts) -> None:
-        self._wakers.wake_uid(pod.pool_uid)
-        self._wakers.wake_kinds(POLICY)
+        self._queue.wake_uid(pod.pool_uid)
+        self._queue.wake_kinds(POLICY)
 
 
 class Members:
@@ -95,14 +96,14 @@ class Members:
 
     Args:
         connect: opens an API server from (name, namespace, access).
-        wakers: whom to tell of changes.
+        queue: whom to tell of changes.
 
     """
 
-    def __init__(self, connect: Connect, wakers: Wakers):
+    def __init__(self, connect: Connect, queue: ReconcileQueue):
         self._connect = connect
-        self._wakers = wakers
-        self._connections: dict[str, Connection] = {}
+        self._queue = queue
+        self._connections: dict[str, MemberConnection] = {}
         self._contacts: dict[str, Contact] = {}
         self._contacted = asyncio.Condition()
 
@@ -111,7 +112,7 @@ class Members:
         name, token = member.metadata.name, None
         try:
             access = access_from(member, secret)
-            token = tokens.read(access.token)
+            token = credentials.read_token(access.token)
             connection = await self._connection(member, access)
             version = await connection.cluster.version()
             for kind in OWNED_KINDS:
@@ -133,7 +134,7 @@ class Members:
     def owners(self, name: str) -> set[str] | None:
         """Return the uids of the pools that have anything in a member; None while that is not known."""
         connection = self._connections.get(name)
-        return connection.sight.pool_uids(*OWNED_KINDS) if connection else None
+        return connection.children.pool_uids(*OWNED_KINDS) if connection else None
 
     async def owned(self, name: str) -> Owned:
         """Return what pools have in a member that was just contacted.
@@ -146,7 +147,7 @@ class Members:
         lists = [(kind, await connection.cluster.list_all(kind, selector=connection.selector)) for kind in OWNED_KINDS]
         return [(kind, one) for kind, found in lists for one in found]
 
-    async def cluster(self, name: str) -> Cluster:
+    async def cluster(self, name: str) -> ClusterClient:
         """Return a member to work in.
 
         Raises:
@@ -164,16 +165,16 @@ class Members:
             raise error
         return self._connections[name].cluster
 
-    def sight_of(self, cluster: Cluster) -> Sight | None:
-        """Return what is seen of the children in a member, None where it has just been left."""
-        return next((one.sight for one in self._connections.values() if one.cluster is cluster), None)
+    def children_of(self, cluster: ClusterClient) -> ChildCache | None:
+        """Return what is followed of the children in a member, None where it has just been left."""
+        return next((one.children for one in self._connections.values() if one.cluster is cluster), None)
 
-    def view(self, name: str) -> ClusterView:
+    def observed(self, name: str) -> ObservedCluster:
         """Return what is known of a member's pods; the last known ones while it does not answer."""
         connection, contact = self._connections.get(name), self._contacts.get(name)
         known = connection is not None and connection.pods.synced.is_set()
         pods = tuple(connection.pods.items.values()) if connection and known else None
-        return ClusterView(pods, reachable=contact and contact.error is None)
+        return ObservedCluster(pods, reachable=contact and contact.error is None)
 
     async def drop(self, name: str) -> None:
         """Close a member that is no more."""
@@ -187,7 +188,7 @@ class Members:
         """Close all."""
         await asyncio.gather(*(self.drop(name) for name in list(self._connections)))
 
-    async def _connection(self, member: MemberCluster, access: Access) -> Connection:
+    async def _connection(self, member: MemberCluster, access: Access) -> MemberConnection:
         """Return the connection to this very server; where it is another than before a new one takes its place."""
         name = member.metadata.name
         old = self._connections.get(name)
@@ -195,7 +196,7 @@ class Members:
             old.use(access)
             return old
         cluster = await self._connect(name, member.spec.namespace, access)
-        self._connections[name] = Connection(member, access, cluster, self._wakers)
+        self._connections[name] = MemberConnection(member, access, cluster, self._queue)
         if old is not None:
             await old.close()
         return self._connections[name]
@@ -204,7 +205,7 @@ class Members:
         old = self._contacts.get(name)
         self._contacts[name] = contact
         if old is None or (type(old.error), str(old.error)) != (type(contact.error), str(contact.error)):
-            self._wakers.wake_kinds(PREFILL_POOL, POLICY)
+            self._queue.wake_kinds(PREFILL_POOL, POLICY)
         async with self._contacted:
             self._contacted.notify_all()
 
@@ -214,7 +215,7 @@ def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Acce
 
     Raises:
         SecretNotFoundError: there is no such Secret or key.
-        KubeconfigRefusedError: see `plan.kubeconfig`.
+        KubeconfigRefusedError: see `plan.credentials`.
 
     """
     reference = member.spec.kubeconfig_secret_ref
@@ -229,7 +230,7 @@ def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Acce
             f"Secret {reference.name} has no key {reference.key} (it has: {', '.join(sorted(data)) or 'none'}); "
             "set spec.kubeconfigSecretRef.key"
         )
-    return kubeconfig.parse(base64.b64decode(data[reference.key]))
+    return credentials.parse_kubeconfig(base64.b64decode(data[reference.key]))
 
 
 def children_selector(member: MemberCluster) -> str:
@@ -244,7 +245,7 @@ def fingerprint(member: MemberCluster, access: Access) -> tuple[str, str, Access
 
 def _expired(member: MemberCluster, token: TokenFacts | None, now: datetime) -> TokenExpiredError | None:
     """Say that a token has ended, where that is why the server refuses it; `now` by that server's clock."""
-    if token is None or not tokens.has_expired(token, now):
+    if token is None or not credentials.has_expired(token, now):
         return None
     return TokenExpiredError(
         f"the token in Secret {member.spec.kubeconfig_secret_ref.name} ended at {rfc3339(token.expires_at)}; "

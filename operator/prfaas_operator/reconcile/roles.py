@@ -1,7 +1,8 @@
-"""Roles of the instances that a DecodePool shares with a PrefillPool, given out by the DecodePool's reconcile alone.
+"""Roles of the instances that a DecodePool shares with a PrefillPool, given out by the DecodePool's reconcile only.
 
-The PrefillPool's own reconcile only looks: two writers of one label would disagree. A DecodePool that was shared once
-keeps the shared form of its Deployment while it has pods of it, because going back would restart them all for nothing.
+The PrefillPool's own reconcile only observes: two writers of one label would disagree. A DecodePool that was shared
+once keeps the shared form of its Deployment while it has pods of it, because going back would restart them all for
+nothing.
 """
 
 import logging
@@ -13,25 +14,27 @@ from prfaas import names
 from prfaas.api import DecodePool, PrefillPool
 from prfaas.errors import PrfaasError
 from prfaas_operator import metrics
-from prfaas_operator.clusters.api import DECODE_POOL, POD, PREFILL_POOL, Object
+from prfaas_operator.clusters.kinds import DECODE_POOL, POD, PREFILL_POOL, Object
+from prfaas_operator.controller import events
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.queue import Ref
+from prfaas_operator.controller.status import ReconcileResult
 from prfaas_operator.errors import ConflictError, reason_of
-from prfaas_operator.plan import pool as plan
-from prfaas_operator.plan import replicas, sharing
+from prfaas_operator.plan import ownership
+from prfaas_operator.plan import roles as plan
 from prfaas_operator.plan.conditions import READY, no, rfc3339
-from prfaas_operator.plan.pods import PodFacts
-from prfaas_operator.plan.roles import Assignment, Wanted, assign
-from prfaas_operator.reconcile import events
-from prfaas_operator.reconcile.reading import read
-from prfaas_operator.reconcile.runtime import Report, Runtime
-from prfaas_operator.reconcile.wakers import Ref
-from prfaas_operator.render import shared as render
+from prfaas_operator.plan.pod_facts import PodFacts
+from prfaas_operator.plan.pool_status import Pool
+from prfaas_operator.plan.reading import read
+from prfaas_operator.plan.roles import Assignment, RoleCounts, assign
+from prfaas_operator.render import pool_deployment as render
 from prfaas_operator.render.common import Manifest, selector_text
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Share:
+class SharedDeployment:
     """A shared DecodePool at this moment.
 
     Args:
@@ -44,104 +47,109 @@ class Share:
     """
 
     whole: DecodePool
-    wanted: Wanted
-    sharer: sharing.Sharer | None
+    wanted: RoleCounts
+    sharer: plan.Sharer | None
     pods: tuple[PodFacts, ...]
     left_seconds: float
 
 
-def share_of(runtime: Runtime, pool: plan.Pool) -> Share | None:
-    """Return how a pool is shared; None for a pool whose Deployment runs one role."""
-    if isinstance(pool, PrefillPool):
-        return None
-    uid = pool.metadata.uid
-    sharer = next(iter(sharing.sharers_of(pool.metadata.name, runtime.sharers.items.values())), None)
-    pods = tuple(pod for pod in runtime.pods.items.values() if pod.pool_uid == uid)
-    if sharer is None and not any(pod.seat.gated for pod in pods):
-        runtime.settling.pop(uid, None)
-        return None
-    wanted, now = sharing.wanted(pool, sharer), time.monotonic()
-    settled = runtime.settling[uid] = sharing.settle(runtime.settling.get(uid), wanted, now)
-    whole = pool.model_copy(update={"spec": pool.spec.model_copy(update={"replicas": settled.total})})
-    return Share(whole, wanted, sharer, pods, settled.left_seconds(now))
+class SharedRoles:
+    """Gives out the roles of shared Deployments, and remembers since when both pools want what they want."""
+
+    def __init__(self, hub: HubView):
+        self._hub = hub
+        self._settling: dict[str, plan.Settling] = {}
+
+    def shared(self, pool: Pool) -> SharedDeployment | None:
+        """Return how a pool is shared; None for a pool whose Deployment runs one role."""
+        if isinstance(pool, PrefillPool):
+            return None
+        uid = pool.metadata.uid
+        sharer = next(iter(plan.sharers_of(pool.metadata.name, self._hub.sharers.values())), None)
+        pods = tuple(pod for pod in self._hub.pods.items.values() if pod.pool_uid == uid)
+        if sharer is None and not any(pod.shared.gated for pod in pods):
+            self._settling.pop(uid, None)
+            return None
+        wanted, now = plan.wanted(pool, sharer), time.monotonic()
+        settled = self._settling[uid] = plan.settle(self._settling.get(uid), wanted, now)
+        whole = pool.model_copy(update={"spec": pool.spec.model_copy(update={"replicas": settled.total})})
+        return SharedDeployment(whole, wanted, sharer, pods, settled.left_seconds(now))
+
+    async def give_out(self, shared: SharedDeployment, manifest: Manifest, live: Object) -> list[PrfaasError]:
+        """Bring every pod to its role, its deletion cost and an open gate; return what failed.
+
+        Before the Deployment shrinks, so that its controller knows whom to take. A pod that has gone meanwhile is no
+        failure: its end wakes the pool again.
+        """
+        failures: list[PrfaasError] = []
+        for given in assign(shared.pods, shared.wanted, render.template_of(manifest)):
+            try:
+                await self._write(shared, given, live)
+            except ConflictError as error:
+                log.info("DecodePool %s: pod %s: %s", shared.whole.metadata.name, given.pod.name, error)
+            except PrfaasError as error:
+                failures.append(error)
+        return failures
+
+    async def _write(self, shared: SharedDeployment, given: Assignment, live: Object) -> None:
+        hub = self._hub.client
+        if given.labels_differ:
+            self._hub.pods.learn(await hub.apply(render.role(given, hub.namespace)))
+            metrics.CHILD_WRITES.labels(POD.name).inc()
+        if given.converts:
+            await self._tell(shared, given, live)
+        if given.gate_differs:
+            now = rfc3339(hub.now())
+            self._hub.pods.learn(await hub.apply(render.open_gate(given, hub.namespace, now), subresource="status"))
+            metrics.CHILD_WRITES.labels(POD.name).inc()
+
+    async def _tell(self, shared: SharedDeployment, given: Assignment, live: Object) -> None:
+        """Post an Event to both pools that an instance changes sides."""
+        message = f"instance {given.pod.name} converts from {given.pod.role} to {given.role}"
+        log.info("DecodePool %s: %s", shared.whole.metadata.name, message)
+        await events.post(self._hub.client, live, "Normal", "Converting", message)
+        if shared.sharer is not None:
+            metadata = {"name": shared.sharer.name, "namespace": self._hub.client.namespace, "uid": shared.sharer.uid}
+            subject = {"apiVersion": names.API_VERSION, "kind": PREFILL_POOL.name, "metadata": metadata}
+            await events.post(self._hub.client, subject, "Normal", "Converting", message)
+
+    def result_of(
+        self, shared: SharedDeployment, whole: ReconcileResult, failures: Sequence[PrfaasError]
+    ) -> ReconcileResult:
+        """Return what a shared DecodePool reports: its own side, where `whole` speaks of the Deployment."""
+        self.wake_sharers(shared.whole.metadata.name)
+        pods = [pod for pod in self._hub.pods.items.values() if pod.pool_uid == shared.whole.metadata.uid]
+        mine = plan.side("decode", shared.wanted, pods)
+        ready = plan.readiness(mine, shared.whole.metadata.name, whole.conditions[READY])
+        if failures:
+            ready = no(reason_of(failures[0]), str(failures[0]))
+        fields = _fields(mine, shared.whole.metadata.uid)
+        return ReconcileResult(
+            {**whole.conditions, READY: ready}, {**whole.fields, **fields}, shared.left_seconds or None
+        )
+
+    def wake_sharers(self, decode_pool: str) -> None:
+        """Have every PrefillPool that names a DecodePool be reconciled again."""
+        for sharer in self._hub.sharers.values():
+            if sharer.share_with == decode_pool:
+                self._hub.queue.wake(Ref(PREFILL_POOL, sharer.name))
+
+    def reconcile_sharer(self, pool: PrefillPool, live: Object) -> ReconcileResult:
+        """Reconcile a PrefillPool without instances of its own: say how its side of the Deployment fares."""
+        found = self._hub.get(Ref(DECODE_POOL, pool.spec.share_with))
+        decode_pool = read(DecodePool, found) if found else None
+        sharer = plan.sharer_of(pool)
+        refused = plan.refusal(sharer, decode_pool, self._hub.sharers.values())
+        if refused is not None or decode_pool is None:
+            nothing = {"replicas": 0, "readyReplicas": 0, "selector": "", "replicasOwner": ownership.owner(live)}
+            return ReconcileResult({READY: refused} if refused else {}, nothing)
+        uid = decode_pool.metadata.uid
+        pods = (pod for pod in self._hub.pods.items.values() if pod.pool_uid == uid)
+        mine = plan.side("prefill", plan.wanted(decode_pool, sharer), pods)
+        fields = {**_fields(mine, uid), "replicasOwner": ownership.owner(live)}
+        return ReconcileResult({READY: plan.readiness(mine, decode_pool.metadata.name)}, fields)
 
 
-async def give_out(runtime: Runtime, share: Share, manifest: Manifest, live: Object) -> list[PrfaasError]:
-    """Bring every pod to its role, its deletion cost and an open gate; return what failed.
-
-    Before the Deployment shrinks, so that its controller knows whom to take. A pod that has gone meanwhile is no
-    failure: its end wakes the pool again.
-    """
-    failures: list[PrfaasError] = []
-    for given in assign(share.pods, share.wanted, render.template_of(manifest)):
-        try:
-            await _write(runtime, share, given, live)
-        except ConflictError as error:
-            log.info("DecodePool %s: pod %s: %s", share.whole.metadata.name, given.pod.name, error)
-        except PrfaasError as error:
-            failures.append(error)
-    return failures
-
-
-async def _write(runtime: Runtime, share: Share, given: Assignment, live: Object) -> None:
-    hub = runtime.hub
-    if given.labels_differ:
-        runtime.pods.learn(await hub.apply(render.role(given, hub.namespace)))
-        metrics.CHILD_WRITES.labels(POD.name).inc()
-    if given.converts:
-        await _tell(runtime, share, given, live)
-    if given.gate_differs:
-        now = rfc3339(hub.now())
-        runtime.pods.learn(await hub.apply(render.open_gate(given, hub.namespace, now), subresource="status"))
-        metrics.CHILD_WRITES.labels(POD.name).inc()
-
-
-async def _tell(runtime: Runtime, share: Share, given: Assignment, live: Object) -> None:
-    """Post an Event to both pools that an instance changes sides."""
-    message = f"instance {given.pod.name} converts from {given.pod.role} to {given.role}"
-    log.info("DecodePool %s: %s", share.whole.metadata.name, message)
-    await events.post(runtime.hub, live, "Normal", "Converting", message)
-    if share.sharer is not None:
-        metadata = {"name": share.sharer.name, "namespace": runtime.hub.namespace, "uid": share.sharer.uid}
-        subject = {"apiVersion": names.API_VERSION, "kind": PREFILL_POOL.name, "metadata": metadata}
-        await events.post(runtime.hub, subject, "Normal", "Converting", message)
-
-
-def report_of(runtime: Runtime, share: Share, whole: Report, failures: Sequence[PrfaasError]) -> Report:
-    """Return what a shared DecodePool reports: its own side, where `whole` speaks of the Deployment."""
-    wake_sharers(runtime, share.whole.metadata.name)
-    pods = [pod for pod in runtime.pods.items.values() if pod.pool_uid == share.whole.metadata.uid]
-    mine = sharing.side("decode", share.wanted, pods)
-    verdict = sharing.readiness(mine, share.whole.metadata.name, whole.conditions[READY])
-    if failures:
-        verdict = no(reason_of(failures[0]), str(failures[0]))
-    fields = _fields(mine, share.whole.metadata.uid)
-    return Report({**whole.conditions, READY: verdict}, {**whole.fields, **fields}, share.left_seconds or None)
-
-
-def wake_sharers(runtime: Runtime, decode_pool: str) -> None:
-    """Have every PrefillPool that names a DecodePool look again."""
-    for sharer in runtime.sharers.items.values():
-        if sharer.share_with == decode_pool:
-            runtime.wakers.wake(Ref(PREFILL_POOL, sharer.name))
-
-
-async def judge_sharer(runtime: Runtime, pool: PrefillPool, live: Object) -> Report:
-    """Reconcile a PrefillPool without instances of its own: say how its side of the Deployment fares."""
-    found = await runtime.hub.get(DECODE_POOL, pool.spec.share_with)
-    decode_pool = read(DecodePool, found) if found else None
-    sharer = sharing.sharer_of(pool)
-    refused = sharing.refusal(sharer, decode_pool, runtime.sharers.items.values())
-    if refused is not None or decode_pool is None:
-        nothing = {"replicas": 0, "readyReplicas": 0, "selector": "", "replicasOwner": replicas.owner(live)}
-        return Report({READY: refused} if refused else {}, nothing)
-    uid = decode_pool.metadata.uid
-    pods = (pod for pod in runtime.pods.items.values() if pod.pool_uid == uid)
-    mine = sharing.side("prefill", sharing.wanted(decode_pool, sharer), pods)
-    fields = {**_fields(mine, uid), "replicasOwner": replicas.owner(live)}
-    return Report({READY: sharing.readiness(mine, decode_pool.metadata.name)}, fields)
-
-
-def _fields(side: sharing.Side, pool_uid: str) -> dict[str, object]:
+def _fields(side: plan.Side, pool_uid: str) -> dict[str, object]:
     selector = {names.LABEL_POOL_UID: pool_uid, names.LABEL_ROLE: side.role}
     return {"replicas": len(side.pods), "readyReplicas": side.ready, "selector": selector_text(selector)}

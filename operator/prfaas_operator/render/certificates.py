@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from prfaas import names
 from prfaas.identity import URI_PREFIX, KeyPair
+from prfaas_operator.plan.certificates import Issuer
 from prfaas_operator.plan.certificates_read import CERTIFICATE, KEY, TRUSTED, WRITTEN_AT
-from prfaas_operator.plan.certificates_settings import Issuer
 from prfaas_operator.plan.conditions import rfc3339
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, PART_OF, Manifest
 

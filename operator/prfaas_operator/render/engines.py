@@ -9,7 +9,7 @@ import json
 from typing import Final, NamedTuple
 
 from prfaas import names
-from prfaas_operator.plan.pool import Pool, engine_name, role_of
+from prfaas_operator.plan.pool_status import Pool, engine_name, role_of
 from prfaas_operator.render.common import Manifest
 
 REPLAY_PORT: Final = names.KV_EVENTS_PORT + 1

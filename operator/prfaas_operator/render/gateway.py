@@ -1,9 +1,12 @@
 """The gateway Deployment of a policy: the router, which relays requests, and beside it the scheduler, which moves t."""
 
-from typing import Final
+import base64
+from typing import Any, Final
 
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
+from prfaas.errors import ProtocolError
+from prfaas.wire import routes
 from prfaas_operator.render.certificates import MODE
 from prfaas_operator.render.common import (
     CONTAINER_SECURITY,
@@ -114,3 +117,95 @@ def _container(policy: PrfaaSPolicy, name: str, command: str, arguments: dict[st
             {"name": TMP_VOLUME, "mountPath": TMP_PATH},
         ],
     }
+
+
+def service(policy: PrfaaSPolicy) -> Manifest:
+    """Return the Service of a policy's gateway."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": child_metadata(policy, names.gateway_name(policy.metadata.name)),
+        "spec": {
+            "selector": gateway_selector(policy),
+            "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }
+
+
+RBAC_GROUP = "rbac.authorization.k8s.io"
+
+
+def lease_name(policy: str) -> str:
+    """Return the name of the Lease that a policy's schedulers contend for."""
+    return f"{policy}-scheduler"
+
+
+def service_account(policy: PrfaaSPolicy) -> Manifest:
+    """Return the account that gateway pods run as."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": child_metadata(policy, names.gateway_name(policy.metadata.name)),
+        "automountServiceAccountToken": False,
+    }
+
+
+def role(policy: PrfaaSPolicy) -> Manifest:
+    """Return what gateway pods may do; every rule names the one object it is for."""
+    name = policy.metadata.name
+    return {
+        "apiVersion": f"{RBAC_GROUP}/v1",
+        "kind": "Role",
+        "metadata": child_metadata(policy, names.gateway_name(name)),
+        "rules": [
+            _rule("", "configmaps", names.routes_configmap(name), "get", "list", "watch"),
+            _rule(names.GROUP, "prfaaspolicies/status", name, "get", "patch"),
+            _rule("coordination.k8s.io", "leases", lease_name(name), "get", "update", "patch"),
+        ],
+    }
+
+
+def _rule(group: str, resource: str, name: str, *verbs: str) -> Manifest:
+    return {"apiGroups": [group], "resources": [resource], "resourceNames": [name], "verbs": list(verbs)}
+
+
+def role_binding(policy: PrfaaSPolicy) -> Manifest:
+    """Return the binding of the account to the Role."""
+    name = names.gateway_name(policy.metadata.name)
+    return {
+        "apiVersion": f"{RBAC_GROUP}/v1",
+        "kind": "RoleBinding",
+        "metadata": child_metadata(policy, name),
+        "roleRef": {"apiGroup": RBAC_GROUP, "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": policy.metadata.namespace}],
+    }
+
+
+def lease(policy: PrfaaSPolicy) -> Manifest:
+    """Return the Lease without a holder; its spec belongs to whoever takes it."""
+    return {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": child_metadata(policy, lease_name(policy.metadata.name)),
+    }
+
+
+def config_map(policy: PrfaaSPolicy, table: routes.RoutingTable) -> Manifest:
+    """Return the ConfigMap with the table in binaryData."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": child_metadata(policy, names.routes_configmap(policy.metadata.name)),
+        "binaryData": {names.ROUTES_KEY: base64.b64encode(routes.encode(table)).decode("ascii")},
+    }
+
+
+def read_config_map(live: dict[str, Any] | None) -> routes.RoutingTable | None:
+    """Return the table of a live ConfigMap; None when there is none, or nothing that this version can read."""
+    document = ((live or {}).get("binaryData") or {}).get(names.ROUTES_KEY)
+    if not document:
+        return None
+    try:
+        return routes.decode(base64.b64decode(document))
+    except (ProtocolError, ValueError):
+        return None

@@ -1,39 +1,52 @@
 """A stand-in for the kubelet: it makes pods ready whose gates are open, and leaves conditions of others alone."""
 
 import contextlib
+import http.client
 import json
 import threading
 from collections import Counter
+from urllib.parse import urlencode, urlsplit
 
-from kubernetes import client, config
-from urllib3.exceptions import HTTPError
+from prfaas.kube import kubeconfig
 
 ROLE = "prfaas.io/role"
+FAILURES = (OSError, http.client.HTTPException)
 
 
 class Pods:
     """The pods of a namespace, asked for without a process a call."""
 
     def __init__(self, place):
-        self._api = client.CoreV1Api(config.new_client_from_config(str(place.cluster.kubeconfig)))
-        self._namespace = place.name
+        access = kubeconfig.load(place.cluster.kubeconfig, None)
+        server = urlsplit(access.server)
+        self._api = http.client.HTTPSConnection(str(server.hostname), server.port, timeout=30, context=access.tls)
+        self._path = f"/api/v1/namespaces/{place.name}/pods"
+        self._turn = threading.Lock()
 
     def close(self) -> None:
-        self._api.api_client.close()
+        self._api.close()
 
     def all(self, selector: str = "app.kubernetes.io/component=worker") -> list[dict]:
-        answer = self._api.list_namespaced_pod(self._namespace, label_selector=selector, _preload_content=False)
-        return json.loads(answer.data)["items"]
+        return json.loads(self._ask("GET", f"{self._path}?{urlencode({'labelSelector': selector})}"))["items"]
 
     def patch_status(self, name: str, status: dict) -> None:
-        with contextlib.suppress(client.ApiException, HTTPError):  # gone meanwhile; what is still there is tended again
-            self._api.patch_namespaced_pod_status(
-                name,
-                self._namespace,
-                {"status": status},
-                _content_type="application/strategic-merge-patch+json",
-                _preload_content=False,
-            )
+        with contextlib.suppress(*FAILURES):  # gone meanwhile; what is still there is tended again
+            body = json.dumps({"status": status})
+            headers = {"Content-Type": "application/strategic-merge-patch+json"}
+            self._ask("PATCH", f"{self._path}/{name}/status", body, headers)
+
+    def _ask(self, method: str, path: str, body: str | None = None, headers: dict[str, str] | None = None) -> bytes:
+        with self._turn:
+            try:
+                self._api.request(method, path, body, headers or {})
+                answer = self._api.getresponse()
+                content = answer.read()
+            except FAILURES:
+                self._api.close()
+                raise
+        if answer.status >= 400:
+            raise OSError(f"{method} {path}: {answer.status} {content[:200]!r}")
+        return content
 
 
 class Kubelet(threading.Thread):
@@ -49,7 +62,7 @@ class Kubelet(threading.Thread):
         while not self._over.wait(0.1):
             try:
                 pods = self._pods.all()
-            except (client.ApiException, HTTPError):
+            except FAILURES:
                 continue  # a server under load; a kubelet asks again
             for pod in pods:
                 self._tend(pod)

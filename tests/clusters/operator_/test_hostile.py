@@ -15,9 +15,9 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from prfaas_operator.clusters.api import BY_NAME
-from prfaas_operator.clusters.client import KubernetesCluster
-from prfaas_operator.clusters.connect import connect_context
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.connect import KubeContext, open_context
+from prfaas_operator.clusters.kinds import BY_NAME
 from prfaas_operator.errors import ClusterUnreachableError, ConflictError, InvalidObjectError
 
 pytestmark = pytest.mark.clusters
@@ -142,7 +142,7 @@ def complete(index: int, body: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "prfaas.io/v1alpha1", **spec, **body, "metadata": metadata}
 
 
-async def create(cluster: KubernetesCluster, bodies: list[dict[str, Any]]) -> int:
+async def create(cluster: ClusterClient, bodies: list[dict[str, Any]]) -> int:
     """Try to create all; return how many the API server refused."""
     turn = asyncio.Semaphore(8)
 
@@ -166,11 +166,8 @@ def test_hostile_objects_are_refused_or_judged_and_others_go_on(world):
     assert len(bodies) >= 200
 
     async def attack() -> int:
-        terminal = await connect_context(world.hub.cluster.kubeconfig, None, world.hub.name)
-        try:
+        async with open_context(KubeContext(world.hub.cluster.kubeconfig, None, world.hub.name)) as terminal:
             return await create(terminal.cluster, bodies)
-        finally:
-            await terminal.cluster.close()
 
     refused = asyncio.run(attack())
     assert 80 <= refused <= len(bodies) - 20, "some are refused, and some are the operator's to judge"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.clusters.operator_.granted import MADE_BY_JOIN, secret_with
 
-from prfaas_operator.plan import tokens
+from prfaas_operator.plan.credentials import read_token
 
 pytestmark = pytest.mark.clusters
 
@@ -30,7 +30,7 @@ def test_a_token_past_half_its_life_is_replaced_and_nothing_else(world):
     old = before["users"][0]["user"]["token"]
     world.eventually(lambda: token_of(world, "ageing") != old, "a new token")
     after = document_of(world, "ageing")
-    assert tokens.read(after["users"][0]["user"]["token"]).lifetime.days == 30
+    assert read_token(after["users"][0]["user"]["token"]).lifetime.days == 30
     after["users"][0]["user"]["token"] = old
     assert after == before
     world.hub.wait_reason("pmc", "ageing", "AllReady")
@@ -38,7 +38,7 @@ def test_a_token_past_half_its_life_is_replaced_and_nothing_else(world):
     world.eventually(lambda: finalizers() == ["prfaas.io/cleanup"], "the Secret is guarded for the pool")
     world.hub.kubectl("delete", "pfpool", "p", "--timeout=60s")
     world.eventually(lambda: not finalizers(), "and let go, with what is in it")
-    assert tokens.read(token_of(world, "ageing")) is not None
+    assert read_token(token_of(world, "ageing")) is not None
     expires = world.eventually(lambda: world.hub.get("pmc", "ageing")["status"].get("tokenExpirationTime"), "its end")
     assert expires > time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 29 * 86_400))
     metric = 'prfaas_operator_member_token_expires_timestamp_seconds{member_cluster="ageing"}'

@@ -3,7 +3,7 @@
 from prfaas.api import PrefillPool
 from prfaas.api.pool import OWN_FLAGS
 from prfaas.api.template import EnvVar, PodTemplate
-from prfaas_operator.render import certificates, common, pool
+from prfaas_operator.render import certificates, common, pool_deployment
 
 OFFLOAD = PrefillPool.from_dict(
     {
@@ -14,7 +14,7 @@ OFFLOAD = PrefillPool.from_dict(
 
 
 def test_flags_refused_in_args_are_those_of_the_rendered_worker():
-    deployment = certificates.worker_in_tls(pool.deployment(OFFLOAD, None))
+    deployment = certificates.worker_in_tls(pool_deployment.deployment(OFFLOAD, None))
     (worker,) = deployment["spec"]["template"]["spec"]["containers"]
     flags = {argument.removeprefix("--") for argument in worker["args"] if argument.startswith("--")}
     assert set(OWN_FLAGS.split("|")) == flags
@@ -26,7 +26,7 @@ def test_variables_refused_in_env_are_those_of_the_rendered_worker():
 
 
 def test_prefixes_refused_in_labels_cover_those_of_the_rendered_pods():
-    labels = pool.deployment(OFFLOAD, None)["spec"]["template"]["metadata"]["labels"]
+    labels = pool_deployment.deployment(OFFLOAD, None)["spec"]["template"]["metadata"]["labels"]
     refused = next(rule.rule for rule in PodTemplate.rules if rule.field == "labels")
     for label in labels:
         assert f"startsWith('{label.partition('/')[0]}/')" in refused

@@ -7,10 +7,11 @@ import pytest
 from aiohttp import web
 
 from prfaas.errors import ConfigError, InternalError, ProtocolError, UnreachableError
-from prfaas.kube import KubeSession, ObjectRef, StatusError, apply_status
+from prfaas.kube import KubeSession, ObjectKind, ObjectRef, StatusError, apply_status
+from prfaas.kube.session import CONFIG_MAP, token_of_file
 
-REF = ObjectRef("v1", "ConfigMap", "configmaps", "n", "p-routes")
-POLICY = ObjectRef("prfaas.io/v1alpha1", "PrfaaSPolicy", "prfaaspolicies", "n", "p")
+REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
+POLICY = ObjectRef(ObjectKind("prfaas.io/v1alpha1", "PrfaaSPolicy", "prfaaspolicies"), "n", "p")
 
 
 async def test_errors_tell_who_failed(api, session):
@@ -39,7 +40,7 @@ async def test_errors_tell_who_failed(api, session):
 async def test_the_token_is_read_again_for_every_call(api, tmp_path):
     token = tmp_path / "token"
     api.put(REF, value=1)
-    async with KubeSession(api.url, token_file=token) as session:
+    async with KubeSession(api.url, authorization=token_of_file(token)) as session:
         for text in ("first", "second\n"):
             token.write_text(text)
             await session.call("GET", REF.path)

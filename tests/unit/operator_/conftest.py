@@ -7,24 +7,22 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import ApiClient, Configuration
 from tests.serving import serving
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
-from prfaas_operator.clusters.client import KubernetesCluster
-from prfaas_operator.plan.pods import PodFacts
+from prfaas.kube import KubeSession
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.policy import PolicyFacts
 
 MODEL = {"name": "tiny", "source": "builtin:tiny"}
 
 
 @asynccontextmanager
-async def reached(handle: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[KubernetesCluster]:
+async def reached(handle: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[ClusterClient]:
     """The cluster eu, whose API server answers by `handle`."""
     async with serving(handle) as url:
-        configuration = Configuration()
-        configuration.host = url
-        cluster = KubernetesCluster(ApiClient(configuration), "ns", "cluster eu")
+        cluster = ClusterClient(KubeSession(url), "ns", "cluster eu")
         try:
             yield cluster
         finally:

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from prfaas.identity import CLOCK_SKEW, Validity
 from prfaas_operator.plan import certificates as plan
-from prfaas_operator.plan.certificates import Authorities, Held, Holder, Leaf, Moment, Step, Terms, Wanted
+from prfaas_operator.plan.certificates import (
+    Authorities,
+    Held,
+    Holder,
+    Leaf,
+    ObservedTime,
+    RotationStep,
+    SecretChange,
+    Terms,
+)
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -41,7 +50,7 @@ class World:
         self.deleted: set[str] = set()
         self.silent: set[str] = set()
         self.left_behind: set[str] = set()
-        self.steps: list[Step] = []
+        self.steps: list[RotationStep] = []
         self.issued: dict[str, Leaf | None] = dict.fromkeys(CLUSTERS)
         self.authorities = Authorities() if terms.by_issuer else self._own(self._name())
         if terms.by_issuer:
@@ -82,32 +91,32 @@ class World:
         for holder in self.holders():
             if holder.held is not None:
                 self._write(holder)
-        moment = Moment(self.now, self.since)
+        moment = ObservedTime(self.now, self.since)
         chosen = plan.step(self.authorities, self.holders(), self.terms, moment)
         if chosen is None:
             return
         self.steps.append(chosen)
-        if chosen is Step.PROMOTE:
+        if chosen is RotationStep.PROMOTE:
             self.left_behind |= self.silent
         if self.terms.by_issuer:
             self.authorities = plan.after(self.authorities, chosen, plan.offered_by(self.holders()))
-        elif chosen is Step.ANNOUNCE:
+        elif chosen is RotationStep.ANNOUNCE:
             self.authorities = plan.after(self.authorities, chosen, frozenset({self._name()}))
             self.next_ends = self.now + self.terms.authority_life
         else:
             done = plan.after(self.authorities, chosen, self.authorities.next)
-            if chosen is Step.PROMOTE:
+            if chosen is RotationStep.PROMOTE:
                 self.ends = self.next_ends
             self.authorities = done._replace(ends=self.ends, signs=True)
 
     def _write(self, holder: Holder) -> None:
         name, held = holder.cluster, holder.held or Held()
         what = plan.wanted(self.authorities, holder, self.terms, self.now)
-        if what is Wanted.NOTHING:
+        if what is SecretChange.NOTHING:
             if name in self.deleted:  # nothing can be put in its place yet: it counts as a new cluster's
                 self.history[name].clear()
             return
-        if what is Wanted.TRUST:
+        if what is SecretChange.TRUST:
             assert held.leaf is not None
             leaf = held.leaf
         else:
@@ -181,7 +190,7 @@ def test_a_plan_that_does_not_wait_is_caught_by_this_model():
     for _ in range(300):
         happen(world, "pass", "hub", 1)
         found += world.refusals()
-    assert Step.PROMOTE in world.steps
+    assert RotationStep.PROMOTE in world.steps
     assert found
 
 
@@ -197,7 +206,7 @@ def test_authorities_change_in_three_steps_again_and_again_and_no_certificate_ru
         happen(world, "pass", "hub", 1)
         assert world.refusals() == []
         assert all(world.history[name][-1].leaf.validity.not_after > world.now for name in CLUSTERS)
-    assert world.steps[:6] == [Step.ANNOUNCE, Step.PROMOTE, Step.RETIRE] * 2
+    assert world.steps[:6] == [RotationStep.ANNOUNCE, RotationStep.PROMOTE, RotationStep.RETIRE] * 2
     assert len(world.steps) >= 12
     assert world.authorities.previous == frozenset()
 
@@ -210,10 +219,10 @@ def test_a_silent_cluster_holds_the_step_and_is_named_until_everybody_elses_cert
     promoted = None
     while promoted is None:
         happen(world, "pass", "hub", 1)
-        if Step.PROMOTE in world.steps:
+        if RotationStep.PROMOTE in world.steps:
             promoted = world.now
         else:
-            assert plan.waiting_for(world.authorities, world.holders(), TERMS, Moment(world.now, START)) != ()
+            assert plan.waiting_for(world.authorities, world.holders(), TERMS, ObservedTime(world.now, START)) != ()
     assert promoted == START + 270 * MINUTE, "300 of the authority less 30 of a whole certificate"
     assert "us" in world.left_behind
     world.silent.clear()
@@ -233,16 +242,16 @@ STEADY = Authorities(frozenset("a"), ends=START + 300 * MINUTE, signs=True)
 @pytest.mark.parametrize(
     ("held", "what"),
     [
-        (Held(), Wanted.CERTIFICATE),
-        (Held(problem="damaged"), Wanted.CERTIFICATE),
-        (Held(leaf(), frozenset("a"), START), Wanted.NOTHING),
-        (Held(leaf(), frozenset("ax"), START), Wanted.TRUST),
-        (Held(leaf(), frozenset("a"), None), Wanted.TRUST),
-        (Held(leaf(), frozenset("a"), START + 365 * 24 * 60 * MINUTE), Wanted.TRUST),
-        (Held(leaf(cluster="hub"), frozenset("a"), START), Wanted.CERTIFICATE),
-        (Held(leaf("x"), frozenset("a"), START), Wanted.CERTIFICATE),
-        (Held(leaf(end=10 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START), Wanted.CERTIFICATE),
-        (Held(leaf(end=11 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START), Wanted.NOTHING),
+        (Held(), SecretChange.CERTIFICATE),
+        (Held(problem="damaged"), SecretChange.CERTIFICATE),
+        (Held(leaf(), frozenset("a"), START), SecretChange.NOTHING),
+        (Held(leaf(), frozenset("ax"), START), SecretChange.TRUST),
+        (Held(leaf(), frozenset("a"), None), SecretChange.TRUST),
+        (Held(leaf(), frozenset("a"), START + 365 * 24 * 60 * MINUTE), SecretChange.TRUST),
+        (Held(leaf(cluster="hub"), frozenset("a"), START), SecretChange.CERTIFICATE),
+        (Held(leaf("x"), frozenset("a"), START), SecretChange.CERTIFICATE),
+        (Held(leaf(end=10 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START), SecretChange.CERTIFICATE),
+        (Held(leaf(end=11 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START), SecretChange.NOTHING),
     ],
 )
 def test_a_secret_is_written_exactly_when_something_is_wrong_with_it(held, what):
@@ -252,22 +261,22 @@ def test_a_secret_is_written_exactly_when_something_is_wrong_with_it(held, what)
 def test_a_lost_key_brings_a_successor_and_meanwhile_nothing_is_taken_away():
     keyless = STEADY._replace(signs=False)
     holders = [Holder("eu", Held(leaf(), frozenset("a"), START))]
-    assert plan.step(keyless, holders, TERMS, Moment(START, START)) is Step.ANNOUNCE
+    assert plan.step(keyless, holders, TERMS, ObservedTime(START, START)) is RotationStep.ANNOUNCE
     due = Held(leaf(end=MINUTE, begin=-99 * MINUTE), frozenset("a"), START)
-    assert plan.wanted(keyless, Holder("eu", due), TERMS, START) is Wanted.NOTHING
+    assert plan.wanted(keyless, Holder("eu", due), TERMS, START) is SecretChange.NOTHING
 
 
 def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
-    terms, moment = TERMS._replace(by_issuer=True), Moment(START + 60 * MINUTE, START)
+    terms, moment = TERMS._replace(by_issuer=True), ObservedTime(START + 60 * MINUTE, START)
     holder = Holder("eu", Held(leaf("a"), frozenset("a"), START), leaf("b"))
-    assert plan.wanted(STEADY, holder, terms, START) is Wanted.NOTHING
-    assert plan.step(STEADY, [holder], terms, moment) is Step.ANNOUNCE
-    announced = plan.after(STEADY, Step.ANNOUNCE, frozenset("b"))
-    assert plan.wanted(announced, holder, terms, START) is Wanted.TRUST
+    assert plan.wanted(STEADY, holder, terms, START) is SecretChange.NOTHING
+    assert plan.step(STEADY, [holder], terms, moment) is RotationStep.ANNOUNCE
+    announced = plan.after(STEADY, RotationStep.ANNOUNCE, frozenset("b"))
+    assert plan.wanted(announced, holder, terms, START) is SecretChange.TRUST
     trusting = holder._replace(held=Held(leaf("a"), frozenset("ab"), START))
-    assert plan.step(announced, [trusting], terms, moment) is Step.PROMOTE
-    promoted = plan.after(announced, Step.PROMOTE, frozenset("b"))
-    assert plan.wanted(promoted, trusting, terms, START) is Wanted.CERTIFICATE
+    assert plan.step(announced, [trusting], terms, moment) is RotationStep.PROMOTE
+    promoted = plan.after(announced, RotationStep.PROMOTE, frozenset("b"))
+    assert plan.wanted(promoted, trusting, terms, START) is SecretChange.CERTIFICATE
     assert promoted.trusted == frozenset("ab")
 
 
@@ -282,10 +291,10 @@ def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
     ],
 )
 def test_the_condition_tells_causes_apart(holder, status, reason):
-    assert plan.verdict(STEADY, holder, (), START)[:2] == (status, reason)
+    assert plan.condition(STEADY, holder, (), START)[:2] == (status, reason)
 
 
 def test_the_condition_names_whom_a_change_of_authority_waits_for():
-    found = plan.verdict(STEADY, Holder("eu", Held(leaf(), frozenset("a"), START)), ("us",), START)
+    found = plan.condition(STEADY, Holder("eu", Held(leaf(), frozenset("a"), START)), ("us",), START)
     assert (found.status, found.reason) == ("True", "AuthorityChanging")
     assert "waits for us" in found.message

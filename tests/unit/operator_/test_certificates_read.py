@@ -9,8 +9,7 @@ from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas_operator.errors import AuthorityDamagedError
 from prfaas_operator.plan import certificates_read as read
-from prfaas_operator.plan.certificates import Step, Terms
-from prfaas_operator.plan.certificates_settings import Mode, settings_of
+from prfaas_operator.plan.certificates import CertificateMode, RotationStep, Terms, settings_of
 from prfaas_operator.render import certificates as render
 
 NOW = datetime.now(UTC).replace(microsecond=0)
@@ -32,15 +31,15 @@ def store_of(pair: identity.KeyPair) -> read.Store:
 def test_an_authority_passes_its_three_states_and_leaves_nothing_behind():
     store = store_of(ONE)
     [old], [new] = identity.fingerprints(ONE.certificate), identity.fingerprints(TWO.certificate)
-    announced = read.advance(store, Step.ANNOUNCE, identity.fingerprints(TWO.certificate), TWO.key)
+    announced = read.advance(store, RotationStep.ANNOUNCE, identity.fingerprints(TWO.certificate), TWO.key)
     announced = read.read_store(secret(announced.data), NOW)
     assert announced.authorities[:3] == ({old}, {new}, set())
     assert (announced.key, announced.next_key) == (ONE.key, TWO.key)
-    promoted = read.advance(announced, Step.PROMOTE, {new: announced.certificates[new]}, announced.next_key)
+    promoted = read.advance(announced, RotationStep.PROMOTE, {new: announced.certificates[new]}, announced.next_key)
     promoted = read.read_store(secret(promoted.data), NOW)
     assert promoted.authorities[:3] == ({new}, set(), {old})
     assert (promoted.key, promoted.next_key) == (TWO.key, b"")
-    retired = read.advance(promoted, Step.RETIRE, {}, b"")
+    retired = read.advance(promoted, RotationStep.RETIRE, {}, b"")
     assert retired.data == store_of(TWO).data
     assert promoted.bundle == announced.bundle
 
@@ -116,7 +115,7 @@ def test_a_template_inside_tls_changes_nothing_that_was_there():
 
 
 def test_cert_manager_is_asked_for_the_uri_both_usages_and_a_renewal_at_two_thirds():
-    settings = settings_of(Mode.ISSUER, "ClusterIssuer.cert-manager.io/ours", 2160, 0.1, 60)
+    settings = settings_of(CertificateMode.ISSUER, "ClusterIssuer.cert-manager.io/ours", 2160, 0.1, 60)
     assert settings.issuer is not None
     spec = render.certificate("eu", settings.issuer, settings.terms.life)["spec"]
     assert spec["uris"] == ["spiffe://prfaas.io/cluster/eu"]
@@ -128,11 +127,11 @@ def test_cert_manager_is_asked_for_the_uri_both_usages_and_a_renewal_at_two_thir
 @pytest.mark.parametrize(
     ("mode", "issuer", "hours", "authority_hours"),
     [
-        (Mode.ISSUER, "", 90, 900),
-        (Mode.OPERATOR, "Issuer.cert-manager.io/x", 90, 900),
-        (Mode.ISSUER, "x", 90, 900),
-        (Mode.ISSUER, "Issuer/x", 90, 900),
-        (Mode.OPERATOR, "", 90, 200),
+        (CertificateMode.ISSUER, "", 90, 900),
+        (CertificateMode.OPERATOR, "Issuer.cert-manager.io/x", 90, 900),
+        (CertificateMode.ISSUER, "x", 90, 900),
+        (CertificateMode.ISSUER, "Issuer/x", 90, 900),
+        (CertificateMode.OPERATOR, "", 90, 200),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(mode, issuer, hours, authority_hours):

@@ -6,13 +6,14 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from prfaas.api import Condition, PrefillPool, crd
-from prfaas_operator.plan import check, tokens
+from prfaas_operator import check
+from prfaas_operator.plan.credentials import TokenFacts
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def token(age_days: float, left_days: float) -> tokens.TokenFacts:
-    return tokens.TokenFacts("ns", "a", NOW - timedelta(days=age_days), NOW + timedelta(days=left_days))
+def token(age_days: float, left_days: float) -> TokenFacts:
+    return TokenFacts("ns", "a", NOW - timedelta(days=age_days), NOW + timedelta(days=left_days))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def token(age_days: float, left_days: float) -> tokens.TokenFacts:
     ],
 )
 def test_a_token_is_judged_by_what_is_left_of_it(facts, level, said):
-    finding = check.token(facts, "eu", NOW)
+    finding = check.token_finding(facts, "eu", NOW)
     assert finding.level == level
     assert said in finding.message
 
@@ -43,16 +44,16 @@ def test_a_token_is_judged_by_what_is_left_of_it(facts, level, said):
     ],
 )
 def test_a_server_that_is_too_old_fails_and_one_that_nobody_knows_is_named(text, level):
-    assert check.version(text).level == level
+    assert check.version_finding(text).level == level
 
 
 @pytest.mark.parametrize(("seconds", "level"), [(0, "ok"), (-5, "ok"), (6, "warning"), (-61, "failed")])
 def test_clocks_may_differ_a_little(seconds, level):
-    assert check.clock(NOW, NOW + timedelta(seconds=seconds)).level == level
+    assert check.clock_finding(NOW, NOW + timedelta(seconds=seconds)).level == level
 
 
 def test_missing_rights_are_named_one_by_one():
-    finding = check.rights({"create deployments": True, "patch configmaps": False, "list pods": False})
+    finding = check.rights_finding({"create deployments": True, "patch configmaps": False, "list pods": False})
     assert finding.level == "failed"
     assert "missing: list pods, patch configmaps;" in finding.message
 
@@ -74,7 +75,7 @@ def link(status: str) -> Condition:
     ],
 )
 def test_the_scheduler_knows_the_data_path_better_than_a_terminal_does(links, reached, level):
-    assert check.data_path(links, reached).level == level
+    assert check.data_path_finding(links, reached).level == level
 
 
 def test_the_operators_own_word_counts(make):

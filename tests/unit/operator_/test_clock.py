@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from prfaas_operator.clusters.clock import ServerClock
+from prfaas_operator.clusters.client import ServerClock
 
 NOON = datetime(2026, 5, 1, 12, 0, 0, tzinfo=UTC)
 AT_NOON = {"date": "Fri, 01 May 2026 12:00:00 GMT", "Content-Type": "application/json"}

@@ -2,7 +2,7 @@
 
 from prfaas.api import Condition
 from prfaas_operator.errors import ForbiddenError, reason_of
-from prfaas_operator.plan.conditions import MAX_MESSAGE_CHARS, Verdict, merge, no, turned, yes
+from prfaas_operator.plan.conditions import MAX_MESSAGE_CHARS, ConditionState, merge, no, turned, yes
 from prfaas_operator.plan.drift import Applied, needs_apply, status_differs, view
 
 
@@ -10,7 +10,7 @@ def known(status: str, reason: str = "Old", since: str = "2026-01-01T00:00:00Z")
     return Condition(type="Ready", status=status, reason=reason, last_transition_time=since)
 
 
-def merged(current: list[Condition], verdict: Verdict) -> dict:
+def merged(current: list[Condition], verdict: ConditionState) -> dict:
     return merge(current, {"Ready": verdict}, 4, "2026-02-02T00:00:00Z")[0]
 
 

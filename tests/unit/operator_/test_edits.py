@@ -1,7 +1,7 @@
 """Proves that an edit of a child is told with its author and its fields, and that an endless one is slowed down."""
 
+from prfaas_operator.controller.children import EditLimiter
 from prfaas_operator.plan.drift import Applied, edit, view
-from prfaas_operator.reconcile.heals import Heals
 
 MANIFEST = {
     "spec": {
@@ -67,23 +67,23 @@ def test_many_changes_are_summed_up():
 
 def test_a_few_edits_are_put_back_at_once_and_endless_ones_in_their_turn():
     now = [0.0]
-    heals = Heals(lambda: now[0])
+    limiter = EditLimiter(lambda: now[0])
     puts_back: list[float] = []
     for second in range(120):  # somebody edits every second
         now[0] = float(second)
-        if heals.may_heal("u"):
-            heals.healed("u")
+        if limiter.may_revert("u"):
+            limiter.reverted("u")
             puts_back.append(now[0])
     assert puts_back == [0.0, 1.0, 2.0, 3.0, 4.0, 61.0, 62.0, 63.0, 64.0, 65.0]
-    assert heals.may_heal("another")
+    assert limiter.may_revert("another")
 
 
 def test_a_child_that_is_left_in_peace_is_forgotten():
     now = [0.0]
-    heals = Heals(lambda: now[0])
+    limiter = EditLimiter(lambda: now[0])
     for _ in range(5):
-        heals.healed("u")
-    assert not heals.may_heal("u")
+        limiter.reverted("u")
+    assert not limiter.may_revert("u")
     now[0] = 61.0
-    heals.healed("another")
-    assert heals.may_heal("u")
+    limiter.reverted("another")
+    assert limiter.may_revert("u")

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from prfaas_operator.clusters.api import POD, Kind, Object, Page, WatchEvent
+from prfaas.kube.session import ObjectKind
+from prfaas.kube.watch import ExpiredError, WatchEvent
+from prfaas_operator.clusters.client import Page
 from prfaas_operator.clusters.informer import Informer
-from prfaas_operator.errors import ClusterUnreachableError, ConflictError, ExpiredError
+from prfaas_operator.clusters.kinds import POD, Object
+from prfaas_operator.errors import ClusterUnreachableError, ConflictError
 
 
 class Script:
@@ -20,13 +23,13 @@ class Script:
         self._watches = iter(watches)
         self.done = asyncio.Event()
 
-    async def page(self, kind: Kind, *, selector: str = "", after: str = "") -> Page:
+    async def page(self, kind: ObjectKind, *, selector: str = "", after: str = "") -> Page:
         answer = next(self._lists)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    async def watch(self, kind: Kind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
+    async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
         step = next(self._watches, None)
         if step is None:
             self.done.set()
@@ -111,7 +114,7 @@ async def test_what_was_written_is_known_before_the_watch_tells_and_nobody_is_to
 
 async def test_news_older_than_what_was_written_changes_nothing():
     class Late(Script):
-        async def watch(self, kind: Kind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
+        async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
             informer.learn(thing("a", "12"))
             async for event in super().watch(kind, selector=selector, since=since):
                 yield event

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from prfaas_operator.errors import KubeconfigRefusedError
-from prfaas_operator.plan.kubeconfig import MAX_BYTES, parse
+from prfaas_operator.plan.credentials import MAX_BYTES, parse_kubeconfig
 
 PEM = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 PEM_64 = base64.b64encode(PEM.encode()).decode()
@@ -39,7 +39,7 @@ def with_top(**fields: Any) -> dict[str, Any]:
 
 
 def read(config: Any):
-    return parse(yaml.safe_dump(config).encode())
+    return parse_kubeconfig(yaml.safe_dump(config).encode())
 
 
 def test_a_token_with_an_inline_ca_is_accepted():
@@ -109,12 +109,12 @@ def test_an_entry_that_is_not_used_is_checked_as_well():
 @pytest.mark.parametrize("document", [b"\xff\xfe\x00", b"a: [", b"!!python/object/apply:os.system ['true']", b""])
 def test_bytes_that_are_no_kubeconfig_are_refused(document: bytes):
     with pytest.raises(KubeconfigRefusedError):
-        parse(document)
+        parse_kubeconfig(document)
 
 
 def test_an_oversized_document_is_not_even_parsed():
     with pytest.raises(KubeconfigRefusedError, match="larger than"):
-        parse(b"#" * (MAX_BYTES + 1))
+        parse_kubeconfig(b"#" * (MAX_BYTES + 1))
 
 
 def test_a_refusal_never_repeats_a_credential():

@@ -9,7 +9,7 @@ from prfaas.api import PrfaaSPolicyStatus
 from prfaas.capacity.comparison import compare
 from prfaas.capacity.longloop import decide
 from prfaas.errors import ConfigError
-from prfaas_operator.plan import longloop, sharing
+from prfaas_operator.plan import longloop, roles
 from prfaas_operator.plan.installation import installation
 from prfaas_operator.plan.longloop import PoolSeen
 from prfaas_operator.plan_cli import plan_file
@@ -64,7 +64,7 @@ def built(make):
         policy = policy.model_copy(update={"status": PrfaaSPolicyStatus.model_validate(known)})
         decode = made(make.decode_pool(replicas=3), 3)
         pools = [made(make.prefill_pool(replicas=1), 1), made(swing(make), 1)]
-        resolved = sharing.resolved(pools, {"decode": decode})
+        resolved = roles.resolved(pools, {"decode": decode})
         return make.facts(
             policy=policy,
             decode_pools={"decode": decode},
@@ -96,7 +96,7 @@ def test_a_settled_and_measured_policy_converts(built):
     assert (decision.reason, decision.changes) == ("Converting", {"swing": 2, "decode": 2})
     fields = longloop.plan_fields(installation(facts, {}), decision, at(0))
     assert fields == {"prefill": 2, "decode": 2, "replicas": {"decode": 2, "swing": 2}, "lastChangeTime": at(0)}
-    assert longloop.verdict(decision)[:2] == ("Unknown", "Converting")
+    assert longloop.condition(decision)[:2] == ("Unknown", "Converting")
 
 
 def test_an_offload_pool_counts_while_its_link_is_alive(built):

@@ -3,22 +3,28 @@
 # ruff: noqa: ARG002  # the fakes take what the Protocol passes
 import asyncio
 import copy
+import itertools
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from prfaas_operator.clusters.api import DECODE_POOL, MEMBER_CLUSTER, PREFILL_POOL, SECRET, Kind, Object
+from prfaas.kube.session import ObjectKind
+from prfaas.telemetry.tracing import OFF
+from prfaas_operator.__main__ import OperatorOptions, assemble
+from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, PREFILL_POOL, SECRET, Object
+from prfaas_operator.controller.children import Children
+from prfaas_operator.controller.loop import RECONCILES_AT_ONCE, Controller
+from prfaas_operator.controller.queue import Ref
+from prfaas_operator.controller.status import ReconcileResult
 from prfaas_operator.errors import (
     ChildConflictError,
     ClusterUnreachableError,
     InvalidObjectError,
     NotLeaderError,
 )
-from prfaas_operator.plan.sharing import Sharer
-from prfaas_operator.reconcile import children, loop
-from prfaas_operator.reconcile.runtime import LOOKS_AT_ONCE, Report, Runtime
-from prfaas_operator.reconcile.wakers import Ref
+from prfaas_operator.plan.certificates import DISABLED
+from prfaas_operator.plan.roles import Sharer
 
 REF = Ref(DECODE_POOL, "decode")
 
@@ -30,6 +36,7 @@ class MemoryCluster:
 
     def __init__(self, *objects: Object):
         self.objects = {(one["kind"], one["metadata"]["name"]): one for one in objects}
+        self._versions = itertools.count(1)
         self.applied: list[Object] = []
         self.tried: list[str] = []
         self.refuses = ""
@@ -38,12 +45,12 @@ class MemoryCluster:
     def now(self) -> datetime:
         return datetime.now(UTC)
 
-    async def get(self, kind: Kind, name: str) -> Object | None:
+    async def get(self, kind: ObjectKind, name: str) -> Object | None:
         if self.failure:
             raise self.failure
-        return copy.deepcopy(self.objects.get((kind.name, name)))
+        return self._newer(self.objects.get((kind.name, name)))
 
-    async def list_all(self, kind: Kind, *, selector: str = "") -> list[Object]:
+    async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
         return [one for (name, _), one in self.objects.items() if name == kind.name]
 
     async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
@@ -57,13 +64,20 @@ class MemoryCluster:
         live = self.objects.setdefault(key, {"metadata": {"uid": "u", "generation": 1, "resourceVersion": "1"}})
         for part, value in body.items():
             live[part] = {**live["metadata"], **value} if part == "metadata" else value
-        return copy.deepcopy(live)
+        return self._newer(live)
 
-    async def create(self, kind: Kind, body: Object) -> Object:
+    def _newer(self, live: Object | None) -> Any:
+        """Return a copy; whatever a test did to the object in between, it is a newer version."""
+        found = copy.deepcopy(live)
+        if found is not None:
+            found["metadata"]["resourceVersion"] = str(next(self._versions))
+        return found
+
+    async def create(self, kind: ObjectKind, body: Object) -> Object:
         self.applied.append(body)
         return body
 
-    async def delete(self, kind: Kind, name: str, *, uid: str = "") -> None:
+    async def delete(self, kind: ObjectKind, name: str, *, uid: str = "") -> None:
         self.objects.pop((kind.name, name), None)
 
 
@@ -80,8 +94,18 @@ async def refuse(name: str, namespace: str, access: Any) -> Any:
     raise ClusterUnreachableError(f"{name} is not reached")
 
 
-def runtime_over(hub: MemoryCluster) -> Runtime:
-    return Runtime(hub, refuse)  # pyright: ignore[reportArgumentType]  # only what these tests need
+def controller_over(hub: MemoryCluster) -> Controller:
+    options = OperatorOptions("ns", leader_elect=False, member_token_days=30, certificates=DISABLED)
+    return assemble(hub, refuse, options, OFF).controller  # pyright: ignore[reportArgumentType]  # only what these tests need
+
+
+def children_over(hub: MemoryCluster) -> Children:
+    return controller_over(hub)._children
+
+
+async def look(controller: Controller, uid: str = "u") -> ReconcileResult:
+    """Reconcile the pool once, as a resync does: from the API server."""
+    return await controller.reconcile(REF, uid, is_resync=True)
 
 
 def ready(hub: MemoryCluster) -> dict[str, Any]:
@@ -90,40 +114,41 @@ def ready(hub: MemoryCluster) -> dict[str, Any]:
 
 async def test_a_second_look_at_an_unchanged_object_writes_nothing():
     hub = MemoryCluster(decode_pool())
-    runtime = runtime_over(hub)
-    await loop.reconcile(runtime, REF, "u")
+    controller = controller_over(hub)
+    await look(controller)
     assert [body["kind"] for body in hub.applied] == ["Deployment", "PodDisruptionBudget", "DecodePool", "Event"]
     hub.applied.clear()
-    await loop.reconcile(runtime, REF, "u")
+    await look(controller)
     assert hub.applied == []
 
 
 async def test_a_bug_becomes_a_condition_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch):
-    async def broken(*_: Any) -> Report:
+    async def broken(*_: Any) -> ReconcileResult:
         raise KeyError("surprise")
 
-    monkeypatch.setitem(loop.JUDGES, DECODE_POOL, broken)
     hub = MemoryCluster(decode_pool())
-    report = await loop.reconcile(runtime_over(hub), REF, "u")
-    assert not report.gone
+    controller = controller_over(hub)
+    monkeypatch.setitem(controller._reconciles, DECODE_POOL, broken)  # pyright: ignore[reportArgumentType]
+    result = await look(controller)
+    assert not result.gone
     assert (ready(hub)["status"], ready(hub)["reason"]) == ("False", "InternalError")
     assert "surprise" in ready(hub)["message"]
 
 
 async def test_a_paused_object_changes_nothing_but_its_status_until_it_is_deleted():
     hub = MemoryCluster(decode_pool(annotations={"prfaas.io/paused": "true"}))
-    runtime = runtime_over(hub)
-    assert not (await loop.reconcile(runtime, REF, "u")).gone
+    controller = controller_over(hub)
+    assert not (await look(controller)).gone
     assert [body["kind"] for body in hub.applied] == ["DecodePool", "Event"]
     assert (ready(hub)["status"], ready(hub)["reason"]) == ("Unknown", "Paused")
     hub.objects["DecodePool", "decode"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert (await loop.reconcile(runtime, REF, "u")).gone
+    assert (await look(controller)).gone
 
 
 @pytest.mark.parametrize("value", ["false", "True", "yes", ""])
 async def test_only_the_word_true_pauses(value: str):
     hub = MemoryCluster(decode_pool(annotations={"prfaas.io/paused": value}))
-    await loop.reconcile(runtime_over(hub), REF, "u")
+    await look(controller_over(hub))
     assert ("Deployment", "decode") in hub.objects
 
 
@@ -131,7 +156,7 @@ async def test_an_object_of_a_newer_version_is_reported_as_invalid():
     newer = decode_pool()
     newer["spec"]["engine"] = {"type": "quantum"}
     hub = MemoryCluster(newer)
-    await loop.reconcile(runtime_over(hub), REF, "u")
+    await look(controller_over(hub))
     assert ready(hub)["reason"] == "Invalid"
     assert "DecodePool decode does not fit this version of prfaas" in ready(hub)["message"]
 
@@ -140,7 +165,7 @@ async def test_a_status_of_a_newer_version_is_written_anew():
     newer = decode_pool()
     newer["status"] = {"replicasOwner": "Oracle", "replicas": 3}
     hub = MemoryCluster(newer)
-    await loop.reconcile(runtime_over(hub), REF, "u")
+    await look(controller_over(hub))
     assert ("Deployment", "decode") in hub.objects
     assert hub.objects["DecodePool", "decode"]["status"]["replicasOwner"] == "User"
 
@@ -149,7 +174,7 @@ async def test_a_failure_keeps_the_counts_that_were_known():
     known = decode_pool()
     known["status"] = {"replicas": 3, "readyReplicas": 2, "selector": "a=b"}
     hub = MemoryCluster(known, {"kind": "Deployment", "metadata": {"name": "decode", "labels": {"owner": "another"}}})
-    await loop.reconcile(runtime_over(hub), REF, "u")
+    await look(controller_over(hub))
     assert ready(hub)["reason"] == "ChildConflict"
     status = hub.objects["DecodePool", "decode"]["status"]
     assert (status["replicas"], status["readyReplicas"], status["selector"]) == (3, 2, "a=b")
@@ -158,58 +183,58 @@ async def test_a_failure_keeps_the_counts_that_were_known():
 async def test_a_hub_that_is_not_reached_ends_no_loop():
     hub = MemoryCluster(decode_pool())
     hub.failure = ClusterUnreachableError("the hub is not reached")
-    report = await loop.reconcile(runtime_over(hub), REF, "u")
-    assert not report.gone
-    assert report.again_seconds is not None
+    result = await look(controller_over(hub))
+    assert not result.gone
+    assert result.again_seconds is not None
 
 
 async def test_objects_that_wait_for_a_place_have_not_begun(monkeypatch: pytest.MonkeyPatch):
     hub = MemoryCluster()
-    runtime = runtime_over(hub)
+    controller = controller_over(hub)
     begun: list[str] = []
     gate = asyncio.Event()
 
-    async def slow(_: Runtime, ref: Ref, uid: str) -> Report:
+    async def slow(ref: Ref, uid: str, *, is_resync: bool) -> ReconcileResult:
         begun.append(ref.name)
         await gate.wait()
-        return Report(gone=True)
+        return ReconcileResult(gone=True)
 
-    monkeypatch.setattr(loop, "reconcile", slow)
-    refs = [Ref(DECODE_POOL, f"pool-{number}") for number in range(LOOKS_AT_ONCE + 3)]
-    tasks = [asyncio.create_task(loop.keep(runtime, ref, ref.name)) for ref in refs]
+    monkeypatch.setattr(controller, "reconcile", slow)
+    refs = [Ref(DECODE_POOL, f"pool-{number}") for number in range(RECONCILES_AT_ONCE + 3)]
+    tasks = [asyncio.create_task(controller.run(ref, ref.name)) for ref in refs]
     for _ in range(10):  # turns of the event loop, each far more than a task needs to get there
         await asyncio.sleep(0)
-    assert len(begun) == LOOKS_AT_ONCE
+    assert len(begun) == RECONCILES_AT_ONCE
     gate.set()
     await asyncio.gather(*tasks)
     assert sorted(begun) == sorted(ref.name for ref in refs)
 
 
 def test_a_cluster_holds_up_its_own_pools_alone_and_no_probe():
-    runtime = runtime_over(MemoryCluster())
+    controller = controller_over(MemoryCluster())
     for name, cluster in (("near", ""), ("far", "eu"), ("far-too", "eu"), ("elsewhere", "us")):
-        runtime.sharers.items[name] = Sharer("", name, name, "", 1, deleting=False, cluster=cluster)
+        controller.hub.sharers[name] = Sharer("", name, name, "", 1, deleting=False, cluster=cluster)
     near, far, far_too, elsewhere = (
-        runtime.place(Ref(PREFILL_POOL, name)) for name in ("near", "far", "far-too", "elsewhere")
+        controller.slot(Ref(PREFILL_POOL, name)) for name in ("near", "far", "far-too", "elsewhere")
     )
     assert far is far_too
-    probes = [runtime.place(Ref(MEMBER_CLUSTER, name)) for name in ("eu", "us")]
+    probes = [controller.slot(Ref(MEMBER_CLUSTER, name)) for name in ("eu", "us")]
     assert len({id(one) for one in (near, far, elsewhere, *probes)}) == 5
 
 
 async def test_an_object_that_is_gone_or_has_a_namesake_ends_its_loop():
-    assert (await loop.reconcile(runtime_over(MemoryCluster()), REF, "u")).gone
-    assert (await loop.reconcile(runtime_over(MemoryCluster(decode_pool(uid="new"))), REF, "u")).gone
+    assert (await look(controller_over(MemoryCluster()))).gone
+    assert (await look(controller_over(MemoryCluster(decode_pool(uid="new"))))).gone
 
 
 async def test_a_deleted_pool_takes_its_deployment_along_before_it_goes():
     hub = MemoryCluster(decode_pool())
-    runtime = runtime_over(hub)
-    await loop.reconcile(runtime, REF, "u")
+    controller = controller_over(hub)
+    await look(controller)
     hub.objects["DecodePool", "decode"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert not (await loop.reconcile(runtime, REF, "u")).gone
+    assert not (await look(controller)).gone
     assert ("Deployment", "decode") not in hub.objects
-    assert (await loop.reconcile(runtime, REF, "u")).gone
+    assert (await look(controller)).gone
 
 
 def pair(value: str) -> list[Object]:
@@ -219,23 +244,23 @@ def pair(value: str) -> list[Object]:
 
 async def test_what_stands_changes_only_when_every_change_is_accepted():
     hub = MemoryCluster()
-    runtime = runtime_over(hub)
-    await children.apply_all(runtime, REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
+    children = children_over(hub)
+    await children.apply_all(REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
     assert hub.tried == [], "what is new may need other new ones"
     hub.refuses = "Secret"
     with pytest.raises(InvalidObjectError):
-        await children.apply_all(runtime, REF, hub, pair("new"))  # pyright: ignore[reportArgumentType]
+        await children.apply_all(REF, hub, pair("new"))  # pyright: ignore[reportArgumentType]
     assert {one["data"] for one in hub.objects.values()} == {"old"}
     hub.refuses = ""
-    await children.apply_all(runtime, REF, hub, pair("new"))  # pyright: ignore[reportArgumentType]
+    await children.apply_all(REF, hub, pair("new"))  # pyright: ignore[reportArgumentType]
     assert {one["data"] for one in hub.objects.values()} == {"new"}
 
 
 async def test_a_start_tries_nothing_that_is_as_it_should_be():
     hub = MemoryCluster()
-    await children.apply_all(runtime_over(hub), REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
+    await children_over(hub).apply_all(REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
     hub.applied.clear()
-    await children.apply_all(runtime_over(hub), REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
+    await children_over(hub).apply_all(REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
     assert (hub.tried, len(hub.applied)) == ([], 2)
 
 
@@ -243,16 +268,17 @@ async def test_an_object_of_somebody_else_is_never_applied_over():
     hub = MemoryCluster({"kind": "Secret", "metadata": {"name": "s", "labels": {}}})
     manifest = {"kind": "Secret", "metadata": {"name": "s", "labels": {"app.kubernetes.io/managed-by": "x"}}}
     with pytest.raises(ChildConflictError, match="Secret s exists in namespace ns"):
-        await children.apply(runtime_over(hub), REF, hub, manifest)  # pyright: ignore[reportArgumentType]
+        await children_over(hub).apply(REF, hub, manifest)  # pyright: ignore[reportArgumentType]
     assert hub.applied == []
     assert SECRET.path("ns", "s") == "/api/v1/namespaces/ns/secrets/s"
 
 
 async def test_not_leading_any_more_is_nobodys_condition(monkeypatch: pytest.MonkeyPatch):
-    async def silenced(*_: Any) -> Report:
+    async def silenced(*_: Any) -> ReconcileResult:
         raise NotLeaderError("not written")
 
-    monkeypatch.setitem(loop.JUDGES, DECODE_POOL, silenced)
     hub = MemoryCluster(decode_pool())
-    assert not (await loop.reconcile(runtime_over(hub), REF, "u")).gone
+    controller = controller_over(hub)
+    monkeypatch.setitem(controller._reconciles, DECODE_POOL, silenced)  # pyright: ignore[reportArgumentType]
+    assert not (await look(controller)).gone
     assert hub.applied == []

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from prfaas_operator.plan.pods import WAITING_REASONS
+from prfaas_operator.plan.pod_facts import WAITING_REASONS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 CAMEL = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
-GIVERS = {"yes", "no", "Verdict", "post"}
+GIVERS = {"yes", "no", "ConditionState", "Verdict", "post"}
 NO_REASONS = {"True", "False", "Unknown", "Normal", "Warning"}
 """Other arguments of the same calls: a condition's status, an Event's type."""
 

@@ -6,9 +6,9 @@ import pytest
 
 from prfaas_operator.errors import ClusterUnreachableError, ForbiddenError, SecretNotFoundError
 from prfaas_operator.plan.conditions import REACHABLE, READY
-from prfaas_operator.plan.member import Contact, contact_time, secret_is_needed, users_of, verdicts
-from prfaas_operator.plan.pods import project
-from prfaas_operator.plan.pool import Counts, counts, readiness, seconds_left
+from prfaas_operator.plan.member import Contact, conditions, contact_time, secret_is_needed, users_of
+from prfaas_operator.plan.pod_facts import project_pod
+from prfaas_operator.plan.pool_status import Counts, counts, readiness, seconds_left
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -46,7 +46,7 @@ def container(ready: bool = False, **states) -> dict:
     ],
 )
 def test_a_pod_that_is_not_ready_says_why(status, said):
-    assert project(raw_pod(status)).problem == said
+    assert project_pod(raw_pod(status)).problem == said
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_a_pod_that_is_not_ready_says_why(status, said):
     ],
 )
 def test_a_cause_that_does_not_pass_by_waiting_has_a_reason_that_does_not_flap(status, cause):
-    assert project(raw_pod(status)).cause == cause
+    assert project_pod(raw_pod(status)).cause == cause
 
 
 def test_a_ready_pod_has_no_problem_and_both_addresses():
     status = {"conditions": [{"type": "Ready", "status": "True"}], "podIP": "10.0.0.1", "hostIP": "192.168.0.1"}
-    facts = project(raw_pod(status))
+    facts = project_pod(raw_pod(status))
     assert (facts.ready, facts.problem, facts.pod_ip, facts.host_ip) == (True, "", "10.0.0.1", "192.168.0.1")
 
 
 def test_a_deletion_timestamp_makes_a_pod_terminating():
-    assert project(raw_pod({}, deletionTimestamp="2026-01-01T00:00:00Z")).terminating
+    assert project_pod(raw_pod({}, deletionTimestamp="2026-01-01T00:00:00Z")).terminating
 
 
 def deployment(generation: int = 1, **status) -> dict:
@@ -161,16 +161,16 @@ def test_the_deadline_of_a_deletion_counts_from_its_timestamp():
     ],
 )
 def test_the_last_contact_decides_both_conditions_of_a_member(make, error, reachable, ready):
-    found = verdicts(make.member(), Contact("v1.34.4", error), ())
+    found = conditions(make.member(), Contact("v1.34.4", error), ())
     assert (found[REACHABLE][:2], found[READY][:2]) == (reachable, ready)
 
 
 def test_a_member_that_is_being_deleted_names_the_pools_that_hold_it(make):
     going = make.member(meta={"deletionTimestamp": "2026-01-01T00:00:00Z"})
-    verdict = verdicts(going, Contact("v1"), ("a", "b"))[READY]
+    verdict = conditions(going, Contact("v1"), ("a", "b"))[READY]
     assert verdict.reason == "InUse"
     assert "delete a, b first" in verdict.message
-    assert verdicts(going, Contact("v1"), ())[READY].reason == "Deleting"
+    assert conditions(going, Contact("v1"), ())[READY].reason == "Deleting"
 
 
 def test_a_secret_is_needed_while_any_pool_is_reached_through_it(make):

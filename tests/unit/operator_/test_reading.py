@@ -4,7 +4,7 @@ import pytest
 
 from prfaas.api import PrefillPool
 from prfaas_operator.errors import InvalidObjectError
-from prfaas_operator.reconcile.reading import read
+from prfaas_operator.plan.reading import read
 
 METADATA = {"name": "away", "namespace": "prfaas", "uid": "1"}
 FUTURE = {

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from prfaas_operator.render import access, gateway, pool, protection, service
+from prfaas_operator.render import gateway, pool_deployment, protection
 from prfaas_operator.render.common import PART_OF
 
 OWN_LABELS = {
@@ -32,7 +32,7 @@ def flags_of(container: dict) -> dict[str, str]:
 
 
 def test_a_worker_is_started_with_the_flags_of_its_pool(make):
-    worker = worker_of(pool.deployment(make.prefill_pool(drainSeconds=45), make.member()))
+    worker = worker_of(pool_deployment.deployment(make.prefill_pool(drainSeconds=45), make.member()))
     assert worker["command"] == ["prfaas-worker"]
     assert flags_of(worker) == {
         "--model-source": "builtin:tiny",
@@ -56,13 +56,13 @@ def test_a_worker_is_started_with_the_flags_of_its_pool(make):
 
 
 def test_engine_arguments_come_after_our_own(make):
-    worker = worker_of(pool.deployment(make.decode_pool(engine={"args": ["--max-running", "4"]}), None))
+    worker = worker_of(pool_deployment.deployment(make.decode_pool(engine={"args": ["--max-running", "4"]}), None))
     assert worker["args"][-2:] == ["--max-running", "4"]
     assert flags_of(worker)["--cluster"] == "hub"
 
 
 def test_a_worker_is_hardened_and_has_no_account(make):
-    pod = pod_of(pool.deployment(make.prefill_pool(), make.member()))
+    pod = pod_of(pool_deployment.deployment(make.prefill_pool(), make.member()))
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -80,24 +80,26 @@ def test_a_worker_is_hardened_and_has_no_account(make):
 )
 def test_each_instance_is_told_its_share_of_the_pools_egress(make, cap, replicas, share):
     spec = {"replicas": replicas} | ({} if cap is None else {"egressMbps": cap})
-    settings = pool.settings(make.prefill_pool(**spec), make.member())
+    settings = pool_deployment.settings(make.prefill_pool(**spec), make.member())
     assert settings["metadata"] == {"name": "offload-settings", "labels": OWN_LABELS}
     assert settings["data"] == ({} if share is None else {"egress-mbps": share})
 
 
 def test_a_changed_cap_or_number_of_instances_leaves_the_pods_template_as_it_is(make):
     specs = ({"replicas": 1}, {"replicas": 4, "egressMbps": 100}, {"replicas": 2, "egressMbps": 900})
-    templates = [pool.deployment(make.prefill_pool(**spec), make.member())["spec"]["template"] for spec in specs]
+    templates = [
+        pool_deployment.deployment(make.prefill_pool(**spec), make.member())["spec"]["template"] for spec in specs
+    ]
     assert templates[0] == templates[1] == templates[2]
 
 
 def test_the_file_that_a_worker_reads_its_cap_from_is_a_key_of_the_settings(make):
     offload = make.prefill_pool(egressMbps=10)
-    manifest = pool.deployment(offload, None)
+    manifest = pool_deployment.deployment(offload, None)
     folder, _, key = flags_of(worker_of(manifest))["--egress-file"].rpartition("/")
     (mount,) = [mount for mount in worker_of(manifest)["volumeMounts"] if mount["mountPath"] == folder]
     (volume,) = [volume for volume in pod_of(manifest)["volumes"] if volume["name"] == mount["name"]]
-    settings = pool.settings(offload, None)
+    settings = pool_deployment.settings(offload, None)
     assert volume["configMap"] == {"name": settings["metadata"]["name"], "optional": True}
     assert list(settings["data"]) == [key]
     assert "subPath" not in mount
@@ -105,7 +107,7 @@ def test_the_file_that_a_worker_reads_its_cap_from_is_a_key_of_the_settings(make
 
 
 def test_a_decode_pool_has_no_settings(make):
-    manifest = pool.deployment(make.decode_pool(), None)
+    manifest = pool_deployment.deployment(make.decode_pool(), None)
     assert "--egress-file" not in worker_of(manifest)["args"]
     assert all("configMap" not in volume for volume in pod_of(manifest)["volumes"])
 
@@ -114,7 +116,7 @@ def test_a_decode_pool_has_no_settings(make):
 def test_a_worker_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for_both(
     make, drain_seconds, notice_seconds
 ):
-    manifest = pool.deployment(make.prefill_pool(drainSeconds=drain_seconds), None)
+    manifest = pool_deployment.deployment(make.prefill_pool(drainSeconds=drain_seconds), None)
     hook = {"preStop": {"exec": {"command": ["sleep", str(notice_seconds)]}}}
     assert worker_of(manifest).get("lifecycle", {}) == (hook if notice_seconds else {})
     assert pod_of(manifest)["terminationGracePeriodSeconds"] == notice_seconds + drain_seconds + 10
@@ -139,34 +141,36 @@ def test_a_gateway_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_fo
 def test_no_instance_is_missing_during_a_rollout_unless_it_must_or_may_be(make, rollout, plain, by_host):
     wanted = make.prefill_pool(rollout=rollout)
     for member, (surge, unavailable) in ((make.member(), plain), (make.member(addressing="HostIP"), by_host)):
-        strategy = pool.deployment(wanted, member)["spec"]["strategy"]
+        strategy = pool_deployment.deployment(wanted, member)["spec"]["strategy"]
         rolling = {"maxSurge": surge, "maxUnavailable": unavailable}
         assert strategy == {"type": "RollingUpdate", "rollingUpdate": rolling}
 
 
 def test_labels_of_the_operator_win_over_those_of_the_owner(make):
     wanted = {"labels": {"team": "a", "prfaas.io/role": "decode", "prfaas.io/pool-uid": "x"}}
-    manifest = pool.deployment(make.prefill_pool(template=wanted), make.member())
+    manifest = pool_deployment.deployment(make.prefill_pool(template=wanted), make.member())
     assert manifest["spec"]["template"]["metadata"]["labels"] == {"team": "a", **OWN_LABELS}
     assert manifest["metadata"]["labels"] == OWN_LABELS
 
 
 def test_a_role_stands_in_the_selector_that_scale_reports_and_not_in_that_of_the_deployment(make):
-    manifest = pool.deployment(make.prefill_pool(), None)
+    manifest = pool_deployment.deployment(make.prefill_pool(), None)
     assert manifest["spec"]["selector"]["matchLabels"] == {"prfaas.io/pool-uid": "uid-offload"}
-    assert pool.scale_selector(make.prefill_pool()) == "prfaas.io/pool-uid=uid-offload,prfaas.io/role=prefill"
+    assert (
+        pool_deployment.scale_selector(make.prefill_pool()) == "prfaas.io/pool-uid=uid-offload,prfaas.io/role=prefill"
+    )
 
 
 def test_only_hub_children_have_an_owner(make):
-    assert "ownerReferences" not in pool.deployment(make.prefill_pool(), make.member())["metadata"]
-    (owner,) = pool.deployment(make.prefill_pool(), None)["metadata"]["ownerReferences"]
+    assert "ownerReferences" not in pool_deployment.deployment(make.prefill_pool(), make.member())["metadata"]
+    (owner,) = pool_deployment.deployment(make.prefill_pool(), None)["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["uid"]) == ("PrefillPool", "uid-offload")
 
 
 def test_host_addressing_takes_the_nodes_ports(make):
-    manifest = pool.deployment(make.prefill_pool(), make.member(addressing="HostIP"))
+    manifest = pool_deployment.deployment(make.prefill_pool(), make.member(addressing="HostIP"))
     assert [port["hostPort"] for port in worker_of(manifest)["ports"]] == [8000, 8001]
-    plain = pool.deployment(make.prefill_pool(), make.member())
+    plain = pool_deployment.deployment(make.prefill_pool(), make.member())
     assert all("hostPort" not in port for port in worker_of(plain)["ports"])
 
 
@@ -198,7 +202,7 @@ def test_the_whole_template_reaches_the_pod(make):
         ],
         "topologySpread": [{"topologyKey": "rack", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}],
     }
-    manifest = pool.deployment(make.prefill_pool(template=template), None)
+    manifest = pool_deployment.deployment(make.prefill_pool(template=template), None)
     pod, worker = pod_of(manifest), worker_of(manifest)
     assert manifest["spec"]["template"]["metadata"]["annotations"] == {"a": "b"}
     assert worker["resources"] == {"limits": {"nvidia.com/gpu": 1, "memory": "80Gi"}}
@@ -228,14 +232,14 @@ def test_the_whole_template_reaches_the_pod(make):
 
 
 def test_instances_spread_over_zones_and_nodes_unless_the_pool_says_otherwise(make):
-    spread = pod_of(pool.deployment(make.prefill_pool(), None))["topologySpreadConstraints"]
+    spread = pod_of(pool_deployment.deployment(make.prefill_pool(), None))["topologySpreadConstraints"]
     wanted = [(one["topologyKey"], one["maxSkew"], one["whenUnsatisfiable"]) for one in spread]
     assert wanted == [
         ("topology.kubernetes.io/zone", 1, "ScheduleAnyway"),
         ("kubernetes.io/hostname", 1, "ScheduleAnyway"),
     ]
     nowhere = make.prefill_pool(template={"topologySpread": []})
-    assert "topologySpreadConstraints" not in pod_of(pool.deployment(nowhere, None))
+    assert "topologySpreadConstraints" not in pod_of(pool_deployment.deployment(nowhere, None))
 
 
 def test_the_gateway_pod_has_router_and_scheduler_on_one_socket(make):
@@ -269,7 +273,7 @@ def test_the_gateways_selectors_match_its_pods(make):
     labels = gateway.deployment(policy)["spec"]["template"]["metadata"]["labels"].items()
     selectors = [
         gateway.deployment(policy)["spec"]["selector"]["matchLabels"],
-        service.service(policy)["spec"]["selector"],
+        gateway.service(policy)["spec"]["selector"],
         protection.disruption_budget(policy)["spec"]["selector"]["matchLabels"],
         protection.network_policy(policy)["spec"]["podSelector"]["matchLabels"],
     ]
@@ -278,7 +282,7 @@ def test_the_gateways_selectors_match_its_pods(make):
 
 
 def test_every_right_of_the_gateway_names_its_one_object(make):
-    rules = access.role(make.policy())["rules"]
+    rules = gateway.role(make.policy())["rules"]
     assert [(rule["resources"][0], rule["resourceNames"]) for rule in rules] == [
         ("configmaps", ["kimi-routes"]),
         ("prfaaspolicies/status", ["kimi"]),

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from prfaas_operator.plan import policy as plan
-from prfaas_operator.plan import routes
-from prfaas_operator.plan.pool import Counts
-from prfaas_operator.render import pool, protection
+from prfaas_operator.plan.pool_status import Counts
+from prfaas_operator.render import pool_deployment, protection
 
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
 MODEL = {"name": "kimi", "source": "/models/kimi"}
@@ -23,7 +22,7 @@ ALL = {"vllm-nixl": NIXL, "vllm-mooncake": MOONCAKE, "sglang": SGLANG}
 
 
 def pod_of(wanted, member=None) -> dict:
-    return pool.deployment(wanted, member)["spec"]["template"]["spec"]
+    return pool_deployment.deployment(wanted, member)["spec"]["template"]["spec"]
 
 
 def container_of(wanted) -> dict:
@@ -120,10 +119,10 @@ def test_the_routing_table_says_by_which_protocol(make, name, engine):
         {"eu": make.member()},
     )
     views = {
-        "eu": routes.ClusterView((make.pod("x", "offload"),), True),
-        "hub": routes.ClusterView((make.pod("d", "decode"),), True),
+        "eu": plan.ObservedCluster((make.pod("x", "offload"),), True),
+        "hub": plan.ObservedCluster((make.pod("d", "decode"),), True),
     }
-    table = routes.table(facts, views, None)
+    table = plan.routing_table(facts, views, None)
     assert {one.engine for one in table.instances} == {name}
     assert plan.readiness(facts, table, Counts(ready=1)).good
 
@@ -131,7 +130,7 @@ def test_the_routing_table_says_by_which_protocol(make, name, engine):
 def test_the_routing_table_has_the_policys_slo(make):
     for slo, millis in (({"slo": {"ttftMillis": 2500}}, 2500), ({}, None)):
         facts = plan.PolicyFacts(make.policy(model="kimi", **slo), {"decode": make.decode_pool(model=MODEL)}, {}, {})
-        assert routes.table(facts, {}, None).ttft_slo_millis == millis
+        assert plan.routing_table(facts, {}, None).ttft_slo_millis == millis
 
 
 def test_two_kinds_of_engine_in_one_policy_are_told(make):
@@ -141,7 +140,7 @@ def test_two_kinds_of_engine_in_one_policy_are_told(make):
         {"offload": make.prefill_pool(engine=SGLANG, model=MODEL)},
         {"eu": make.member()},
     )
-    verdict = plan.readiness(facts, routes.table(facts, {}, None), Counts(ready=1))
+    verdict = plan.readiness(facts, plan.routing_table(facts, {}, None), Counts(ready=1))
     assert (verdict.reason, "sglang" in verdict.message) == ("EngineMismatch", True)
 
 

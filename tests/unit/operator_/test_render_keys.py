@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from prfaas_operator.render import access, gateway
+from prfaas_operator.render import gateway
 
 KEYS = {"apiKeysSecretRef": {"name": "gateway-keys"}}
 
@@ -26,7 +26,7 @@ def test_the_router_reads_the_folder_that_the_secret_is_mounted_as_and_the_sched
 
 @pytest.mark.parametrize("spec", [{}, KEYS])
 def test_no_right_to_read_a_secret_comes_with_it(make, spec):
-    assert "secrets" not in json.dumps(access.role(make.policy(gateway=spec))["rules"])
+    assert "secrets" not in json.dumps(gateway.role(make.policy(gateway=spec))["rules"])
 
 
 def test_without_keys_nothing_is_mounted(make):

@@ -12,21 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas_operator.plan.pods import PodFacts
-from prfaas_operator.plan.roles import Assignment, Wanted, assign
-from prfaas_operator.plan.seats import Seat
+from prfaas_operator.plan.pod_facts import PodFacts, SharedPodFacts
+from prfaas_operator.plan.roles import Assignment, RoleCounts, assign
 
 ROLES = ("prefill", "decode")
 
 
 def pod(name: str, role: str = "", *, ready: bool = True, template: str = "t1", **more) -> PodFacts:
     """Return a pod; the digit in its name is its age, 1 the oldest."""
-    seat = Seat(
+    seat = SharedPodFacts(
         uid=f"uid-{name}", created=f"2026-01-01T00:00:{int(name[1:]):02}Z", template=template, gated=True,
         gate_open=bool(role), cheap=more.pop("cheap", False), over=more.pop("over", False),
     )  # fmt: skip
     facts = {"pool_uid": "u", "pod_ip": "", "host_ip": "", "terminating": False, "problem": "", **more}
-    return PodFacts(name=name, role=role, ready=ready, seat=seat, **facts)
+    return PodFacts(name=name, role=role, ready=ready, shared=seat, **facts)
 
 
 def pods(text: str) -> list[PodFacts]:
@@ -80,17 +79,17 @@ def roles(assigned: Iterable[Assignment]) -> dict[str, str]:
 )
 def test_who_gets_which_role(before, prefill, decode, after):
     expected = dict(word.split("=") for word in after.split())
-    assert roles(assign(pods(before), Wanted(prefill, decode), "t1")) == expected
+    assert roles(assign(pods(before), RoleCounts(prefill, decode), "t1")) == expected
 
 
 def test_pods_that_end_or_have_ended_count_for_nothing():
     gone = [pod("d1", "decode", terminating=True), pod("d2", "decode", over=True, ready=False), pod("p3", "prefill")]
-    assert roles(assign([*gone, pod("n4", ready=False)], Wanted(1, 1), "t1")) == {"p3": "d", "n4": "p"}
+    assert roles(assign([*gone, pod("n4", ready=False)], RoleCounts(1, 1), "t1")) == {"p3": "d", "n4": "p"}
 
 
 def test_what_is_written_is_what_differs():
     (same, flipped, fresh) = assign(
-        [pod("d1", "decode"), pod("d2", "decode"), pod("n3", ready=False)], Wanted(2, 1), "t1"
+        [pod("d1", "decode"), pod("d2", "decode"), pod("n3", ready=False)], RoleCounts(2, 1), "t1"
     )
     assert (same.labels_differ, same.gate_differs, same.converts) == (False, False, False)
     assert (fresh.labels_differ, fresh.gate_differs, fresh.converts) == (True, True, False)
@@ -105,14 +104,14 @@ some_pods = st.lists(
         for age, (role, ready, template) in enumerate(drawn, start=1)
     ]
 )
-some_wanted = st.builds(Wanted, st.integers(0, 5), st.integers(0, 5))
+some_wanted = st.builds(RoleCounts, st.integers(0, 5), st.integers(0, 5))
 
 
 def after(assigned: Iterable[Assignment]) -> list[PodFacts]:
     """Return the pods once everything is written."""
     return [
         one.pod._replace(
-            role=one.role or "", seat=one.pod.seat._replace(cheap=one.cheap, gate_open=one.role is not None)
+            role=one.role or "", shared=one.pod.shared._replace(cheap=one.cheap, gate_open=one.role is not None)
         )
         for one in assigned
     ]
@@ -142,7 +141,7 @@ def test_every_role_has_what_is_wanted_as_far_as_there_are_pods(existing, wanted
 
 @given(some_pods, some_wanted)
 def test_no_more_instances_change_sides_than_are_missing_elsewhere(existing, wanted):
-    existing = [one._replace(ready=True, seat=one.seat._replace(template="t1")) for one in existing if one.role]
+    existing = [one._replace(ready=True, shared=one.shared._replace(template="t1")) for one in existing if one.role]
     kept = sum(min(wanted.of(role), sum(one.role == role for one in existing)) for role in ROLES)
     needed = min(len(existing), wanted.total) - kept
     converted = sum(one.converts for one in assign(existing, wanted, "t1"))
@@ -161,7 +160,7 @@ class Cluster(NamedTuple):
     """A Deployment with one ReplicaSet a template, and what its pools want."""
 
     pods: list[PodFacts]
-    wanted: Wanted
+    wanted: RoleCounts
     template: str
     obeys: bool
     chance: random.Random
@@ -173,7 +172,7 @@ class Cluster(NamedTuple):
         planned = [
             one if one.ready or not one.role else one._replace(ready=self.chance.random() < 0.7) for one in planned
         ]
-        older = [one for one in planned if one.seat.template != self.template]
+        older = [one for one in planned if one.shared.template != self.template]
         total, ready = self.wanted.total, sum(one.ready for one in planned)
         if len(planned) < total + bool(older):  # surge by one in a rollout
             planned.append(pod(f"x{born}", ready=False, template=self.template))
@@ -187,7 +186,7 @@ class Cluster(NamedTuple):
         """Take one as a ReplicaSet does: not ready, cheap, youngest; or any of them, where the hint is lost."""
         if not candidates:
             return
-        hinted = min(candidates, key=lambda one: (one.ready, not one.seat.cheap, -int(one.name[1:])))
+        hinted = min(candidates, key=lambda one: (one.ready, not one.shared.cheap, -int(one.name[1:])))
         planned.remove(hinted if self.obeys else self.chance.choice(candidates))
 
     def ready(self, role: str) -> int:
@@ -197,7 +196,7 @@ class Cluster(NamedTuple):
     def settled(self) -> bool:
         counts = {role: sum(one.role == role for one in self.pods) for role in ROLES}
         return all(counts[role] == self.wanted.of(role) == self.ready(role) for role in ROLES) and all(
-            one.seat.template == self.template and not one.seat.cheap for one in self.pods
+            one.shared.template == self.template and not one.shared.cheap for one in self.pods
         )
 
 
@@ -217,7 +216,7 @@ def test_every_start_comes_to_what_the_pools_want(existing, wanted, obeys, seed)
     run(Cluster(existing, wanted, "t1", obeys, random.Random(seed)))
 
 
-def running(wanted: Wanted) -> list[PodFacts]:
+def running(wanted: RoleCounts) -> list[PodFacts]:
     names = ["prefill"] * wanted.prefill + ["decode"] * wanted.decode
     return [pod(f"x{age}", role, template="t1") for age, role in enumerate(names, start=1)]
 
@@ -234,7 +233,7 @@ def test_a_rollout_leaves_each_role_at_most_one_short_and_none_where_the_hint_is
 @given(some_wanted, some_wanted, st.integers(0, 2**32))
 @settings(max_examples=40)
 def test_shrinking_takes_from_the_role_that_shrinks(before, less, seed):
-    wanted = Wanted(min(before.prefill, less.prefill), min(before.decode, less.decode))
+    wanted = RoleCounts(min(before.prefill, less.prefill), min(before.decode, less.decode))
     history = run(Cluster(running(before), wanted, "t1", True, random.Random(seed)))
     sides = {one.name: one.role for one in history[0].pods}
     assert all(sides[one.name] == one.role for state in history for one in state.pods)

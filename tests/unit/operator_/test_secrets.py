@@ -4,7 +4,7 @@ import pytest
 
 from prfaas.api.template import PodTemplate
 from prfaas_operator.errors import ForbiddenSecretError
-from prfaas_operator.plan import secrets
+from prfaas_operator.plan.member import check_secrets
 from prfaas_operator.render import account, certificates
 
 KUBECONFIGS = {"named-by-a-member"}
@@ -30,13 +30,13 @@ def reading(name: str) -> PodTemplate:
 @pytest.mark.parametrize(("use", "where"), [(mounting, r"template\.volumes\[v\]"), (reading, r"template\.env\[E\]")])
 def test_a_template_that_would_read_it_is_refused_with_its_name_and_place(name, use, where):
     with pytest.raises(ForbiddenSecretError, match=f"Secret {name} .* remove it from {where}"):
-        secrets.check(use(name), KUBECONFIGS)
+        check_secrets(use(name), KUBECONFIGS)
 
 
 @pytest.mark.parametrize("name", ["huggingface", "prfaas", "prfaas-cache", "prfaas-ca-2", "kubeconfig", "my-issued"])
 def test_other_secrets_are_their_owners_to_read(name):
     for use in (mounting, reading):
-        secrets.check(use(name), KUBECONFIGS)
+        check_secrets(use(name), KUBECONFIGS)
 
 
 def test_files_and_variables_from_elsewhere_are_none_of_its_business():
@@ -49,4 +49,4 @@ def test_files_and_variables_from_elsewhere_are_none_of_its_business():
             ],
         }
     )
-    secrets.check(template, KUBECONFIGS)
+    check_secrets(template, KUBECONFIGS)

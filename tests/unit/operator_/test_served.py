@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from tests.unit.operator_.conftest import reached
 
-from prfaas_operator.clusters.api import DECODE_POOL
+from prfaas_operator.clusters.kinds import DECODE_POOL
 from prfaas_operator.errors import ForbiddenError, KindNotServedError
 
 COLLECTION = DECODE_POOL.path("ns")

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from prfaas.kube.session import ObjectKind
 from prfaas_operator import logs, metrics
-from prfaas_operator.clusters.api import DECODE_POOL, Kind, Object
+from prfaas_operator.clusters.kinds import DECODE_POOL, Object
+from prfaas_operator.controller import events
+from prfaas_operator.controller import queue as queues
+from prfaas_operator.controller.children import Children
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.queue import ReconcileQueue, Ref
 from prfaas_operator.errors import ConflictError
-from prfaas_operator.reconcile import children, events, wakers
-from prfaas_operator.reconcile.runtime import Runtime
-from prfaas_operator.reconcile.wakers import Ref, Wakers
 
 SUBJECT = {
     "apiVersion": "prfaas.io/v1alpha1", "kind": "DecodePool", "metadata": {"name": "d", "namespace": "ns", "uid": "u"}
@@ -32,15 +35,15 @@ class Hub:
     def now(self) -> datetime:
         return datetime(2026, 5, 1, tzinfo=UTC)
 
-    async def create(self, kind: Kind, body: Object) -> Object:
+    async def create(self, kind: ObjectKind, body: Object) -> Object:
         if body["metadata"]["name"] in self.objects:
             raise ConflictError("exists")
         return self.objects.setdefault(body["metadata"]["name"], body)
 
-    async def get(self, kind: Kind, name: str) -> Object | None:
+    async def get(self, kind: ObjectKind, name: str) -> Object | None:
         return self.objects.get(name)
 
-    async def merge(self, kind: Kind, name: str, patch: Object) -> Object:
+    async def merge(self, kind: ObjectKind, name: str, patch: Object) -> Object:
         self.objects[name] = {**self.objects[name], **patch}
         return self.objects[name]
 
@@ -100,38 +103,38 @@ def counted(kind: str) -> float:
 
 async def test_a_change_of_our_own_is_no_drift_and_that_of_somebody_else_is():
     hub: Any = Hub()
-    runtime = Runtime(hub, None)  # pyright: ignore[reportArgumentType]  # no member is opened
+    children = Children(HubView(hub, ReconcileQueue()), lambda _: None)
     manifest = {"kind": "ConfigMap", "metadata": {"name": "c", "labels": {}}, "data": {"a": "1"}}
     before = counted("ConfigMap")
-    await children.apply(runtime, REF, hub, manifest)
-    await children.apply(runtime, REF, hub, {**manifest, "data": {"a": "2"}})
+    await children.apply(REF, hub, manifest)
+    await children.apply(REF, hub, {**manifest, "data": {"a": "2"}})
     assert counted("ConfigMap") == before
     hub.objects["c"]["data"]["a"] = "theirs"
-    await children.apply(runtime, REF, hub, {**manifest, "data": {"a": "2"}})
+    await children.apply(REF, hub, {**manifest, "data": {"a": "2"}})
     assert hub.objects["c"]["data"]["a"] == "2"
     del hub.objects["c"]
-    await children.apply(runtime, REF, hub, {**manifest, "data": {"a": "2"}})
+    await children.apply(REF, hub, {**manifest, "data": {"a": "2"}})
     assert counted("ConfigMap") == before + 2
 
 
 def test_what_waits_is_counted_until_it_is_looked_at():
-    queue = Wakers()
+    queue = ReconcileQueue()
     waker = queue.of(REF, "u")
     assert queue.depth() == 0
     queue.wake(REF)
     queue.wake(REF)
     assert queue.depth() == 1
-    with waker.looking():
+    with waker.reconciling():
         assert queue.depth() == 0
         queue.wake(REF)  # while it is being looked at: another look is due
     assert queue.depth() == 1
 
 
 def test_a_look_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch):
-    queue = Wakers()
-    with queue.of(REF, "u").looking():
+    queue = ReconcileQueue()
+    with queue.of(REF, "u").reconciling():
         assert queue.stuck() == ""
-        now = wakers.time.monotonic()
-        monkeypatch.setattr(wakers.time, "monotonic", lambda: now + wakers.STUCK_SECONDS + 1)
+        now = queues.time.monotonic()
+        monkeypatch.setattr(queues.time, "monotonic", lambda: now + queues.STUCK_SECONDS + 1)
         assert queue.stuck().startswith("DecodePool d has been reconciled for 301 s")
     assert queue.stuck() == ""

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from tests.unit.operator_.conftest import reached
 
-from prfaas_operator.clusters.api import SECRET
 from prfaas_operator.clusters.client import TRIES
+from prfaas_operator.clusters.kinds import SECRET
 from prfaas_operator.clusters.throttle import (
     BURST_CALLS,
     CALLS_AT_ONCE,

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from prfaas_operator.plan import kubeconfig, tokens
+from prfaas_operator.plan import credentials
 from prfaas_operator.render import account
 
 ISSUED = 1_700_000_000
@@ -26,7 +26,7 @@ def at(seconds: int) -> datetime:
 
 
 def test_the_lifetime_is_what_was_granted_not_what_was_asked_for():
-    facts = tokens.read(granted(3600))
+    facts = credentials.read_token(granted(3600))
     assert facts is not None
     assert (facts.namespace, facts.account, facts.lifetime) == ("there", "prfaas-operator", timedelta(hours=1))
 
@@ -35,10 +35,10 @@ def test_the_lifetime_is_what_was_granted_not_what_was_asked_for():
     ("second", "due", "ended"), [(0, False, False), (1799, False, False), (1800, True, False), (3600, True, True)]
 )
 def test_a_token_is_due_at_half_its_life(second, due, ended):
-    facts = tokens.read(granted(3600))
+    facts = credentials.read_token(granted(3600))
     assert facts is not None
-    assert tokens.is_due(facts, at(second)) == due
-    assert tokens.has_expired(facts, at(second)) == ended
+    assert credentials.is_renewal_due(facts, at(second)) == due
+    assert credentials.has_expired(facts, at(second)) == ended
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_a_token_is_due_at_half_its_life(second, due, ended):
     ],
 )
 def test_what_is_no_accounts_token_with_an_end_is_none_and_raises_nothing(text):
-    assert tokens.read(text) is None
-    assert not tokens.has_expired(tokens.read(text), datetime.now(UTC))
+    assert credentials.read_token(text) is None
+    assert not credentials.has_expired(credentials.read_token(text), datetime.now(UTC))
 
 
 def test_a_new_token_takes_the_place_of_the_old_and_of_nothing_else():
     authority = "-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"
     document = account.kubeconfig("eu", "https://1.2.3.4:6443", authority, "old")
-    changed = kubeconfig.with_token(document.encode(), "new")
-    before, after = kubeconfig.parse(document.encode()), kubeconfig.parse(changed)
+    changed = credentials.with_token(document.encode(), "new")
+    before, after = credentials.parse_kubeconfig(document.encode()), credentials.parse_kubeconfig(changed)
     assert after.token == "new"
     assert after._replace(token="old") == before

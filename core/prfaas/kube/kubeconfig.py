@@ -1,0 +1,153 @@
+"""Reads a person's kubeconfig as kubectl does: merged files, contexts, files beside them, and exec plugins.
+
+Only for the kubeconfig of whoever runs this process: a kubeconfig may run commands and read files. What other people
+give us goes through an allow-list of the operator's.
+"""
+
+import base64
+import binascii
+import json
+import os
+import ssl
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from prfaas.errors import ConfigError
+from prfaas.kube.session import DEFAULT_CONNECTIONS, Authorization, KubeSession, bearer, client_tls, token_of_file
+
+EXEC_SECONDS: Final = 120.0
+"""An exec plugin may open a browser and wait for a person."""
+RENEW_BEFORE: Final = timedelta(seconds=30)
+BASE: Final = "prfaas.io/folder"
+"""Key under which an entry remembers the folder of its file: relative paths start there."""
+
+Entry = Mapping[str, Any]
+
+
+class KubeconfigAccess(NamedTuple):
+    """How a person reaches a cluster: a session that is not open yet, and its address, CA and TLS context."""
+
+    session: KubeSession
+    server: str
+    ca_pem: str
+    tls: ssl.SSLContext | None
+
+
+def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONNECTIONS) -> KubeconfigAccess:
+    """Return access by a kubeconfig and one of its contexts; by default the usual file and its current context.
+
+    Raises:
+        ConfigError: there is no such file or context, or a credential cannot be used.
+
+    """
+    try:
+        cluster, user = _chosen(path, context)
+        server = str(cluster["server"])
+        ca_pem = _content(cluster, "certificate-authority")
+        authorization, certificate, key = _credentials(user)
+        tls = client_tls(ca_pem, certificate, key) if server.startswith("https") else None
+        if tls is not None and cluster.get("insecure-skip-tls-verify"):
+            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        named = path or "of $KUBECONFIG or ~/.kube/config"
+        raise ConfigError(f"kubeconfig {named}: {type(error).__name__}: {error}") from error
+    session = KubeSession(
+        server,
+        authorization=authorization,
+        tls=tls,
+        tls_server_name=cluster.get("tls-server-name", ""),
+        connections=connections,
+        proxy=cluster.get("proxy-url"),
+    )
+    return KubeconfigAccess(session, server, ca_pem, tls)
+
+
+def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
+    """Return the cluster and the user of a context."""
+    named = os.environ.get("KUBECONFIG", "").split(os.pathsep)
+    paths = [path] if path else [Path(one) for one in named if one] or [Path.home() / ".kube" / "config"]
+    found: dict[str, dict[str, Entry]] = {"contexts": {}, "clusters": {}, "users": {}}
+    current = context or ""
+    for each in [one for one in paths if one.exists()]:
+        document: dict[str, Any] = yaml.safe_load(each.read_text()) or {}
+        current = str(current or document.get("current-context") or "")
+        for plural, entries in found.items():
+            listed: list[dict[str, Any]] = document.get(plural) or []
+            for entry in listed:
+                # Of several files the first one that has a name counts.
+                body: dict[str, Any] = {**(entry.get(plural.removesuffix("s")) or {}), BASE: each.parent}
+                entries.setdefault(entry["name"], body)
+    if current not in found["contexts"]:
+        raise ValueError(f"context {current or 'current'!r} is none of {', '.join(found['contexts']) or 'none'}")
+    chosen = found["contexts"][current]
+    return found["clusters"][chosen["cluster"]], found["users"].get(chosen.get("user", ""), {})
+
+
+def _content(entry: Entry, field: str) -> str:
+    """Return what is given inline as FIELD-data, or in the file FIELD; empty where neither is there."""
+    if inline := entry.get(f"{field}-data"):
+        try:
+            return base64.b64decode(inline).decode("ascii")
+        except (binascii.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{field}-data is not base64 of PEM text") from error
+    return (entry[BASE] / entry[field]).read_text() if entry.get(field) else ""
+
+
+def _credentials(user: Entry) -> tuple[Authorization | None, str, str]:
+    """Return the authorization, and the client certificate with its key."""
+    certificate, key = _content(user, "client-certificate"), _content(user, "client-key")
+    if "auth-provider" in user:
+        raise ValueError("auth-provider is not supported: use an exec plugin, as kubectl advises")
+    if user.get("exec"):
+        plugin = _ExecPlugin(user["exec"], user[BASE])
+        status = plugin.run()
+        certificate = status.get("clientCertificateData") or certificate
+        return plugin.authorization, certificate, status.get("clientKeyData") or key
+    if user.get("token"):
+        return bearer(user["token"]), certificate, key
+    if user.get("tokenFile"):
+        return token_of_file(user[BASE] / user["tokenFile"]), certificate, key
+    if user.get("username") and user.get("password"):
+        basic = base64.b64encode(f"{user['username']}:{user['password']}".encode()).decode()
+        return (lambda: f"Basic {basic}"), certificate, key
+    return None, certificate, key
+
+
+class _ExecPlugin:
+    """A command that prints an ExecCredential; it is run again when that has ended."""
+
+    def __init__(self, config: Entry, folder: Path):
+        command = str(config["command"])
+        self._command = [str(folder / command) if "/" in command else command, *(config.get("args") or ())]
+        self._api_version = config["apiVersion"]
+        self._variables = {each["name"]: each["value"] for each in config.get("env") or ()}
+        self._token = ""
+        self._ends: datetime | None = None
+
+    def authorization(self) -> str:
+        """Return the header of a call."""
+        if self._ends is not None and datetime.now(UTC) > self._ends - RENEW_BEFORE:
+            self.run()
+        return f"Bearer {self._token}" if self._token else ""
+
+    def run(self) -> Entry:
+        """Run the command; return the status of the credential that it printed."""
+        asked = {"apiVersion": self._api_version, "kind": "ExecCredential", "spec": {"interactive": sys.stdin.isatty()}}
+        environment = {**os.environ, **self._variables, "KUBERNETES_EXEC_INFO": json.dumps(asked)}
+        try:
+            ended = subprocess.run(
+                self._command, env=environment, stdout=subprocess.PIPE, timeout=EXEC_SECONDS, check=True
+            )
+            status = json.loads(ended.stdout)["status"]
+        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"exec plugin {self._command[0]} of the kubeconfig failed: {error}") from error
+        self._token = status.get("token") or ""
+        if ends := status.get("expirationTimestamp"):
+            self._ends = datetime.fromisoformat(ends)
+        return status

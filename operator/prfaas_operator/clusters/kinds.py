@@ -1,0 +1,59 @@
+"""The kinds of objects that the operator speaks of.
+
+They are known here instead of being discovered: a broken aggregated API in a member cluster then stops nothing, no
+discovery cache lies on disk, and one call less stands between a restart and the first reconcile.
+"""
+
+from typing import Any, Final
+
+from prfaas import api
+from prfaas.kube.lease import LEASE_KIND
+from prfaas.kube.session import CONFIG_MAP, ObjectKind
+from prfaas.names import API_VERSION
+
+Object = dict[str, Any]
+
+MEMBER_CLUSTER: Final = ObjectKind(API_VERSION, api.MemberCluster.kind_name, api.MemberCluster.plural)
+PREFILL_POOL: Final = ObjectKind(API_VERSION, api.PrefillPool.kind_name, api.PrefillPool.plural)
+DECODE_POOL: Final = ObjectKind(API_VERSION, api.DecodePool.kind_name, api.DecodePool.plural)
+POLICY: Final = ObjectKind(API_VERSION, api.PrfaaSPolicy.kind_name, api.PrfaaSPolicy.plural)
+
+NAMESPACE: Final = ObjectKind("v1", "Namespace", "namespaces", namespaced=False)
+POD: Final = ObjectKind("v1", "Pod", "pods")
+SECRET: Final = ObjectKind("v1", "Secret", "secrets")
+SERVICE: Final = ObjectKind("v1", "Service", "services")
+SERVICE_ACCOUNT: Final = ObjectKind("v1", "ServiceAccount", "serviceaccounts")
+EVENT: Final = ObjectKind("v1", "Event", "events")
+DEPLOYMENT: Final = ObjectKind("apps/v1", "Deployment", "deployments")
+ROLE: Final = ObjectKind("rbac.authorization.k8s.io/v1", "Role", "roles")
+ROLE_BINDING: Final = ObjectKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+CUSTOM_RESOURCE: Final = ObjectKind(
+    "apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False
+)
+DISRUPTION_BUDGET: Final = ObjectKind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+NETWORK_POLICY: Final = ObjectKind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+CERTIFICATE: Final = ObjectKind("cert-manager.io/v1", "Certificate", "certificates")
+
+BY_NAME: Final = {
+    kind.name: kind
+    for kind in (
+        MEMBER_CLUSTER,
+        PREFILL_POOL,
+        DECODE_POOL,
+        POLICY,
+        NAMESPACE,
+        POD,
+        SECRET,
+        CONFIG_MAP,
+        SERVICE,
+        SERVICE_ACCOUNT,
+        EVENT,
+        DEPLOYMENT,
+        ROLE,
+        ROLE_BINDING,
+        LEASE_KIND,
+        DISRUPTION_BUDGET,
+        NETWORK_POLICY,
+        CERTIFICATE,
+    )
+}

@@ -1,0 +1,213 @@
+"""Apply and remove the children of an object, in whichever cluster they live: a set changes whole or not at all.
+
+Three things may stand between a manifest and the live object. Somebody else's object has the name: it is left alone
+unless an annotation gives it away. The API server refuses one of several: then none is written, so that what stands
+stays whole. Somebody edits what is ours: it is put back, and an Event says who did what; two controllers that go on
+correcting each other are slowed down.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from prfaas import names
+from prfaas.kube.session import ObjectKind
+from prfaas_operator import metrics
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.kinds import BY_NAME, Object
+from prfaas_operator.controller import events
+from prfaas_operator.controller.child_cache import ChildCache
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.queue import Ref
+from prfaas_operator.errors import ChildConflictError
+from prfaas_operator.plan import drift, ownership
+from prfaas_operator.plan.drift import Applied, needs_apply, view
+from prfaas_operator.render.common import Manifest
+
+log = logging.getLogger(__name__)
+
+IDENTITY_LABELS: Final = (names.LABEL_MANAGED_BY, names.LABEL_POOL_UID, names.LABEL_POLICY_UID)
+EDITS_AT_ONCE: Final = 5
+EDIT_WINDOW_SECONDS: Final = 60.0
+
+
+class EditLimiter:
+    """How often edited children are put back: at once, unless somebody goes on editing.
+
+    Two controllers that each correct the other would write as fast as watches tell them, for ever. A person who edits
+    by hand is corrected within a second a few times in a row; after that a child waits until a minute has passed.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._at: dict[str, deque[float]] = {}
+        self._held_back_at = float("-inf")
+
+    def may_revert(self, uid: str) -> bool:
+        """Tell whether a child may be put back now."""
+        times, now = self._at.get(uid), self._clock()
+        may = times is None or len(times) < EDITS_AT_ONCE or now - times[0] > EDIT_WINDOW_SECONDS
+        if not may:
+            self._held_back_at = now
+        return may
+
+    def holds_back(self) -> bool:
+        """Tell whether any child waits to be put back, which no watch will tell of."""
+        return self._clock() - self._held_back_at <= 2 * EDIT_WINDOW_SECONDS
+
+    def reverted(self, uid: str) -> None:
+        """Note that a child was put back, and forget those that have been left in peace since."""
+        now = self._clock()
+        for other in [one for one, times in self._at.items() if now - times[-1] > EDIT_WINDOW_SECONDS]:
+            del self._at[other]
+        self._at.setdefault(uid, deque(maxlen=EDITS_AT_ONCE)).append(now)
+
+
+class _Child(NamedTuple):
+    """One child as it should be and as it is; `live` is None before it is made, `last` before we have applied it.
+
+    `is_as_left`: it has the version that the last reconcile left, so that only part of it is at hand.
+    """
+
+    manifest: Manifest
+    live: Object | None
+    last: Applied | None
+    is_as_left: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.manifest["kind"], self.manifest["metadata"]["name"]
+
+    @property
+    def changes_what_stands(self) -> bool:
+        """Whether its apply is worth a dry run: not of a new one, which may need another new one, nor of the same."""
+        return self.live is not None and view(self.live, self.manifest) != self.manifest
+
+    @property
+    def is_drift(self) -> bool:
+        """Whether we had applied this very manifest before."""
+        return self.last is not None and self.last.is_of(self.manifest)
+
+    @property
+    def edit(self) -> drift.Edit | None:
+        """Who changed it since our last apply, and what."""
+        return drift.edit(self.live, self.last) if self.live is not None and self.last and self.is_drift else None
+
+
+class Children:
+    """Applies children, and remembers how it left them; all of that can be lost.
+
+    Args:
+        hub: the objects whose children these are, and where their Events go.
+        cache_of: returns what is followed in a cluster; None where it has just been left.
+
+    """
+
+    def __init__(self, hub: HubView, cache_of: Callable[[ClusterClient], ChildCache | None]):
+        self.edits = EditLimiter()
+        self._hub = hub
+        self._cache_of = cache_of
+        self._applied: dict[Ref, dict[tuple[str, str], Applied]] = {}
+
+    def forget(self, owner: Ref) -> None:
+        """Drop what is remembered of an owner that is gone."""
+        self._applied.pop(owner, None)
+
+    def follows_all(self, cluster: ClusterClient) -> bool:
+        """Tell whether every change of a child in a cluster wakes its owner."""
+        cache = self._cache_of(cluster)
+        return cache is not None and cache.follows_all()
+
+    async def apply(self, owner: Ref, cluster: ClusterClient, manifest: Manifest) -> Object:
+        """Bring one child to its manifest, as `apply_all` does; return it live."""
+        return (await self.apply_all(owner, cluster, [manifest]))[0]
+
+    async def apply_all(self, owner: Ref, cluster: ClusterClient, manifests: Sequence[Manifest]) -> list[Object]:
+        """Bring children to their manifests, writing only what differs; return them live.
+
+        What exists is changed only if the API server would take every change of what exists.
+
+        Raises:
+            ChildConflictError: an object of such a name exists and is not ours: taking it over could break its owner.
+            PrfaasError: what the API server says against one of them.
+
+        """
+        known = self._applied.setdefault(owner, {})
+        children = [await self._observe(owner, cluster, manifest) for manifest in manifests]
+        changes = []
+        for child in children:
+            if child.is_as_left:
+                continue
+            if needs_apply(child.live, child.manifest, child.last):
+                changes += [child] if self._may_write(child) else []
+            elif child.live is not None and child.last is not None:
+                child.last.live = drift.keep(child.live)
+        if len(changes) > 1:  # a single one is refused or written whole in any case
+            for child in changes:
+                if child.changes_what_stands:
+                    await cluster.apply(child.manifest, dry_run=True)
+        written: dict[tuple[str, str], Object] = {}
+        for child in changes:
+            live = written[child.key] = await cluster.apply(child.manifest)
+            known[child.key] = Applied(child.manifest, view(live, child.manifest), live)
+            metrics.CHILD_WRITES.labels(child.key[0]).inc()
+            if child.is_drift:
+                log.info("%s: %s %s was changed or deleted by somebody else, putting it back", owner, *child.key)
+                metrics.DRIFT_HEALED.labels(child.key[0]).inc()
+            await self._tell(owner, child)
+        return [written.get(child.key) or child.live or {} for child in children]
+
+    async def _observe(self, owner: Ref, cluster: ClusterClient, manifest: Manifest) -> _Child:
+        kind, name = BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
+        last, cache = self._applied.get(owner, {}).get((kind.name, name)), self._cache_of(cluster)
+        seen = cache.version(kind, name) if cache is not None else ""
+        if seen and last is not None and last.version == seen and last.is_of(manifest):
+            return _Child(manifest, dict(last.live), last, is_as_left=True)
+        live = await cluster.get(kind, name)
+        if live is not None and not is_ours(live, manifest) and not self._given_away(owner, live):
+            raise ChildConflictError(
+                f"{kind.name} {name} exists in namespace {cluster.namespace} and belongs to somebody else; "
+                f"delete it, rename {owner}, or annotate either with {ownership.ADOPT}=true to have it taken over"
+            )
+        return _Child(manifest, live, last)
+
+    def _given_away(self, owner: Ref, live: Object) -> bool:
+        """Tell whether the owner or the object itself says that we may take it over."""
+        annotated = (self._hub.get(owner) or {}, live)
+        return any(ownership.says_yes(one, ownership.ADOPT) for one in annotated)
+
+    def _may_write(self, child: _Child) -> bool:
+        """Tell whether a child may be written now: one that is edited again and again has to wait."""
+        return child.edit is None or self.edits.may_revert((child.live or {})["metadata"]["uid"])
+
+    async def _tell(self, owner: Ref, child: _Child) -> None:
+        """Post an Event when what we wrote was somebody else's doing or property."""
+        subject, what = self._hub.get(owner), " ".join(child.key)
+        if subject is None or child.live is None:
+            return
+        if edit := child.edit:
+            self.edits.reverted(child.live["metadata"]["uid"])
+            await events.post(self._hub.client, subject, "Warning", "ChildEdited", f"{what}: {edit}; put back")
+        elif not is_ours(child.live, child.manifest):
+            message = f"{what} was taken over, as annotated"
+            await events.post(self._hub.client, subject, "Normal", "ChildAdopted", message)
+
+
+async def remove(cluster: ClusterClient, kinds: Iterable[ObjectKind], selector: str) -> int:
+    """Delete all objects of some kinds that carry the labels; return how many were still there."""
+    remaining = 0
+    for kind in kinds:
+        for child in await cluster.list_all(kind, selector=selector):
+            remaining += 1
+            metadata = child["metadata"]
+            if "deletionTimestamp" not in metadata:
+                await cluster.delete(kind, metadata["name"], uid=metadata["uid"])
+    return remaining
+
+
+def is_ours(live: Object, manifest: Manifest) -> bool:
+    """Tell whether a live object was made for the very owner that the manifest is for."""
+    labels, wanted = live["metadata"].get("labels") or {}, manifest["metadata"]["labels"]
+    return all(labels.get(label) == wanted[label] for label in IDENTITY_LABELS if label in wanted)

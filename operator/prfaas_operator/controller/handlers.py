@@ -1,0 +1,187 @@
+"""Where kopf ends and our controller begins: kopf's watch feeds the hub's store, and its daemons run our loops.
+
+kopf watches our four kinds, keeps the finalizer, and starts and ends the loops. Its indexing comes before any daemon:
+when the first loop runs, the store holds all objects of all kinds. A daemon runs a living object's loop; kopf cancels
+it when the object is being deleted, and the deletion handler goes on with the same loop until nothing is left. That
+handler also serves a deletion that began while no operator ran, for which kopf starts no daemon.
+
+kopf keeps its progress in annotations and trusts them; what it cannot read keeps it from the object for ever, its
+deletion too. Who may edit an object may edit them, so here what cannot be read counts as absent: handlers start anew,
+which is harmless, as every reconcile starts from what it observes. So does a delay that another machine's clock has put
+far into the future.
+
+kopf ends where the API server refuses to tell of a kind: a CRD that is not served for a moment is enough, or a minute
+of missing rights. `follow` then begins anew as soon as every kind is served. What runs goes on meanwhile, and nothing
+is changed, since our kinds are reconciled by each other.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import kopf
+import msgspec
+
+from prfaas.errors import PrfaasError
+from prfaas.kube.session import ObjectKind
+from prfaas.names import FINALIZER, GROUP, VERSION
+from prfaas_operator.controller.loop import Controller
+from prfaas_operator.controller.queue import Ref
+from prfaas_operator.logs import is_refusal
+
+log = logging.getLogger(__name__)
+
+ANNOTATION_PREFIX: Final = f"internal.{GROUP}"
+CANCEL_SECONDS: Final = 5.0
+REQUEST_SECONDS: Final = 30.0
+WATCH_SECONDS: Final = 60
+WATCH_SLACK_SECONDS: Final = 5
+ERROR_DELAYS: Final = (1, 1, 2, 3, 5, 8, 13, 21, 34, 60)
+SERVED_POLL_SECONDS: Final = 1.0
+UNREADABLE = (ValueError, RecursionError, OverflowError)
+"""What reading hostile JSON and dates raises; msgspec's and json's errors are ValueErrors."""
+LONGEST_DELAY: Final = timedelta(minutes=5)
+"""Several times what any handler of ours is delayed for."""
+
+
+def settings() -> kopf.OperatorSettings:
+    """Return kopf's settings: our finalizer and annotations, bounded waits, no cluster-wide watching."""
+    chosen = kopf.OperatorSettings()
+    chosen.persistence.finalizer = FINALIZER
+    chosen.persistence.progress_storage = ProgressStorage(prefix=ANNOTATION_PREFIX)
+    chosen.persistence.diffbase_storage = DiffBaseStorage(prefix=ANNOTATION_PREFIX)
+    chosen.posting.enabled = False
+    chosen.scanning.disabled = True
+    chosen.networking.request_timeout = REQUEST_SECONDS
+    chosen.execution.default_backoff = CANCEL_SECONDS
+    chosen.queueing.error_delays = ERROR_DELAYS
+    # A watch that has lost its peer is silent for at most this long; the store is as old.
+    chosen.watching.server_timeout = WATCH_SECONDS
+    chosen.watching.client_timeout = WATCH_SECONDS + WATCH_SLACK_SECONDS
+    return chosen
+
+
+def register(controller: Controller, close: Callable[[], Awaitable[None]]) -> kopf.OperatorRegistry:
+    """Return the handlers of all kinds; `close` ends what the loops started."""
+    registry = kopf.OperatorRegistry()
+    for kind in controller.kinds:
+        _register_kind(registry, controller, kind)
+
+    @kopf.on.cleanup(registry=registry)
+    async def _(**_: Any) -> None:
+        # kopf waits 5 s for tasks that outlive it, so what the loops started must end before.
+        await close()
+
+    return registry
+
+
+def _register_kind(registry: kopf.OperatorRegistry, controller: Controller, kind: ObjectKind) -> None:
+    resource, hub = (GROUP, VERSION, kind.plural), controller.hub
+
+    @kopf.index(*resource, registry=registry, id="store")
+    async def _(body: kopf.Body, **_: Any) -> None:
+        hub.put(kind, dict(body))
+
+    @kopf.on.event(*resource, registry=registry, id="gone")
+    async def _(name: str, uid: str, type: str | None, **_: Any) -> None:  # noqa: A002  # kopf's name
+        if type == "DELETED":
+            hub.discard(kind, name, uid)
+
+    @kopf.daemon(*resource, registry=registry, id="keep", cancellation_timeout=CANCEL_SECONDS)
+    async def _(name: str, uid: str, **_: Any) -> None:
+        await controller.run(Ref(kind, name), uid)
+
+    @kopf.on.delete(*resource, registry=registry, id="remove")
+    async def _(name: str, uid: str, **_: Any) -> None:
+        await controller.run(Ref(kind, name), uid)
+
+
+async def follow(operate: Callable[[asyncio.Event], Awaitable[None]], term: asyncio.Event) -> bool:
+    """Run kopf until it ends; tell whether an API server's refusal ended it, rather than `term`."""
+    try:
+        await operate(term)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        log.error("our kinds are not followed any more: %s; again once the API server serves every one", error)
+        return True
+    return False
+
+
+async def until_served(is_served: Callable[[], Awaitable[None]], term: asyncio.Event) -> None:
+    """Wait until nothing is raised against a kind, or until `term`."""
+    while not term.is_set():
+        try:
+            await is_served()
+        except PrfaasError:
+            try:
+                async with asyncio.timeout(SERVED_POLL_SECONDS):
+                    await term.wait()
+            except TimeoutError:
+                continue
+        else:
+            return
+
+
+class _Progress(msgspec.Struct):
+    """One handler's progress, as kopf writes it."""
+
+    started: str | None = None
+    stopped: str | None = None
+    delayed: str | None = None
+    purpose: str | None = None
+    retries: int | None = None
+    success: bool | None = None
+    failure: bool | None = None
+    message: str | None = None
+    subrefs: list[str] | None = None
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    """What an essence keeps of the metadata."""
+
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class _Essence(msgspec.Struct):
+    """What kopf remembers of the object that it handled last."""
+
+    spec: dict[str, Any] = {}
+    metadata: _Metadata = _Metadata()
+
+
+class ProgressStorage(kopf.AnnotationsProgressStorage):
+    """Progress in annotations; a record that is none counts as absent."""
+
+    def fetch(self, **kwargs: Any) -> Any:
+        """Return a handler's record."""
+        try:
+            found: Any = super().fetch(**kwargs)
+            record = msgspec.convert(found or {}, _Progress)
+            for moment in filter(None, (record.started, record.stopped)):
+                datetime.fromisoformat(moment)
+            if record.delayed and _is_far(datetime.fromisoformat(record.delayed)):
+                return None
+        except UNREADABLE:
+            return None
+        return found
+
+
+def _is_far(moment: datetime) -> bool:
+    return moment.astimezone(UTC) > datetime.now(UTC) + LONGEST_DELAY
+
+
+class DiffBaseStorage(kopf.AnnotationsDiffBaseStorage):
+    """The last handled state in an annotation; one that is none counts as absent."""
+
+    def fetch(self, **kwargs: Any) -> Any:
+        """Return the last handled essence."""
+        try:
+            found: Any = super().fetch(**kwargs)
+            msgspec.convert(found or {}, _Essence)
+        except UNREADABLE:
+            return None
+        return found

@@ -1,0 +1,176 @@
+"""What the operator knows of the hub: our own objects from kopf's one watch, pods and children from informers.
+
+Each of our kinds is watched once, by kopf. Its events fill this store, and both the reconciles and all lookups read it.
+What the operator writes itself it learns from the answer, so that no reconcile goes by a state that is older than its
+own last write. Of two states the one with the newer resource version counts, whichever comes last.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final, TypeVar
+
+from prfaas.api.base import Resource
+from prfaas.kube.session import ObjectKind
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.informer import Informer
+from prfaas_operator.clusters.kinds import (
+    BY_NAME,
+    DECODE_POOL,
+    MEMBER_CLUSTER,
+    POD,
+    POLICY,
+    PREFILL_POOL,
+    Object,
+)
+from prfaas_operator.controller.child_cache import ChildCache, ChildFacts
+from prfaas_operator.controller.queue import ReconcileQueue, Ref
+from prfaas_operator.plan.conditions import READY
+from prfaas_operator.plan.pod_facts import PodFacts, project_pod
+from prfaas_operator.plan.policy import ObservedCluster
+from prfaas_operator.plan.reading import read
+from prfaas_operator.plan.roles import Sharer, project_sharer
+from prfaas_operator.render.common import GROUP_MANAGED
+
+R = TypeVar("R", bound=Resource)
+DEPENDANTS: Final[dict[ObjectKind, tuple[ObjectKind, ...]]] = {
+    MEMBER_CLUSTER: (PREFILL_POOL, DECODE_POOL, POLICY),
+    PREFILL_POOL: (MEMBER_CLUSTER, POLICY),
+    DECODE_POOL: (POLICY,),
+    POLICY: (),
+}
+
+
+class HubView:
+    """The hub's namespace.
+
+    Args:
+        client: the hub's API server.
+        queue: whom to wake when something changes.
+
+    """
+
+    def __init__(self, client: ClusterClient, queue: ReconcileQueue):
+        self.client = client
+        self.queue = queue
+        self.pods = Informer(client, POD, GROUP_MANAGED, project_pod, self._pod_changed)
+        self.children = ChildCache(client, GROUP_MANAGED, self._child_changed)
+        self.sharers: dict[str, Sharer] = {}
+        """The hub's PrefillPools as far as others go by them, by name."""
+        self._objects: dict[Ref, Object] = {}
+        self._gateway_schemes: frozenset[str] = frozenset()
+
+    @property
+    def informers(self) -> tuple[Informer[Any], ...]:
+        """All that follow the hub beside kopf."""
+        return self.pods, *self.children.followed.values()
+
+    def put(self, kind: ObjectKind, body: Object) -> None:
+        """Take in the state of an object, unless a newer one is known; wake the object and whom a change concerns."""
+        name = body["metadata"]["name"]
+        ref = Ref(kind, name)
+        known = self._objects.get(ref)
+        if known is not None and _version(known) >= _version(body):
+            return
+        self._objects[ref] = body
+        if kind == PREFILL_POOL:
+            self.sharers[name] = project_sharer(body)
+        self._wake(ref, changed=known is None or fingerprint(known) != fingerprint(body))
+
+    def discard(self, kind: ObjectKind, name: str, uid: str) -> None:
+        """Forget an object that has gone; a namesake stays."""
+        ref = Ref(kind, name)
+        known = self._objects.get(ref)
+        if known is not None and known["metadata"]["uid"] == uid:
+            self._wake(ref, changed=True)
+            del self._objects[ref]
+            if kind == PREFILL_POOL:
+                del self.sharers[name]
+
+    def learn(self, written: Object) -> None:
+        """Take in an object of ours that was just written, as the API server answered."""
+        self.put(BY_NAME[written["kind"]], written)
+
+    async def refresh(self, ref: Ref) -> None:
+        """Read an object from the API server."""
+        before = self._objects.get(ref)
+        live = await self.client.get(ref.kind, ref.name)
+        if live is not None:
+            self.put(ref.kind, live)
+        elif before is not None and self._objects.get(ref) is before:
+            self.discard(ref.kind, ref.name, before["metadata"]["uid"])
+
+    def get(self, ref: Ref) -> Object | None:
+        """Return an object of ours, None where there is none. Nobody may change it."""
+        return self._objects.get(ref)
+
+    def all(self, kind: ObjectKind) -> list[Object]:
+        """Return all objects of one of our kinds."""
+        return [body for ref, body in self._objects.items() if ref.kind == kind]
+
+    def named(self, kind: ObjectKind, model: type[R], names: Iterable[str]) -> dict[str, R]:
+        """Return some objects of a kind by their names, as read; what is missing is left out.
+
+        Raises:
+            InvalidObjectError: one of them cannot be read. Whoever names it cannot do without.
+
+        """
+        found = {name: self._objects.get(Ref(kind, name)) for name in sorted(set(names))}
+        return {name: read(model, body) for name, body in found.items() if body is not None}
+
+    def kubeconfigs(self) -> dict[str, str]:
+        """Return the Secret that each MemberCluster is reached with."""
+        references = {
+            member["metadata"]["name"]: (member.get("spec") or {}).get("kubeconfigSecretRef") or {}
+            for member in self.all(MEMBER_CLUSTER)
+        }
+        return {name: reference.get("name", "") for name, reference in references.items()}
+
+    def clusters_in_use(self) -> set[str]:
+        """Return the MemberClusters that PrefillPools name."""
+        return {pool.cluster for pool in self.sharers.values()}
+
+    def observed(self) -> ObservedCluster:
+        """Return what is known of the hub's pods."""
+        return ObservedCluster(tuple(self.pods.items.values()) if self.pods.synced.is_set() else None, reachable=True)
+
+    def gateway_pods(self) -> list[PodFacts]:
+        """Return the gateways' pods that take new requests."""
+        return [pod for pod in self.pods.items.values() if not pod.pool_uid and not pod.terminating]
+
+    def _wake(self, ref: Ref, *, changed: bool) -> None:
+        self.queue.wake(ref)
+        if not changed:
+            return
+        self.queue.wake_kinds(*DEPENDANTS[ref.kind])
+        if ref.kind == PREFILL_POOL:
+            self.queue.wake(Ref(DECODE_POOL, self.sharers[ref.name].share_with))
+
+    def _pod_changed(self, pod: PodFacts) -> None:
+        self.queue.wake_uid(pod.pool_uid)
+        if not pod.pool_uid:
+            # Instances go inside TLS when all gateways are.
+            schemes = frozenset(pod.scheme for pod in self.gateway_pods())
+            if schemes != self._gateway_schemes:
+                self._gateway_schemes = schemes
+                self.queue.wake_kinds(PREFILL_POOL, DECODE_POOL)
+        self.queue.wake_kinds(POLICY)
+
+    def _child_changed(self, child: ChildFacts) -> None:
+        if child.pool_uid:
+            self.queue.wake_uid(child.pool_uid)
+        else:
+            self.queue.wake_kinds(POLICY)
+
+
+def fingerprint(body: Object) -> tuple[Any, ...]:
+    """Return what of an object matters to others; a status that only counts differently wakes nobody else."""
+    ready = [
+        (condition.get("status"), condition.get("reason"))
+        for condition in (body.get("status") or {}).get("conditions") or ()
+        if condition.get("type") == READY
+    ]
+    metadata = body["metadata"]
+    return (metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp"), *ready)
+
+
+def _version(body: Object) -> int:
+    return int(body["metadata"].get("resourceVersion") or 0)

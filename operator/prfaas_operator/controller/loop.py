@@ -1,0 +1,152 @@
+"""Reconcile one object for as long as it lives: again when woken, again after a while, whatever went wrong before.
+
+The status is written also on failure, and one object's failure is nobody else's: every object has its own loop, and
+every call inside it a timeout.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from prfaas.errors import PrfaasError
+from prfaas.kube.session import ObjectKind
+from prfaas.names import HUB
+from prfaas.telemetry.tracing import OFF, Tracing
+from prfaas.wire.trace import NO_TRACE
+from prfaas_operator import logs, metrics
+from prfaas_operator.clusters.kinds import MEMBER_CLUSTER, POLICY, PREFILL_POOL, Object
+from prfaas_operator.controller.children import Children
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.queue import Ref
+from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, ReconcileResult, StatusWriter
+from prfaas_operator.errors import NotLeaderError, reason_of
+from prfaas_operator.plan import ownership
+from prfaas_operator.plan.conditions import READY, ConditionState, no
+
+log = logging.getLogger(__name__)
+
+Reconcile = Callable[[Object], Awaitable[ReconcileResult]]
+"""Brings everything that belongs to an object where it should be; it must not change the object that it is given."""
+
+RECONCILES_AT_ONCE: Final = 16
+REST_SECONDS: Final[Mapping[ObjectKind, float]] = {POLICY: 1.0, MEMBER_CLUSTER: 1.0}
+"""A routing table is written, and a member probed, at most once a second, however fast pods and pools come and go."""
+
+PAUSED: Final = ConditionState(
+    "Unknown", "Paused", f"nothing that belongs to it is changed; remove the annotation {ownership.PAUSED} to go on"
+)
+
+
+class Controller:
+    """The loops of all objects.
+
+    Args:
+        hub: our objects, and whom to wake.
+        children: forgets what was applied for an object that is gone.
+        reconciles: how an object of each kind is reconciled.
+        tracing: where spans of reconciles go.
+
+    """
+
+    def __init__(
+        self, hub: HubView, children: Children, reconciles: Mapping[ObjectKind, Reconcile], tracing: Tracing = OFF
+    ):
+        self.hub = hub
+        self.kinds = tuple(reconciles)
+        self._children = children
+        self._reconciles = reconciles
+        self._tracing = tracing
+        self._statuses = StatusWriter(hub)
+        self._slots: dict[tuple[ObjectKind, str], asyncio.Semaphore] = {}
+
+    async def run(self, ref: Ref, uid: str) -> None:
+        """Reconcile an object until nothing of it is left."""
+        logs.about(kind=ref.kind.name, namespace=self.hub.client.namespace, name=ref.name, uid=uid)
+        waker = self.hub.queue.of(ref, uid)
+        is_resync = False
+        async with waker.turn:
+            while True:
+                async with self.slot(ref):
+                    with waker.reconciling():
+                        result = await self.reconcile(ref, uid, is_resync=is_resync)
+                if result.gone:
+                    metrics.forget_object(ref.kind.name, ref.name)
+                    self.hub.queue.forget(ref, uid)
+                    self._children.forget(ref)
+                    self._statuses.forget(ref)
+                    return
+                await asyncio.sleep(REST_SECONDS.get(ref.kind, 0))
+                is_resync = not await waker.wait(_pause_seconds(result))
+
+    def slot(self, ref: Ref) -> asyncio.Semaphore:
+        """Return what a reconcile has to hold: a slot among the reconciles that concern one cluster.
+
+        After a start all objects are to be reconciled. Those that wait have not begun; those that are have the server
+        for themselves. A cluster that does not answer holds up its own pools, and no probe.
+        """
+        where = ref.name if ref.kind == MEMBER_CLUSTER else ""
+        if ref.kind == PREFILL_POOL and ref.name in self.hub.sharers:
+            where = self.hub.sharers[ref.name].cluster
+        return self._slots.setdefault((ref.kind, where), asyncio.Semaphore(RECONCILES_AT_ONCE))
+
+    async def reconcile(self, ref: Ref, uid: str, *, is_resync: bool = False) -> ReconcileResult:
+        """Reconcile an object once, and write its status; `is_resync`: nothing woke it."""
+        started = time.monotonic()
+        result = ReconcileResult(again_seconds=RETRY_SECONDS)
+        try:
+            with self._tracing.start("reconcile", NO_TRACE) as span:
+                span.set(kind=ref.kind.name, namespace=self.hub.client.namespace, name=ref.name, uid=uid)
+                if is_resync:
+                    # kopf's watch may have lost its peer and be silent, and kopf tells of no deletion that happened
+                    # while it did not watch: what it missed is found here.
+                    await self.hub.refresh(ref)
+                live = self.hub.get(ref)
+                if live is None or live["metadata"]["uid"] != uid:
+                    return ReconcileResult(gone=True)
+                logs.add(cluster=_cluster(ref, live))
+                result = await self._reconcile(ref, live)
+                if any(state.reason == NotLeaderError.reason for state in result.conditions.values()):
+                    # What another replica sees counts, not that this one may not act.
+                    return ReconcileResult(again_seconds=RETRY_SECONDS)
+                span.set(**{type_: state.reason for type_, state in result.conditions.items()})
+                if not result.gone:
+                    ready = result.conditions.get(READY)
+                    metrics.reconciled(ref.kind.name, ref.name, ready=ready is not None and ready.good)
+                    result = await self._statuses.write(ref, live, result)
+        except PrfaasError as error:
+            _count(ref, reason_of(error))
+            log.warning("%s: %s; again soon", ref, error)
+        finally:
+            metrics.RECONCILE_SECONDS.labels(ref.kind.name).observe(time.monotonic() - started)
+        return result
+
+    async def _reconcile(self, ref: Ref, live: Object) -> ReconcileResult:
+        """Call the kind's reconcile; whatever it raises becomes the condition Ready."""
+        if ownership.says_yes(live, ownership.PAUSED) and "deletionTimestamp" not in live["metadata"]:
+            return ReconcileResult({READY: PAUSED})
+        try:
+            return await self._reconciles[ref.kind](live)
+        except PrfaasError as error:
+            reason, message = reason_of(error), str(error)
+        except Exception as error:  # a bug must not end the loop of an object, and has to be seen
+            reason, message = "InternalError", f"{type(error).__name__}: {error}; see the operator's log"
+            log.exception("%s: internal error", ref)
+        _count(ref, reason)
+        return ReconcileResult({READY: no(reason, message)})
+
+
+def _pause_seconds(result: ReconcileResult) -> float:
+    if result.again_seconds is not None:
+        return result.again_seconds
+    return RESYNC_SECONDS if all(state.good for state in result.conditions.values()) else RETRY_SECONDS
+
+
+def _cluster(ref: Ref, live: Object) -> str:
+    """Return the cluster that an object is about."""
+    return ref.name if ref.kind == MEMBER_CLUSTER else live["spec"].get("clusterName") or HUB
+
+
+def _count(ref: Ref, reason: str) -> None:
+    metrics.RECONCILE_ERRORS.labels(ref.kind.name, reason).inc()

@@ -1,0 +1,182 @@
+"""Write an object's status: server-side apply of exactly the operator's own fields, and only when they differ.
+
+The hub's CRD may be of another version than this operator. An older CRD lacks a field, and then the API server refuses
+the whole apply; a newer one may take other values. What it does not take is left out, and the rest is written with a
+condition that says so. Where nothing can be written, because a newer CRD asks for a field that this version does not
+know, an Event says it instead. Every reconcile tries the whole status first, so that nothing has to be started again
+once the CRD fits.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from prfaas.api import Condition
+from prfaas.errors import PrfaasError
+from prfaas.kube.session import ObjectKind
+from prfaas_operator import metrics
+from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Object
+from prfaas_operator.controller import events
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.queue import Ref
+from prfaas_operator.errors import InvalidObjectError, ServerFailedError
+from prfaas_operator.plan.certificates import PENDING as CERTIFICATE_PENDING
+from prfaas_operator.plan.conditions import (
+    CERTIFICATE_READY,
+    DELETING,
+    REACHABLE,
+    READY,
+    ConditionState,
+    merge,
+    no,
+    rfc3339,
+    turned,
+)
+from prfaas_operator.plan.drift import status_differs
+from prfaas_operator.plan.pool_status import INSTANCES_NOT_READY, ROLLING_OUT
+
+log = logging.getLogger(__name__)
+
+RESYNC_SECONDS: Final = 30.0
+SEEN_RESYNC_SECONDS: Final = 300.0
+"""For an object whose children are all followed: whatever becomes of them tells of itself."""
+RETRY_SECONDS: Final = 4.0
+"""An object that is not ready is reconciled again this soon, so that a cause nobody watches (a Secret) heals in 5 s."""
+CRD_FITS: Final = "CRDFits"
+MISMATCH: Final = "CRDMismatch"
+POOL_FIELDS: Final = ("replicas", "readyReplicas", "selector", "replicasOwner")
+OWN_FIELDS: Final[Mapping[ObjectKind, tuple[str, ...]]] = {
+    MEMBER_CLUSTER: ("serverVersion", "lastContactTime", "tokenExpirationTime"),
+    PREFILL_POOL: POOL_FIELDS,
+    DECODE_POOL: POOL_FIELDS,
+    POLICY: ("readyPrefill", "readyDecode", "capacity", "plan"),
+}
+PASSING: Final = {DELETING, ROLLING_OUT, INSTANCES_NOT_READY, CERTIFICATE_PENDING}
+"""Reasons not to be Ready that pass by themselves: no warnings. What does not pass has a reason of its own."""
+OWN_CONDITIONS: Final = (REACHABLE, READY)
+CONDITIONS: Final = TypeAdapter(list[Condition])
+
+
+@dataclass(frozen=True)
+class ReconcileResult:
+    """What a reconcile found: conditions by type, other status fields, and when to reconcile again.
+
+    `gone` means that nothing of the object is left and that it may go itself; then no status is written.
+    """
+
+    conditions: Mapping[str, ConditionState] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    again_seconds: float | None = None
+    gone: bool = False
+
+
+class StatusWriter:
+    """Writes statuses, and says once what the hub's CRD does not take of an object's."""
+
+    def __init__(self, hub: HubView):
+        self._hub = hub
+        self._mismatches: dict[Ref, str] = {}
+
+    def forget(self, ref: Ref) -> None:
+        """Drop what was said of an object that is gone."""
+        self._mismatches.pop(ref, None)
+
+    async def write(self, ref: Ref, live: Object, result: ReconcileResult) -> ReconcileResult:
+        """Write a status as far as the hub's CRD takes it; return what was written, with when to reconcile again.
+
+        Raises:
+            PrfaasError: nothing could be written.
+
+        """
+        left_out: set[str] = set()
+        while True:
+            try:
+                await write_status(self._hub, ref.kind, live, result)
+            except (InvalidObjectError, ServerFailedError) as error:
+                refused = set(re.findall(r"\bstatus\.(\w+)", str(error)))
+                more = refused & set(OWN_FIELDS[ref.kind]) - left_out
+                if refused and not left_out:
+                    await self._tell(ref, live, message := _mismatch(ref, error))
+                    result = replace(result, conditions={**result.conditions, CRD_FITS: no(MISMATCH, message)})
+                if not more:
+                    raise
+                left_out |= more
+                again_seconds = min(result.again_seconds or RESYNC_SECONDS, RESYNC_SECONDS)
+                fields = {**result.fields, **dict.fromkeys(left_out)}
+                result = replace(result, fields=fields, again_seconds=again_seconds)
+            else:
+                if not left_out:
+                    self._mismatches.pop(ref, None)
+                return result
+
+    async def _tell(self, ref: Ref, live: Object, message: str) -> None:
+        """Post an Event once, until something else is wrong."""
+        if self._mismatches.get(ref) != message:
+            self._mismatches[ref] = message
+            log.warning("%s: %s", ref, message)
+            await events.post(self._hub.client, live, "Warning", MISMATCH, message)
+
+
+def _mismatch(ref: Ref, error: PrfaasError) -> str:
+    return (
+        f"the CRD of {ref.kind.name} in the hub is of another version than this operator: {error}; "
+        "apply the CRDs of the operator's version, see `prfaas cluster check`"
+    )
+
+
+async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: ReconcileResult) -> None:
+    """Apply the status of one object and post an Event when Ready turned, or a certificate was refused.
+
+    What the result does not speak of stays as it was: server-side apply would remove a field that we leave out.
+    """
+    current = live.get("status") or {}
+    known = read_conditions(current)
+    metadata = live["metadata"]
+    generation = metadata.get("generation", 0)
+    conditions = merge(known, result.conditions, generation, rfc3339(hub.client.now()))
+    conditions += [
+        condition.model_dump(by_alias=True)
+        for condition in known
+        if condition.type in OWN_CONDITIONS and condition.type not in result.conditions
+    ]
+    kept = {name: current[name] for name in OWN_FIELDS[kind] if name in current}
+    fields = {name: value for name, value in {**kept, **result.fields}.items() if value is not None}
+    wanted: dict[str, Any] = {**fields, "observedGeneration": generation, "conditions": conditions}
+    if not status_differs(current, wanted) and kept.keys() <= fields.keys():
+        return
+    body = {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        # The uid makes sure that a namesake made in between is left alone.
+        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
+        "status": wanted,
+    }
+    hub.learn(await hub.client.apply(body, subresource="status"))
+    metrics.STATUS_WRITES.labels(kind.name).inc()
+    await _tell_turned(hub, live, known, result.conditions)
+
+
+async def _tell_turned(
+    hub: HubView, live: Object, known: Sequence[Condition], states: Mapping[str, ConditionState]
+) -> None:
+    """Post an Event when Ready turned, or CertificateReady to False."""
+    for type_ in (READY, CERTIFICATE_READY):
+        state = states.get(type_)
+        if state is None or not turned(known, type_, state) or (type_ != READY and state.status != "False"):
+            continue
+        expected = state.good or state.reason in PASSING
+        level = logging.INFO if expected else logging.WARNING
+        log.log(level, "%s %s: %s: %s", live["kind"], live["metadata"]["name"], state.reason, state.message)
+        await events.post(hub.client, live, "Normal" if expected else "Warning", state.reason, state.message)
+
+
+def read_conditions(status: Mapping[str, Any]) -> list[Condition]:
+    """Return the conditions of a status; none when somebody wrote what no condition looks like."""
+    try:
+        return CONDITIONS.validate_python(status.get("conditions") or [])
+    except ValidationError:
+        return []

@@ -1,0 +1,61 @@
+"""Who decides over an object: people by annotations, and over replicas whoever wrote spec.replicas last.
+
+`true` is the only value of an annotation that says yes. The API server remembers who wrote spec.replicas. A pool has
+one owner of replicas at a time: each writes the same field, by /scale or with the whole object, and the last one wins.
+The status names the owner, so that two writers who take turns are seen.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final, Literal
+
+from prfaas.names import FIELD_MANAGER_OPERATOR, GROUP
+
+PAUSED: Final = f"{GROUP}/paused"
+"""On an object of ours: nothing that belongs to it is changed until the annotation goes; a deletion still is obeyed."""
+ADOPT: Final = f"{GROUP}/adopt"
+"""On an object of ours, or on somebody else's that has a child's name: it may be taken over."""
+SCALED_BY_POLICY: Final = f"{GROUP}/scaled-by-policy"
+"""On a pool: a policy that converts or scales may write replicas that a person wrote, as of then and whenever."""
+
+
+def says_yes(live: Mapping[str, Any], annotation: str) -> bool:
+    """Tell whether a live object carries an annotation with the value `true`."""
+    return ((live.get("metadata") or {}).get("annotations") or {}).get(annotation) == "true"
+
+
+Owner = Literal["User", "Autoscaler", "Policy"]
+AUTOSCALERS: Final = ("kube-controller-manager", "horizontal-pod-autoscaler", "keda-operator")
+"""Field managers of autoscalers that write /scale; the one of Kubernetes runs in its controller manager."""
+
+
+def owner(live: Mapping[str, Any]) -> Owner:
+    """Return who wrote an object's spec.replicas last; a value that nobody wrote is the user's."""
+    last = _last_writer(live)
+    if last is None:
+        return "User"
+    if last.get("manager") == FIELD_MANAGER_OPERATOR:
+        return "Policy"
+    scales = last.get("subresource") == "scale"
+    return "Autoscaler" if scales and last.get("manager") in AUTOSCALERS else "User"
+
+
+def is_default(live: Mapping[str, Any]) -> bool:
+    """Tell whether nobody ever wrote an object's spec.replicas."""
+    return _last_writer(live) is None
+
+
+def written_before(live: Mapping[str, Any], moment: datetime) -> bool:
+    """Tell whether spec.replicas is surely older than a moment; of a write by /scale the API server keeps no time."""
+    last = _last_writer(live)
+    time = live["metadata"]["creationTimestamp"] if last is None else last.get("time")
+    return bool(time) and datetime.fromisoformat(time) < moment
+
+
+def _last_writer(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    writers = [
+        entry
+        for entry in live["metadata"].get("managedFields") or ()
+        if "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {})
+    ]
+    return max(writers, key=lambda entry: entry.get("time", ""), default=None)

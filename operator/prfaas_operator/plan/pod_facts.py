@@ -1,0 +1,145 @@
+"""What the operator keeps of a worker or gateway pod: a few fields of the tens of kilobytes that the server sends.
+
+In a Deployment that two pools share, a pod's role is a label that the operator sets, never its template. Until a pod
+has a role, its readiness gate keeps it out of service: so a rollout waits for the operator, and no role runs dry.
+"""
+
+from typing import Any, Final, NamedTuple
+
+from prfaas import names
+
+ROLE_GATE: Final = f"{names.GROUP}/role-assigned"
+TEMPLATE_ANNOTATION: Final = f"{names.GROUP}/template"
+"""Digest of the template that a pod was made from: tells the pods that a rollout brings from those that it takes."""
+DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
+CHEAP: Final = "-1"
+"""Cost of a pod that should go first when the Deployment shrinks. All others have none, which means 0."""
+
+
+class SharedPodFacts(NamedTuple):
+    """A pod's place among the instances of its pool.
+
+    `template` is empty for a pod that was never meant to be shared. A pod that is `over` has ended for good, and its
+    ReplicaSet does not count it any more.
+    """
+
+    uid: str = ""
+    created: str = ""
+    template: str = ""
+    gated: bool = False
+    gate_open: bool = False
+    cheap: bool = False
+    over: bool = False
+
+
+def _shared_facts(pod: dict[str, Any], conditions: dict[str, Any]) -> SharedPodFacts:
+    """Reduce a pod to its seat; `conditions` are its status conditions by type."""
+    metadata = pod["metadata"]
+    annotations = metadata.get("annotations") or {}
+    gates = (pod.get("spec") or {}).get("readinessGates") or ()
+    return SharedPodFacts(
+        uid=metadata.get("uid", ""),
+        created=metadata.get("creationTimestamp", ""),
+        template=annotations.get(TEMPLATE_ANNOTATION, ""),
+        gated=any(gate["conditionType"] == ROLE_GATE for gate in gates),
+        gate_open=conditions.get(ROLE_GATE, {}).get("status") == "True",
+        cheap=annotations.get(DELETION_COST) == CHEAP,
+        over=(pod.get("status") or {}).get("phase") in {"Failed", "Succeeded"},
+    )
+
+
+MAX_PROBLEM_CHARS = 300
+CRASHES: Final = 2
+"""A container that ended so often before it was ready is crashing, also in the moments in which it runs."""
+
+UNSCHEDULABLE: Final = "Unschedulable"
+CRASH_LOOPING: Final = "CrashLooping"
+WAITING_REASONS: Final = {
+    "ErrImagePull": "ImagePullFailed",
+    "ImagePullBackOff": "ImagePullFailed",
+    "ErrImageNeverPull": "ImagePullFailed",
+    "InvalidImageName": "ImagePullFailed",
+    "ImageInspectError": "ImagePullFailed",
+    "RegistryUnavailable": "ImagePullFailed",
+    "CreateContainerConfigError": "ContainerNotCreated",
+    "CreateContainerError": "ContainerNotCreated",
+    "RunContainerError": "ContainerNotCreated",
+    "CrashLoopBackOff": CRASH_LOOPING,
+}
+"""What the kubelet says of a waiting container, and the one cause behind words between which it alternates."""
+
+
+class PodFacts(NamedTuple):
+    """One pod. `problem` says why it is not ready, in the words of whoever holds it up; empty for a ready pod.
+
+    `cause` is the CamelCase reason of a problem that does not pass by waiting, empty for all others.
+    """
+
+    name: str
+    pool_uid: str
+    role: str
+    pod_ip: str
+    host_ip: str
+    ready: bool
+    terminating: bool
+    problem: str
+    cause: str = ""
+    scheme: str = "http"
+    shared: SharedPodFacts = SharedPodFacts()
+
+
+def project_pod(pod: dict[str, Any]) -> PodFacts:
+    """Reduce a pod, as the API server gives it, to its facts."""
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    labels = metadata.get("labels") or {}
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
+    ready = conditions.get("Ready", {}).get("status") == "True"
+    terminating = "deletionTimestamp" in metadata
+    return PodFacts(
+        name=metadata["name"],
+        pool_uid=labels.get(names.LABEL_POOL_UID, ""),
+        role=labels.get(names.LABEL_ROLE, ""),
+        scheme=(metadata.get("annotations") or {}).get(names.ANNOTATION_SCHEME, "http"),
+        pod_ip=status.get("podIP") or "",
+        host_ip=status.get("hostIP") or "",
+        ready=ready,
+        terminating=terminating,
+        problem="" if ready else _problem(status, conditions, terminating=terminating)[:MAX_PROBLEM_CHARS],
+        cause="" if ready or terminating else _cause(status, conditions),
+        shared=_shared_facts(pod, conditions),
+    )
+
+
+def _cause(status: dict[str, Any], conditions: dict[str, Any]) -> str:
+    if conditions.get("PodScheduled", {}).get("status") == "False":
+        return UNSCHEDULABLE
+    for container in status.get("containerStatuses") or ():
+        waiting = container.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") in WAITING_REASONS:
+            return WAITING_REASONS[waiting["reason"]]
+        if not container.get("ready") and container.get("restartCount", 0) >= CRASHES:
+            return CRASH_LOOPING
+    return ""
+
+
+def _problem(status: dict[str, Any], conditions: dict[str, Any], *, terminating: bool) -> str:
+    if terminating:
+        return "is terminating"
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', '')}"
+    for container in status.get("containerStatuses") or ():
+        waiting = container.get("state", {}).get("waiting")
+        ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
+        if waiting:
+            return _sentence(waiting, ended)
+        if ended and not container.get("ready"):
+            return f"container ended with exit code {ended.get('exitCode')} ({ended.get('reason', 'Error')})"
+    if status.get("phase") == "Running":
+        return "is running, but its readiness probe fails"
+    return f"is {status.get('phase', 'Pending')}, no container has started yet"
+
+
+def _sentence(waiting: dict[str, Any], ended: dict[str, Any] | None) -> str:
+    text = ": ".join(filter(None, (waiting.get("reason"), waiting.get("message"))))
+    return f"{text} (last exit code {ended.get('exitCode')})" if ended else text

@@ -1,0 +1,99 @@
+"""Pools: what the state of their Deployment and pods means, and when a deletion stops waiting for a dead cluster."""
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+from prfaas.api import DecodePool, PrefillPool
+from prfaas.wire.routes import EngineName, Role
+from prfaas_operator.plan.conditions import ConditionState, no, yes
+from prfaas_operator.plan.pod_facts import PodFacts
+
+Pool = PrefillPool | DecodePool
+INSTANCES_NOT_READY: Final = "InstancesNotReady"
+ROLLING_OUT: Final = "RollingOut"
+QUOTA_EXCEEDED: Final = "QuotaExceeded"
+PODS_REFUSED: Final = "PodsRefused"
+
+
+class Counts(NamedTuple):
+    """Instances of a Deployment, as its controller last saw them."""
+
+    replicas: int = 0
+    ready: int = 0
+    updated: int = 0
+    observed_generation: int = 0
+    failure: str = ""
+
+
+def engine_name(pool: Pool) -> EngineName:
+    """Return the protocol by which a pool's instances are asked."""
+    engine = pool.spec.engine
+    if engine.type == "vllm":
+        return "vllm-mooncake" if engine.connector == "Mooncake" else "vllm-nixl"
+    return engine.type
+
+
+def role_of(pool: Pool) -> Role:
+    """Return what a pool's instances do."""
+    return "decode" if isinstance(pool, DecodePool) else "prefill"
+
+
+def egress_share_mbps(pool: Pool) -> int | None:
+    """Return the part of a pool's egress cap that each instance may send, None without a cap.
+
+    Of the instances wanted, not of those there are: while some are missing the others leave their part unused, and
+    during a rollout those that come on top are too many for a moment.
+    """
+    if not isinstance(pool, PrefillPool) or pool.spec.egress_mbps is None:
+        return None
+    return max(1, pool.spec.egress_mbps // max(1, pool.spec.replicas))
+
+
+def counts(deployment: Mapping[str, Any]) -> Counts:
+    """Read a Deployment's status. `failure` is its controller's own complaint: a quota, a refused pod."""
+    status = deployment.get("status") or {}
+    failures = [
+        condition.get("message", "")
+        for condition in status.get("conditions") or ()
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True"
+    ]
+    return Counts(
+        replicas=status.get("replicas", 0),
+        ready=status.get("readyReplicas", 0),
+        updated=status.get("updatedReplicas", 0),
+        observed_generation=status.get("observedGeneration", 0),
+        failure=" ".join(failures),
+    )
+
+
+def readiness(pool: Pool, deployment: Mapping[str, Any], pods: Iterable[PodFacts]) -> ConditionState:
+    """Return the condition Ready of a pool whose Deployment is applied."""
+    seen, wanted = counts(deployment), pool.spec.replicas
+    if seen.observed_generation < deployment["metadata"].get("generation", 0):
+        return no(INSTANCES_NOT_READY, "the cluster's Deployment controller has not seen the last change yet")
+    if seen.ready >= wanted and seen.updated >= wanted and seen.replicas == wanted:
+        return yes("AllReady", f"{seen.ready} of {wanted} instances ready" if wanted else "scaled to zero")
+    progress = f"{seen.ready} of {wanted} instances ready, {seen.updated} of the present template"
+    reason, obstacle = _obstacle(seen, pods)
+    if seen.ready >= wanted and reason == INSTANCES_NOT_READY:
+        reason = ROLLING_OUT
+    return no(reason, "; ".join(filter(None, (progress, obstacle))))
+
+
+def _obstacle(seen: Counts, pods: Iterable[PodFacts]) -> tuple[str, str]:
+    """Return the reason, and the sentence that tells a person where to look first: what does not pass by waiting."""
+    if seen.failure:
+        # The words of the API server's quota admission, as the ReplicaSet's controller hands them on.
+        return QUOTA_EXCEEDED if "exceeded quota" in seen.failure else PODS_REFUSED, seen.failure
+    waiting = sorted((not pod.cause, pod.name, pod) for pod in pods if pod.problem and not pod.terminating)
+    if not waiting:
+        return INSTANCES_NOT_READY, ""
+    pod = waiting[0][-1]
+    return pod.cause or INSTANCES_NOT_READY, f"pod {pod.name}: {pod.problem}"
+
+
+def seconds_left(deletion_timestamp: str, deadline_seconds: int, now: datetime) -> float:
+    """Return how long a deletion still waits for a cluster that is not reached; negative when the time is up."""
+    since = datetime.fromisoformat(deletion_timestamp)
+    return deadline_seconds - (now.astimezone(UTC) - since).total_seconds()

@@ -1,0 +1,278 @@
+"""The Deployment of a pool: worker pods whose command, ports, probes, labels and security belong to the operator.
+
+What changes while instances run lies in a ConfigMap that a PrefillPool's pods mount: the template never tells it, or a
+change of replicas would restart them all. It is a file that they read again, so a member cluster that is cut off still
+starts its pods with the last of it; and optional, so that none waits for it.
+
+The owner of the pool adds the allow-list of `template` and no more. The Deployment has the pool's name; where another
+pool's Deployment has it already (a DecodePool of that name, another hub's pool), the pool says so in its condition.
+"""
+
+import copy
+import hashlib
+import json
+from typing import Any, Final
+
+from prfaas import names
+from prfaas.api import MemberCluster, PrefillPool
+from prfaas.api.template import PodTemplate, Spread
+from prfaas_operator.plan.pod_facts import CHEAP, DELETION_COST, ROLE_GATE, TEMPLATE_ANNOTATION
+from prfaas_operator.plan.pool_status import Pool, egress_share_mbps, engine_name, role_of
+from prfaas_operator.plan.roles import Assignment
+from prfaas_operator.render import engines
+from prfaas_operator.render.common import (
+    CONTAINER_SECURITY,
+    LABEL_CLUSTER_UID,
+    PART_OF,
+    POD_SECURITY,
+    Manifest,
+    http_probe,
+    notice,
+    on_leaving,
+    owner_reference,
+    pod_environment,
+    resources,
+    selector_text,
+)
+from prfaas_operator.render.engines import Start
+
+DRAIN_MARGIN_SECONDS: Final = 10  # between the worker's own drain limit and the kubelet's kill
+SETTINGS_VOLUME: Final = "prfaas-settings"
+SETTINGS_PATH: Final = "/etc/prfaas/settings"
+EGRESS_KEY: Final = "egress-mbps"
+SPREAD: Final = (Spread(topology_key="topology.kubernetes.io/zone"), Spread(topology_key="kubernetes.io/hostname"))
+"""Where instances go unless the pool says otherwise: as far apart as can be, so that a node takes few along."""
+TMP_VOLUME: Final = "prfaas-tmp"
+TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
+
+
+def selector(pool: Pool) -> dict[str, str]:
+    """Return the labels that select the pods of a pool's Deployment; not their role, which may change."""
+    return {names.LABEL_POOL_UID: pool.metadata.uid}
+
+
+def scale_selector(pool: Pool) -> str:
+    """Return the selector of status.selector, which /scale and an autoscaler read."""
+    return selector_text({**selector(pool), names.LABEL_ROLE: role_of(pool)})
+
+
+def deployment(pool: Pool, member: MemberCluster | None) -> Manifest:
+    """Return the Deployment of a pool, for the hub when `member` is None."""
+    labels = _labels(pool, member)
+    by_host = member is not None and member.spec.addressing == "HostIP"
+    metadata: Manifest = {"name": pool.metadata.name, "labels": labels}
+    if member is None:
+        metadata["ownerReferences"] = [owner_reference(pool)]
+    template = pool.spec.template
+    pod_metadata: Manifest = {"labels": {**template.labels, **labels}}
+    if template.annotations:
+        pod_metadata["annotations"] = dict(template.annotations)
+    spec: Manifest = {
+        "replicas": pool.spec.replicas,
+        "selector": {"matchLabels": selector(pool)},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(pool, by_host=by_host)},
+        "template": {"metadata": pod_metadata, "spec": _pod(pool, by_host=by_host)},
+    }
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
+
+
+def _rolling_update(pool: Pool, *, by_host: bool) -> Manifest:
+    rollout = pool.spec.rollout
+    if by_host:
+        # A node's port is taken until the old pod is gone, so a surge pod could never be scheduled beside it.
+        return {"maxSurge": 0, "maxUnavailable": rollout.max_unavailable if rollout.may_lack else 1}
+    return {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable}
+
+
+def settings(pool: PrefillPool, member: MemberCluster | None) -> Manifest:
+    """Return the ConfigMap of a pool's settings, for the hub when `member` is None; what is not set has no key."""
+    metadata: Manifest = {"name": names.settings_configmap(pool.metadata.name), "labels": _labels(pool, member)}
+    if member is None:
+        metadata["ownerReferences"] = [owner_reference(pool)]
+    share_mbps = egress_share_mbps(pool)
+    data = {} if share_mbps is None else {EGRESS_KEY: str(share_mbps)}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def _labels(pool: Pool, member: MemberCluster | None) -> dict[str, str]:
+    labels = {
+        **PART_OF,
+        names.LABEL_COMPONENT: "worker",
+        names.LABEL_POOL: pool.metadata.name,
+        names.LABEL_CLUSTER: member.metadata.name if member else names.HUB,
+        names.LABEL_ROLE: role_of(pool),
+        **selector(pool),
+    }
+    return labels | ({LABEL_CLUSTER_UID: member.metadata.uid} if member else {})
+
+
+def _pod(pool: Pool, *, by_host: bool) -> Manifest:
+    template, drain_seconds = pool.spec.template, pool.spec.drain_seconds
+    volumes, mounts = _volumes(pool)
+    pod: Manifest = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": notice(drain_seconds) + drain_seconds + DRAIN_MARGIN_SECONDS,
+        "securityContext": POD_SECURITY,
+        "containers": [_worker(pool, mounts, by_host=by_host)],
+        "volumes": volumes,
+    }
+    optional = {
+        "nodeSelector": dict(template.node_selector),
+        "tolerations": [_dump(toleration) for toleration in template.tolerations],
+        "imagePullSecrets": [_dump(reference) for reference in template.image_pull_secrets],
+        "priorityClassName": template.priority_class_name,
+        "serviceAccountName": template.service_account_name,
+        "runtimeClassName": template.runtime_class_name,
+        "schedulerName": template.scheduler_name,
+        "affinity": _affinity(template),
+        "topologySpreadConstraints": [
+            # Among instances of one template: during a rollout the old ones would draw the new ones to the same places.
+            {**_dump(spread), "labelSelector": {"matchLabels": selector(pool)}, "matchLabelKeys": ["pod-template-hash"]}
+            for spread in (SPREAD if template.topology_spread is None else template.topology_spread)
+        ],
+    }
+    return pod | {key: value for key, value in optional.items() if value}
+
+
+def _affinity(template: PodTemplate) -> Manifest:
+    """Return the node affinity: one term, of which a node must meet every requirement."""
+    if not template.node_affinity:
+        return {}
+    term = {"matchExpressions": [_dump(requirement) for requirement in template.node_affinity]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+
+
+def _worker(pool: Pool, mounts: list[Manifest], *, by_host: bool) -> Manifest:
+    host_port = (lambda port: {"hostPort": port}) if by_host else (lambda _: {})
+    start = _own_start(pool) if engine_name(pool) == "prfaas" else engines.start(pool)
+    variables = [{"name": name, "value": value} for name, value in start.env.items()]
+    container: Manifest = {
+        "name": "worker",
+        "image": pool.spec.engine.image,
+        "command": start.command,
+        "args": start.args,
+        "env": [*pod_environment(), *variables, *(_dump(variable) for variable in pool.spec.template.env)],
+        "ports": [
+            {"name": name, "containerPort": port, "protocol": "TCP", **host_port(port)}
+            for name, port in start.ports.items()
+        ],
+        **_probes(start),
+        "securityContext": CONTAINER_SECURITY,
+        "volumeMounts": mounts,
+        **on_leaving(pool.spec.drain_seconds),
+    }
+    return container | resources(pool.spec.template.resources)
+
+
+def _own_start(pool: Pool) -> Start:
+    ports = {"api": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT}
+    return Start(["prfaas-worker"], _arguments(pool), {}, ports, health_path="")
+
+
+def _probes(start: Start) -> Manifest:
+    if not start.health_path:
+        return {
+            "readinessProbe": http_probe("/readyz", "api", period_seconds=1, failures=2),
+            "livenessProbe": http_probe("/healthz", "api", period_seconds=5, failures=6),
+        }
+    path = start.health_path
+    return {
+        # Engines of others answer nothing until the model is loaded, which may take an hour.
+        "startupProbe": http_probe(path, "api", period_seconds=10, failures=360),
+        "readinessProbe": http_probe(path, "api", period_seconds=1, failures=2),
+        "livenessProbe": http_probe(path, "api", period_seconds=5, failures=6),
+    }
+
+
+def _arguments(pool: Pool) -> list[str]:
+    spec = pool.spec
+    flags = {
+        "--model-source": spec.model.source,
+        "--model-name": spec.model.name,
+        "--host": "$(POD_IP)",
+        "--api-port": str(names.WORKER_API_PORT),
+        "--data-port": str(names.WORKER_DATA_PORT),
+        "--instance": "$(POD_NAME)",
+        "--cluster": spec.cluster_name or names.HUB,
+        "--pool": pool.metadata.name,
+        "--role": role_of(pool),
+        "--drain-seconds": str(spec.drain_seconds),
+    }
+    if isinstance(pool, PrefillPool):
+        flags["--egress-file"] = f"{SETTINGS_PATH}/{EGRESS_KEY}"
+    return [word for flag in flags.items() for word in flag] + list(spec.engine.args)
+
+
+def _volumes(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
+    """Return volumes and mounts: the owner's, scratch space at /tmp unless they mount their own there, and settings."""
+    template = pool.spec.template
+    volumes = [_dump(volume) for volume in template.volumes]
+    mounts = [_dump(mount) for mount in template.volume_mounts]
+    if all(mount.mount_path != TMP_PATH for mount in template.volume_mounts):
+        volumes.append({"name": TMP_VOLUME, "emptyDir": {}})
+        mounts.append({"name": TMP_VOLUME, "mountPath": TMP_PATH})
+    if engine_name(pool) != "prfaas":
+        more_volumes, more_mounts = engines.volumes()
+        return volumes + more_volumes, mounts + more_mounts
+    if isinstance(pool, PrefillPool):
+        source = {"name": names.settings_configmap(pool.metadata.name), "optional": True}
+        volumes.append({"name": SETTINGS_VOLUME, "configMap": source})
+        # The whole folder: the kubelet never updates a file that is mounted alone.
+        mounts.append({"name": SETTINGS_VOLUME, "mountPath": SETTINGS_PATH, "readOnly": True})
+    return volumes, mounts
+
+
+def _dump(part: Any) -> Manifest:
+    """Return a part of the template as Kubernetes writes it; the models use core/v1's own field names."""
+    return part.model_dump(by_alias=True, exclude_none=True)
+
+
+DIGEST_CHARS: Final = 10
+
+
+def shared_deployment(manifest: Manifest) -> Manifest:
+    """Return a DecodePool's Deployment in the form in which both roles share it."""
+    shared = copy.deepcopy(manifest)
+    template = shared["spec"]["template"]
+    del template["metadata"]["labels"][names.LABEL_ROLE]
+    template["spec"]["readinessGates"] = [{"conditionType": ROLE_GATE}]
+    arguments = template["spec"]["containers"][0]["args"]
+    arguments[arguments.index("--role") + 1] = "mixed"
+    template["metadata"].setdefault("annotations", {})[TEMPLATE_ANNOTATION] = _digest(template)
+    return shared
+
+
+def template_of(shared: Manifest) -> str:
+    """Return the digest that pods of a shared Deployment's template carry."""
+    return shared["spec"]["template"]["metadata"]["annotations"][TEMPLATE_ANNOTATION]
+
+
+def _digest(template: Any) -> str:
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:DIGEST_CHARS]
+
+
+def role(assignment: Assignment, namespace: str) -> Manifest:
+    """Return what an instance is labelled with."""
+    metadata = _identity(assignment, namespace)
+    metadata["labels"] = {names.LABEL_ROLE: assignment.role} if assignment.role else {}
+    metadata["annotations"] = {DELETION_COST: CHEAP} if assignment.cheap else {}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+
+
+def open_gate(assignment: Assignment, namespace: str, now: str) -> Manifest:
+    """Return the status that lets an instance become ready; `now` is the time of the transition, RFC 3339."""
+    condition = {
+        "type": ROLE_GATE,
+        "status": "True",
+        "reason": "Assigned",
+        "message": f"label {names.LABEL_ROLE} says what the instance does",
+        "lastTransitionTime": now,
+    }
+    metadata = _identity(assignment, namespace)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"conditions": [condition]}}
+
+
+def _identity(assignment: Assignment, namespace: str) -> Manifest:
+    # The uid makes sure that an apply to a pod that has just gone makes no new one.
+    return {"name": assignment.pod.name, "namespace": namespace, "uid": assignment.pod.shared.uid}

@@ -1,0 +1,55 @@
+"""Proves that an API server's refusal ends kopf and not the operator, which begins anew once every kind is served."""
+
+import asyncio
+import logging
+
+import pytest
+
+from prfaas.errors import PeerError
+from prfaas_operator import logs
+from prfaas_operator.controller import handlers
+
+REFUSAL = type("APINotFoundError", (Exception,), {"__module__": "kopf._cogs.clients.errors"})
+
+
+@pytest.mark.parametrize(("error", "again"), [(None, False), (REFUSAL("404 page not found"), True)])
+async def test_a_refusal_is_no_end(error: Exception | None, again: bool):
+    async def operate(_: asyncio.Event) -> None:
+        if error:
+            raise error
+
+    assert await handlers.follow(operate, asyncio.Event()) == again
+
+
+async def test_a_bug_is_an_end():
+    async def operate(_: asyncio.Event) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        await handlers.follow(operate, asyncio.Event())
+
+
+async def test_it_waits_until_every_kind_is_served_or_it_is_asked_to_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(handlers, "SERVED_POLL_SECONDS", 0.01)
+    asked, term = 0, asyncio.Event()
+
+    async def is_served() -> None:
+        nonlocal asked
+        asked += 1
+        if asked < 3 or asked > 3:
+            raise PeerError("not yet")
+
+    await handlers.until_served(is_served, term)
+    assert asked == 3
+    waiting = asyncio.create_task(handlers.until_served(is_served, term))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    term.set()
+    await asyncio.wait_for(waiting, 60)
+
+
+def test_what_an_api_server_refused_is_no_traceback():
+    for error, stays in ((REFUSAL("gone"), False), (ValueError("a bug"), True)):
+        record = logging.LogRecord("kopf", logging.ERROR, "", 0, "failed", (), (type(error), error, None))
+        assert logs.drop_traceback(record)
+        assert bool(record.exc_info) == stays

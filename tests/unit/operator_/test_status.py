@@ -1,0 +1,97 @@
+"""Proves in memory that a status the hub's CRD refuses is written as far as it goes, and told once."""
+
+import copy
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from prfaas.kube.session import ObjectKind
+from prfaas_operator.clusters.kinds import DECODE_POOL, Object
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.queue import ReconcileQueue, Ref
+from prfaas_operator.controller.status import ReconcileResult, StatusWriter
+from prfaas_operator.errors import InvalidObjectError, ServerFailedError
+from prfaas_operator.plan.conditions import yes
+
+REF = Ref(DECODE_POOL, "d")
+RESULT = ReconcileResult({"Ready": yes("AllReady", "")}, {"replicas": 2, "replicasOwner": "User"}, again_seconds=300)
+
+
+class Hub:
+    """One object behind a CRD, which refuses what `refusal` says."""
+
+    namespace = "ns"
+
+    def __init__(self) -> None:
+        metadata = {"name": "d", "namespace": "ns", "uid": "u", "generation": 1}
+        self.live: Object = {"apiVersion": "prfaas.io/v1alpha1", "kind": "DecodePool", "metadata": metadata}
+        self.events: list[str] = []
+        self.lacks = ""
+        self.asks = ""
+
+    def now(self) -> datetime:
+        return datetime(2026, 5, 1, tzinfo=UTC)
+
+    async def create(self, kind: ObjectKind, body: Object) -> Object:  # noqa: ARG002
+        self.events.append(body["reason"])
+        return body
+
+    async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:  # noqa: ARG002
+        if self.lacks in body["status"]:
+            raise ServerFailedError(f"hub, DecodePool d: .status.{self.lacks}: field not declared in schema")
+        if self.asks and self.asks not in body["status"]:
+            raise InvalidObjectError(f"hub, DecodePool d: status.{self.asks}: Required value")
+        self.live["status"] = copy.deepcopy(body["status"])
+        return self.live
+
+
+async def written(hub: Hub, writer: StatusWriter) -> dict[str, Any]:
+    result = await writer.write(REF, copy.deepcopy(hub.live), RESULT)
+    conditions = {one["type"]: one for one in hub.live["status"]["conditions"]}
+    return {**hub.live["status"], "conditions": conditions, "again": result.again_seconds}
+
+
+async def test_what_an_older_crd_lacks_is_left_out_and_told_once():
+    hub = Hub()
+    writer = StatusWriter(HubView(hub, ReconcileQueue()))  # pyright: ignore[reportArgumentType]
+    hub.lacks = "replicasOwner"
+    for _ in range(3):
+        found = await written(hub, writer)
+        assert (found["replicas"], found["again"]) == (2, 30)
+        assert "replicasOwner" not in found
+        assert found["conditions"]["CRDFits"]["status"] == "False"
+        assert ".status.replicasOwner: field not declared" in found["conditions"]["CRDFits"]["message"]
+    assert hub.events.count("CRDMismatch") == 1
+    hub.lacks = ""
+    found = await written(hub, writer)
+    assert (found["replicasOwner"], found["again"]) == ("User", 300)
+    assert "CRDFits" not in found["conditions"]
+    hub.lacks = "replicasOwner"
+    del hub.live["status"]["replicasOwner"]  # pruned
+    await written(hub, writer)
+    assert hub.events.count("CRDMismatch") == 2, "once more is another time"
+
+
+async def test_where_nothing_can_be_written_an_event_says_it_once():
+    hub = Hub()
+    writer = StatusWriter(HubView(hub, ReconcileQueue()))  # pyright: ignore[reportArgumentType]
+    hub.asks = "invented"
+    for _ in range(3):
+        with pytest.raises(InvalidObjectError):
+            await written(hub, writer)
+    assert hub.events == ["CRDMismatch"]
+    assert "status" not in hub.live
+
+
+async def test_another_failure_is_nobodys_crd():
+    hub = Hub()
+    writer = StatusWriter(HubView(hub, ReconcileQueue()))  # pyright: ignore[reportArgumentType]
+
+    async def fail(*_: Any, **__: Any) -> Object:
+        raise ServerFailedError("hub, DecodePool d: etcdserver: no space")
+
+    hub.apply = fail  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ServerFailedError):
+        await written(hub, writer)
+    assert not hub.events
