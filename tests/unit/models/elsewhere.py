@@ -26,7 +26,12 @@ class Elsewhere(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Elsewhere":
         made = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=DEVICE
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=DEVICE,
         )
         made.inner = inner
         return made
