@@ -1,7 +1,7 @@
 """Ten thousand cancels, whole or by choice, at every stage of a request while others go on: nothing stays held."""
 
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,6 +61,15 @@ class Parrot:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
+
+
+class AtOnce(ThreadPoolExecutor):
+    """A thread's work, done by whoever asks for it: a busy machine changes no order."""
+
+    def submit(self, call: Any, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(call(*arguments))
+        return future
 
 
 class ByHand:
@@ -184,7 +193,8 @@ def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(
     monkeypatch.setattr("os.fsync", lambda _: None)
     tiers, by_hand = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 26), ByHand()
     tiers.disk._reader.shutdown()
-    tiers.disk._reader = by_hand
+    tiers.disk._writer.shutdown()
+    tiers.disk._reader, tiers.disk._writer = by_hand, AtOnce()
     crowd, stages = Crowd(Parrot(model), tiers, by_hand), Counter[str]()
     while stages.total() < CANCELS:
         for _ in range(crowd.chance.randrange(12)):
