@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -101,6 +102,18 @@ def test_refusals_and_our_own_engine_do_not_load_transformers(tmp_path):
         "    sys.exit('transformers' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_beside_a_gpu_it_runs_on_the_cpu_and_hides_gpu_kernels_from_transformers(saved, monkeypatch, caplog, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for package in ("causal_conv1d", "fla", "mamba_ssm"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    assert load_model(str(saved), None, device, "auto")[0].device.type == "cpu"
+    assert sys.modules["fla"] is sys.modules["mamba_ssm"] is sys.modules["causal_conv1d"] is None
+    assert ("only Kimi Linear runs on a GPU" in caplog.text) == (device == "auto")
+    with pytest.raises(ConfigError, match="only on the CPU"):
+        load_model(str(saved), None, "cuda", "auto")
 
 
 def test_every_wrong_tensor_is_listed(edited):

@@ -25,14 +25,10 @@ class Elsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Elsewhere":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=DEVICE,
-        )
+        with torch.inference_mode(False):
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=DEVICE
+            )
         made.inner = inner
         return made
 
@@ -48,22 +44,22 @@ class DeviceElsewhere(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
-class TensorElsewhere(TorchFunctionMode):
-    """Sends `torch.tensor` through a copy, as it makes its tensors where no dispatch mode sees them."""
+class FunctionsElsewhere(TorchFunctionMode):
+    """Leads the two functions that no dispatch mode sees through a copy to the other device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.tensor and kwargs.get("device") is not None:
-            return torch.tensor(*args, **{name: value for name, value in kwargs.items() if name != "device"}).to(
-                kwargs["device"]
-            )
+        kwargs = dict(kwargs or {})
+        if func is torch.tensor and (device := kwargs.pop("device", None)) is not None:
+            return torch.tensor(*args, **kwargs).to(device)
+        if func is torch.Tensor.tolist and isinstance(args[0], Elsewhere):
+            return args[0].inner.tolist()
         return func(*args, **kwargs)
 
 
 @contextmanager
 def device_elsewhere() -> Iterator[torch.device]:
     """Let there be DEVICE."""
-    with TensorElsewhere(), DeviceElsewhere():
+    with FunctionsElsewhere(), DeviceElsewhere():
         yield DEVICE
 
 

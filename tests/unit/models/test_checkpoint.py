@@ -58,6 +58,18 @@ def test_weights_may_be_split_over_files_and_kept_in_bfloat16(rewritten, weights
     assert solo.prefill(torch.arange(40), solo.new()).isfinite().all()
 
 
+def test_decay_rates_may_be_flat(rewritten, weights, model):
+    """Newer tools write A_log so; it is the same model, and a wrong number of heads is not."""
+    flat = {name: tensor.flatten() if name.endswith("A_log") else tensor for name, tensor in weights.items()}
+    assert flat["model.layers.0.self_attn.A_log"].shape == (4,)
+    other = KimiLinear.load(rewritten(flat))
+    assert torch.equal(*(solo.prefill(torch.arange(50), solo.new()) for solo in (Solo(other), Solo(model))))
+    assert other.fingerprint == model.fingerprint
+    flat["model.layers.0.self_attn.A_log"] = torch.zeros(5)
+    with pytest.raises(ConfigError, match=r"A_log: shape \[5\], the config asks for \[1, 1, 4, 1\]"):
+        KimiLinear.load(rewritten(flat))
+
+
 def test_every_difference_is_listed(rewritten, weights):
     del weights["model.norm.weight"]
     del weights["model.layers.1.self_attn.q_conv1d.weight"]

@@ -40,6 +40,27 @@ def test_a_field_of_a_wrong_type_is_refused_by_name(fields, complaint):
         parse_config(PUBLIC | fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"linear_attn_config": LINEAR | {"gate_lower_bound": -5.0}}, r"linear_attn_config\.gate_lower_bound is -5\.0"),
+        ({"attn_res_block_size": 4}, "attn_res_block_size is 4"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate is True"),
+        ({"latent_moe_use_norm": True}, "latent_moe_use_norm is True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+    ],
+)
+def test_a_field_that_changes_the_computation_and_adds_no_tensor_is_refused(fields, complaint):
+    with pytest.raises(ConfigError, match=f"{complaint}.*changes the computation"):
+        parse_config(PUBLIC | fields)
+
+
+def test_such_a_field_that_is_off_is_read():
+    off = {"mla_use_output_gate": False, "attn_res_block_size": None}
+    linear = {"linear_attn_config": LINEAR | {"gate_lower_bound": None}}
+    assert parse_config(PUBLIC | off | linear) == parse_config(PUBLIC)
+
+
 def test_a_whole_number_serves_where_any_number_does():
     assert parse_config(PUBLIC | {"routed_scaling_factor": 2}).routed_scale == 2
 

@@ -315,7 +315,7 @@ def _blocks(config: KimiLinearConfig, weights: Weights, rule: DeltaRule) -> Iter
 def _last_of_each(x: Tensor, batch: Batch) -> Tensor:
     """Of x [N, D] the last token of each chunk and every decode: [outputs, D]."""
     ends = list(accumulate(chunk.tokens for chunk in batch.chunks))
-    return torch.cat([x[[end - 1 for end in ends]], x[ends[-1] :]]) if ends else x
+    return torch.cat([x[torch.tensor(ends, device=x.device) - 1], x[ends[-1] :]]) if ends else x
 
 
 def _layer_spec(config: KimiLinearConfig, kind: str) -> LayerSpec:
