@@ -97,12 +97,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--pool", default="", metavar="NAME", help="the pool it belongs to")
     add("--role", choices=get_args(Role), default="mixed", help="what its steps are divided for (%(default)s)")
     add("--drain-seconds", type=_count, default=30, metavar="N", help="time to finish after SIGTERM (%(default)s)")
-    add("--device", choices=get_args(Device), default="auto", help="where the model runs (a GPU where there is one)")
+    add(
+        "--device",
+        choices=get_args(Device),
+        default="auto",
+        help="where the model runs (a GPU that can run it, else the CPU)",
+    )
     add(
         "--dtype",
         choices=get_args(Dtype),
         default="auto",
-        help="matrix products on a CPU (bfloat16 where it is quicker by measurement, and close; else float32)",
+        help="type of matrix products (bfloat16 on a GPU, and on a CPU where it is quicker by measurement, and close; "
+        "else float32)",
     )
     add("--threads", type=_positive, default=0, metavar="N", help="torch threads (all cores)")
     add("--max-context", type=_positive, default=0, metavar="N", dest="max_context_tokens", help="tokens (the model's)")
@@ -113,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_step_shape,
         default=[],
         metavar="NxTOKENS",
-        help="compile decode steps of up to N sequences of TOKENS tokens: some 20 s each at start, needs g++ (none)",
+        help="compile decode steps of up to N sequences of TOKENS tokens: CPU only, 20 s each at start, needs g++ (none)",
     )
     add(
         "--cache-mib",

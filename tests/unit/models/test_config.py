@@ -32,7 +32,7 @@ LINEAR = PUBLIC["linear_attn_config"]
         ({"linear_attn_config": []}, "linear_attn_config is .*it must be an object"),
         ({"linear_attn_config": LINEAR | {"head_dim": "32"}}, "head_dim is '32'"),
         ({"linear_attn_config": LINEAR | {"full_attn_layers": "4"}}, "full_attn_layers is '4'"),
-        ({"linear_attn_config": LINEAR | {"kda_layers": [1, "2"]}}, "kda_layers is .*whole numbers alone"),
+        ({"linear_attn_config": LINEAR | {"kda_layers": [1, "2"]}}, "kda_layers is .*only whole numbers"),
     ],
 )
 def test_a_field_of_a_wrong_type_is_refused_by_name(fields, complaint):

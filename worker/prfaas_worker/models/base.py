@@ -88,7 +88,7 @@ class Model(Protocol):
 
     @property
     def attention_kind(self) -> AttentionSpecKind:
-        """What the rows are, in the words of vLLM's cache events."""
+        """The kind of the rows, in the words of vLLM's cache events."""
         ...
 
     @property
@@ -98,7 +98,7 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where weights and cache live."""
+        """The device of weights and cache."""
         ...
 
     def bind(self, memory: CacheMemory) -> None:

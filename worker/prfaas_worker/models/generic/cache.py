@@ -57,8 +57,8 @@ class _CacheGroup(NamedTuple):
     held: Tensor
 
     @property
-    def alone(self) -> Chunk | None:
-        """The chunk, if it is one."""
+    def only(self) -> Chunk | None:
+        """The chunk, if there is only one."""
         return self.chunks[0] if len(self.chunks) == 1 else None
 
     @property
@@ -121,7 +121,7 @@ class _Rows(_Layer):
         group = self._group
         pages = tensor.index_select(0, group.held.flatten())
         seen = pages.view(len(group.chunks), -1, *pages.shape[2:])[:, : self._length]
-        if group.alone is None:
+        if group.only is None:
             beyond = torch.arange(self._length, device=seen.device) > group.starts.unsqueeze(1)
             seen.masked_fill_(beyond[..., None, None], 0)
         return seen.transpose(1, 2)
@@ -148,7 +148,7 @@ class _Window(_Layer):
         Of several sequences, each gets as many held rows as fit into a window.
         """
         self.cumulative_length += key_states.shape[2]
-        shift = self._shift_one if self._group.alone else self._shift_all
+        shift = self._shift_one if self._group.only else self._shift_all
         return tuple(map(shift, self._tensors, (key_states, value_states)))
 
     def _shift_one(self, tensor: Tensor, states: Tensor) -> Tensor:
@@ -191,9 +191,9 @@ class _State(_Layer):
     def attach(self, group: _CacheGroup) -> None:
         super().attach(group)
         # A slice gives a view, a tensor of indices a copy.
-        alone, self._slots = group.alone, group.slots
-        self._is_copy = alone is None
-        at = self._slots if alone is None else slice(alone.slot, alone.slot + 1)
+        only, self._slots = group.only, group.slots
+        self._is_copy = only is None
+        at = self._slots if only is None else slice(only.slot, only.slot + 1)
         self.conv_states = {i: None if conv is None else conv[at] for i, conv in self._convs.items()}
         self.recurrent_states = {i: None if state is None else state[at] for i, state in self._recurrents.items()}
         self.has_previous_state = dict.fromkeys(self._convs, group.longest > 0)
@@ -243,7 +243,7 @@ _OURS: dict[type, type] = {
 
 
 class PagedCache(Cache):
-    """What a model of transformers takes as its cache: one layer object a layer, all attached to one group."""
+    """The cache of a model of transformers: one layer object a layer, all attached to one group."""
 
     layers: list[Any]
 
@@ -260,7 +260,7 @@ class PagedCache(Cache):
         for layer in self.layers:
             layer.attach(group)
         # Of one sequence, transformers finds masks and positions by the length of the cache.
-        return {} if group.alone else {"attention_mask": self._masks(group), "position_ids": group.starts.unsqueeze(1)}
+        return {} if group.only else {"attention_mask": self._masks(group), "position_ids": group.starts.unsqueeze(1)}
 
     def finish(self) -> None:
         """Put into the memory what does not stand there yet."""
@@ -268,7 +268,7 @@ class PagedCache(Cache):
             layer.finish()
 
     def _masks(self, group: _CacheGroup) -> dict[str, Tensor | None]:
-        """What each sequence's new token must not see, by transformers' words for kinds of layers."""
+        """Masks that hide from a sequence's new token what is not its own, by transformers' words for layers."""
         starts, device = group.starts.unsqueeze(1), self._memory.device
         masks: dict[str, Tensor | None] = {"linear_attention": None, "conv": None, "sliding_attention": None}
         masks["full_attention"] = _additive(torch.arange(group.longest + 1, device=device) <= starts)

@@ -1,4 +1,4 @@
-"""Which families the generic engine serves, and the checkpoints that it refuses by name before it loads anything.
+"""Lists the families that the generic engine serves, and refuses other checkpoints by name before anything is loaded.
 
 A family qualifies when all that its sequences leave behind stands in the layer objects of transformers' cache, as one
 of four shapes: rows for every token, rows for a window of tokens, a state of fixed size, or a state beside rows. Its
@@ -35,7 +35,7 @@ def _soft_capped(logits: Tensor, config: Any) -> Tensor:
 
 
 class Family(NamedTuple):
-    """What differs between families and cannot be seen in their cache.
+    """The differences between families that cannot be seen in their cache.
 
     `scale_logits` takes the head's output and transformers' configuration of the text model.
     """
@@ -71,7 +71,7 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def read_model_type(directory: Path) -> Any:
-    """What `directory`/config.json gives as model_type.
+    """The model_type that `directory`/config.json gives.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -119,7 +119,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 
 
 def read_document(directory: Path) -> dict[str, Any]:
-    """What `directory`/config.json holds; raises ConfigError where it cannot be read."""
+    """Read `directory`/config.json; raises ConfigError where it cannot be read."""
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Puts a model of transformers behind the engine's `Model` interface: on the CPU, in fp32, without gradients.
 
-A checkpoint is loaded from files alone: nothing is fetched and none of its code is run. transformers answers wrong
+A checkpoint is loaded only from files: nothing is fetched and none of its code is run. transformers answers wrong
 weights with a warning and random numbers in their place; here every difference is an error that lists them all.
 
 Decodes go through the model together, as each brings one token. Chunks go one after the other: transformers would batch
@@ -71,7 +71,7 @@ class GenericModel:
 
     @property
     def device(self) -> torch.device:
-        """Where weights and cache live."""
+        """The device of weights and cache."""
         return self._head.weight.device
 
     def bind(self, memory: CacheMemory) -> None:
@@ -148,7 +148,7 @@ def _captured(module: Any) -> Iterator[list[Any]]:
 
 
 class _Group(NamedTuple):
-    """What goes through the model together, and which of the batch's tokens and outputs are its own."""
+    """Chunks that go through the model together, and their places among the batch's tokens and outputs."""
 
     chunks: Sequence[Chunk]
     tokens: slice | list[int]

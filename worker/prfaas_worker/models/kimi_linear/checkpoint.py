@@ -134,7 +134,7 @@ def public_name(name: str, config: KimiLinearConfig) -> str:
 
 
 class _Stored(NamedTuple):
-    """Where a tensor's bytes are."""
+    """The place of a tensor's bytes in a file."""
 
     file: Path
     dtype: str

@@ -171,7 +171,7 @@ def _size(raw: dict[str, Any], name: str) -> int:
 def _numbers(raw: dict[str, Any], name: str) -> list[int]:
     values = _field(raw, name, list)
     if any(type(value) is not int for value in values):
-        raise ConfigError(f"{name} is {values!r}; it must hold whole numbers alone")
+        raise ConfigError(f"{name} is {values!r}; it must hold only whole numbers")
     return values
 
 
@@ -200,7 +200,7 @@ def _layer_kinds(count: int, linear: dict[str, Any]) -> tuple[LayerKind, ...]:
 
 
 def _dense_layers(raw: dict[str, Any]) -> tuple[bool, ...]:
-    """Which layers have a plain MLP: `mlp_layer_types` names them, or the first `first_k_dense_replace` are."""
+    """True for layers with a plain MLP: `mlp_layer_types` names them, or they are the first `first_k_dense_replace`."""
     count = raw["num_hidden_layers"]
     if raw.get("mlp_layer_types") is None:
         first_sparse = _field(raw, "first_k_dense_replace", int)

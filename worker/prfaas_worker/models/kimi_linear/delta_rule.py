@@ -48,7 +48,7 @@ class DeltaRule(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """What the steps from chunk to chunk need, for N chunks of C tokens."""
+    """The terms that the walk from chunk to chunk needs, for N chunks of C tokens."""
 
     values: Tensor  # T v [N, M, C, V]
     erased: Tensor  # T (k e^D) [N, M, C, K]

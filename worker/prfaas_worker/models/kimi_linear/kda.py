@@ -19,7 +19,7 @@ _L2_NORM_EPS = 1e-6
 
 
 class Projected(NamedTuple):
-    """What each token contributes by itself."""
+    """The part of a layer that each token contributes by itself."""
 
     qkv: Tensor  # channels of q, k and v before the convolution [..., 3 H K]
     log_decay: Tensor  # [..., H, K]

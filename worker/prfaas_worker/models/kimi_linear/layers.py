@@ -34,12 +34,12 @@ def unit_rms(x: Tensor, least: Tensor) -> Tensor:
 
 
 def least_norm(eps: float, size: int, device: torch.device) -> Tensor:
-    """What `unit_rms` takes for an epsilon inside the mean of `size` squares."""
+    """Convert an epsilon inside the mean of `size` squares to the form that `unit_rms` takes."""
     return torch.tensor((eps * size) ** 0.5, device=device)
 
 
 def norm_scale(weight: Tensor) -> Tensor:
-    """What turns `unit_rms` into RMSNorm with this weight [D]; to be multiplied into the columns of what follows."""
+    """Scale a norm's weight [D] so that `unit_rms` times it is RMSNorm; for the columns of the next matrix."""
     return weight * weight.shape[0] ** 0.5
 
 

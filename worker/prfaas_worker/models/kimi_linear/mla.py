@@ -85,7 +85,7 @@ class LatentAttention:
         return merged.output[0, ..., : self._value].transpose(0, 1)
 
     def scores(self, q: Tensor, rows: Tensor, beyond: Tensor | None) -> Tensor:
-        """What one absorbed query a sequence [B, H, width] makes of its rows [B, N, width]: [B, H, N].
+        """Score rows [B, N, width] by one absorbed query a sequence [B, H, width]: [B, H, N].
 
         `beyond`, floats [B, 1, N], is next to nothing where a sequence has a row, and far below any score elsewhere.
         """

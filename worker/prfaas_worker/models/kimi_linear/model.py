@@ -77,7 +77,7 @@ class Layer:
             self.feed_forward = MixtureOfExperts(config, weights.under("block_sparse_moe"), norm)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What attention and feed-forward block see of the residual stream; the norms' weights are in theirs."""
+        """Norm the residual stream for attention or feed-forward block, whose matrices hold the norm's weight."""
         return unit_rms(x, self._least)
 
 
@@ -145,7 +145,7 @@ class KimiLinear:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of weights and cache."""
         return self.embedding.device
 
     def bind(self, memory: CacheMemory) -> None:
@@ -190,7 +190,7 @@ class KimiLinear:
         return self.final_norm(_last_of_each(x, batch))
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """The residual stream after the last layer, normed: what `logits` takes."""
+        """Norm the residual stream after the last layer, for `logits`."""
         return unit_rms(x, self._least) * self._norm
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ class _CompiledDecodes:
     def _layers(
         self, tokens: Tensor, lengths: Tensor, rows: list[Tensor], states: list[list[Tensor]]
     ) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """What is compiled: hidden states, each MLA layer's new rows and each KDA layer's new states."""
+        """Run all layers, as they are compiled: hidden states, new rows of MLA layers, new states of KDA layers."""
         x = F.embedding(tokens, self._model.embedding)
         places = torch.arange(rows[0].shape[1]) if rows else torch.arange(0)
         own = (places == lengths.unsqueeze(1)).unsqueeze(2)

@@ -1,7 +1,7 @@
-"""Runs a step's batch over the paged memory: what every layer of a kind needs to know is worked out once, here.
+"""Runs a step's batch over the paged memory; works out once what all layers of a kind need to know of pages and slots.
 
-The arithmetic is in `kda` and `mla`; this is where it meets pages and slots. Long chunks go through a KDA layer in
-parts, from one state of their slot to the next, so that what is made on the way stays in the processor's caches.
+The arithmetic is in `kda` and `mla`. Long chunks go through a KDA layer in parts, from one state of their slot to the
+next, so that intermediate results stay in the processor's caches.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _DECODE_BYTES = 64 << 20
 _NO_ROW = -1e30
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """Some tokens of the batch: `span` of all, and in it pieces of prompts by slot; the decodes may follow them."""
 
     span: slice
@@ -38,11 +38,11 @@ class PagedBatch:
 
     def __init__(self, batch: Batch, memory: CacheMemory):
         self.chunks = batch.chunks
-        self.decodes = None if batch.decodes is None else DecodePlan(batch.decodes, memory)
+        self.decodes = None if batch.decodes is None else _PagedDecodes(batch.decodes, memory)
         self.parts = _parts(batch)
         self._memory = memory
 
-    def delta(self, kda: DeltaAttention, states: Mapping[str, Tensor], x: Tensor, part: Part) -> Tensor:
+    def delta(self, kda: DeltaAttention, states: Mapping[str, Tensor], x: Tensor, part: _Part) -> Tensor:
         """One part's tokens [N, D] through a KDA layer; states are changed in place."""
         projected, outputs = kda.project(x), []
         for slot, piece in part.pieces:
@@ -91,8 +91,8 @@ class PagedBatch:
         pages[self._memory.table[chunk.slot, at // pages.shape[1]], at % pages.shape[1]] = rows
 
 
-class DecodePlan:
-    """Where the decodes of a step find their states and rows."""
+class _PagedDecodes:
+    """Finds states and rows of a step's decodes, and attends to them."""
 
     def __init__(self, decodes: Decodes, memory: CacheMemory):
         self.count = decodes.slots.shape[0]
@@ -162,12 +162,12 @@ def _side_by_side(slots: Tensor) -> slice | None:
     return slice(first, first + len(numbers)) if numbers == list(range(first, first + len(numbers))) else None
 
 
-def _parts(batch: Batch) -> list[Part]:
+def _parts(batch: Batch) -> list[_Part]:
     """The batch in parts of TOKENS_AT_ONCE tokens; the decodes, which are last, are in the last."""
     prompt_tokens = sum(chunk.tokens for chunk in batch.chunks)
     total = batch.tokens.shape[0]
     parts = [
-        Part(slice(start, min(start + TOKENS_AT_ONCE, prompt_tokens)), [], False)
+        _Part(slice(start, min(start + TOKENS_AT_ONCE, prompt_tokens)), [], False)
         for start in range(0, prompt_tokens, TOKENS_AT_ONCE)
     ]
     start = 0
@@ -178,6 +178,6 @@ def _parts(batch: Batch) -> list[Part]:
                 part.pieces.append((chunk.slot, slice(low - part.span.start, high - part.span.start)))
         start += chunk.tokens
     if total > prompt_tokens:
-        last = parts.pop() if parts else Part(slice(0, 0), [], False)
-        parts.append(Part(slice(last.span.start, total), last.pieces, True))
+        last = parts.pop() if parts else _Part(slice(0, 0), [], False)
+        parts.append(_Part(slice(last.span.start, total), last.pieces, True))
     return parts

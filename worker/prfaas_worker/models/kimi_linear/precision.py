@@ -43,14 +43,14 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Speedups(NamedTuple):
-    """How many times as quick bf16 is, for a prompt's chunk and for one token."""
+    """The speed of bf16 in multiples of fp32's, for a prompt's chunk and for one token."""
 
     prompt: float
     token: float
 
 
 class PrecisionFacts(NamedTuple):
-    """What is known; what is None was not measured, and stands in nobody's way."""
+    """The facts that `choose` decides by. A fact of None was not measured, and speaks against nothing."""
 
     asked: Dtype
     instructions: frozenset[str]
@@ -59,7 +59,7 @@ class PrecisionFacts(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """The type of products, and why."""
+    """The type of products, and the reason for it."""
 
     dtype: torch.dtype
     reason: str
