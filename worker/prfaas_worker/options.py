@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_step_shape,
         default=[],
         metavar="NxTOKENS",
-        help="compile decode steps of up to N sequences of TOKENS tokens: CPU only, 20 s each at start, needs g++ (none)",
+        help="compile decode steps of up to N sequences of TOKENS tokens: CPU only, 20 s each, needs g++ (none)",
     )
     add(
         "--cache-mib",

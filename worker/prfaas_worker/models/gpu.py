@@ -36,6 +36,7 @@ def load_on_gpu(directory: Path, dtype: Dtype) -> KimiLinear:
         _check_memory(weight_bytes(config, torch.float32 if dtype == "float32" else torch.bfloat16))
         model = KimiLinear.load(directory, dtype, "cuda")
         run_trial_steps(model)
+        torch.cuda.empty_cache()  # the cache gets what the trial took
     except ConfigError:
         raise
     except Exception as error:  # torch, its drivers and compilers of kernels have no root for their errors

@@ -21,7 +21,7 @@ _LATENT_NORM_EPS = 1e-6
 # Projections with kv_b_proj multiplied in are kept beside the others if they have at most so many numbers.
 _KEPT_ABSORBED = 1 << 20
 # Bytes of scores that are formed at once where torch has no attention for the device that gives their sums.
-_SCORE_BYTES = 256 << 20
+_SCORE_BYTES = 64 << 20
 
 
 class LatentAttention:
