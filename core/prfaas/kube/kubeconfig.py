@@ -93,7 +93,7 @@ def _content(entry: Entry, field: str) -> str:
     """Return what is given inline as FIELD-data, or in the file FIELD; empty where neither is there."""
     if inline := entry.get(f"{field}-data"):
         try:
-            return base64.b64decode(inline).decode("ascii")
+            return base64.b64decode(inline, validate=True).decode("ascii")
         except (binascii.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{field}-data is not base64 of PEM text") from error
     return (entry[BASE] / entry[field]).read_text() if entry.get(field) else ""

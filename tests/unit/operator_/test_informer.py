@@ -127,3 +127,14 @@ async def test_news_older_than_what_was_written_changes_nothing():
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert told == ["a@9", "a@12"]
+
+
+async def test_an_object_that_cannot_be_read_ends_no_informer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("prfaas_operator.clusters.informer.MAX_BACKOFF_SECONDS", 0.01)
+    script = Script(
+        [Page([thing("a", "1")], "1", ""), Page([thing("a", "5")], "5", "")],
+        [[WatchEvent("MODIFIED", {"metadata": {"resourceVersion": "2"}})]],
+    )
+    items, told = await run(script)
+    assert items == {"a": "a@5"}
+    assert told == ["a@1", "a@5"]

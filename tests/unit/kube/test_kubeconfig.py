@@ -1,0 +1,124 @@
+"""Proves that a person's kubeconfig is read as kubectl reads it: contexts, files beside it, several files, plugins."""
+
+import base64
+import json
+import ssl
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prfaas import identity
+from prfaas.errors import ConfigError
+from prfaas.kube import kubeconfig
+
+NOW = identity.valid_for(datetime.now(UTC), 1)
+AUTHORITY = identity.make_authority("a", NOW)
+
+
+def write(path: Path, user: dict[str, Any], cluster: dict[str, Any] | None = None, name: str = "c") -> Path:
+    inline = {"certificate-authority-data": base64.b64encode(AUTHORITY.certificate).decode()}
+    document = {
+        "clusters": [{"name": name, "cluster": {"server": f"https://{name}:6443", **(cluster or inline)}}],
+        "users": [{"name": name, "user": user}],
+        "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
+        "current-context": name,
+    }
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def authorization(path: Path | None, context: str | None = None) -> str:
+    found = kubeconfig.load(path, context).session.authorization
+    return found() if found else ""
+
+
+@pytest.mark.parametrize(
+    ("user", "header"),
+    [
+        ({"token": "t"}, "Bearer t"),
+        ({"tokenFile": "token"}, "Bearer from-file"),
+        ({"username": "u", "password": "p"}, "Basic dTpw"),
+        ({}, ""),
+    ],
+)
+def test_credentials_of_every_form(tmp_path, user, header):
+    (tmp_path / "token").write_text("from-file\n")
+    assert authorization(write(tmp_path / "config", user)) == header
+
+
+def test_files_lie_beside_the_kubeconfig_that_names_them(tmp_path):
+    (tmp_path / "ca.crt").write_bytes(AUTHORITY.certificate)
+    (tmp_path / "tls.crt").write_bytes(AUTHORITY.certificate)
+    (tmp_path / "tls.key").write_bytes(AUTHORITY.key)
+    user = {"client-certificate": "tls.crt", "client-key": "tls.key"}
+    found = kubeconfig.load(write(tmp_path / "config", user, {"certificate-authority": "ca.crt"}), None)
+    assert (found.server, found.ca_pem) == ("https://c:6443", AUTHORITY.certificate.decode())
+    assert found.tls is not None
+    assert len(found.tls.get_ca_certs()) == 1
+
+
+def test_several_files_are_merged_and_the_first_one_says_which_context(tmp_path, monkeypatch):
+    paths = [write(tmp_path / name, {"token": name}, name=name) for name in ("one", "two")]
+    monkeypatch.setenv("KUBECONFIG", ":".join(map(str, paths)))
+    assert authorization(None) == "Bearer one"
+    assert authorization(None, "two") == "Bearer two"
+
+
+def test_checking_may_be_switched_off_by_whoever_runs_this(tmp_path):
+    found = kubeconfig.load(write(tmp_path / "config", {"token": "t"}, {"insecure-skip-tls-verify": True}), None)
+    assert found.tls is not None
+    assert found.tls.verify_mode == ssl.CERT_NONE
+
+
+PLUGIN = """
+import json, os, sys
+asked = json.loads(os.environ["KUBERNETES_EXEC_INFO"])
+count = os.path.getsize(sys.argv[1]) if os.path.exists(sys.argv[1]) else 0
+open(sys.argv[1], "a").write("x")
+status = {"token": f"{os.environ['WHO']}-{count}", "expirationTimestamp": sys.argv[2]}
+print(json.dumps({"apiVersion": asked["apiVersion"], "kind": "ExecCredential", "status": status}))
+"""
+
+
+def plugin(tmp_path: Path, ends: str) -> dict[str, Any]:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    return {
+        "exec": {
+            "apiVersion": "client.authentication.k8s.io/v1",
+            "command": sys.executable,
+            "args": [str(tmp_path / "plugin.py"), str(tmp_path / "runs"), ends],
+            "env": [{"name": "WHO", "value": "me"}],
+        }
+    }
+
+
+@pytest.mark.parametrize(("ends", "later"), [("2999-01-01T00:00:00Z", "me-0"), ("2001-01-01T00:00:00Z", "me-1")])
+def test_a_plugin_is_run_again_once_its_token_has_ended(tmp_path, ends, later):
+    assert authorization(write(tmp_path / "config", plugin(tmp_path, ends))) == f"Bearer {later}"
+
+
+@pytest.mark.parametrize(
+    ("user", "words"),
+    [
+        ({"exec": {"apiVersion": "v1", "command": "/nowhere/plugin"}}, "exec plugin /nowhere/plugin"),
+        ({"exec": {"apiVersion": "v1", "command": "true"}}, "exec plugin true"),
+        ({"auth-provider": {"name": "gcp"}}, "auth-provider is not supported"),
+        ({"client-certificate-data": "%"}, "client-certificate-data is not base64"),
+        ({"client-certificate": "missing"}, "missing"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_a_sentence(tmp_path, user, words):
+    with pytest.raises(ConfigError, match=words):
+        kubeconfig.load(write(tmp_path / "config", user), None)
+
+
+@pytest.mark.parametrize("document", ["", "7", "[]", json.dumps({"current-context": "x", "contexts": [{}]}), "a: ["])
+def test_no_kubeconfig_is_no_traceback(tmp_path, document):
+    path = tmp_path / "config"
+    path.write_text(document)
+    with pytest.raises(ConfigError, match="kubeconfig"):
+        kubeconfig.load(path, None)
