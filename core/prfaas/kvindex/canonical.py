@@ -13,7 +13,7 @@ that it found, and leaves out the tokens next to the cut.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, cast
 
@@ -64,16 +64,20 @@ class _Part(msgspec.Struct, frozen=True):
 
 # What our JSON encoder writes for some bytes: always one, since it escapes nothing beyond ASCII.
 _ESCAPE: Final = re.compile(rb"\\(?:u[0-9a-f]{4}|.)")
-_COMPLETION: Final = msgspec.json.Decoder(_Completion)
-_CHAT: Final = msgspec.json.Decoder(_Chat)
+COMPLETION_FIELDS: Final = frozenset(_Completion.__struct_fields__)
+"""The fields of a completion's body that its canonical bytes depend on."""
+CHAT_FIELDS: Final = frozenset(_Chat.__struct_fields__)
 _SORTED: Final = msgspec.json.Encoder(order="sorted")
 
 
-def canonical_completion(body: bytes) -> Canonical | None:
-    """Return the canonical bytes of POST /v1/completions; None for a body that such a request cannot have."""
+def canonical_completion(body: Mapping[str, Any]) -> Canonical | None:
+    """Return the canonical bytes of POST /v1/completions; None for a body that such a request cannot have.
+
+    `body` is the decoded JSON object; only COMPLETION_FIELDS are read.
+    """
     try:
-        asked = _COMPLETION.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        asked = msgspec.convert(body, _Completion)
+    except msgspec.ValidationError:
         return None
     prompt: str | list[Any] = asked.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
@@ -88,11 +92,14 @@ def canonical_completion(body: bytes) -> Canonical | None:
     return Canonical(_root("tokens", asked.model, asked.cache_salt), data, None, bool(asked.cache_salt))
 
 
-def canonical_chat(body: bytes) -> Canonical | None:
-    """Return the canonical bytes of POST /v1/chat/completions; None for a body that such a request cannot have."""
+def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
+    """Return the canonical bytes of POST /v1/chat/completions; None for a body that such a request cannot have.
+
+    `body` is the decoded JSON object; only CHAT_FIELDS are read.
+    """
     try:
-        asked = _CHAT.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        asked = msgspec.convert(body, _Chat)
+    except msgspec.ValidationError:
         return None
     before = [asked.tools or [], asked.documents or [], asked.chat_template_kwargs or {}, asked.reasoning_effort or ""]
     lines = [_SORTED.encode(before), b"\n"]

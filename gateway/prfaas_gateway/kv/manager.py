@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
@@ -25,7 +26,7 @@ from prfaas_gateway.kv.follower import Follower, Turns
 from prfaas_gateway.kv.http_stream import HttpStream
 from prfaas_gateway.kv.metrics import KvMetrics
 from prfaas_gateway.kv.published import Published
-from prfaas_gateway.openai import Intake
+from prfaas_gateway.openai import UNREADABLE, Intake
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.upstream import Upstream
 
@@ -98,7 +99,10 @@ class KvManager:
         if len(intake.body) > LARGEST_BODY_BYTES:
             return nothing
         read = canonical_chat if intake.path.endswith("/chat/completions") else canonical_completion
-        canonical = read(intake.body)
+        try:
+            canonical = read(msgspec.json.decode(intake.body, type=dict))
+        except UNREADABLE:
+            return nothing
         if canonical is None:
             return nothing
         chain = ByteChain(canonical.root, canonical.data)

@@ -47,7 +47,7 @@ def holding(*bodies: bytes) -> bytes:
     """Frames of an instance that has these prompts cached, with a state at the end of each."""
     frames = [hello()]
     for seq, body in enumerate(bodies):
-        canonical = canonical_completion(body)
+        canonical = canonical_completion(json.loads(body))
         data = canonical.data
         names = [hashlib.sha256(data[:end]).digest() for end in range(64, len(data) + 1, 64)]
         events = [attention_stored(names, None, [0] * 64 * len(names), "mla_attention", "GPU")]

@@ -11,13 +11,13 @@ from prfaas.kvindex.canonical import Canonical, canonical_chat, canonical_comple
 
 
 def chat(messages: list, **fields) -> Canonical:
-    found = canonical_chat(json.dumps({"model": "m", "messages": messages} | fields).encode())
+    found = canonical_chat({"model": "m", "messages": messages} | fields)
     assert found is not None
     return found
 
 
 def completion(prompt, **fields) -> Canonical:
-    found = canonical_completion(json.dumps({"model": "m", "prompt": prompt} | fields).encode())
+    found = canonical_completion({"model": "m", "prompt": prompt} | fields)
     assert found is not None
     return found
 
@@ -49,7 +49,7 @@ def test_sampling_does_not_matter_but_kind_model_and_salt_do():
 def test_a_chat_is_the_same_whatever_order_its_json_has():
     one = b'{"model":"m","messages":[{"role":"user","name":"n","content":"a\\u00e9"}],"tools":[{"b":1,"a":2}]}'
     two = '{"tools":[{"a":2,"b":1}],"messages":[{"content":"aé", "name":"n", "role":"user"}],"model":"m","n":2}'
-    assert canonical_chat(one) == canonical_chat(two.encode()) is not None
+    assert canonical_chat(json.loads(one)) == canonical_chat(json.loads(two)) is not None
 
 
 def test_a_longer_conversation_begins_with_the_shorter_one():
@@ -64,7 +64,15 @@ def test_what_templates_put_first_comes_first():
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b'{"model":"m"}', b'{"model":"m","prompt":7,"messages":{}}', b'{"model":"m","prompt":["a","b"]}'],
+    [
+        {},
+        {"model": "m"},
+        {"model": "m", "prompt": 7, "messages": {}},
+        {"model": "m", "prompt": ["a", "b"]},
+        {"model": "m", "prompt": [1 << 32], "messages": [7]},
+        {"model": "m", "prompt": [-1], "messages": [], "tools": {}},
+        {"model": 7, "prompt": "a", "messages": []},
+    ],
 )
 def test_a_body_that_is_no_request_has_none(body):
     assert canonical_completion(body) is None

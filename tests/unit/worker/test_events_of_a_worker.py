@@ -125,7 +125,7 @@ async def test_bytes_lead_to_blocks_that_the_worker_has(client, worker):
     await client.complete(worker, prompt=prompt, max_tokens=2)
     router = await read_all(worker)
     longer = json.dumps({"model": "tiny", "prompt": prompt + text_of(500, seed=5)}).encode()
-    canonical = canonical_completion(longer)
+    canonical = canonical_completion(json.loads(longer))
     assert canonical is not None
     known = [router.behind[name] for name in byte_hashes(canonical.root, canonical.data) if name in router.behind]
     assert [tokens for _, tokens in known] == [192, 448, 704]

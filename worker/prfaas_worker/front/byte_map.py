@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from prfaas.kvindex.blocks import BLOCK_TOKENS, BlockChain, chain_root
 from prfaas.kvindex.bytes import block_ends, byte_hashes
 from prfaas.kvindex.canonical import canonical_chat, canonical_completion, tokens_before
@@ -40,7 +42,10 @@ def byte_blocks(body: bytes, job: Job, fingerprint: str, token_bytes: Callable[[
 
     Those before the first whole block too: a reader that knows a byte block then knows all before it.
     """
-    canonical = (canonical_chat if job.chat else canonical_completion)(body)
+    try:
+        canonical = (canonical_chat if job.chat else canonical_completion)(msgspec.json.decode(body, type=dict))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
     if canonical is None:
         return []
     token_ids = job.prompts[0].token_ids
