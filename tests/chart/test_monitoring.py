@@ -21,7 +21,7 @@ from prfaas_gateway.metrics import Metrics as Gateway
 from prfaas_operator import metrics as operator
 from prfaas_sandbox.tools import ensure_tools
 from prfaas_scheduler.metrics import Metrics as Scheduler
-from prfaas_worker.front.metrics import Metrics as Worker
+from prfaas_worker.front.metrics import WorkerMetrics
 
 from .alert_cases import CASES, as_promtool
 
@@ -44,9 +44,9 @@ def registered() -> set[str]:
 
 
 def worker_families() -> list[Any]:
-    worker = Worker("m")
+    worker = WorkerMetrics("m")
     worker.credentials = Certificate()  # pyright: ignore[reportAttributeAccessIssue]
-    worker.heard(Measured(Profile(state_bytes=1, token_bytes=1)))
+    worker.on_received(Measured(Profile(state_bytes=1, token_bytes=1)))
     stats = Stats(
         handle=0,
         requests_running=0,

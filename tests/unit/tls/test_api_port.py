@@ -25,20 +25,18 @@ from prfaas.ports import free_ports
 from prfaas.wire.engine import LENGTH, Granted, StartPrefill, decode_for_engine, encode_batch
 from prfaas.wire.prefill import PrefillGrant
 from prfaas_worker.credentials import Credentials
-from prfaas_worker.front import ports
-from prfaas_worker.front.app import build_app
-from prfaas_worker.front.checks import Served
+from prfaas_worker.front import auth
+from prfaas_worker.front.auth import OPEN_PATHS, open_api_port
 from prfaas_worker.front.engine_client import EngineClient
-from prfaas_worker.front.peers import OPEN
-from prfaas_worker.front.ports import open_api_port
-from prfaas_worker.front.serving import Serving
+from prfaas_worker.front.server import build_app
+from prfaas_worker.front.serving import FrontState, ServedModel
 from prfaas_worker.options import parse
 from prfaas_worker.tokenizer import load_tokenizer
 from prfaas_worker.transfer.handshake import https_connection
 
 SECONDS = 10.0
 CREATED = datetime.datetime.now(datetime.UTC)
-SERVED = Served(model_name="tiny", vocab_size=264, max_context=1000, max_choices=8)
+SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=1000, max_choices=8)
 PREFILL = ("POST", "/v1/prefills", {"request_id": "r", "model": "tiny", "token_ids": [1, 2, 3]})
 GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=8001, end_token=3, expires_seconds=10)
 
@@ -73,10 +71,10 @@ async def serve(directory: Path, started: Callable[[Port], None], stop: threadin
     engine = asyncio.create_task(play_engine(theirs, asked))
     client = await EngineClient.connect(ours)
     reading = asyncio.create_task(client.run())
-    serving = Serving(parse(flags), client)
-    serving.loaded(SERVED, load_tokenizer(Path(prfaas_worker.assets.__file__).parent / "kimi-linear-tiny"))
     credentials = Credentials(directory)
-    app = build_app(serving, credentials)
+    serving = FrontState(parse(flags), client, credentials=credentials)
+    serving.loaded(SERVED, load_tokenizer(Path(prfaas_worker.assets.__file__).parent / "kimi-linear-tiny"))
+    app = build_app(serving)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await open_api_port(runner, serving.options, credentials)
@@ -180,7 +178,7 @@ def test_all_that_is_not_open_wants_a_certificate(calls: Calls):
     closed = {
         (route.method, route.resource.canonical.replace("{id}", "0" * 32))
         for route in calls.port.app.router.routes()
-        if route.resource.canonical not in OPEN
+        if route.resource.canonical not in OPEN_PATHS
     }
     wanted = {("POST", "/v1/prefills"), ("PUT", "/v1/role"), ("POST", "/v1/cache/reset"), ("GET", "/v1/kv-events")}
     assert wanted < closed
@@ -262,7 +260,7 @@ def test_a_kept_connection_is_judged_by_the_authorities_of_the_moment(calls: Cal
 
 
 def test_a_caller_that_never_finishes_its_handshake_is_cut_off(eu_mount, monkeypatch):
-    monkeypatch.setattr(ports, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.2)
     port = next(running := run_port(eu_mount.path))
     try:
         with (

@@ -14,7 +14,7 @@ from prfaas import identity
 from prfaas.errors import ConfigError, IdentityError
 from prfaas.identity import KeyPair, Validity
 from prfaas_worker.credentials import Credentials
-from prfaas_worker.front.peers import credentials_of
+from prfaas_worker.front.auth import credentials_of
 from prfaas_worker.options import parse
 from prfaas_worker.transfer.handshake import accept_tls, connect_tls
 

@@ -41,7 +41,7 @@ def routes(document: dict) -> set[tuple[str, str]]:
 
 
 def test_the_workers_routes_for_prefills_are_those_of_the_document():
-    source = (ROOT / "worker/prfaas_worker/front/app.py").read_text()
+    source = (ROOT / "worker/prfaas_worker/front/server.py").read_text()
     served = {(verb.upper(), path) for verb, path in re.findall(r'web\.(\w+)\("(/v1/pref[^"]*)"', source)}
     assert served == routes(openapi.prefill())
 

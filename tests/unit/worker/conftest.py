@@ -19,9 +19,9 @@ import pytest
 from aiohttp import web
 
 from prfaas.wire.engine import LENGTH, KvEvents, ToEngine, ToFront, decode_for_engine, encode_batch
-from prfaas_worker.front.app import build_app
 from prfaas_worker.front.engine_client import EngineClient
-from prfaas_worker.front.serving import Serving
+from prfaas_worker.front.server import build_app
+from prfaas_worker.front.serving import FrontState
 from prfaas_worker.options import parse
 
 # Loopback addresses of this test process alone, so that several test runs can share a machine.
@@ -195,7 +195,7 @@ class Front:
 
     events_port = 5557
 
-    def __init__(self, host: str, serving: Serving, engine: socket.socket):
+    def __init__(self, host: str, serving: FrontState, engine: socket.socket):
         self.host = host
         self.url = f"http://{host}:8000"
         self.serving = serving
@@ -236,7 +236,7 @@ async def front() -> AsyncIterator[Front]:
     theirs.setblocking(False)
     client = await EngineClient.connect(ours)
     reading = asyncio.create_task(client.run())
-    serving = Serving(parse([*flags, "--kv-events-port", str(Front.events_port)]), client)
+    serving = FrontState(parse([*flags, "--kv-events-port", str(Front.events_port)]), client)
     runner = web.AppRunner(build_app(serving), handler_cancellation=True, access_log=None, shutdown_timeout=1)
     await runner.setup()
     await web.TCPSite(runner, host, 8000).start()

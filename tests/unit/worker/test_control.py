@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from prfaas.wire.engine import AskStats, CacheReset, EgressSet, ResetCache, RoleSet, SetEgress, SetRole, Stats
-from prfaas_worker.front.openai import Served
+from prfaas_worker.front.serving import ServedModel
 
 STATS = Stats(0, 0, 0, 0, 0, [], 0, 0, 0, 0, role="prefill", egress_mbps=800)
 
@@ -14,7 +14,7 @@ STATS = Stats(0, 0, 0, 0, 0, [], 0, 0, 0, 0, role="prefill", egress_mbps=800)
 @pytest.fixture
 def loaded(front):
     """The same front with a model."""
-    served = Served(model_name="tiny", vocab_size=256, max_context=100, max_choices=1)
+    served = ServedModel(model_name="tiny", vocab_size=256, max_context=100, max_choices=1)
     front.serving.loaded(served, tokenizer=None)
     return front
 

@@ -17,8 +17,8 @@ import zmq
 import zmq.asyncio
 
 from prfaas.wire.kvevents import MEDIUM_DEVICE, AllBlocksCleared, BlockRemoved, ByteBlock, attention_stored
-from prfaas_worker.front import event_stream
-from prfaas_worker.front.events import Events, Log
+from prfaas_worker.front import kv_event_stream
+from prfaas_worker.front.kv_events import KvEventPublisher, TopicLog
 from prfaas_worker.options import parse
 
 
@@ -86,7 +86,7 @@ async def test_a_reader_that_was_away_goes_on_where_it_was(front):
 
 
 async def test_events_arrive_as_they_happen_and_silence_is_told(front, monkeypatch):
-    monkeypatch.setattr(event_stream, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(kv_event_stream, "ALIVE_SECONDS", 0.05)
     reader = await asyncio.to_thread(Reader, front.host)
     assert [topic for topic, _, _ in await asyncio.to_thread(reader.take, 3)] == [
         "prfaas.hello",
@@ -127,7 +127,7 @@ async def test_a_reader_that_leaves_while_it_is_written_to_is_no_error(front, mo
     async def left(*_: Any) -> None:
         raise ConnectionResetError("Cannot write to closing transport")
 
-    monkeypatch.setattr(event_stream, "_send", left)
+    monkeypatch.setattr(kv_event_stream, "_send", left)
     reader, writer = await asyncio.open_connection(front.host, 8000)
     writer.write(b"GET /v1/kv-events HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     assert await reader.read()
@@ -145,8 +145,8 @@ async def test_the_byte_map_has_numbers_of_its_own(front):
 
 
 def test_byte_blocks_are_told_once_while_the_log_has_them():
-    events = Events(parse(["--model-source", "x", "--model-name", "m"]))
-    events.byte_map = Log("bytes", kept_batches=2)
+    events = KvEventPublisher(parse(["--model-source", "x", "--model-name", "m"]))
+    events.byte_map = TopicLog("bytes", kept_batches=2)
     first, second, third = (ByteBlock(n, b"h" * 32, 64) for n in range(3))
     for blocks in ([first], [first, second], [second]):
         events.learn(blocks)

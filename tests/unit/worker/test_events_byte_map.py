@@ -16,8 +16,8 @@ import pytest
 import xxhash
 
 from prfaas.wire.engine import Generate, Ready
-from prfaas_worker.front.byte_map import INLINE_BYTES
-from prfaas_worker.front.checks import Served
+from prfaas_worker.front.generate import INLINE_MAP_BYTES
+from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
 FINGERPRINT = "f" * 64
@@ -27,7 +27,7 @@ ASSETS = Path(__file__).parents[3] / "worker/prfaas_worker/assets/kimi-linear-ti
 @pytest.fixture
 async def loaded(front):
     """A front with the model that ships along."""
-    served = Served(model_name="tiny", vocab_size=264, max_context=100_000, max_choices=4)
+    served = ServedModel(model_name="tiny", vocab_size=264, max_context=100_000, max_choices=4)
     front.serving.loaded(served, load_tokenizer(ASSETS))
     await front.say(Ready(FINGERPRINT, str(ASSETS), 264, 100_000, 9000))
     await front.serving.engine.ready
@@ -85,7 +85,7 @@ def byte_names(kind: str, data: bytes, salt: str = "") -> list[int]:
     return names
 
 
-@pytest.mark.parametrize("length", [1000, 2 * INLINE_BYTES])
+@pytest.mark.parametrize("length", [1000, 2 * INLINE_MAP_BYTES])
 @pytest.mark.parametrize("salt", ["", "tenant"])
 async def test_a_completion_teaches_what_follows_from_its_bytes(client, loaded, length, salt):
     text = "".join(chr(97 + n * n % 26) for n in range(length))

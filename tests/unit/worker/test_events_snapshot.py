@@ -25,9 +25,15 @@ from prfaas.wire.kvevents import (
     attention_stored,
     state_stored,
 )
-from prfaas_worker.front import standing
-from prfaas_worker.front.events import BYTE_BLOCKS_PER_BATCH, Log
-from prfaas_worker.front.standing import EVENTS_PER_BATCH, Standing, batch_count, batches
+from prfaas_worker.front import kv_events
+from prfaas_worker.front.kv_events import (
+    BYTE_BLOCKS_PER_BATCH,
+    EVENTS_PER_BATCH,
+    CacheSnapshot,
+    TopicLog,
+    snapshot_batch_count,
+    snapshot_batches,
+)
 
 from .test_events import next_frames, read
 
@@ -73,9 +79,9 @@ class Index:
 
 
 def told(events: list[KvEvent]) -> list[KvEvent]:
-    kept = Standing()
-    kept.take(events)
-    return [event for batch in batches(kept.blocks()) for event in batch]
+    kept = CacheSnapshot()
+    kept.apply(events)
+    return [event for batch in snapshot_batches(kept.blocks()) for event in batch]
 
 
 chains = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(lambda at: (at[0], at[0] + at[1]))
@@ -125,34 +131,35 @@ def test_what_comes_tail_first_is_told_head_first():
 
 @pytest.mark.parametrize("count", [0, 1, EVENTS_PER_BATCH - 1, EVENTS_PER_BATCH, 3 * EVENTS_PER_BATCH])
 def test_a_snapshot_has_as_many_batches_as_it_says(count: int):
-    kept = Standing()
+    kept = CacheSnapshot()
     if count:
-        kept.take([stored(0, count)])
+        kept.apply([stored(0, count)])
     blocks = kept.blocks()
-    assert [len(batch) for batch in batches(blocks)][-1] <= EVENTS_PER_BATCH
-    assert batch_count(blocks) == len(list(batches(blocks)))
+    assert [len(batch) for batch in snapshot_batches(blocks)][-1] <= EVENTS_PER_BATCH
+    assert snapshot_batch_count(blocks) == len(list(snapshot_batches(blocks)))
 
 
 def test_what_is_gone_takes_no_memory():
-    kept = Standing()
-    kept.take([stored(0, 9), state(8), BlockRemoved([key(n) for n in range(9)], MEDIUM_DEVICE, 0)])
+    kept = CacheSnapshot()
+    kept.apply([stored(0, 9), state(8), BlockRemoved([key(n) for n in range(9)], MEDIUM_DEVICE, 0)])
     assert list(kept.blocks()) == [key(8)]
-    kept.take([BlockRemoved([key(8)], MEDIUM_DEVICE, 1)])
+    kept.apply([BlockRemoved([key(8)], MEDIUM_DEVICE, 1)])
     assert kept.blocks() == {}
 
 
 def test_a_snapshot_does_not_change_while_it_is_sent():
-    kept = Standing()
-    kept.take([stored(0, 2)])
-    sending = batches(kept.blocks())
-    kept.take([AllBlocksCleared(), stored(5, 9)])
+    kept = CacheSnapshot()
+    kept.apply([stored(0, 2)])
+    sending = snapshot_batches(kept.blocks())
+    kept.apply([AllBlocksCleared(), stored(5, 9)])
     assert [event for batch in sending for event in batch][1:] == [stored(0, 1), stored(1, 2)]
 
 
 @pytest.fixture
 def moved_on(front):
     """A front whose logs keep two batches."""
-    front.serving.events.kv, front.serving.events.byte_map = Log(KV, kept_batches=2), Log(BYTES, kept_batches=2)
+    events = front.serving.events
+    events.kv, events.byte_map = TopicLog(KV, kept_batches=2), TopicLog(BYTES, kept_batches=2)
     return front
 
 
@@ -177,7 +184,7 @@ async def test_a_late_reader_gets_a_marked_snapshot_and_then_what_happens(moved_
 
 
 async def test_a_snapshot_of_many_batches_is_one_number(moved_on, monkeypatch):
-    monkeypatch.setattr(standing, "EVENTS_PER_BATCH", 3)
+    monkeypatch.setattr(kv_events, "EVENTS_PER_BATCH", 3)
     for change in (AllBlocksCleared(), stored(0, 4), stored(4, 8)):
         await moved_on.change_cache(change)
     _, mark, *frames = await read(moved_on, "", 2 + 3)
@@ -233,7 +240,7 @@ async def test_a_replay_that_reaches_back_too_far_begins_with_a_snapshot(moved_o
 
 
 def test_a_block_in_several_places_is_kept_once():
-    kept = Standing()
-    kept.take([stored(0, 1), stored(0, 1, MEDIUM_HOST), state(0)])
+    kept = CacheSnapshot()
+    kept.apply([stored(0, 1), stored(0, 1, MEDIUM_HOST), state(0)])
     (block,) = kept.blocks().values()
-    assert (len(block.places), block.token_ids) == (3, array("I", [0, 0]))
+    assert (len(block.locations), block.token_ids) == (3, array("I", [0, 0]))

@@ -14,8 +14,7 @@ import pytest
 
 from prfaas.wire.engine import LENGTH, Cancel, Failed, ToEngine, Tokens, decode_for_engine, encode_batch
 from prfaas_worker.front.engine_client import EngineClient, EngineError
-from prfaas_worker.front.reading import INLINE_BYTES, in_thread
-from prfaas_worker.front.serving import Serving
+from prfaas_worker.front.serving import INLINE_BYTES, FrontState, in_thread
 
 
 class Engine:
@@ -125,6 +124,6 @@ async def test_an_engine_that_ends_fails_every_call(ends):
 )
 async def test_what_takes_long_to_read_is_read_beside_the_event_loop(body: bytes, beside: bool):
     with ThreadPoolExecutor(1) as readers:
-        serving = cast(Serving, SimpleNamespace(served=None, tokenizer=None, reader=lambda _: readers))
+        serving = cast(FrontState, SimpleNamespace(served=None, tokenizer=None, reader=lambda _: readers))
         thread = await in_thread(serving, lambda *_: threading.get_ident(), body)
     assert (thread != threading.get_ident()) == beside

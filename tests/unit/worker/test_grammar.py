@@ -16,8 +16,8 @@ from prfaas.wire.engine import Generate, Grammar, Sampling
 from prfaas_worker.engine.grammar import Compiled, Grammars, Matcher, Vocabulary, build_tokenizer, read_vocabulary
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, sample
 from prfaas_worker.grammars import MAX_GRAMMAR_BYTES, check_grammar
-from prfaas_worker.tokenizer.byte import ByteTokenizer
-from prfaas_worker.tokenizer.specials import Special
+from prfaas_worker.tokenizer.base import ByteTokenizer
+from prfaas_worker.tokenizer.chat_template import Special
 
 BOS, EOS, END = 256, 257, 258
 SIZE = 264

@@ -19,8 +19,7 @@ from prfaas.wire.engine import (
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats, LinkStats
-from prfaas_worker.front.latencies import Histogram, Latencies
-from prfaas_worker.front.metrics import Metrics
+from prfaas_worker.front.metrics import Histogram, LatencyMetrics, WorkerMetrics
 
 CACHE = CacheStats(
     page_bytes=4096,
@@ -88,7 +87,7 @@ class Clock:
 class Scraped:
     """All samples, as Prometheus reads the text."""
 
-    def __init__(self, metrics: Metrics, stats: Stats | None):
+    def __init__(self, metrics: WorkerMetrics, stats: Stats | None):
         families = text_string_to_metric_families(metrics.render(stats).decode())
         every = [one for family in families for one in family.samples]
         self._values = {(one.name, frozenset(one.labels.items())): one.value for one in every}
@@ -108,7 +107,7 @@ def token(handle: int, choice: int = 0, reason=None) -> Tokens:
 
 
 def test_vllms_names_are_there_with_its_labels():
-    found = Scraped(Metrics("tiny"), STATS)
+    found = Scraped(WorkerMetrics("tiny"), STATS)
     expected = {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 4,
@@ -130,7 +129,7 @@ def test_vllms_names_are_there_with_its_labels():
 
 
 def test_the_caches_figures_are_told_tier_by_tier():
-    found = Scraped(Metrics("tiny"), STATS)
+    found = Scraped(WorkerMetrics("tiny"), STATS)
     assert found("prfaas_prefix_cache_stateless_tokens_total") == 64
     assert found("prfaas_prefix_cache_hit_tokens_total") == 640
     assert found("prfaas_prefix_cache_tier_hit_tokens_total", tier="disk") == 64
@@ -145,7 +144,7 @@ def test_the_caches_figures_are_told_tier_by_tier():
 
 
 def test_links_are_told_by_peer_cluster_and_unknown_delays_not_at_all():
-    found = Scraped(Metrics("tiny"), STATS)
+    found = Scraped(WorkerMetrics("tiny"), STATS)
     assert found("prfaas_link_rtt_seconds", peer="hub") == 0.06
     assert found("prfaas_link_min_rtt_seconds", peer="hub") == 0.03
     assert found("prfaas_link_delivery_rate_bytes_per_second", peer="hub") == 25e6
@@ -161,17 +160,17 @@ def test_links_are_told_by_peer_cluster_and_unknown_delays_not_at_all():
 
 
 def test_the_cap_and_the_memory_of_transfers_are_told():
-    found = Scraped(Metrics("tiny"), STATS)
+    found = Scraped(WorkerMetrics("tiny"), STATS)
     assert found("prfaas_egress_cap_mbps") == 800
     assert (found("prfaas_transfer_memory_bytes"), found("prfaas_transfer_memory_limit_bytes")) == (1 << 20, 256 << 20)
-    uncapped = Scraped(Metrics("tiny"), msgspec.structs.replace(STATS, egress_mbps=None))
+    uncapped = Scraped(WorkerMetrics("tiny"), msgspec.structs.replace(STATS, egress_mbps=None))
     assert uncapped("prfaas_egress_cap_mbps") == 0
 
 
 def test_the_profile_is_shown_at_fixed_lengths():
-    metrics = Metrics("tiny")
+    metrics = WorkerMetrics("tiny")
     profile = Profile(state_bytes=1000, token_bytes=2, fixed_seconds=0.5, token_seconds=1e-3, samples=9)
-    metrics.heard(Measured(profile))
+    metrics.on_received(Measured(profile))
     found = Scraped(metrics, None)
     assert found("prfaas_profile_prefill_seconds", tokens="1024") == pytest.approx(1.524)
     assert found("prfaas_profile_cache_bytes", tokens="256") == 1512
@@ -179,22 +178,22 @@ def test_the_profile_is_shown_at_fixed_lengths():
 
 
 def test_before_the_engine_is_ready_only_the_fronts_own_figures_are_told():
-    found = Scraped(Metrics("tiny"), None)
+    found = Scraped(WorkerMetrics("tiny"), None)
     assert found("prfaas_time_to_first_token_seconds_count") == 0
     assert not any(name.startswith("vllm:") or "profile" in name for name in found.names)
 
 
 def test_a_request_is_timed_from_its_parts_to_its_end():
-    clock, metrics = Clock(), Metrics("tiny")
-    took = metrics.latencies = Latencies(clock)
-    metrics.sent(generate(1, tokens=10))
+    clock, metrics = Clock(), WorkerMetrics("tiny")
+    took = metrics.latencies = LatencyMetrics(clock)
+    metrics.on_sent(generate(1, tokens=10))
     clock.now = 2.0
-    metrics.heard(Started(1, 0, 0, 0.75, 0.5, 0.1, queue_seconds=0.25))
+    metrics.on_received(Started(1, 0, 0, 0.75, 0.5, 0.1, queue_seconds=0.25))
     for now in (2.0, 2.004, 2.5):
         clock.now = now
-        metrics.heard(token(1))
+        metrics.on_received(token(1))
     clock.now = 4.0
-    metrics.heard(token(1, reason="length"))
+    metrics.on_received(token(1, reason="length"))
     assert (took.queue.total, took.prefill.total, took.transfer.total) == (0.25, 0.75, 0.5)
     assert took.between_tokens.total == pytest.approx(2.0)
     assert (sum(took.between_tokens.counts), took.request.total) == (3, 4.0)
@@ -207,26 +206,26 @@ def test_a_request_is_timed_from_its_parts_to_its_end():
 
 
 def test_every_end_has_its_reason_and_nothing_is_remembered_of_it():
-    took = Latencies(Clock())
-    took.sent(generate(1, choices=3))
-    took.heard(token(1, 0, "stop"))
-    took.sent(Cancel(1, 1))  # a stop string in its text
-    took.sent(Cancel(1))  # the client of the third left
-    took.sent(generate(2))
-    took.heard(Failed(2, 500, "x", "broken"))
-    took.heard(token(2))  # still under way
-    took.sent(Cancel(2))
+    took = LatencyMetrics(Clock())
+    took.on_sent(generate(1, choices=3))
+    took.on_received(token(1, 0, "stop"))
+    took.on_sent(Cancel(1, 1))  # a stop string in its text
+    took.on_sent(Cancel(1))  # the client of the third left
+    took.on_sent(generate(2))
+    took.on_received(Failed(2, 500, "x", "broken"))
+    took.on_received(token(2))  # still under way
+    took.on_sent(Cancel(2))
     assert dict(took.finished) == {"stop": 2, "abort": 1, "error": 1}
     assert sum(took.request.counts) == 0
     assert took._streams == {}
 
 
 def test_prompts_of_prefills_for_others_count_once_they_are_granted():
-    took = Latencies(Clock())
-    took.sent(StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=[1] * 5)))
-    took.sent(StartPrefill(2, PrefillRequest(request_id="r", model="tiny", token_ids=[1] * 7)))
-    took.heard(Failed(2, 503, "overloaded", "full"))
-    took.heard(Granted(1, GRANT))
+    took = LatencyMetrics(Clock())
+    took.on_sent(StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=[1] * 5)))
+    took.on_sent(StartPrefill(2, PrefillRequest(request_id="r", model="tiny", token_ids=[1] * 7)))
+    took.on_received(Failed(2, 503, "overloaded", "full"))
+    took.on_received(Granted(1, GRANT))
     assert (took.prompt_tokens, took._offered) == (5, {})
 
 

@@ -6,43 +6,45 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types import completion_create_params as openai_completion
+from openai.types.chat import completion_create_params
 
+from prfaas.client.requests import Parameters
 from prfaas.errors import RequestError
-from prfaas.wire.engine import Grammar, Sampling
+from prfaas.wire.engine import Generate, Grammar, Sampling
 from prfaas_worker.assets import model_directory
-from prfaas_worker.front.checks import Served
-from prfaas_worker.front.openai import Job, Prompt, chat_job, completion_job
+from prfaas_worker.front.openai_bodies import NEUTRAL, ChatBody, CompletionBody, IgnoredFields, UnservedFields
+from prfaas_worker.front.openai_in import Job, RequestReader
+from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
-SERVED = Served(model_name="tiny", vocab_size=264, max_context=100, max_choices=8)
+SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=100, max_choices=8)
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
+READER = RequestReader(SERVED, TINY)
 SCHEMA_OBJECT, SCHEMA_NULL = Grammar("json_schema", '{"type":"object"}'), Grammar("json_schema", '{"type":"null"}')
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completion(**fields: Any) -> Job:
     body = {"model": "tiny", "prompt": "hello"} | fields
-    return completion_job(msgspec.json.encode(body), SERVED, TINY)
+    return READER.completion_job(msgspec.json.encode(body))
 
 
 def chat(**fields: Any) -> Job:
     body = {"model": "tiny", "messages": HELLO} | fields
-    return chat_job(msgspec.json.encode(body), SERVED, TINY)
+    return READER.chat_job(msgspec.json.encode(body))
 
 
 def test_a_bare_completion_gets_the_apis_defaults():
     job = completion(seed=5)
-    assert job == Job(
-        chat=False,
-        prompts=[Prompt(token_ids=[256, *b"hello"], max_tokens=16, sampling=Sampling(1.0, 1.0, 0, 5))],
-        choices=1,
-        stop=[],
-        logprobs=-1,
-        stream=False,
-    )
+    sampling = Sampling(1.0, 1.0, 0, 5)
+    assert job.prompts == [Generate(0, "", [256, *b"hello"], 1, 16, sampling, logprobs=-1, prefill_url="")]
+    assert not job.is_chat
+    assert (job.choices, job.stop, job.echoes, job.tools) == (1, [], [""], None)
+    assert (job.body.stream, job.has_usage, job.has_continuous_usage) == (None, False, False)
 
 
-def only(job: Job) -> Prompt:
+def only(job: Job) -> Generate:
     (prompt,) = job.prompts
     return prompt
 
@@ -74,25 +76,27 @@ def test_every_served_field_arrives():
         user="someone",
         store=True,
         metadata={"a": "b"},
-        unheard_of={"x": 1},
     )
     sampling = Sampling(0, 0.5, 3, -9, 0.25, -2, 2, 1.5, ((5, 1), (263, -100)))
-    assert only(job) == Prompt(token_ids=[1, 2, 263], max_tokens=7, sampling=sampling)
-    assert job == Job(
-        chat=False,
-        prompts=job.prompts,
+    assert only(job) == Generate(
+        0,
+        "",
+        token_ids=[1, 2, 263],
         choices=4,
-        stop=["a", "b"],
+        max_tokens=7,
+        sampling=sampling,
         logprobs=2,
-        stream=True,
-        include_usage=True,
-        continuous_usage=True,
+        prefill_url="",
         min_tokens=2,
         ignore_eos=True,
         stop_token_ids=(7, 8),
         grammar=Grammar("regex", "a+"),
         cache_salt="mine",
     )
+    assert (job.choices, job.stop, job.echoes) == (4, ["a", "b"], [""])
+    assert job.body.stream
+    assert job.has_usage
+    assert job.has_continuous_usage
 
 
 def test_null_is_as_good_as_absent():
@@ -108,7 +112,7 @@ def test_null_is_as_good_as_absent():
         "echo",
     ]
     nulls += ["best_of", "lora", "suffix", "structured_outputs", "presence_penalty", "repetition_penalty"]
-    assert completion(seed=1, **dict.fromkeys(nulls)) == completion(seed=1)
+    assert completion(seed=1, **dict.fromkeys(nulls)).prompts == completion(seed=1).prompts
 
 
 def test_without_a_seed_every_request_draws_its_own():
@@ -117,7 +121,7 @@ def test_without_a_seed_every_request_draws_its_own():
 
 
 def test_several_prompts_are_a_call_each():
-    assert completion(prompt=["hello"], seed=1) == completion(prompt="hello", seed=1)
+    assert completion(prompt=["hello"], seed=1).prompts == completion(prompt="hello", seed=1).prompts
     job = completion(prompt=["a", "bc"], max_tokens=5, seed=3, n=2)
     assert [(prompt.token_ids, prompt.max_tokens, prompt.sampling.seed) for prompt in job.prompts] == [
         ([256, *b"a"], 5, 3),
@@ -135,23 +139,23 @@ def test_the_choices_of_all_prompts_are_bounded_together():
 
 def test_an_echo_is_the_prompts_text():
     job = completion(prompt=["<|user|>é", "x"], echo=True)
-    assert [prompt.echo for prompt in job.prompts] == ["<|user|>é", "x"]
-    assert only(completion(prompt=[256, 104, 105], echo=True)).echo == "<|bos|>hi"
-    assert only(completion(echo=False)).echo == ""
+    assert job.echoes == ["<|user|>é", "x"]
+    assert completion(prompt=[256, 104, 105], echo=True).echoes == ["<|bos|>hi"]
+    assert completion(echo=False).echoes == [""]
 
 
 def test_a_chat_without_limit_may_fill_the_context():
     job = chat()
-    assert job.chat
+    assert job.is_chat
     assert len(only(job).token_ids) + only(job).max_tokens == SERVED.max_context
 
 
 def test_chat_limits_logprobs_and_parts_are_read():
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     job = chat(messages=[{"role": "user", "content": parts}], max_completion_tokens=3, logprobs=True, top_logprobs=5)
-    assert (only(job).token_ids, only(job).max_tokens, job.logprobs) == (only(chat()).token_ids, 3, 5)
-    assert chat(logprobs=True).logprobs == 0
-    assert chat(logprobs=False).logprobs == -1
+    assert (only(job).token_ids, only(job).max_tokens, only(job).logprobs) == (only(chat()).token_ids, 3, 5)
+    assert only(chat(logprobs=True)).logprobs == 0
+    assert only(chat(logprobs=False)).logprobs == -1
 
 
 def refused(function: Any, **fields: Any) -> RequestError:
@@ -289,13 +293,80 @@ def test_neutral_values_of_unserved_fields_are_fine():
 )
 @pytest.mark.parametrize("function", [completion, chat])
 def test_every_way_to_ask_for_structure_is_one_grammar(function: Any, fields: dict[str, Any], wanted: Grammar):
-    assert function(**fields).grammar == wanted
+    assert only(function(**fields)).grammar == wanted
 
 
 def test_a_schema_goes_on_as_it_came():
     own = '{"x-guidance": {"whitespace_flexible": false}, "type": "null"}'
-    assert completion(guided_json=own).grammar == Grammar("json_schema", own)
-    assert completion(guided_json=True).grammar == Grammar("json_schema", "true")
+    assert only(completion(guided_json=own)).grammar == Grammar("json_schema", own)
+    assert only(completion(guided_json=True)).grammar == Grammar("json_schema", "true")
+
+
+@pytest.mark.parametrize("function", [completion, chat])
+@pytest.mark.parametrize(
+    ("fields", "param", "meant"),
+    [
+        ({"max_token": 4}, "max_token", "max_tokens"),
+        ({"frequency_penaltyy": 1}, "frequency_penaltyy", "frequency_penalty"),
+        ({"stopp": None}, "stopp", "stop"),
+        ({"foo": 1}, "foo", None),
+        ({"mirostat": 2}, "mirostat", None),
+        ({"kv_transfer_params": {}}, "kv_transfer_params", None),
+        ({"stream_options": {"foo": 1}}, "stream_options.foo", None),
+        ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "regex"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "scheme": 1}}},
+            "response_format.json_schema.scheme",
+            "schema",
+        ),
+    ],
+)
+def test_a_parameter_that_no_endpoint_knows_is_refused_by_its_name(
+    function: Any, fields: dict[str, Any], param: str, meant: str | None
+):
+    error = refused(function, **fields)
+    assert (error.status, error.code, error.param) == (400, "unknown_parameter", param)
+    assert str(error).startswith(f"{param} is not a parameter of this endpoint; ")
+    assert str(error).endswith(f"did you mean {meant}?" if meant else "leave it out")
+
+
+@pytest.mark.parametrize(
+    ("function", "param"),
+    [
+        (completion, "reasoning_effort"),
+        (completion, "tools"),
+        (completion, "messages"),
+        (completion, "top_logprobs"),
+        (chat, "prompt"),
+    ],
+)
+def test_a_parameter_of_the_other_endpoint_is_refused(function: Any, param: str):
+    assert refused(function, **{param: 1}).param == param
+
+
+@pytest.mark.parametrize("function", [completion, chat])
+def test_what_clients_send_and_no_answer_depends_on_is_ignored_whatever_it_is(function: Any):
+    ignored = {name: {"any": [1, "thing"]} for name in IgnoredFields.__struct_fields__}
+    assert function(seed=1, **ignored).prompts == function(seed=1).prompts
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert function(stream=True, stream_options=options).has_usage
+
+
+@pytest.mark.parametrize("name", sorted(set(UnservedFields.__struct_fields__) - set(IgnoredFields.__struct_fields__)))
+@pytest.mark.parametrize("function", [completion, chat])
+def test_an_unserved_field_is_refused_unless_it_asks_for_what_happens_anyway(function: Any, name: str):
+    assert refused(function, **{name: "something else"}).param == name
+    assert function(seed=1, **{name: NEUTRAL.get(name)}).prompts == function(seed=1).prompts
+
+
+def test_every_parameter_of_the_openai_client_and_of_ours_is_served_ignored_or_refused_by_name():
+    """Else a new release of the client would be refused for what it sends by itself."""
+    known = set(CompletionBody.__struct_fields__) | set(ChatBody.__struct_fields__)
+    theirs = completion_create_params.CompletionCreateParamsBase, openai_completion.CompletionCreateParamsBase
+    for params in (*theirs, Parameters):
+        assert set(params.__annotations__) - known == set(), params
 
 
 def test_an_adapter_of_the_model_is_refused_by_name():
@@ -336,12 +407,12 @@ def test_a_limit_beyond_the_context_is_refused_and_the_default_is_cut():
 @pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"model": "\xff"}', b'{"model": "tiny",}'])
 def test_what_is_not_json_is_a_400(body: bytes):
     with pytest.raises(RequestError) as raised:
-        completion_job(body, SERVED, TINY)
+        READER.completion_job(body)
     assert (raised.value.status, raised.value.code) == (400, "invalid_json")
 
 
 @pytest.mark.parametrize(("body", "param"), [(b"[]", None), (b"{}", "model"), (b'{"model": "tiny"}', "prompt")])
 def test_json_of_another_shape_names_what_is_missing(body: bytes, param: str | None):
     with pytest.raises(RequestError) as raised:
-        completion_job(body, SERVED, TINY)
+        READER.completion_job(body)
     assert (raised.value.status, raised.value.param) == (400, param)

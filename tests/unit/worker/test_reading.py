@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from prfaas_worker.front import reading
-from prfaas_worker.front.checks import BYTES_BESIDE, BYTES_PER_TOKEN, MAX_BODY_BYTES, Served
-from prfaas_worker.front.serving import LONG_BYTES
+from prfaas_worker.front import serving
+from prfaas_worker.front.serving import BYTES_BESIDE, BYTES_PER_TOKEN, LONG_BYTES, MAX_BODY_BYTES, ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
 ASSETS = Path(__file__).parents[3] / "worker/prfaas_worker/assets/kimi-linear-tiny"
-SERVED = Served(model_name="tiny", vocab_size=264, max_context=1000, max_choices=4)
+SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=1000, max_choices=4)
 MOST = BYTES_BESIDE + 1000 * BYTES_PER_TOKEN
 PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/prefills"]
 
@@ -61,7 +60,7 @@ async def test_a_body_of_unknown_length_ends_at_the_same_bound(client, loaded):
 
 def test_the_bound_grows_with_the_context_up_to_a_cap():
     sizes = [
-        Served(model_name="m", vocab_size=1, max_context=context, max_choices=1).max_body_bytes
+        ServedModel(model_name="m", vocab_size=1, max_context=context, max_choices=1).max_body_bytes
         for context in (1 << 17, 1 << 20, 1 << 27)
     ]
     assert sizes == [3 << 20, 17 << 20, MAX_BODY_BYTES]
@@ -81,7 +80,7 @@ async def test_a_body_in_another_encoding_than_it_says_is_a_400(client, loaded):
 
 
 async def test_more_than_fits_of_bodies_at_once_is_refused_and_counted_off(client, loaded, monkeypatch):
-    monkeypatch.setattr(reading, "MAX_UNREAD_BYTES", 1000)
+    monkeypatch.setattr(serving, "MAX_UNREAD_BYTES", 1000)
     status, answer = await post(client, loaded, "/tokenize", text(1001))
     assert (status, answer["error"]["code"]) == (503, "overloaded")
     assert (await post(client, loaded, "/tokenize", text(1000)))[0] == 200

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from prfaas.wire.engine import TokenLogprob, Tokens
 from prfaas_worker.assets import model_directory
-from prfaas_worker.front.answers import Answers
-from prfaas_worker.front.checks import Served
-from prfaas_worker.front.choices import Choice
-from prfaas_worker.front.openai import completion_job
-from prfaas_worker.front.text import TextOffsets
+from prfaas_worker.front.openai_in import RequestReader
+from prfaas_worker.front.openai_out import ChoiceDetokenizer, ResponseFormatter, TextOffsets
+from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
-SERVED = Served(model_name="tiny", vocab_size=264, max_context=100, max_choices=8)
+SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=100, max_choices=8)
 EOT = 262
 
 
@@ -68,8 +66,8 @@ def test_whatever_the_bytes_the_text_before_a_token_ends_at_its_place(tokens: li
 def logprobs(parts: list[list[int]], **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The whole answer's choice, and a stream's choices, for tokens that come in these parts."""
     body = {"model": "tiny", "prompt": "x", "logprobs": 0, "max_tokens": 50} | fields
-    job = completion_job(msgspec.json.encode(body), SERVED, TINY)
-    choice, answers = Choice(0, job, "", TINY), Answers(job, "id", "tiny", TINY)
+    job = RequestReader(SERVED, TINY).completion_job(msgspec.json.encode(body))
+    choice, answers = ChoiceDetokenizer(0, job, TINY), ResponseFormatter(job, "tiny", TINY)
     pieces = []
     for number, part in enumerate(parts):
         reason = "length" if number == len(parts) - 1 else None

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from prfaas.errors import ConfigError, RequestError
 from prfaas_worker.assets import model_directory
-from prfaas_worker.front.text import TextStream
+from prfaas_worker.front.openai_out import TextStream
 from prfaas_worker.tokenizer import Conversation, Tokenizer, load_tokenizer
-from prfaas_worker.tokenizer.byte import ByteTokenizer
+from prfaas_worker.tokenizer.base import ByteTokenizer
 
 BOS, USER, ASSISTANT, END = 256, 259, 260, 262
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from prfaas.errors import ConfigError, RequestError
-from prfaas_worker.front.text import TextStream
+from prfaas_worker.front.openai_out import TextStream
 from prfaas_worker.tokenizer import Conversation, Tokenizer, load_tokenizer
-from prfaas_worker.tokenizer.ranks import KIMI_PATTERN, LONGEST_RUN, bounded_parts
+from prfaas_worker.tokenizer.tiktoken_ranks import KIMI_PATTERN, LONGEST_RUN, bounded_parts
 
 CORPUS = [
     "the quick brown fox jumps",

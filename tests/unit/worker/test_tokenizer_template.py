@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from prfaas.errors import ConfigError, RequestError
 from prfaas_worker.tokenizer import Conversation, Tokenizer, load_tokenizer
-from prfaas_worker.tokenizer.byte import ByteTokenizer
-from prfaas_worker.tokenizer.specials import Special
-from prfaas_worker.tokenizer.template import DEFAULT, ChatTemplate
+from prfaas_worker.tokenizer.base import ByteTokenizer
+from prfaas_worker.tokenizer.chat_template import DEFAULT, ChatTemplate, Special
 
 SPECIALS = {"256": {"content": "<s>"}, "257": {"content": "[END]"}, "258": {"content": "[END]]"}}
 HELLO = [{"role": "user", "content": "hello"}]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas_worker.front.tools import tool_format
-from prfaas_worker.front.tools.events import Argued, Called, Event, Said
+from prfaas_worker.front.tools.base import ArgumentsDelta, CallDelta, TextDelta, ToolEvent
+from prfaas_worker.front.tools.formats import tool_format
 
 NAMES = ("turns", "kimi", "hermes")
 MARK = {"turns": "<|tool|>", "kimi": "<|tool_calls_section_begin|>", "hermes": "<tool_call>"}
@@ -23,14 +23,16 @@ def read(name: str, text: str, cuts: list[int] | None = None) -> tuple[str, list
     assert known is not None
     parser = known.parser(lambda: "id")
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts or []), len(text)]
-    events: list[Event] = []
+    events: list[ToolEvent] = []
     for start, end in itertools.pairwise(edges):
         events += parser.push(text[start:end], final=False)
     events += parser.push("", final=True)
-    calls = [event for event in events if isinstance(event, Called)]
+    calls = [event for event in events if isinstance(event, CallDelta)]
     assert [call.index for call in calls] == list(range(len(calls)))
-    arguments = ["".join(e.text for e in events if isinstance(e, Argued) and e.index == call.index) for call in calls]
-    said = "".join(event.text for event in events if isinstance(event, Said))
+    arguments = [
+        "".join(e.text for e in events if isinstance(e, ArgumentsDelta) and e.index == call.index) for call in calls
+    ]
+    said = "".join(event.text for event in events if isinstance(event, TextDelta))
     return said, [(call.name, text) for call, text in zip(calls, arguments, strict=True)]
 
 
@@ -103,19 +105,19 @@ def test_a_call_is_told_before_its_arguments_are_complete():
         parser = known.parser(lambda: "call_1")
         whole = written(name, "", [("f", '{"a": "long text"}')])
         events = parser.push(whole[: whole.index(" text")], final=False)
-        assert Called(0, events[0].call_id, "f") in events
-        assert "".join(event.text for event in events if isinstance(event, Argued)) == '{"a": "long'
+        assert CallDelta(0, events[0].call_id, "f") in events
+        assert "".join(event.text for event in events if isinstance(event, ArgumentsDelta)) == '{"a": "long'
 
 
 def test_kimis_ids_are_the_models_own_and_others_are_made():
     parser = tool_format(MARK["kimi"]).parser(lambda: "made")
     text = written("kimi", "", [("a", "{}"), ("b", "{}")])
-    assert [e.call_id for e in parser.push(text, final=True) if isinstance(e, Called)] == [
+    assert [e.call_id for e in parser.push(text, final=True) if isinstance(e, CallDelta)] == [
         "functions.a:0",
         "functions.b:1",
     ]
     parser = tool_format(MARK["turns"]).parser(lambda: "made")
-    assert parser.push("<|tool|>a\n{}", final=True)[0] == Called(0, "made", "a")
+    assert parser.push("<|tool|>a\n{}", final=True)[0] == CallDelta(0, "made", "a")
 
 
 @pytest.mark.parametrize(

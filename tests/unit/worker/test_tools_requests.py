@@ -13,15 +13,14 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Tokens
 from prfaas_worker.assets import model_directory
-from prfaas_worker.front.answers import Answers
-from prfaas_worker.front.checks import Served
-from prfaas_worker.front.choices import Choice
-from prfaas_worker.front.openai import Job, chat_job
+from prfaas_worker.front.openai_in import Job, RequestReader
+from prfaas_worker.front.openai_out import ChoiceDetokenizer, ResponseFormatter
+from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.grammars import llguidance_text
 from prfaas_worker.tokenizer import Tokenizer, load_tokenizer
 
 BOS, EOS, USER, ASSISTANT, SYSTEM, END, TOOL = 256, 257, 259, 260, 261, 262, 263
-SERVED = Served(model_name="tiny", vocab_size=264, max_context=4000, max_choices=8)
+SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=4000, max_choices=8)
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
 HELLO = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
@@ -32,7 +31,7 @@ STRICT = {"type": "function", "function": {"name": "weather", "parameters": CITY
 
 def chat(tokenizer: Tokenizer = TINY, **fields: Any) -> Job:
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 50} | fields
-    return chat_job(msgspec.json.encode(body), SERVED, tokenizer)
+    return RequestReader(SERVED, tokenizer).chat_job(msgspec.json.encode(body))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +63,9 @@ LLGUIDANCE = LLTokenizer(TokenizerWrapper(Wrapped()))
 
 def fits(job: Job, *answer: bytes | int) -> bool:
     """Whether an answer, text and special tokens, is one that the job's grammar ends with."""
-    assert job.grammar is not None
+    assert job.prompts[0].grammar is not None
     tokens = [token for part in answer for token in (part if isinstance(part, bytes) else [part])]
-    matcher = LLMatcher(LLGUIDANCE, llguidance_text(job.grammar))
+    matcher = LLMatcher(LLGUIDANCE, llguidance_text(job.prompts[0].grammar))
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -78,7 +77,7 @@ def test_what_is_offered_reaches_the_template_as_letters():
     functions = b'NAME, a line end, and JSON arguments. Functions:\n{"name": "clock", "description": "<|user|> time"}\n'
     wanted = [BOS, SYSTEM, *b"A call is ", TOOL, *functions, END, USER, *b"hi", END, ASSISTANT]
     assert job.prompts[0].token_ids == wanted
-    assert (job.grammar, job.tools.parallel) == (None, True)
+    assert (job.prompts[0].grammar, job.tools.parallel) == (None, True)
 
 
 def test_without_choice_the_model_sees_no_tools():
@@ -183,10 +182,10 @@ def test_a_template_without_tools_refuses_them(tmp_path: Path):
 def answered(job: Job, *parts: list[int], reason: str = "stop") -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The whole answer's choice, and the stream's choices, for tokens that come in these parts."""
     pieces = []
-    choice = Choice(0, job, "", TINY)
+    choice = ChoiceDetokenizer(0, job, TINY)
     for place, part in enumerate(parts):
         pieces.append(choice.piece(Tokens(1, 0, part, [], reason if place == len(parts) - 1 else None)))
-    answers = Answers(job, "id", "tiny", TINY)
+    answers = ResponseFormatter(job, "tiny", TINY)
     events = b"".join(answers.event(piece, None) for piece in pieces).split(b"\n\n")[:-1]
     return answers.whole_choice(pieces), [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
 

@@ -1,5 +1,6 @@
-"""What an operator may change while the worker serves: forget the prefix cache, and take another role.
+"""Endpoints for the operator and the scheduler: the role, the egress cap, the prefix cache, and the measured profile.
 
+GET  /v1/profile            -> what prefills cost here and how large their caches are: `prfaas.wire.profile`
 POST /v1/cache/reset        -> {"freed_pages": n}; POST /reset_prefix_cache is vLLM's name for it, without a body
 GET  /v1/role               -> {"role": "prefill" | "decode" | "mixed"}
 PUT  /v1/role {"role": ...} -> the same, once it is in force. No request is lost, no model loaded anew
@@ -12,9 +13,12 @@ from typing import Annotated, TypeVar
 import msgspec
 from aiohttp import web
 
+from prfaas.capacity.profile import cache_bytes, kv_bits_per_second, prefill_seconds
 from prfaas.errors import RequestError
-from prfaas.wire.engine import CacheReset, EgressSet, ResetCache, Role, RoleSet, SetEgress, SetRole
-from prfaas_worker.front.serving import SERVING, Serving
+from prfaas.wire.engine import CacheReset, EgressSet, ResetCache, Role, RoleSet, SetEgress, SetRole, StartFailed
+from prfaas.wire.profile import CurvePoint, Fitted, Profile, ProfileAnswer
+from prfaas_worker.front.metrics import PROFILE_TOKENS
+from prfaas_worker.front.serving import STATE, FrontState
 
 
 class RoleBody(msgspec.Struct, frozen=True):
@@ -34,45 +38,64 @@ B = TypeVar("B", RoleBody, EgressBody)
 
 async def reset_cache(request: web.Request) -> web.Response:
     """Serve POST /v1/cache/reset."""
-    return web.json_response({"freed_pages": await _reset(request.app[SERVING])})
+    return web.json_response({"freed_pages": await _reset(request.app[STATE])})
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Serve POST /reset_prefix_cache."""
-    await _reset(request.app[SERVING])
+    await _reset(request.app[STATE])
     return web.Response()
 
 
 async def read_role(request: web.Request) -> web.Response:
     """Serve GET /v1/role."""
-    serving = request.app[SERVING]
-    serving.require_loaded()
-    return _role((await serving.engine.stats()).role)
+    state = request.app[STATE]
+    state.require_loaded()
+    return _role((await state.engine.stats()).role)
 
 
 async def set_role(request: web.Request) -> web.Response:
     """Serve PUT /v1/role."""
-    serving = request.app[SERVING]
-    serving.require_loaded()
+    state = request.app[STATE]
+    state.require_loaded()
     asked = await _body(request, RoleBody, 'send {"role": "prefill"}, "decode" or "mixed"', "role")
-    answer = await serving.engine.ask(lambda handle: SetRole(handle, asked.role), RoleSet)
+    answer = await state.engine.ask(lambda handle: SetRole(handle, asked.role), RoleSet)
     return _role(answer.role)
 
 
 async def read_egress(request: web.Request) -> web.Response:
     """Serve GET /v1/egress."""
-    serving = request.app[SERVING]
-    serving.require_loaded()
-    return _egress((await serving.engine.stats()).egress_mbps)
+    state = request.app[STATE]
+    state.require_loaded()
+    return _egress((await state.engine.stats()).egress_mbps)
 
 
 async def set_egress(request: web.Request) -> web.Response:
     """Serve PUT /v1/egress."""
-    serving = request.app[SERVING]
-    serving.require_loaded()
+    state = request.app[STATE]
+    state.require_loaded()
     asked = await _body(request, EgressBody, 'send {"mbps": 800}, or null for no cap', "mbps")
-    answer = await serving.engine.ask(lambda handle: SetEgress(handle, asked.mbps), EgressSet)
+    answer = await state.engine.ask(lambda handle: SetEgress(handle, asked.mbps), EgressSet)
     return _egress(answer.mbps)
+
+
+async def read_profile(request: web.Request) -> web.Response:
+    """Serve GET /v1/profile."""
+    state = request.app[STATE]
+    profile = state.metrics.profile
+    if profile is None or not state.engine.ready.done():
+        raise RequestError("this instance has no profile yet; try again in a moment", status=404, code="no_profile")
+    ready = state.engine.ready.result()
+    answer = ProfileAnswer(
+        model=state.options.model_name,
+        instance=state.options.instance,
+        fingerprint="" if isinstance(ready, StartFailed) else ready.fingerprint,
+        state_bytes=profile.state_bytes,
+        token_bytes=profile.token_bytes,
+        prefill=msgspec.convert(profile, Fitted, from_attributes=True),
+        curve=tuple(_point(profile, tokens) for tokens in PROFILE_TOKENS),
+    )
+    return web.json_response(body=msgspec.json.encode(answer))
 
 
 async def _body(request: web.Request, kind: type[B], want: str, param: str) -> B:
@@ -83,9 +106,9 @@ async def _body(request: web.Request, kind: type[B], want: str, param: str) -> B
         raise RequestError(f"{error}; {want}", param=param) from error
 
 
-async def _reset(serving: Serving) -> int:
-    serving.require_loaded()
-    return (await serving.engine.ask(ResetCache, CacheReset)).freed_pages
+async def _reset(state: FrontState) -> int:
+    state.require_loaded()
+    return (await state.engine.ask(ResetCache, CacheReset)).freed_pages
 
 
 def _role(role: Role) -> web.Response:
@@ -94,3 +117,12 @@ def _role(role: Role) -> web.Response:
 
 def _egress(mbps: int | None) -> web.Response:
     return web.json_response(body=msgspec.json.encode(EgressBody(mbps)))
+
+
+def _point(profile: Profile, tokens: int) -> CurvePoint:
+    return CurvePoint(
+        tokens=tokens,
+        prefill_seconds=prefill_seconds(profile, tokens),
+        cache_bytes=cache_bytes(profile, tokens),
+        kv_bits_per_second=kv_bits_per_second(profile, tokens),
+    )

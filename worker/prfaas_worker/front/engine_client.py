@@ -49,14 +49,14 @@ class EngineError(Exception):
 
 
 class Listener(Protocol):
-    """Hears everything that the front and its engine say to each other. Must be quick: it runs for every token."""
+    """Sees every message between the front and its engine. Must be quick: it runs for every token."""
 
-    def sent(self, message: ToEngine) -> None:
-        """Take note of what goes to the engine."""
+    def on_sent(self, message: ToEngine) -> None:
+        """Take note of a message to the engine."""
         ...
 
-    def heard(self, message: ToFront) -> None:
-        """Take note of what the engine says."""
+    def on_received(self, message: ToFront) -> None:
+        """Take note of a message from the engine."""
         ...
 
 
@@ -168,7 +168,7 @@ class EngineClient:
     def send(self, message: ToEngine) -> None:
         """Queue a message. The socket is local and the engine's reading thread always reads, so nothing piles up."""
         for listener in self.listeners:
-            listener.sent(message)
+            listener.on_sent(message)
         self._writer.write(encode_batch([message]))
 
     async def stats(self) -> Stats:
@@ -207,7 +207,7 @@ class EngineClient:
 
     def _take(self, message: ToFront) -> None:
         for listener in self.listeners:
-            listener.heard(message)
+            listener.on_received(message)
         if isinstance(message, (KvEvents, Measured, TransferEnded)):  # of no call: listeners have them
             return
         if isinstance(message, (Ready, StartFailed)):

@@ -1,12 +1,16 @@
 """GET /metrics: what this worker does, in the Prometheus text format, under our names and under vLLM's.
 
 vLLM's names, with its labels and buckets, let its dashboards and other routers read our workers. Figures of the engine
-come from its `Stats` at each scrape, latencies from `latencies.py`. No cluster or pool labels: Prometheus adds them
-from the pod.
+come from its `Stats` at each scrape. Latencies come from the messages between front and engine, which run for every
+token of every stream: a histogram is therefore a list and a bisection, and becomes text only at a scrape. There are no
+cluster or pool labels: Prometheus adds them from the pod.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,12 +19,25 @@ from prometheus_client.utils import floatToGoString
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.kvindex.blocks import BLOCK_TOKENS
-from prfaas.wire.engine import Measured, Stats, ToEngine, ToFront, TransferEnded
+from prfaas.wire.engine import (
+    ALL_CHOICES,
+    Cancel,
+    Direction,
+    Failed,
+    Generate,
+    Granted,
+    Measured,
+    Started,
+    StartPrefill,
+    Stats,
+    ToEngine,
+    ToFront,
+    Tokens,
+    TransferEnded,
+)
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats
 from prfaas_worker.credentials import Credentials
-from prfaas_worker.front.latencies import Histogram, Latencies
-from prfaas_worker.front.transfers import Transfers
 
 Described = Mapping[str, tuple[str, str]]
 
@@ -30,53 +47,65 @@ GAUGES: Final[Described] = {
     "prfaas_prefills_running": ("prefills_running", "Prefills for other instances, computing or being sent."),
     "prfaas_prefills_waiting": ("prefills_waiting", "Prefills for other instances that wait for room."),
     "prfaas_transfer_memory_bytes": ("memory_bytes", "Memory that transfers hold beside the cache."),
-    "prfaas_transfer_memory_limit_bytes": ("memory_limit_bytes", "Most that they may hold."),
+    "prfaas_transfer_memory_limit_bytes": (
+        "memory_limit_bytes",
+        "Limit of the memory that transfers hold beside the cache.",
+    ),
 }
 COUNTERS: Final[Described] = {
     "prfaas_transfer_sent_bytes": ("sent_bytes", "Bytes written to data connections."),
     "prfaas_transfer_received_bytes": ("received_bytes", "Bytes read from data connections."),
     "prfaas_prompt_tokens": ("prompt_tokens", "Prompt tokens prefilled here."),
     "prfaas_generation_tokens": ("generation_tokens", "Tokens generated here."),
-    "prfaas_decode_steps": ("decode_steps", "Steps in which nothing but decodes was computed."),
-    "prfaas_decode_seconds": ("decode_seconds", "What these steps took."),
-    "prfaas_prefix_fetched_tokens": ("prefix_tokens", "Tokens of cached prefixes that other instances gave."),
-    "prfaas_preemptions": ("preemptions", "Running requests that had to give up their memory and begin again."),
+    "prfaas_decode_steps": ("decode_steps", "Steps that computed only decodes."),
+    "prfaas_decode_seconds": ("decode_seconds", "Seconds of the steps that computed only decodes."),
+    "prfaas_prefix_fetched_tokens": ("prefix_tokens", "Tokens of cached prefixes fetched from other instances."),
+    "prfaas_preemptions": ("preemptions", "Running requests that lost their memory to others and began again."),
 }
 LINK_GAUGES: Final[Described] = {
-    "prfaas_link_connections": ("connections", "Data connections to a peer cluster that transfer."),
-    "prfaas_link_rtt_seconds": ("rtt_seconds", "Round trip, as a mean over connections: twice the least is a queue."),
-    "prfaas_link_min_rtt_seconds": ("min_rtt_seconds", "The least round trip of the last minutes: the empty link's."),
+    "prfaas_link_connections": ("connections", "Data connections to a peer cluster that transfer now."),
+    "prfaas_link_rtt_seconds": (
+        "rtt_seconds",
+        "Mean round-trip time of the connections; twice the minimum means a queue.",
+    ),
+    "prfaas_link_min_rtt_seconds": (
+        "min_rtt_seconds",
+        "Minimum round-trip time of the last minutes: that of an idle link.",
+    ),
     "prfaas_link_delivery_rate_bytes_per_second": (
         "delivery_rate_bytes_per_second",
-        "Rate of delivery as the kernel estimates it, summed over connections.",
+        "Delivery rate by the kernel's estimate, summed over connections.",
     ),
     "prfaas_link_unsent_bytes": ("unsent_bytes", "Bytes that wait to be sent."),
 }
 LINK_COUNTERS: Final[Described] = {
-    "prfaas_link_sent_bytes": ("sent_bytes", "Bytes that the peer acknowledged, TLS included."),
-    "prfaas_link_received_bytes": ("received_bytes", "Bytes that came from the peer, TLS included."),
-    "prfaas_link_retransmits": ("retransmits", "Segments sent again: a sign of congestion under CUBIC, not under BBR."),
-    "prfaas_link_busy_seconds": ("busy_seconds", "Time with data under way, summed over connections."),
-    "prfaas_link_rwnd_limited_seconds": ("rwnd_limited_seconds", "Of this, held up by the peer's receive window."),
-    "prfaas_link_sndbuf_limited_seconds": ("sndbuf_limited_seconds", "Of this, held up by our own send buffer."),
+    "prfaas_link_sent_bytes": ("sent_bytes", "Bytes acknowledged by the peer, TLS included."),
+    "prfaas_link_received_bytes": ("received_bytes", "Bytes received from the peer, TLS included."),
+    "prfaas_link_retransmits": ("retransmits", "Segments sent again. They mean congestion under CUBIC, not under BBR."),
+    "prfaas_link_busy_seconds": ("busy_seconds", "Seconds with data in flight, summed over connections."),
+    "prfaas_link_rwnd_limited_seconds": ("rwnd_limited_seconds", "Busy seconds limited by the peer's receive window."),
+    "prfaas_link_sndbuf_limited_seconds": ("sndbuf_limited_seconds", "Busy seconds limited by our own send buffer."),
     "prfaas_link_backlogged_bytes": ("backlogged_bytes", "Bytes delivered while data waited to be sent."),
-    "prfaas_link_backlogged_seconds": ("backlogged_seconds", "Time during which data waited to be sent."),
+    "prfaas_link_backlogged_seconds": ("backlogged_seconds", "Seconds in which data waited to be sent."),
 }
 CACHE_GAUGES: Final[Described] = {
     "prfaas_cache_page_bytes": ("page_bytes", "Size of a page of the cache."),
     "prfaas_cache_pages": ("total_pages", "Pages of the cache on the device."),
-    "prfaas_cache_used_pages": ("used_pages", "Pages that requests hold."),
-    "prfaas_cache_cached_pages": ("cached_pages", "Pages that only the prefix cache holds, and gives up when asked."),
-    "prfaas_cache_disk_paused": ("disk_paused", "1 while the disk tier takes no entries, as it could not be written."),
+    "prfaas_cache_used_pages": ("used_pages", "Pages held by requests."),
+    "prfaas_cache_cached_pages": ("cached_pages", "Evictable pages (held by the prefix cache only)."),
+    "prfaas_cache_disk_paused": ("disk_paused", "1 while the disk tier takes no entries because a write failed."),
 }
 CACHE_COUNTERS: Final[Described] = {
     "prfaas_prefix_cache_query_tokens": ("query_tokens", "Prompt tokens looked up in the prefix cache."),
-    "prfaas_prefix_cache_hit_tokens": ("hit_tokens", "Of these, found with a state at their end."),
+    "prfaas_prefix_cache_hit_tokens": (
+        "hit_tokens",
+        "Prompt tokens found in the prefix cache with a state at their end.",
+    ),
     "prfaas_prefix_cache_stateless_tokens": (
         "stateless_tokens",
-        "Of these, further ones that had attention rows but no state there: computed again.",
+        "Prompt tokens computed again because their attention rows had no state at their end.",
     ),
-    "prfaas_prefix_cache_evicted_pages": ("evicted_pages", "Pages of cached prefixes given up for others."),
+    "prfaas_prefix_cache_evicted_pages": ("evicted_pages", "Pages of cached prefixes that were evicted."),
     "prfaas_prefix_cache_corrupt_entries": ("corrupt_entries", "Entries dropped because their digest was wrong."),
     "prfaas_prefix_cache_disk_failures": ("disk_failures", "Entries that the disk tier could not write or read."),
 }
@@ -91,6 +120,141 @@ VLLM_COUNTERS: Final[Described] = {
 }
 PROFILE_TOKENS: Final = (256, 1024, 4096, 16384, 65536)
 """Lengths at which the profile's curves are shown."""
+SIZE_BUCKETS: Final = tuple(1 << power for power in range(16, 38, 2))
+"""64 KiB to 64 GiB."""
+# vLLM's buckets, so that its dashboards show ours; those of requests begin lower, for small models.
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class Histogram:
+    """Counts of values by upper bound, the last one above them all."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class _Stream:
+    """One call: when it was sent, and when each choice that still runs had its last token (None: none yet)."""
+
+    __slots__ = ("choices", "prompt_tokens", "sent_at")
+
+    def __init__(self, sent_at: float, prompt_tokens: int, choices: range):
+        self.sent_at = sent_at
+        self.prompt_tokens = prompt_tokens
+        self.choices: dict[int, float | None] = dict.fromkeys(choices)
+
+
+class LatencyMetrics:
+    """Measures requests by the messages between front and engine. `clock` gives seconds and never goes back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
+        self.between_tokens = Histogram(TOKEN_BUCKETS)
+        self.request = Histogram(REQUEST_BUCKETS)
+        self.queue = Histogram(REQUEST_BUCKETS)
+        self.prefill = Histogram(REQUEST_BUCKETS)
+        self.transfer = Histogram(REQUEST_BUCKETS)
+        self.finished: Counter[str] = Counter()
+        """Choices that ended, by reason: stop, length, abort (their client left) or error."""
+        self.prompt_tokens = 0
+        """Tokens of all prompts that were begun, cached or not, prefilled here or elsewhere."""
+        self._clock = clock
+        self._streams: dict[int, _Stream] = {}
+        self._offered: dict[int, int] = {}
+
+    def on_sent(self, message: ToEngine) -> None:
+        """Take note of a message to the engine."""
+        match message:
+            case Generate():
+                choices = range(message.choice, message.choice + message.choices)
+                self._streams[message.handle] = _Stream(self._clock(), len(message.token_ids), choices)
+            case StartPrefill():
+                self._offered[message.handle] = len(message.request.token_ids)
+            case Cancel(handle, choice):
+                # A single choice is ended where the front found a stop string in its text.
+                self._end(handle, *((None, "abort") if choice == ALL_CHOICES else (choice, "stop")))
+
+    def on_received(self, message: ToFront) -> None:
+        """Take note of a message from the engine."""
+        if isinstance(message, Tokens):
+            self._tokens(message)
+        elif isinstance(message, Started):
+            self._started(message)
+        elif isinstance(message, Failed):
+            self._offered.pop(message.handle, None)
+            self._end(message.handle, None, "error")
+        elif isinstance(message, Granted):
+            self.prompt_tokens += self._offered.pop(message.handle, 0)
+
+    def _tokens(self, message: Tokens) -> None:
+        stream = self._streams.get(message.handle)
+        if stream is None or message.choice not in stream.choices:
+            return  # what was still under way when the call ended
+        now, last = self._clock(), stream.choices[message.choice]
+        stream.choices[message.choice] = now
+        if last is not None:
+            self.between_tokens.observe(now - last)
+        if message.finish_reason is not None:
+            self._end(message.handle, message.choice, message.finish_reason)
+
+    def _started(self, message: Started) -> None:
+        stream = self._streams.get(message.handle)
+        if stream is not None:
+            self.prompt_tokens += stream.prompt_tokens
+            self.queue.observe(message.queue_seconds)
+            self.prefill.observe(message.prefill_seconds)
+            self.transfer.observe(message.transfer_seconds)
+
+    def _end(self, handle: int, choice: int | None, reason: str) -> None:
+        """End one choice of a call, or all that still run."""
+        stream = self._streams.get(handle)
+        if stream is None:
+            return
+        ended = list(stream.choices) if choice is None else [choice] if choice in stream.choices else []
+        self.finished[reason] += len(ended)
+        for one in ended:
+            del stream.choices[one]
+        if not stream.choices:
+            del self._streams[handle]
+            if reason in ("stop", "length"):
+                self.request.observe(self._clock() - stream.sent_at)
+
+
+class TransferMetrics:
+    """Transfers by direction. The histograms have only delivered ones: an end halfway says little of a link."""
+
+    def __init__(self) -> None:
+        directions: tuple[Direction, ...] = get_args(Direction)
+        self.seconds = {direction: Histogram(REQUEST_BUCKETS) for direction in directions}
+        self.payload_bytes = {direction: Histogram(SIZE_BUCKETS) for direction in directions}
+        self.breaks: Counter[str] = Counter(dict.fromkeys(directions, 0))
+
+    def ended(self, transfer: TransferEnded) -> None:
+        """Count one transfer."""
+        self.breaks[transfer.direction] += transfer.breaks
+        if transfer.outcome == "delivered":
+            self.seconds[transfer.direction].observe(transfer.flow_seconds)
+            self.payload_bytes[transfer.direction].observe(transfer.payload_bytes)
 
 
 class _Labelled:
@@ -135,35 +299,34 @@ def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
     return buckets
 
 
-class Metrics(Collector):
+class WorkerMetrics(Collector):
     """Everything this worker measures. Listens to the engine."""
 
-    def __init__(self, model_name: str, max_running: int = 0):
+    def __init__(self, model_name: str, max_running: int = 0, credentials: Credentials | None = None):
         self._max_running = max_running
-        self.latencies = Latencies()
-        self.transfers = Transfers()
+        self._credentials = credentials
+        self.latencies = LatencyMetrics()
+        self.transfers = TransferMetrics()
         self.profile: Profile | None = None
-        """What prefills cost here, as the engine said last."""
-        self.credentials: Credentials | None = None
-        """Whose end is told, where there are any."""
+        """What prefills cost here, by the engine's last message."""
         self._stats: Stats | None = None
         self._ours = _Labelled()
         self._vllms = _Labelled(model_name=model_name, engine="0")
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def sent(self, message: ToEngine) -> None:
-        """Take note of what goes to the engine."""
-        self.latencies.sent(message)
+    def on_sent(self, message: ToEngine) -> None:
+        """Take note of a message to the engine."""
+        self.latencies.on_sent(message)
 
-    def heard(self, message: ToFront) -> None:
-        """Take note of what the engine says."""
+    def on_received(self, message: ToFront) -> None:
+        """Take note of a message from the engine."""
         if isinstance(message, Measured):
             self.profile = message.profile
         elif isinstance(message, TransferEnded):
             self.transfers.ended(message)
         else:
-            self.latencies.heard(message)
+            self.latencies.on_received(message)
 
     def first_token(self, seconds: float) -> None:
         """Note one request's time to first token, from its arrival here."""
@@ -178,11 +341,11 @@ class Metrics(Collector):
         """Yield every family, for `generate_latest`."""
         yield from self._of_requests()
         yield from self._of_transfers()
-        if self.credentials is not None:
+        if self._credentials is not None:
             yield self._ours.gauge(
                 "prfaas_certificate_expires_timestamp_seconds",
-                "When the certificate that new connections show ends, in Unix time.",
-                self.credentials.expires_unix_seconds,
+                "Expiry of the certificate of new connections, in Unix time.",
+                self._credentials.expires_unix_seconds,
             )
         if self._stats is not None:
             yield from self._of_engine(self._stats)
@@ -199,8 +362,8 @@ class Metrics(Collector):
         )
         yield ours.histogram(
             "prfaas_time_to_first_token_part_seconds",
-            "What the time to the first token consists of: waiting, computing where the prompt was prefilled, and "
-            "receiving its cache, which overlaps with computing.",
+            "Parts of the time to the first token: queue, prefill where the prompt was computed, and transfer of its "
+            "cache. Prefill and transfer overlap.",
             {"queue": took.queue, "prefill": took.prefill, "transfer": took.transfer},
             "part",
         )
@@ -209,14 +372,14 @@ class Metrics(Collector):
         ours, told = self._ours, self.transfers
         text = "From the first cache byte of a delivered transfer to its end."
         yield ours.histogram("prfaas_transfer_seconds", text, told.seconds, "direction")
-        text = "Payload of delivered transfers as it travelled."
+        text = "Payload bytes of delivered transfers as sent, after compression."
         yield ours.histogram("prfaas_transfer_bytes", text, told.payload_bytes, "direction")
-        text = "Connections that broke during transfers; another took over while patience lasted."
+        text = "Connections that broke during transfers. A new connection continues the transfer until a deadline."
         yield ours.counter("prfaas_transfer_breaks", text, told.breaks, "direction")
 
     def _of_engine(self, stats: Stats) -> Iterator[Metric]:
         yield from self._ours.fields(stats, GAUGES, COUNTERS)
-        text = "Most requests that may hold memory together."
+        text = "Limit of requests that hold memory at the same time."
         yield self._ours.gauge("prfaas_requests_running_limit", text, self._max_running)
         transfers = CounterMetricFamily(
             "prfaas_transfers", "Cache transfers that ended.", labels=["direction", "outcome"]
@@ -226,11 +389,13 @@ class Metrics(Collector):
         yield transfers
         yield self._ours.counter(
             "prfaas_prefix_fetches",
-            "Prefixes wanted of other instances: fetched, absent, failed, cancelled, or joined to a fetch.",
+            "Prefixes asked of other instances: fetched, absent, failed, cancelled, or joined to a running fetch.",
             dict(stats.prefixes),
             "outcome",
         )
-        yield self._ours.gauge("prfaas_role", "The role by which the engine divides its steps.", 1, role=stats.role)
+        yield self._ours.gauge(
+            "prfaas_role", "1 for the role by which the engine divides its steps.", 1, role=stats.role
+        )
 
     def _of_links(self, stats: Stats) -> Iterator[Metric]:
         """By peer cluster alone: a label for each connection would be one for each transfer."""
@@ -246,7 +411,9 @@ class Metrics(Collector):
             "Cache bytes that wait to be sent over data connections.",
             sum(link.unsent_bytes for link in stats.links),
         )
-        yield self._ours.gauge("prfaas_egress_cap_mbps", "Most that is sent, 0 without a cap.", stats.egress_mbps or 0)
+        yield self._ours.gauge(
+            "prfaas_egress_cap_mbps", "Cap of the sending rate in Mbit/s, 0 without one.", stats.egress_mbps or 0
+        )
 
     def _of_cache(self, cache: CacheStats) -> Iterator[Metric]:
         ours = self._ours
@@ -292,4 +459,6 @@ class Metrics(Collector):
             size.add_metric([text], cache_bytes(profile, tokens))
         yield seconds
         yield size
-        yield self._ours.gauge("prfaas_profile_samples", "Prefills that the profile stands on.", profile.samples)
+        yield self._ours.gauge(
+            "prfaas_profile_samples", "Prefills from which the profile was measured.", profile.samples
+        )

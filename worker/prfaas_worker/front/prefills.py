@@ -11,11 +11,18 @@ from prfaas.errors import InternalError, RequestError
 from prfaas.wire.engine import AskPrefill, CancelPrefill, Granted, PrefillAnswer, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillRequest, PrefixRequest
 from prfaas.wire.trace import TraceContext, read_trace
-from prfaas_worker.front.bodies import read_body
-from prfaas_worker.front.checks import Served, require, require_instance, require_model, require_room, require_tokens
-from prfaas_worker.front.peers import PEER
-from prfaas_worker.front.reading import read_request
-from prfaas_worker.front.serving import SERVING
+from prfaas_worker.front.auth import CALLER_CLUSTER
+from prfaas_worker.front.openai_bodies import read_body
+from prfaas_worker.front.serving import (
+    STATE,
+    ServedModel,
+    read_request,
+    require,
+    require_instance,
+    require_model,
+    require_room,
+    require_tokens,
+)
 from prfaas_worker.tokenizer import Tokenizer
 
 Asked = TypeVar("Asked", PrefillRequest, PrefixRequest)
@@ -33,8 +40,8 @@ async def create_prefix(request: web.Request) -> web.Response:
 
 async def read(request: web.Request) -> web.Response:
     """GET /v1/prefills/{id}: how far an undelivered prefill is."""
-    serving, transfer_id = request.app[SERVING], request.match_info["id"]
-    answer = await serving.engine.ask(lambda handle: AskPrefill(handle, transfer_id), PrefillAnswer)
+    state, transfer_id = request.app[STATE], request.match_info["id"]
+    answer = await state.engine.ask(lambda handle: AskPrefill(handle, transfer_id), PrefillAnswer)
     if answer.status is None:
         text = f"there is no undelivered prefill {transfer_id!r}; it was delivered, cancelled or expired"
         raise RequestError(text, status=404, code="prefill_not_found")
@@ -43,7 +50,7 @@ async def read(request: web.Request) -> web.Response:
 
 async def delete(request: web.Request) -> web.Response:
     """DELETE /v1/prefills/{id}: forget an undelivered prefill; one that is gone already is fine."""
-    request.app[SERVING].engine.send(CancelPrefill(request.match_info["id"]))
+    request.app[STATE].engine.send(CancelPrefill(request.match_info["id"]))
     return web.Response(status=204)
 
 
@@ -53,14 +60,14 @@ async def _grant(
     message: Callable[[int, Asked, str, TraceContext], StartPrefill | StartPrefix],
 ) -> web.Response:
     """Read what is asked for, pass it to the engine, and answer with the lease."""
-    serving = request.app[SERVING]
-    serving.require_open()
+    state = request.app[STATE]
+    state.require_open()
     _, asked = await read_request(request, partial(_checked, kind))
-    serving.require_open()
-    with serving.engine.call() as call:
+    state.require_open()
+    with state.engine.call() as call:
         if isinstance(asked, PrefillRequest):
-            require_instance(asked.prefix_url, serving.options, "prefix_url")
-        serving.engine.send(message(call.handle, asked, request[PEER], read_trace(request.headers)))
+            require_instance(asked.prefix_url, state.options, "prefix_url")
+        state.engine.send(message(call.handle, asked, request[CALLER_CLUSTER], read_trace(request.headers)))
         answer = await call.next()
         if not isinstance(answer, Granted):
             raise InternalError(f"the engine answered a {kind.__name__} with {type(answer).__name__}")
@@ -68,7 +75,7 @@ async def _grant(
     return web.json_response(body=msgspec.json.encode(answer.grant), status=201)
 
 
-def _checked(kind: type[Asked], body: bytes, served: Served, _tokenizer: Tokenizer) -> Asked:
+def _checked(kind: type[Asked], body: bytes, served: ServedModel, _tokenizer: Tokenizer) -> Asked:
     asked = read_body(body, kind)
     require_model(asked.model, served)
     require_tokens(asked.token_ids, served)

@@ -1,4 +1,4 @@
-"""The front's life: start the engine, serve, drain on SIGTERM, and never outlive the engine.
+"""The front's life and its routes: start the engine, serve, drain on SIGTERM, and never outlive the engine.
 
 Exit codes: 0 after an orderly end, 1 when the engine cannot start or dies, so that a supervisor starts the worker anew.
 """
@@ -9,27 +9,31 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import uvloop
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from prfaas.errors import ConfigError
+from prfaas.errors import CapacityError, ConfigError, RequestError
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
+from prfaas.wire import openapi
 from prfaas.wire.engine import StartFailed
-from prfaas.wire.headers import CODE_OVERLOADED
+from prfaas.wire.headers import CODE_OVERLOADED, TRANSFER_ID
 from prfaas_worker.credentials import Credentials
-from prfaas_worker.front.app import build_app
-from prfaas_worker.front.checks import Served
-from prfaas_worker.front.engine_client import EngineClient
-from prfaas_worker.front.peers import credentials_of
-from prfaas_worker.front.ports import open_api_port
-from prfaas_worker.front.serving import Serving
+from prfaas_worker.front import control, generate, kv_event_stream, prefills
+from prfaas_worker.front.auth import credentials_of, open_api_port, require_certificates
+from prfaas_worker.front.engine_client import EngineClient, EngineError
+from prfaas_worker.front.openai_out import error_body
+from prfaas_worker.front.serving import STATE, FrontState, ServedModel
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLOSE_SECONDS = 1.0
 """For each of two things: that requests end by themselves, and that they end once they are cancelled."""
@@ -57,7 +61,8 @@ async def _run(options: Options, credentials: Credentials | None) -> int:
     # Reading ends with the engine: after its last message, so that no reason it gave is missed.
     engine = asyncio.create_task(client.run())
     try:
-        return await _serve(Serving(options, client, _tracing(options)), credentials, engine, stop)
+        state = FrontState(options, client, _tracing(options), credentials)
+        return await _serve(state, engine, stop)
     except ConfigError as error:
         sys.stderr.write(f"prfaas-worker: {error}\n")
         return 1
@@ -70,8 +75,8 @@ async def _run(options: Options, credentials: Credentials | None) -> int:
 
 
 def _tracing(options: Options) -> Tracing:
-    place = {"instance": options.instance, "cluster": options.cluster, "pool": options.pool, "role": options.role}
-    return tracing_from_environment("prfaas-worker", {f"prfaas.{name}": value for name, value in place.items()})
+    attributes = {"instance": options.instance, "cluster": options.cluster, "pool": options.pool, "role": options.role}
+    return tracing_from_environment("prfaas-worker", {f"prfaas.{name}": value for name, value in attributes.items()})
 
 
 async def _start_engine(options: Options, sock: socket.socket) -> asyncio.subprocess.Process:
@@ -92,22 +97,18 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _serve(
-    serving: Serving, credentials: Credentials | None, engine: asyncio.Task[None], stop: asyncio.Future[None]
-) -> int:
-    client, options = serving.engine, serving.options
-    runner = web.AppRunner(
-        build_app(serving, credentials), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
-    )
+async def _serve(state: FrontState, engine: asyncio.Task[None], stop: asyncio.Future[None]) -> int:
+    client, options = state.engine, state.options
+    runner = web.AppRunner(build_app(state), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
     try:
-        await open_api_port(runner, options, credentials)
+        await open_api_port(runner, options, state.credentials)
         await asyncio.wait({client.ready, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         if client.ready.done():
-            _load(serving, options)
+            _load(state, options)
             await asyncio.wait({engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not engine.done() and client.ready.done():
-            await _drain(serving, engine)
+            await _drain(state, engine)
     finally:
         await runner.cleanup()
     if stop.done() and not client.ready.done():
@@ -134,18 +135,18 @@ def _stop_on_signals() -> asyncio.Future[None]:
     return stop
 
 
-def _load(serving: Serving, options: Options) -> None:
+def _load(state: FrontState, options: Options) -> None:
     """Open for requests with what the engine has loaded."""
-    answer = serving.engine.ready.result()
+    answer = state.engine.ready.result()
     if isinstance(answer, StartFailed):
         raise ConfigError(answer.message)
-    served = Served(
+    served = ServedModel(
         model_name=options.model_name,
         vocab_size=answer.vocab_size,
         max_context=answer.max_context,
         max_choices=options.max_running,
     )
-    serving.loaded(served, load_tokenizer(Path(answer.directory)))
+    state.loaded(served, load_tokenizer(Path(answer.directory)))
     # What stands now stays, and need not be looked through again; by default a long body would be, a thousand times.
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
@@ -153,15 +154,143 @@ def _load(serving: Serving, options: Options) -> None:
     log.info("serving %s on %s://%s:%d", options.model_name, scheme, options.host, options.api_port)
 
 
-async def _drain(serving: Serving, engine: asyncio.Task[None]) -> None:
+async def _drain(state: FrontState, engine: asyncio.Task[None]) -> None:
     """Take no new work and let what runs finish, for as long as the options allow."""
-    serving.draining = True
-    idle = asyncio.create_task(serving.idle())
-    seconds = serving.options.drain_seconds
+    state.draining = True
+    idle = asyncio.create_task(state.idle())
+    seconds = state.options.drain_seconds
     done, _ = await asyncio.wait({idle, engine}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     if not done:
-        log.warning("draining took longer than %d s: %d requests are cut off", seconds, serving.engine.open_calls)
-        serving.engine.fail_calls(
-            503, CODE_OVERLOADED, "this instance shut down before the answer was whole; ask again"
-        )
+        log.warning("draining took longer than %d s: %d requests are cut off", seconds, state.engine.open_calls)
+        state.engine.fail_calls(503, CODE_OVERLOADED, "this instance shut down before the answer was whole; ask again")
     idle.cancel()
+
+
+def build_app(state: FrontState) -> web.Application:
+    """Return the application; with credentials, its port must speak TLS."""
+    app = web.Application(middlewares=[_departures, require_certificates(state.credentials), _errors])
+    app[STATE] = state
+    app.add_routes(
+        [
+            web.post("/v1/completions", generate.completions),
+            web.post("/v1/chat/completions", generate.chat_completions),
+            web.get("/v1/models", _models),
+            web.post("/tokenize", generate.tokenize),
+            web.post("/detokenize", generate.detokenize),
+            web.post("/v1/prefills", prefills.create),
+            web.post("/v1/prefixes", prefills.create_prefix),
+            web.get("/v1/prefills/{id}", prefills.read),
+            web.delete("/v1/prefills/{id}", prefills.delete),
+            web.get("/v1/kv-events", kv_event_stream.stream),
+            web.get("/v1/profile", control.read_profile),
+            web.get("/v1/role", control.read_role),
+            web.put("/v1/role", control.set_role),
+            web.get("/v1/egress", control.read_egress),
+            web.put("/v1/egress", control.set_egress),
+            web.post("/v1/cache/reset", control.reset_cache),
+            web.post("/reset_prefix_cache", control.reset_prefix_cache),
+            web.get("/openapi.json", _openapi),
+            web.get("/healthz", _healthz),
+            web.get("/readyz", _readyz),
+            web.get("/metrics", _metrics),
+        ]
+    )
+    app.cleanup_ctx.append(_event_sockets)
+    app.on_shutdown.append(_end_streams)
+    app.on_cleanup.append(_end_readers)
+    app.on_cleanup.append(_end_tracing)
+    return app
+
+
+@web.middleware
+async def _departures(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let clients leave in silence: aiohttp would log the error of writing to one that is gone as a handler's."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        return web.Response(status=499)  # nobody reads it
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn errors into answers; a bug becomes a 500 without details, and a log entry with them."""
+    try:
+        return await handler(request)
+    except (RequestError, EngineError) as error:
+        answer = _error(str(error), status=error.status, code=error.code, param=error.param)
+        if isinstance(error, EngineError) and error.transfer_id:
+            answer.headers[TRANSFER_ID] = error.transfer_id
+        return answer
+    except CapacityError as error:
+        return _error(str(error), status=503, code=CODE_OVERLOADED)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        text = f"{request.method} {request.path}: {error.reason}"
+        answer = _error(text, status=error.status, code="invalid_request")
+        if allowed := error.headers.get("Allow"):
+            answer.headers["Allow"] = allowed
+        return answer
+    except RecursionError:  # nothing of ours nests deeply, only what callers send does
+        return _error("the body is nested too deeply", status=400, code="invalid_json")
+    except ConnectionError:
+        raise  # the client left: there is nobody to answer
+    except Exception:
+        log.exception("%s %s", request.method, request.path)
+        return _error("an error of this worker's own; its log has the details", status=500, code="internal_error")
+
+
+def _error(message: str, *, status: int, code: str, param: str | None = None) -> web.Response:
+    body = error_body(message, status=status, code=code, param=param)
+    return web.json_response(body=msgspec.json.encode(body), status=status)
+
+
+async def _models(request: web.Request) -> web.Response:
+    served = request.app[STATE].served
+    model = {"id": served.model_name, "object": "model", "created": 0, "owned_by": "prfaas"}
+    return web.json_response({"object": "list", "data": [model | {"max_model_len": served.max_context}]})
+
+
+async def _healthz(_request: web.Request) -> web.Response:
+    return web.Response(text="ok\n")
+
+
+async def _openapi(_request: web.Request) -> web.Response:
+    return web.json_response(openapi.prefill())
+
+
+async def _readyz(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    if state.ready:
+        return web.Response(text="ok\n")
+    return web.Response(status=503, text="draining\n" if state.draining else "loading the model\n")
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    stats = await state.engine.stats() if state.engine.ready.done() else None
+    return web.Response(body=state.metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def _event_sockets(app: web.Application) -> AsyncIterator[None]:
+    """Keep the sockets of cache events open while the application runs, if they are wanted."""
+    state = app[STATE]
+    options = state.options
+    if not options.kv_events_port:
+        yield
+        return
+    sockets = kv_event_stream.KvEventSockets(state.events, options.host, options.kv_events_port)
+    yield
+    await sockets.close()
+
+
+async def _end_streams(app: web.Application) -> None:
+    app[STATE].events.close()
+
+
+async def _end_tracing(app: web.Application) -> None:
+    await asyncio.to_thread(app[STATE].tracing.close)
+
+
+async def _end_readers(app: web.Application) -> None:
+    app[STATE].close()

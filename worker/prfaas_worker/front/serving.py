@@ -1,45 +1,85 @@
-"""What the handlers share while the worker serves, and whether it may take new work."""
+"""What all handlers share: the model that is served, the state of the front, checks of requests, and their reading.
+
+Reading a request must not hold up streams, so a body is bounded in bytes and a long one is read in a thread. The
+tokenizer libraries release the interpreter's lock; JSON decoding and lists of token ids do not. A body may therefore
+have no more than a full context can need, and takes the lock for milliseconds.
+"""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from prfaas.errors import CapacityError
+from prfaas.errors import CapacityError, RequestError
 from prfaas.telemetry.tracing import OFF, Tracing
-from prfaas_worker.front.checks import Served
+from prfaas_worker.credentials import Credentials
 from prfaas_worker.front.engine_client import EngineClient
-from prfaas_worker.front.events import Events
-from prfaas_worker.front.metrics import Metrics
-from prfaas_worker.front.spans import Reported
+from prfaas_worker.front.kv_events import KvEventPublisher
+from prfaas_worker.front.metrics import WorkerMetrics
+from prfaas_worker.front.spans import TransferSpans
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import Tokenizer
 
 READERS: Final = 2
 """Threads that read requests: the engine computes on the same cores."""
 LONG_BYTES: Final = 256 << 10
-"""Longer bodies, whose tokens take a tenth of a second or more, wait for each other and for nobody else."""
+"""Longer bodies, whose tokens take a tenth of a second or more, wait for each other and for no other request."""
+INLINE_BYTES: Final = 2048
+"""Bodies up to this length are read at once: tokenising so much takes a millisecond at most."""
+MAX_UNREAD_BYTES: Final = 256 << 20
+"""Limit for all bodies that are on their way or wait for a thread."""
+BYTES_PER_TOKEN: Final = 16
+"""What a token may take in a body: text has 3 to 6 bytes of it, escaped characters and long runs of spaces up to 12."""
+BYTES_BESIDE: Final = 1 << 20
+"""What a body may have beside: schemas, tools, and all else."""
+MAX_BODY_BYTES: Final = 32 << 20
+# Grammars are checked as they are read, and a short one may take long.
+_GRAMMAR_WORDS: Final = (b'"json_', b'"guided_', b'"structured_outputs"', b'"tools"')
+
+Read = TypeVar("Read")
 
 
-class Serving:
-    """State of the front. `served` and `tokenizer` exist once the engine has loaded the model."""
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What this worker serves: the names and bounds that requests are checked against."""
 
-    def __init__(self, options: Options, engine: EngineClient, tracing: Tracing = OFF):
+    model_name: str
+    vocab_size: int
+    max_context: int
+    max_choices: int
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The longest body that is read."""
+        return min(BYTES_BESIDE + BYTES_PER_TOKEN * self.max_context, MAX_BODY_BYTES)
+
+
+class FrontState:
+    """State of the front while it serves. `served` and `tokenizer` exist once the engine has loaded the model."""
+
+    def __init__(
+        self, options: Options, engine: EngineClient, tracing: Tracing = OFF, credentials: Credentials | None = None
+    ):
         self.options = options
         self.engine = engine
-        self.metrics = Metrics(options.model_name, options.max_running)
-        self.events = Events(options)
-        engine.listeners += [self.metrics, self.events]
         self.tracing = tracing
+        self.credentials = credentials
+        """Present where the API port speaks TLS."""
+        self.metrics = WorkerMetrics(options.model_name, options.max_running, credentials)
+        self.events = KvEventPublisher(options)
+        engine.listeners += [self.metrics, self.events]
         if tracing.is_on:
-            engine.listeners.append(Reported(tracing))
+            engine.listeners.append(TransferSpans(tracing))
         self.unread_bytes = 0
         """Of bodies that are on their way or wait for a thread."""
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._long_reader = ThreadPoolExecutor(1, thread_name_prefix="long-reader")
         self.draining = False
-        self._model: tuple[Served, Tokenizer] | None = None
+        self._model: tuple[ServedModel, Tokenizer] | None = None
 
     def reader(self, size: int) -> Executor:
         """Return where a body of so many bytes is tokenised, and its grammar checked."""
@@ -50,7 +90,7 @@ class Serving:
         for reader in (self._readers, self._long_reader):
             reader.shutdown(wait=False, cancel_futures=True)
 
-    def loaded(self, served: Served, tokenizer: Tokenizer) -> None:
+    def loaded(self, served: ServedModel, tokenizer: Tokenizer) -> None:
         """Open for requests."""
         self._model = served, tokenizer
 
@@ -60,7 +100,7 @@ class Serving:
         return self._model is not None and not self.draining
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         """What requests are checked against."""
         return self._loaded()[0]
 
@@ -86,10 +126,146 @@ class Serving:
                 return
             await asyncio.sleep(0.05)
 
-    def _loaded(self) -> tuple[Served, Tokenizer]:
+    def _loaded(self) -> tuple[ServedModel, Tokenizer]:
         if self._model is None:
             raise CapacityError("the model is still loading; try again in a moment")
         return self._model
 
 
-SERVING: Final = web.AppKey("serving", Serving)
+STATE: Final = web.AppKey("state", FrontState)
+
+
+def require(held: bool, param: str, rule: str) -> None:
+    """Raise a RequestError that says `param` and the rule it broke, unless it held."""
+    if not held:
+        raise RequestError(f"{param} {rule}", param=param)
+
+
+def unsupported(param: str, message: str) -> RequestError:
+    """Return the error of a request for something that is not served."""
+    return RequestError(message, code="unsupported_parameter", param=param)
+
+
+def require_model(model: str, served: ServedModel) -> None:
+    """Raise RequestError unless `model` is the one served here."""
+    if model == served.model_name:
+        return
+    if model.startswith(f"{served.model_name}:"):
+        raise unsupported("model", f"model {model!r} names a LoRA adapter, and adapters are not served here")
+    raise RequestError(
+        f"model {model!r} is not served here; this instance serves {served.model_name!r}",
+        status=404,
+        code="model_not_found",
+        param="model",
+    )
+
+
+def require_instance(url: str, options: Options, param: str) -> str:
+    """Return the address of another instance, inside TLS if we are; empty where there is none.
+
+    Raises:
+        RequestError: it is not of the form scheme://host:port.
+
+    """
+    if not url:
+        return ""
+    scheme = "https" if options.tls_dir else "http"
+    try:
+        parts = urlsplit(url)
+        well_formed = parts.scheme == scheme and parts.hostname and parts.port and parts.path in ("", "/")
+    except ValueError:
+        well_formed = False
+    require(bool(well_formed), param, f"is {url!r}; want {scheme}://host:port")
+    return url
+
+
+def require_room(token_ids: Sequence[int], served: ServedModel) -> int:
+    """Return how many tokens may follow a prompt.
+
+    Raises:
+        RequestError: the prompt is empty, or leaves no room for a single token.
+
+    """
+    require(bool(token_ids), "prompt", "must have at least one token")
+    room = served.max_context - len(token_ids)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, the context {served.max_context} and one token must be free; "
+            "shorten the prompt",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+    return room
+
+
+def require_tokens(token_ids: list[Any], served: ServedModel, param: str = "prompt") -> list[int]:
+    """Return a list that holds token ids of this model and nothing else.
+
+    Raises:
+        RequestError: an entry is no integer or outside of the vocabulary.
+
+    """
+    size = served.vocab_size
+    if token_ids and not (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
+        wrong = next(entry for entry in token_ids if type(entry) is not int or not 0 <= entry < size)
+        raise RequestError(f"{param} holds {wrong!r}: want token ids of 0 to {size - 1}", param=param)
+    return token_ids
+
+
+async def read_request(
+    request: web.Request, read: Callable[[bytes, ServedModel, Tokenizer], Read], beside_bytes: int = 0
+) -> tuple[int, Read]:
+    """Return how many bytes a request's body has, and what `read` makes of it.
+
+    The body may have `beside_bytes` more than a prompt needs.
+
+    Raises:
+        CapacityError: the model is not loaded yet, or too many bodies come at once.
+        RequestError: the body is too long; else as `read` does.
+
+    """
+    state = request.app[STATE]
+    most = state.served.max_body_bytes + beside_bytes
+    if (length := request.content_length) is not None and length > most:
+        raise _too_long(f"{length} bytes", state.served)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.content.iter_any():
+            parts.append(part)
+            size += len(part)
+            state.unread_bytes += len(part)
+            if size > most:
+                raise _too_long(f"more than {most} bytes", state.served)
+            if state.unread_bytes > MAX_UNREAD_BYTES:
+                raise CapacityError("too many long requests come at once; try another instance, or later")
+        body = b"".join(parts)
+        parts.clear()
+        return size, await in_thread(state, read, body)
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise RequestError(f"the body does not have the encoding that its headers say: {error}") from error
+    finally:
+        state.unread_bytes -= size
+
+
+async def in_thread(state: FrontState, read: Callable[[bytes, ServedModel, Tokenizer], Read], body: bytes) -> Read:
+    """Return what `read` makes of a body, and let the event loop go on meanwhile if that may take long.
+
+    Raises:
+        CapacityError: the model is not loaded yet.
+        RequestError: as `read` does.
+
+    """
+    served, tokenizer = state.served, state.tokenizer
+    if len(body) <= INLINE_BYTES and not any(word in body for word in _GRAMMAR_WORDS):
+        return read(body, served, tokenizer)
+    return await asyncio.get_running_loop().run_in_executor(state.reader(len(body)), read, body, served, tokenizer)
+
+
+def _too_long(size: str, served: ServedModel) -> RequestError:
+    return RequestError(
+        f"the body has {size}; with a context of {served.max_context} tokens at most {served.max_body_bytes} are read: "
+        "shorten it, or send several requests",
+        status=413,
+        code="request_too_large",
+    )

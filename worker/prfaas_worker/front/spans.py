@@ -1,10 +1,10 @@
-"""A worker's spans, made in the front of what the engine reports: its processes trace nothing themselves.
+"""Makes a worker's spans in the front, of what the engine reports: the engine traces nothing itself.
 
     decode             from a request's arrival to its last byte
       prefill.local    one for each prompt, or
-      prefill.remote   from asking to the first token; its context goes with the question to the giver
-        transfer       at the taker, from the first cache byte to the last
-        prefill        at the giver, from the grant to the end
+      prefill.remote   from asking to the first token; its context goes with the question to the source
+        transfer       at the destination, from the first cache byte to the last
+        prefill        at the source, from the grant to the end
 
 A transfer's report carries the context that it began with, so its span needs no call that is still open.
 """
@@ -13,8 +13,6 @@ import asyncio
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
-
-import msgspec
 
 from prfaas.errors import RequestError
 from prfaas.telemetry.tracing import Span, Tracing
@@ -25,7 +23,7 @@ from prfaas_worker.front.engine_client import EngineError
 NAMES: Final = {"receive": "transfer", "send": "prefill"}
 
 
-class Decode:
+class RequestSpans:
     """The spans of one request. As a context they end with the block."""
 
     def __init__(self, tracing: Tracing, caller: TraceContext, request_id: str):
@@ -34,25 +32,25 @@ class Decode:
         self._span.set(request_id=request_id)
         self._prefills: dict[int, Span] = {}
 
-    def begin(self, message: Generate) -> Generate:
-        """Begin a prompt's prefill; returns its message with what the engine passes on."""
+    def begin(self, handle: int, message: Generate) -> TraceContext:
+        """Begin a prompt's prefill; returns the context that the engine passes on."""
         span = self._tracing.start("prefill.remote" if message.prefill_url else "prefill.local", self._span.context)
         span.set(request_id=message.request_id, prompt_tokens=len(message.token_ids))
-        self._prefills[message.handle] = span
-        return msgspec.structs.replace(message, trace=span.context)
+        self._prefills[handle] = span
+        return span.context
 
     def started(self, prompts: Sequence[Started]) -> None:
         """End the prefills: the first token of every prompt exists."""
-        for told in prompts:
-            span = self._prefills.pop(told.handle)
+        for prompt in prompts:
+            span = self._prefills.pop(prompt.handle)
             span.set(
-                cached_tokens=told.cached_tokens,
-                kv_bytes=told.kv_bytes,
-                queue_seconds=told.queue_seconds,
-                prefill_seconds=told.prefill_seconds,
+                cached_tokens=prompt.cached_tokens,
+                kv_bytes=prompt.kv_bytes,
+                queue_seconds=prompt.queue_seconds,
+                prefill_seconds=prompt.prefill_seconds,
             )
-            if told.transfer_id:
-                span.set(transfer_id=told.transfer_id)
+            if prompt.transfer_id:
+                span.set(transfer_id=prompt.transfer_id)
             span.end()
         self._span.event("first_token")
 
@@ -78,21 +76,21 @@ class Decode:
         self._span.end()
 
 
-class Reported:
-    """Makes spans of transfers; listens to the engine where there is tracing."""
+class TransferSpans:
+    """Makes spans of transfers. Listens to the engine where there is tracing."""
 
     def __init__(self, tracing: Tracing):
         self._tracing = tracing
 
-    def sent(self, message: ToEngine) -> None:
-        """Nothing that goes to the engine is of interest."""
+    def on_sent(self, message: ToEngine) -> None:
+        """Do nothing: no message to the engine ends a transfer."""
 
-    def heard(self, message: ToFront) -> None:
-        """Take note of what the engine says."""
+    def on_received(self, message: ToFront) -> None:
+        """Make a span of a transfer that ended."""
         if isinstance(message, TransferEnded):
-            self._tell(message)
+            self._report(message)
 
-    def _tell(self, transfer: TransferEnded) -> None:
+    def _report(self, transfer: TransferEnded) -> None:
         began, moments = transfer.began_at, dict(transfer.marks)
         sends = transfer.direction == "send"
         name = "prefix" if sends and transfer.what == "prefix" else NAMES[transfer.direction]

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.errors import ConfigError
-from prfaas_worker.tokenizer.base import Tokenizer
-from prfaas_worker.tokenizer.byte import byte_tokenizer
-from prfaas_worker.tokenizer.template import Conversation, read_template
-from prfaas_worker.tokenizer.utf8 import Utf8Stream
+from prfaas_worker.tokenizer.base import Tokenizer, byte_tokenizer
+from prfaas_worker.tokenizer.chat_template import OWN_VARIABLES, Conversation, read_template
 
-__all__ = ["Conversation", "Tokenizer", "Utf8Stream", "load_tokenizer"]
+__all__ = ["OWN_VARIABLES", "Conversation", "Tokenizer", "load_tokenizer"]
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -35,7 +33,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
             return huggingface_tokenizer(directory / "tokenizer.json", template)
         if (directory / "tiktoken.model").is_file():
-            from prfaas_worker.tokenizer.ranks import ranks_tokenizer
+            from prfaas_worker.tokenizer.tiktoken_ranks import ranks_tokenizer
 
             return ranks_tokenizer(directory / "tiktoken.model", config, template)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,12 +1,38 @@
-"""What every tokenizer does: text to token ids and back. The three kinds differ in how a piece of text is encoded."""
+"""What every tokenizer does: text to token ids and back. The three kinds differ in how a piece of text is encoded.
+
+The byte tokenizer, that of the model that ships along, is here too; the others have a file each.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from prfaas.errors import RequestError
-from prfaas_worker.tokenizer.specials import Special, Specials
-from prfaas_worker.tokenizer.template import ChatTemplate, Conversation
-from prfaas_worker.tokenizer.utf8 import TokenTable
+from prfaas_worker.tokenizer.chat_template import ChatTemplate, Conversation, Special, Specials
+
+BYTE_TOKENS = 256
+
+
+class TokenTable:
+    """The bytes of every token id in one block: a list of 130,000 small objects would cost ten times the memory."""
+
+    def __init__(self, tokens: Iterable[bytes]):
+        ends, parts, length = array("I", [0]), [], 0
+        for token in tokens:
+            parts.append(token)
+            length += len(token)
+            ends.append(length)
+        self._ends, self._data = ends, b"".join(parts)
+        self._last = len(ends) - 2
+
+    def __len__(self) -> int:
+        return self._last + 1
+
+    def __getitem__(self, token_id: int) -> bytes:
+        if not 0 <= token_id <= self._last:
+            return b""  # a vocabulary padded beyond its tokenizer
+        return self._data[self._ends[token_id] : self._ends[token_id + 1]]
 
 
 class Tokenizer(ABC):
@@ -82,3 +108,38 @@ class Tokenizer(ABC):
         texts = self._texts
         parts = (texts[token].encode() if token in texts else self.token_bytes(token) for token in token_ids)
         return b"".join(parts).decode("utf-8", "replace")
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0..255 are bytes, the ids above are special tokens. A plain prompt begins with `bos_id`."""
+
+    def __init__(self, specials: Mapping[str, Special], bos_id: int | None, template: ChatTemplate | None):
+        super().__init__(specials, TokenTable(bytes([byte]) for byte in range(BYTE_TOKENS)), template)
+        self._bos = [] if bos_id is None else [bos_id]
+
+    def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
+        del at_start
+        return [list(utf8(piece)) for piece in pieces]
+
+    def _frame(self, token_ids: list[int]) -> list[int]:
+        return self._bos + token_ids
+
+
+def byte_tokenizer(config: Mapping[str, Any], template: ChatTemplate | None) -> ByteTokenizer:
+    """Build the tokenizer that tokenizer_config.json describes; what misses there raises KeyError and its like."""
+    specials = {entry["content"]: Special(int(number)) for number, entry in config["added_tokens_decoder"].items()}
+    bos_id = specials[config["bos_token"]].token_id if config.get("bos_token") else None
+    return ByteTokenizer(specials, bos_id, template)
+
+
+def utf8(text: str) -> bytes:
+    """Return the text's bytes.
+
+    Raises:
+        RequestError: the text has half of a surrogate pair.
+
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text has half of a surrogate pair at character {error.start}; send UTF-8") from error

@@ -15,10 +15,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from prfaas.errors import ConfigError
-from prfaas_worker.tokenizer.base import Tokenizer
-from prfaas_worker.tokenizer.specials import Special
-from prfaas_worker.tokenizer.template import ChatTemplate
-from prfaas_worker.tokenizer.utf8 import TokenTable, utf8
+from prfaas_worker.tokenizer.base import Tokenizer, TokenTable, utf8
+from prfaas_worker.tokenizer.chat_template import ChatTemplate, Special
 
 # The front must not take the cores that the engine computes on: the library would start a thread on each.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

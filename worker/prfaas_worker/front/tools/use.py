@@ -1,4 +1,4 @@
-"""What a chat request says of tools: checked, and turned into a reader of its answers and a grammar for them."""
+"""Checks what a chat request says of tools, and turns it into a parser of its answers and a grammar for them."""
 
 import re
 from typing import Annotated, Any, Final, NamedTuple
@@ -8,10 +8,10 @@ from msgspec import Meta
 
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Grammar
-from prfaas_worker.front.bodies import Conversed
-from prfaas_worker.front.checks import require, unsupported
-from prfaas_worker.front.tools import MOST_CALLS, ToolFormat, calls_grammar, free_grammar, tool_format
-from prfaas_worker.front.tools.functions import Function
+from prfaas_worker.front.openai_bodies import ChatBody
+from prfaas_worker.front.serving import require, unsupported
+from prfaas_worker.front.tools.base import Function
+from prfaas_worker.front.tools.formats import MOST_CALLS, ToolFormat, calls_grammar, free_grammar, tool_format
 from prfaas_worker.grammars import lark_of_schema
 from prfaas_worker.tokenizer import Tokenizer
 
@@ -39,28 +39,28 @@ class _NamedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="function"
 
 
 class ToolUse(NamedTuple):
-    """How calls are read from the answers of one request. `lark` is empty where the model may say what it likes."""
+    """How calls are read from the answers of one request. `lark` is empty where any text may be the answer."""
 
-    known: ToolFormat
+    format: ToolFormat
     parallel: bool
     lark: str
 
 
-def tool_use(asked: Conversed, tokenizer: Tokenizer) -> ToolUse | None:
+def tool_use(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
     """Return how this request's answers call tools, None if they do not.
 
     Raises:
         RequestError: the tools or the choice are not in order, or the model's template knows no tools.
 
     """
-    tools = _tools(asked)
-    choice = _choice(asked, [tool.name for tool in tools])
+    tools = _tools(body)
+    choice = _choice(body, [tool.name for tool in tools])
     if not tools or choice == "none":
         return None
     known = tool_format(tokenizer.template_source)
     if known is None:
         raise unsupported("tools", "this model's chat template teaches no format of tool calls that is known here")
-    parallel = asked.parallel_tool_calls is not False
+    parallel = body.parallel_tool_calls is not False
     if isinstance(choice, _NamedChoice):
         tools, parallel = [tool for tool in tools if tool.name == choice.function.name], False
     use = ToolUse(known, parallel, "")
@@ -72,7 +72,7 @@ def tool_use(asked: Conversed, tokenizer: Tokenizer) -> ToolUse | None:
     return use
 
 
-def with_answer(use: ToolUse, asked: Conversed, answer: Grammar | None, tokenizer: Tokenizer) -> Grammar | None:
+def with_answer(use: ToolUse, body: ChatBody, answer: Grammar | None, tokenizer: Tokenizer) -> Grammar | None:
     """Return the grammar of a request that offers tools and may say what else the answer must be.
 
     Raises:
@@ -82,13 +82,13 @@ def with_answer(use: ToolUse, asked: Conversed, answer: Grammar | None, tokenize
     """
     if answer is None:
         return Grammar("lark", use.lark) if use.lark else None
-    if asked.tool_choice not in (None, "auto") or answer.kind != "json_schema":
+    if body.tool_choice not in (None, "auto") or answer.kind != "json_schema":
         raise RequestError(
-            "the answer cannot be both: tool_choice demands calls, or the grammar is no JSON schema, which alone can "
+            "the answer cannot be both: tool_choice demands calls, or the grammar is no JSON schema, and only that can "
             "stand beside tools; leave one out",
             param="tool_choice",
         )
-    rules = calls_grammar(*_grammar_parts(use, _tools(asked), tokenizer))
+    rules = calls_grammar(*_grammar_parts(use, _tools(body), tokenizer))
     return Grammar("lark", f"start: answer | calls\nanswer: {lark_of_schema(answer.text)}\n{rules}")
 
 
@@ -101,7 +101,7 @@ def _grammar_parts(
     use: ToolUse, tools: list[_FunctionBody], tokenizer: Tokenizer
 ) -> tuple[ToolFormat, list[Function], dict[str, int], int]:
     functions = [Function(tool.name, tool.parameters or {}) for tool in tools]
-    return use.known, functions, _tokens(use, tokenizer), MOST_CALLS if use.parallel else 1
+    return use.format, functions, _tokens(use, tokenizer), MOST_CALLS if use.parallel else 1
 
 
 def _tokens(use: ToolUse, tokenizer: Tokenizer) -> dict[str, int]:
@@ -109,7 +109,7 @@ def _tokens(use: ToolUse, tokenizer: Tokenizer) -> dict[str, int]:
     specials = tokenizer.specials
     return {
         mark: specials[mark]
-        for mark in use.known.marks
+        for mark in use.format.marks
         if mark in specials and not tokenizer.token_bytes(specials[mark])
     }
 
@@ -130,8 +130,8 @@ def template_arguments(arguments: str, tokenizer: Tokenizer) -> str | dict[str, 
     return arguments if arguments and _TAKES_TEXT.search(tokenizer.template_source) else found
 
 
-def _tools(asked: Conversed) -> list[_FunctionBody]:
-    given = asked.tools or []
+def _tools(body: ChatBody) -> list[_FunctionBody]:
+    given = body.tools or []
     require(len(given) <= MAX_TOOLS, "tools", f"may hold at most {MAX_TOOLS} functions")
     try:
         tools = [tool.function for tool in msgspec.convert(given, list[_ToolBody])]
@@ -141,8 +141,8 @@ def _tools(asked: Conversed) -> list[_FunctionBody]:
     return tools
 
 
-def _choice(asked: Conversed, names: list[str]) -> str | _NamedChoice:
-    choice = asked.tool_choice
+def _choice(body: ChatBody, names: list[str]) -> str | _NamedChoice:
+    choice = body.tool_choice
     if isinstance(choice, dict):
         try:
             named = msgspec.convert(choice, _NamedChoice)

@@ -15,10 +15,8 @@ from typing import Any, Final
 import tiktoken
 
 from prfaas.errors import ConfigError
-from prfaas_worker.tokenizer.base import Tokenizer
-from prfaas_worker.tokenizer.specials import Special
-from prfaas_worker.tokenizer.template import ChatTemplate
-from prfaas_worker.tokenizer.utf8 import TokenTable, utf8
+from prfaas_worker.tokenizer.base import Tokenizer, TokenTable, utf8
+from prfaas_worker.tokenizer.chat_template import ChatTemplate, Special
 
 KIMI_CLASS: Final = "TikTokenTokenizer"
 _ENDING: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

@@ -1,21 +1,25 @@
-"""What a tool parser says of an answer, and the reader of marked text that all of them are built on.
+"""What all tool formats are built on: events of an answer, a reader of marked text, and pieces of grammars of calls.
 
-An answer arrives in pieces cut anywhere. Whatever the cuts, the joined events are the same: a piece that may be the
-beginning of a mark is held back until it is clear.
+An answer arrives in pieces cut anywhere. The joined events are the same for all cuts: text that may be the beginning of
+a mark is held back until it is clear. Grammars are in llguidance's Lark.
 """
 
 import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
 
-class Said(NamedTuple):
+from prfaas_worker.grammars import lark_of_schema
+
+
+class TextDelta(NamedTuple):
     """Text for the user."""
 
     text: str
 
 
-class Called(NamedTuple):
+class CallDelta(NamedTuple):
     """The beginning of the call number `index`."""
 
     index: int
@@ -23,21 +27,21 @@ class Called(NamedTuple):
     name: str
 
 
-class Argued(NamedTuple):
+class ArgumentsDelta(NamedTuple):
     """More of that call's arguments: JSON as text."""
 
     index: int
     text: str
 
 
-Event = Said | Called | Argued
+ToolEvent = TextDelta | CallDelta | ArgumentsDelta
 NewId = Callable[[], str]
 
 
 class ToolParser(Protocol):
     """Reads one choice's text."""
 
-    def push(self, text: str, *, final: bool) -> list[Event]:
+    def push(self, text: str, *, final: bool) -> list[ToolEvent]:
         """Take more text; return what is certain now. With `final`, what is left too."""
         ...
 
@@ -75,14 +79,14 @@ class Content:
     def __init__(self) -> None:
         self._after_call = False
 
-    def said(self, text: str) -> list[Event]:
+    def said(self, text: str) -> list[ToolEvent]:
         """Return the event for some text, none where it is only spaces behind a call."""
         if self._after_call:
             text = text.lstrip()
         if not text:
             return []
         self._after_call = False
-        return [Said(text)]
+        return [TextDelta(text)]
 
     def called(self) -> None:
         """Note that a call began."""
@@ -98,3 +102,36 @@ def possible_beginning(text: str, marks: Sequence[str]) -> int:
                 longest = length
                 break
     return longest
+
+
+class Function(NamedTuple):
+    """A function the model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: dict
+
+
+Mark = Callable[[str], str]
+"""A mark in a grammar's words: the special token, or its letters where the tokenizer has none."""
+
+
+def arguments_rule(function: Function) -> str:
+    """Return the rule for a function's arguments."""
+    return lark_of_schema(msgspec.json.encode({"type": "object"} | function.parameters).decode())
+
+
+def literal(text: str) -> str:
+    """Return a string that stands for itself."""
+    return msgspec.json.encode(text).decode()
+
+
+def repeated(separator: str, most: int) -> str:
+    """Return one to `most` times the rule `call`, with `separator` between them."""
+    return f"call ({separator} call){{0,{most - 1}}}" if most > 1 else "call"
+
+
+def alternatives(head: str, calls: Sequence[str]) -> str:
+    """Return rules of which `call` is one of `calls`."""
+    names = [f"call_{number}" for number in range(len(calls))]
+    rules = [f"{name}: {call}" for name, call in zip(names, calls, strict=True)]
+    return "\n".join([head, f"call: {' | '.join(names)}", *rules])

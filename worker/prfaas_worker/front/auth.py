@@ -1,0 +1,168 @@
+"""Protects the API port: TLS where there are credentials, and client certificates for all paths that are not open.
+
+A path that is not listed as open here is closed, so that a new endpoint is no gap. Without TLS no caller is known and
+no certificate is asked for: then only the network protects the port.
+
+The other end of a handshake is a stranger: it gets seconds, where asyncio would wait for a minute. It also learns what
+is wrong with its certificate, where asyncio would close the connection before OpenSSL's alert has left.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from prfaas.errors import ConfigError, IdentityError, InternalError
+from prfaas_worker.credentials import Credentials
+from prfaas_worker.front.openai_out import error_body
+from prfaas_worker.options import Options
+from prfaas_worker.refusals import explain
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS: Final = 5.0
+CLOSE_SECONDS: Final = 1.0
+OPEN_PATHS: Final = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/openapi.json",
+        "/healthz",
+        "/readyz",
+        "/metrics",
+    }
+)
+"""What clients, probes and Prometheus ask for: they have no certificates of ours."""
+CALLER_CLUSTER: Final = web.RequestKey("caller_cluster", str)
+"""The cluster of a request's certificate, empty where none was asked for."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def credentials_of(options: Options) -> Credentials | None:
+    """Read the credentials that the options name; None, with a warning, when they name none.
+
+    Raises:
+        ConfigError: they cannot be used, or are of another cluster.
+
+    """
+    if not options.tls_dir:
+        log.warning("both ports are open to whoever reaches them, and read by whoever is on the way: give --tls-dir")
+        return None
+    credentials = Credentials(options.tls_dir)
+    if credentials.cluster != options.cluster:
+        raise ConfigError(
+            f"--tls-dir {options.tls_dir} is of cluster {credentials.cluster!r} and --cluster is {options.cluster!r}; "
+            f"issue a certificate for {options.cluster!r}"
+        )
+    return credentials
+
+
+def require_certificates(credentials: Credentials | None) -> Middleware:
+    """Return the middleware that asks for certificates, if there are `credentials` to check them by."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[CALLER_CLUSTER] = ""
+        if credentials is not None and request.path not in OPEN_PATHS:
+            try:
+                request[CALLER_CLUSTER] = _caller_cluster(request, credentials)
+            except IdentityError as error:
+                return _refusal(f"{request.method} {request.path}: {error}")
+        return await handler(request)
+
+    return check
+
+
+def _caller_cluster(request: web.Request, credentials: Credentials) -> str:
+    """Return the cluster of a request's certificate as it is valid now: its connection may be old."""
+    tls = request.get_extra_info("ssl_object")
+    certificate = tls.getpeercert(True) if tls is not None else None
+    if tls is None or not certificate:
+        raise IdentityError("only instances may ask for this: show a client certificate of a cluster")
+    return credentials.check(certificate, tls.context.authorities)
+
+
+def _refusal(message: str) -> web.Response:
+    """Refuse, and close the connection: with a new certificate the caller must connect anew."""
+    body = error_body(message, status=401, code="client_certificate_required")
+    response = web.json_response(body=msgspec.json.encode(body), status=401)
+    response.force_close()
+    return response
+
+
+class _AlertingTls(ssl.SSLObject):
+    """A connection's TLS that keeps a refused connection open until its peer leaves, so that the alert is sent."""
+
+    _refusal: ssl.SSLError | None = None
+
+    def do_handshake(self) -> None:
+        """Go on with the handshake; fail only after the loop has sent what OpenSSL had to say about the failure."""
+        if self._refusal is not None:
+            raise self._refusal
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            reason = explain(error, "during the TLS handshake")
+            log.info("API port: a handshake is refused: %s", reason)
+            if not isinstance(reason, IdentityError):  # OpenSSL has nothing to say to it, or said it long ago
+                raise
+            self._refusal = error
+            raise ssl.SSLWantReadError from error
+
+
+class _TlsSite(web.BaseSite):
+    """A port whose handshakes have an end."""
+
+    def __init__(self, runner: web.AppRunner, options: Options, context: ssl.SSLContext):
+        context.sslobject_class = _AlertingTls
+        super().__init__(runner, ssl_context=context)
+        self._options = options
+
+    @property
+    def name(self) -> str:
+        """The port's address."""
+        return f"https://{self._options.host}:{self._options.api_port}"
+
+    async def start(self) -> None:
+        """Listen."""
+        await super().start()
+        protocols = self._runner.server
+        if protocols is None:
+            raise InternalError("the runner of a port was not set up")
+        self._server = await asyncio.get_running_loop().create_server(
+            protocols,
+            self._options.host,
+            self._options.api_port,
+            ssl=self._ssl_context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            ssl_shutdown_timeout=CLOSE_SECONDS,
+            backlog=self._backlog,
+        )
+
+
+async def open_api_port(runner: web.AppRunner, options: Options, credentials: Credentials | None) -> None:
+    """Listen for the application of a runner.
+
+    Raises:
+        ConfigError: the port cannot be had.
+
+    """
+    if credentials is None:
+        site: web.BaseSite = web.TCPSite(runner, options.host, options.api_port)
+    else:
+        site = _TlsSite(runner, options, credentials.api_context())
+    try:
+        await site.start()
+    except OSError as error:
+        raise ConfigError(f"API port {options.host}:{options.api_port} cannot be opened: {error.strerror}") from error

@@ -1,0 +1,372 @@
+"""The text endpoints: completions and chats from their bodies to their last bytes, and /tokenize and /detokenize.
+
+Nothing is sent before the first token of every prompt exists: until then a failure is an HTTP status, with which the
+gateway can try elsewhere. A client that goes away cancels the handler. That ends the calls in the engine, and with them
+the prefill at the other instance.
+
+A request also teaches routers: those without a tokenizer match byte blocks, and a request that came here tells which
+block of tokens surely lies behind each of its byte blocks. The gateway hashes the same canonical bytes with the same
+code. What it learns is a hint: workers decide on the tokens themselves.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+
+from prfaas.errors import InternalError, RequestError
+from prfaas.kvindex.blocks import BLOCK_TOKENS, BlockChain, chain_root
+from prfaas.kvindex.bytes import block_ends, byte_hashes
+from prfaas.kvindex.canonical import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    canonical_chat,
+    canonical_completion,
+    tokens_before,
+)
+from prfaas.wire import headers
+from prfaas.wire.engine import Cancel, Generate, Ready, Started, Tokens
+from prfaas.wire.kvevents import ByteBlock
+from prfaas.wire.resume import Resume
+from prfaas.wire.trace import read_trace
+from prfaas_worker.front.engine_client import Answer, Call, EngineError
+from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
+from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens
+from prfaas_worker.front.openai_out import (
+    ChoiceDetokenizer,
+    Piece,
+    ResponseFormatter,
+    error_body,
+    sse,
+    usage_body,
+)
+from prfaas_worker.front.resume import (
+    TokenComments,
+    model_fingerprint,
+    read_resume,
+    read_resume_headers,
+    remaining_messages,
+    replay,
+)
+from prfaas_worker.front.serving import (
+    STATE,
+    FrontState,
+    ServedModel,
+    read_request,
+    require_instance,
+    require_model,
+    require_tokens,
+)
+from prfaas_worker.front.spans import RequestSpans
+from prfaas_worker.tokenizer import Tokenizer
+
+MAX_REQUEST_ID: Final = 128
+INLINE_MAP_BYTES: Final = 16 << 10
+"""The byte blocks of a body up to this length take well under a millisecond."""
+
+MakeJob = Callable[[RequestReader, bytes], Job]
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Serve POST /v1/completions."""
+    return await _serve(request, RequestReader.completion_job)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Serve POST /v1/chat/completions."""
+    return await _serve(request, RequestReader.chat_job)
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Serve POST /tokenize: the token ids of a prompt or a conversation, in vLLM's form."""
+    _, answer = await read_request(request, _tokenized)
+    return web.json_response(body=answer)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """Serve POST /detokenize: the text of token ids, special tokens written out."""
+    _, answer = await read_request(request, _detokenized)
+    return web.json_response(body=answer)
+
+
+class EngineCalls:
+    """The engine's calls of one request, as pieces of its choices. The counts grow with `pieces`.
+
+    Args:
+        call: has a handle for each of `messages`.
+        messages: what the engine is asked for, by the index of each message's first choice.
+        job: the request.
+        resume: where its answer goes on, None for a new one.
+        state: the front's.
+
+    Raises:
+        RequestError: it is to be resumed, and its tokens make another text than the one that was sent.
+
+    """
+
+    def __init__(
+        self, call: Call, messages: Mapping[int, Generate], job: Job, resume: Resume | None, state: FrontState
+    ):
+        self._call = call
+        self._engine = state.engine
+        self._messages = messages
+        self._prompt_tokens = job.prompt_tokens
+        self._choices: dict[tuple[int, int], ChoiceDetokenizer] = {}
+        self._running: dict[int, int] = {}
+        self._early: list[Answer] = []
+        self._cached_tokens = 0
+        self._resumed_cached_tokens = resume.cached_tokens if resume else None
+        self._completion_tokens = sum(len(sent.token_ids) for sent in resume.choices.values()) if resume else 0
+        for handle, (first, message) in zip(call.handles, messages.items(), strict=True):
+            self._running[handle] = message.choices
+            for number in range(message.choices):
+                choice = ChoiceDetokenizer(first + number, job, state.tokenizer)
+                if resume is not None and (sent := resume.choices.get(choice.index)) is not None:
+                    replay(choice, sent)
+                self._choices[handle, message.choice + number] = choice
+
+    def send(self, spans: RequestSpans) -> None:
+        """Send the messages to the engine, and begin their spans."""
+        for handle, message in zip(self._call.handles, self._messages.values(), strict=True):
+            trace = spans.begin(handle, message)
+            self._engine.send(msgspec.structs.replace(message, handle=handle, trace=trace))
+
+    async def start(self) -> list[Started]:
+        """Wait until the first token of every prompt exists.
+
+        Raises:
+            EngineError: one of them will not.
+
+        """
+        started: list[Started] = []
+        while len(started) < len(self._running):
+            answer = await self._call.next()
+            if isinstance(answer, Started):
+                started.append(answer)
+            elif started:
+                self._early.append(answer)  # of a prompt that did not have to wait as long
+            else:
+                raise InternalError(f"the engine began an answer with {type(answer).__name__}")
+        self._cached_tokens = sum(one.cached_tokens for one in started)
+        return started
+
+    async def pieces(self) -> list[Piece]:
+        """Wait for what is new, and return all that waited; empty once every choice has ended.
+
+        Raises:
+            EngineError: the engine failed on the way.
+
+        """
+        while self._choices:
+            answers, self._early = self._early or await self._call.some(), []
+            if found := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
+                return found
+        return []
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Usage so far."""
+        resumed = self._resumed_cached_tokens
+        return usage_body(
+            self._prompt_tokens, self._completion_tokens, self._cached_tokens if resumed is None else resumed
+        )
+
+    def _piece(self, answer: Answer) -> Piece | None:
+        if not isinstance(answer, Tokens) or (choice := self._choices.get((answer.handle, answer.choice))) is None:
+            return None
+        self._completion_tokens += len(answer.token_ids)
+        piece = choice.piece(answer)
+        if piece.reason is not None:
+            self._end(answer)
+        return piece
+
+    def _end(self, answer: Tokens) -> None:
+        del self._choices[answer.handle, answer.choice]
+        self._running[answer.handle] -= 1
+        if answer.finish_reason is None:  # a stop string, of which the engine knows nothing
+            self._engine.send(Cancel(answer.handle, answer.choice))
+        if not self._running[answer.handle]:
+            self._call.over(answer.handle)
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """What sends the answer to one request."""
+
+    job: Job
+    calls: EngineCalls
+    formatter: ResponseFormatter
+    spans: RequestSpans
+    comments: TokenComments | None
+
+    async def whole(self, answer_headers: Mapping[str, str]) -> web.Response:
+        """Return the whole answer."""
+        pieces: dict[int, list[Piece]] = {}
+        while batch := await self.calls.pieces():
+            for piece in batch:
+                pieces.setdefault(piece.index, []).append(piece)
+        choices = [self.formatter.whole_choice(pieces[index]) for index in sorted(pieces)]
+        body = self.formatter.whole(choices, self.calls.usage)
+        return web.json_response(body=msgspec.json.encode(body), headers=answer_headers)
+
+    async def stream(self, request: web.Request, answer_headers: Mapping[str, str]) -> web.StreamResponse:
+        """Send the answer as server-sent events. An engine that fails on the way becomes an error event."""
+        calls, formatter, comments = self.calls, self.formatter, self.comments
+        response = web.StreamResponse(headers={**answer_headers, "cache-control": "no-cache"})
+        response.content_type = "text/event-stream"
+        await response.prepare(request)
+        try:
+            while pieces := await calls.pieces():
+                usage = calls.usage if self.job.has_continuous_usage else None
+                events = [formatter.event(piece, usage) for piece in pieces]
+                if comments is not None:
+                    events = [comments.add(*one) for one in zip(pieces, events, strict=True)]
+                if data := b"".join(events):
+                    await response.write(data)
+            end = formatter.usage_event(calls.usage) if self.job.has_usage else b""
+            await response.write(end + b"data: [DONE]\n\n")
+        except EngineError as error:
+            self.spans.fail(str(error))
+            await response.write(sse(error_body(str(error), status=error.status, code=error.code)))
+        await response.write_eof()
+        return response
+
+
+async def _serve(request: web.Request, make_job: MakeJob) -> web.StreamResponse:
+    state = request.app[STATE]
+    request_id = _request_id(request)
+    with RequestSpans(state.tracing, read_trace(request.headers), request_id) as spans:
+        return await _answer(request, make_job, request_id, spans)
+
+
+async def _answer(request: web.Request, make_job: MakeJob, request_id: str, spans: RequestSpans) -> web.StreamResponse:
+    state = request.app[STATE]
+    began = time.monotonic()
+    state.require_open()
+    given = _read_headers(request, request_id)
+
+    def read(data: bytes, served: ServedModel, tokenizer: Tokenizer) -> tuple[Job, Resume | None]:
+        document, body = data[: given.resume_bytes], data[given.resume_bytes :]
+        job = make_job(RequestReader(served, tokenizer, given), body)
+        return job, read_resume(document, job, served) if given.resume_bytes else None
+
+    size, (job, resume) = await read_request(request, read, given.resume_bytes)
+    state.require_open()
+    fingerprint = model_fingerprint(state, resume)
+    created = given.fixed.created if given.fixed else None
+    formatter = ResponseFormatter(job, state.served.model_name, state.tokenizer, created)
+    messages = remaining_messages(job, resume)
+    with state.engine.call(len(messages)) as call:
+        calls = EngineCalls(call, messages, job, resume, state)
+        reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if given.fixed else None)
+        calls.send(spans)
+        _teach(state, job, size)
+        started = await calls.start()
+        spans.started(started)
+        state.metrics.first_token(time.monotonic() - began)
+        answer_headers = _headers(started, job.prompt_tokens, request_id)
+        if not job.body.stream:
+            return await reply.whole(answer_headers)
+        return await reply.stream(request, answer_headers | ({headers.RESUMABLE: fingerprint} if given.fixed else {}))
+
+
+def _request_id(request: web.Request) -> str:
+    """Return the caller's id of a request; a new one where there is none or it is no text."""
+    given = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID]
+    return given if given and given.isascii() else uuid4().hex
+
+
+def _read_headers(request: web.Request, request_id: str) -> RequestHeaders:
+    options, given = request.app[STATE].options, request.headers
+    fixed, resume_bytes = read_resume_headers(given)
+    return RequestHeaders(
+        request_id=request_id,
+        prefill_url=require_instance(given.get(headers.PREFILL_URL, ""), options, headers.PREFILL_URL),
+        prefill_cluster=given.get(headers.PREFILL_CLUSTER, ""),
+        prefix_url=require_instance(given.get(headers.PREFIX_URL, ""), options, headers.PREFIX_URL),
+        prefix_cluster=given.get(headers.PREFIX_CLUSTER, ""),
+        fixed=fixed,
+        resume_bytes=resume_bytes,
+    )
+
+
+def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) -> dict[str, str]:
+    """Return the headers of an answer; of several prompts, tokens and bytes in all and the longest of each time."""
+    transfers = ",".join(one.transfer_id for one in started if one.transfer_id)
+    return ({headers.TRANSFER_ID: transfers} if transfers else {}) | {
+        headers.REQUEST_ID: request_id,
+        headers.PROMPT_TOKENS: str(prompt_tokens),
+        headers.CACHED_TOKENS: str(sum(one.cached_tokens for one in started)),
+        headers.KV_BYTES: str(sum(one.kv_bytes for one in started)),
+        headers.QUEUE_SECONDS: f"{max((one.queue_seconds for one in started), default=0.0):.6f}",
+        headers.PREFILL_SECONDS: f"{max((one.prefill_seconds for one in started), default=0.0):.6f}",
+        headers.TRANSFER_SECONDS: f"{max((one.transfer_seconds for one in started), default=0.0):.6f}",
+        headers.FIRST_BYTE_SECONDS: f"{max((one.first_byte_seconds for one in started), default=0.0):.6f}",
+    }
+
+
+def _teach(state: FrontState, job: Job, size: int) -> None:
+    """Publish the byte blocks of a request whose body had `size` bytes; none where it has several prompts.
+
+    This comes after the request is on its way to the engine, for a long one in a thread.
+    """
+    ready = state.engine.ready.result()
+    if len(job.prompts) != 1 or not isinstance(ready, Ready):
+        return
+    token_bytes = state.tokenizer.token_bytes
+    if size <= INLINE_MAP_BYTES:
+        state.events.learn(_byte_blocks(job, ready.fingerprint, token_bytes))
+        return
+    loop = asyncio.get_running_loop()
+    found = loop.run_in_executor(state.reader(size), _byte_blocks, job, ready.fingerprint, token_bytes)
+    found.add_done_callback(lambda done: done.cancelled() or state.events.learn(done.result()))
+
+
+def _byte_blocks(job: Job, fingerprint: str, token_bytes: Callable[[int], bytes]) -> list[ByteBlock]:
+    """Return the byte blocks of a request, with the last whole block of its only prompt's tokens in each.
+
+    Those before the first whole block too: a reader that knows a byte block then knows all before it.
+    """
+    canonical_of, fields = (canonical_chat, CHAT_FIELDS) if job.is_chat else (canonical_completion, COMPLETION_FIELDS)
+    try:
+        canonical = canonical_of({name: getattr(job.body, name, None) for name in fields})
+    except RecursionError:
+        return []
+    if canonical is None:
+        return []
+    (prompt,) = job.prompts
+    hashes = byte_hashes(canonical.root, canonical.data)
+    counts = tokens_before(canonical, block_ends(hashes), prompt.token_ids, token_bytes)
+    chain = BlockChain(chain_root(fingerprint, prompt.cache_salt))
+    chain.extend(prompt.token_ids)
+    blocks = [count // BLOCK_TOKENS for count in counts]
+    return [
+        ByteBlock(byte_hash, chain.hashes[block - 1] if block else b"", block * BLOCK_TOKENS)
+        for byte_hash, block in zip(hashes, blocks, strict=True)
+    ]
+
+
+def _tokenized(data: bytes, served: ServedModel, tokenizer: Tokenizer) -> bytes:
+    body = read_body(data, TokenizeBody)
+    require_model(body.model or served.model_name, served)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        tokens = tokenizer.encode(body.prompt, framed=body.add_special_tokens is not False)
+    else:
+        tokens = conversation_tokens(body, tokenizer)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_context, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.decode([token]) for token in tokens]
+    return msgspec.json.encode(answer)
+
+
+def _detokenized(data: bytes, served: ServedModel, tokenizer: Tokenizer) -> bytes:
+    body = read_body(data, DetokenizeBody)
+    require_model(body.model or served.model_name, served)
+    return msgspec.json.encode({"prompt": tokenizer.decode(require_tokens(body.tokens, served, "tokens"))})

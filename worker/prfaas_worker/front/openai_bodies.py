@@ -1,0 +1,297 @@
+"""Bodies of the OpenAI endpoints as they arrive: fields and types, with vLLM's names beside OpenAI's.
+
+`read_body` is the only place that parses a request's JSON. null means absent everywhere. A field that no struct names
+is refused with its name. A field that would change the answer and is not served stands in `UnservedFields`: a request
+may give it only the value of what happens anyway. A field that changes nothing stands in `IgnoredFields` with its
+reason.
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from prfaas.errors import RequestError
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream reports beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Raw = Raw()  # padding that OpenAI adds; answers have none
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `json_schema` of a response format. The schema stays text: the front does not read it."""
+
+    schema: Raw
+    name: Raw = Raw()  # a label
+    description: Raw = Raw()  # a comment; the model does not see the schema
+    strict: Raw = Raw()  # the schema is always enforced
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's form of structured output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's form of structured output."""
+
+    json: Raw = Raw()
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+
+
+class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields that clients send and that change no answer. Their values are not read."""
+
+    guided_decoding_backend: Raw = Raw()  # there is one
+    metadata: Raw = Raw()  # labels for OpenAI's dashboard
+    prediction: Raw = Raw()  # a hint that makes OpenAI faster
+    priority: Raw = Raw()  # order of service in vLLM; here it is the order of arrival
+    prompt_cache_key: Raw = Raw()  # a routing hint; cached prefixes are found without one
+    prompt_cache_options: Raw = Raw()  # likewise
+    prompt_cache_retention: Raw = Raw()  # likewise
+    request_id: Raw = Raw()  # the header x-request-id names a request
+    safety_identifier: Raw = Raw()  # names an end user
+    service_tier: Raw = Raw()  # OpenAI's price classes
+    store: Raw = Raw()  # no answer is stored
+    user: Raw = Raw()  # names an end user
+
+
+class UnservedFields(IgnoredFields, frozen=True, kw_only=True):
+    """Fields that would change the answer and are not served."""
+
+    adapter: Any = None
+    adapters: Any = None
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    chat_template: Any = None
+    detokenize: Any = None
+    documents: Any = None
+    function_call: Any = None
+    functions: Any = None
+    include_stop_str_in_output: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    lora: Any = None
+    lora_path: Any = None
+    lora_request: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    suffix: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+NEUTRAL: Final[Mapping[str, object]] = {
+    "bad_words": [],
+    "detokenize": True,
+    "documents": [],
+    "functions": [],
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
+    "logits_processors": [],
+    "modalities": ["text"],
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "suffix": "",
+    "use_beam_search": False,
+    "verbosity": "medium",
+}
+"""The value of an unserved field that asks for what happens anyway. A field without an entry has none but null."""
+
+
+class CommonFields(UnservedFields, frozen=True, kw_only=True):
+    """Fields of both endpoints."""
+
+    model: str
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Raw = Raw()
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    cache_salt: str | None = None
+    echo: bool | None = None
+
+
+class CompletionBody(CommonFields, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+
+
+class ChatBody(CommonFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    """`read_messages` checks them. They stay as they came, since routers hash every field of a message."""
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize of a prompt, or of a conversation with the fields of a chat. The model may be left out."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A piece of a message's content; text is the only type served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """A function's name and its arguments, JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the assistant made."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation. Fields that it does not name are ignored: clients send answers back whole."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Messages(msgspec.Struct, frozen=True):
+    messages: list[ChatMessage]
+
+
+_NESTED: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchema,
+    "structured_outputs": StructuredOutputs,
+}
+MAX_NAME: Final = 100
+"""An unknown field's name is cut to so many characters."""
+_NOT_SUGGESTED: Final = frozenset(UnservedFields.__struct_fields__)
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def read_body(body: bytes, kind: type[Body]) -> Body:
+    """Parse JSON as `kind`.
+
+    Raises:
+        RequestError: not JSON, a field is missing, unknown, or of the wrong type.
+
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(error, kind) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def read_messages(messages: list[dict[str, Any]]) -> list[ChatMessage]:
+    """Return a chat's messages with their types.
+
+    Raises:
+        RequestError: a field of a message is missing or of the wrong type.
+
+    """
+    try:
+        return msgspec.convert({"messages": messages}, _Messages).messages
+    except msgspec.ValidationError as error:
+        raise _refusal(error, _Messages) from error
+
+
+def _refusal(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> RequestError:
+    text, _, path = str(error).partition(" - at `$.")
+    path = path.rstrip("`")
+    if text.startswith("Object contains unknown field"):
+        return _unknown(text.partition("`")[2].removesuffix("`")[:MAX_NAME], path, kind)
+    param = path.split("[")[0].split(".")[0] or None
+    if text.startswith("Object missing required field"):
+        param = text.split("`")[1] if param is None else param
+    return RequestError(f"{text}{f' in {path}' if path else ''}", param=param)
+
+
+def _unknown(name: str, path: str, kind: type[msgspec.Struct]) -> RequestError:
+    known = [field for field in _NESTED.get(path, kind).__struct_fields__ if field not in _NOT_SUGGESTED]
+    near = get_close_matches(name, known, n=1)
+    param = f"{path}.{name}" if path else name
+    text = f"{param} is not a parameter of this endpoint; " + (f"did you mean {near[0]}?" if near else "leave it out")
+    return RequestError(text, code="unknown_parameter", param=param)

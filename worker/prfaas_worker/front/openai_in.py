@@ -1,0 +1,441 @@
+"""Reads requests of the OpenAI endpoints: checks a body and builds the messages that ask the engine for the answer.
+
+A parameter that is not served is refused by its name, never ignored: an error is better than an answer that silently
+differs from what was asked for.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from prfaas.errors import RequestError
+from prfaas.wire.engine import Generate, Grammar, Sampling
+from prfaas.wire.resume import Fixed
+from prfaas_worker.front.openai_bodies import (
+    NEUTRAL,
+    ChatBody,
+    ChatMessage,
+    CommonFields,
+    CompletionBody,
+    IgnoredFields,
+    TokenizeBody,
+    UnservedFields,
+    read_body,
+    read_messages,
+)
+from prfaas_worker.front.serving import (
+    ServedModel,
+    require,
+    require_model,
+    require_room,
+    require_tokens,
+    unsupported,
+)
+from prfaas_worker.front.tools.use import ToolUse, template_arguments, tool_use, with_answer
+from prfaas_worker.grammars import check_grammar
+from prfaas_worker.tokenizer import OWN_VARIABLES, Conversation, Tokenizer
+
+MAX_CHOICES: Final = 128
+MAX_TOP_LOGPROBS: Final = 20
+DEFAULT_COMPLETION_TOKENS: Final = 16
+MAX_STOPS: Final = 16
+MAX_STOP_TOKENS: Final = 128
+MAX_BIASES: Final = 1024
+MAX_SALT: Final = 256
+_SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd, so that no two prompts of a request have one seed
+_REGEX_SIGNS: Final = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
+_ADAPTERS: Final = frozenset({"adapter", "adapters", "lora", "lora_path", "lora_request"})
+_UNSERVED: Final = tuple(
+    name for name in UnservedFields.__struct_fields__ if name not in IgnoredFields.__struct_fields__
+)
+
+
+@dataclass(frozen=True)
+class RequestHeaders:
+    """What the headers of a text request say.
+
+    `fixed` is None where nobody would resume the stream; `resume_bytes` is the length of the document before the body.
+    """
+
+    request_id: str = ""
+    prefill_url: str = ""
+    prefill_cluster: str = ""
+    prefix_url: str = ""
+    prefix_cluster: str = ""
+    fixed: Fixed | None = None
+    resume_bytes: int = 0
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request.
+
+    `prompts` are the messages to the engine, one for each prompt. They lack only what is known when they are sent: the
+    handle and the trace. `echoes` are the texts that begin the answers to each prompt.
+    """
+
+    body: CompletionBody | ChatBody
+    prompts: list[Generate]
+    stop: list[str]
+    echoes: list[str]
+    tools: ToolUse | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it came to /v1/chat/completions."""
+        return isinstance(self.body, ChatBody)
+
+    @property
+    def choices(self) -> int:
+        """Choices of each prompt."""
+        return self.prompts[0].choices
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every event of a stream tells the usage so far."""
+        return self.body.stream_options is not None and self.body.stream_options.continuous_usage_stats
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Makes jobs of bodies. Call it in a thread where a body is long or has a grammar."""
+
+    served: ServedModel
+    tokenizer: Tokenizer
+    headers: RequestHeaders = RequestHeaders()
+
+    def completion_job(self, data: bytes) -> Job:
+        """Read and check POST /v1/completions.
+
+        Raises:
+            RequestError: what is wrong, in which field.
+
+        """
+        body = read_body(data, CompletionBody)
+        require_model(body.model, self.served)
+        _refuse_unserved(body)
+        logprobs = -1 if body.logprobs is None else body.logprobs
+        require(-1 <= logprobs <= MAX_TOP_LOGPROBS, "logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}")
+        if body.echo and logprobs >= 0:
+            raise unsupported("echo", "echo with logprobs is not served: prompts have no log probabilities here")
+        texts = _prompts(body.prompt)
+        prompts = self._messages(body, [self._token_ids(prompt) for prompt in texts], logprobs)
+        echoes = [""] * len(texts)
+        if body.echo:
+            echoes = [
+                text if isinstance(text, str) else self.tokenizer.decode(prompt.token_ids)
+                for text, prompt in zip(texts, prompts, strict=True)
+            ]
+        return Job(body=body, prompts=prompts, stop=_stops(body), echoes=echoes)
+
+    def chat_job(self, data: bytes) -> Job:
+        """Read and check POST /v1/chat/completions.
+
+        Raises:
+            RequestError: what is wrong, in which field.
+
+        """
+        body = read_body(data, ChatBody)
+        require_model(body.model, self.served)
+        _refuse_unserved(body)
+        top = body.top_logprobs or 0
+        require(0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}")
+        require(body.logprobs or top == 0, "top_logprobs", "needs logprobs: true")
+        if body.echo:
+            raise unsupported("echo", "echo is served by /v1/completions only; leave it out")
+        use = tool_use(body, self.tokenizer)
+        # A model that may not call tools is not shown any.
+        token_ids = conversation_tokens(body, self.tokenizer, with_tools=use is not None)
+        prompts = self._messages(body, [token_ids], top if body.logprobs else -1, use)
+        return Job(body=body, prompts=prompts, stop=_stops(body), echoes=[""], tools=use)
+
+    def _token_ids(self, prompt: str | list[Any]) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else require_tokens(prompt, self.served)
+
+    def _messages(
+        self, body: CompletionBody | ChatBody, prompts: list[list[int]], logprobs: int, use: ToolUse | None = None
+    ) -> list[Generate]:
+        """Check what both endpoints share, and return the messages to the engine."""
+        choices = 1 if body.n is None else body.n
+        most = min(MAX_CHOICES, self.served.max_choices)
+        require(1 <= choices <= most, "n", f"must be 1 to {most}")
+        many = choices * len(prompts) > MAX_CHOICES
+        require(not many, "prompt", f"asks for more than {MAX_CHOICES} choices in one request")
+        limits = [self._max_tokens(body, token_ids) for token_ids in prompts]
+        samplings = [_sampling(body, self.served, self._seed(body, place)) for place in range(len(prompts))]
+        min_tokens = body.min_tokens or 0
+        require(0 <= min_tokens <= min(limits), "min_tokens", f"must be 0 to max_tokens, here {min(limits)}")
+        stop_token_ids = _stop_tokens(body, self.served)
+        cache_salt = _cache_salt(body)
+        grammar = _grammar(body, use, self.tokenizer)
+        headers = self.headers
+        return [
+            Generate(
+                handle=0,
+                request_id=headers.request_id,
+                token_ids=token_ids,
+                choices=choices,
+                max_tokens=limit,
+                sampling=sampling,
+                logprobs=logprobs,
+                prefill_url=headers.prefill_url,
+                min_tokens=min_tokens,
+                ignore_eos=bool(body.ignore_eos),
+                stop_token_ids=stop_token_ids,
+                grammar=grammar,
+                cache_salt=cache_salt,
+                prefix_url=headers.prefix_url,
+                prefill_cluster=headers.prefill_cluster,
+                prefix_cluster=headers.prefix_cluster,
+            )
+            for token_ids, limit, sampling in zip(prompts, limits, samplings, strict=True)
+        ]
+
+    def _max_tokens(self, body: CompletionBody | ChatBody, token_ids: list[int]) -> int:
+        """Return how many tokens an answer may have: the caller's limit, or as many of the default as fit."""
+        limit, default = body.max_tokens, DEFAULT_COMPLETION_TOKENS
+        if isinstance(body, ChatBody):
+            limit = limit if body.max_completion_tokens is None else body.max_completion_tokens
+            default = self.served.max_context
+        require(limit is None or limit >= 1, "max_tokens", "must be at least 1")
+        room = require_room(token_ids, self.served)
+        if limit is not None and limit > room:
+            raise RequestError(
+                f"{len(token_ids)} prompt tokens and max_tokens {limit} exceed the context of "
+                f"{self.served.max_context} tokens; ask for at most {room}",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        return min(default if limit is None else limit, room)
+
+    def _seed(self, body: CommonFields, place: int) -> int:
+        """Return the seed of prompt number `place`: the caller's, or one that was fixed, or a random one."""
+        if body.seed is not None:
+            return body.seed
+        fixed = self.headers.fixed
+        return secrets.randbits(63) if fixed is None else (fixed.seed + place * _SEED_STEP) % (1 << 63)
+
+
+def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, *, with_tools: bool = True) -> list[int]:
+    """Return the token ids of a conversation.
+
+    Raises:
+        RequestError: the messages are not in order, or the template refuses them.
+
+    """
+    messages = read_messages(body.messages or [])
+    require(bool(messages), "messages", "must have at least one message")
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        text = "continue_final_message and add_generation_prompt exclude each other"
+        raise RequestError(text, param="continue_final_message")
+    variables = dict(body.chat_template_kwargs or {})
+    taken = OWN_VARIABLES & variables.keys()
+    require(not taken, "chat_template_kwargs", f"may not set {', '.join(sorted(taken))}")
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return tokenizer.encode_chat(
+        Conversation(
+            messages=[_plain(message, tokenizer) for message in messages],
+            tools=(body.tools or ()) if with_tools else (),
+            variables=variables,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continued=continued,
+        )
+    )
+
+
+def _plain(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a message as templates read it: without what it lacks, its parts joined."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    if content is None and not message.tool_calls:
+        raise RequestError("messages: content is missing, and there are no tool_calls in its place", param="messages")
+    plain: dict[str, Any] = {"role": message.role, "content": content}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": template_arguments(call.function.arguments, tokenizer),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[Any]]:
+    """Return the prompts of a request: a text, token ids, or a list of either kind."""
+    if isinstance(prompt, str) or not prompt:
+        return [prompt]
+    if all(isinstance(entry, str) for entry in prompt) or all(isinstance(entry, list) for entry in prompt):
+        require(len(prompt) <= MAX_CHOICES, "prompt", f"may hold at most {MAX_CHOICES} prompts")
+        return prompt
+    return [prompt]
+
+
+def _refuse_unserved(body: CommonFields) -> None:
+    """Raise RequestError if a field asks for something that would be ignored."""
+    for param in _UNSERVED:
+        given = getattr(body, param)
+        if given is None or given == NEUTRAL.get(param):
+            continue
+        if param in _ADAPTERS:
+            raise unsupported(param, f"{param} names a LoRA adapter, and adapters are not served here; leave it out")
+        raise unsupported(param, f"{param} is not served here; leave it out")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", "best_of is served where it equals n: all that is generated is returned")
+
+
+def _sampling(body: CommonFields, served: ServedModel, seed: int) -> Sampling:
+    """Return how tokens are drawn."""
+    drawn = Sampling(
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        seed=seed,
+        min_p=_given(body.min_p, 0.0),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        logit_bias=_biases(body.logit_bias or {}, served),
+    )
+    require(0 <= drawn.temperature <= 2, "temperature", "must be 0 to 2")
+    require(0 < drawn.top_p <= 1, "top_p", "must be above 0 and at most 1")
+    require(-1 <= (body.top_k or 0) < 1 << 31, "top_k", "must be at least 1, or 0 or -1 for no limit")
+    require(-(1 << 63) <= drawn.seed < 1 << 63, "seed", "must be a 64-bit integer")
+    require(0 <= drawn.min_p <= 1, "min_p", "must be 0 to 1")
+    require(-2 <= drawn.presence_penalty <= 2, "presence_penalty", "must be -2 to 2")
+    require(-2 <= drawn.frequency_penalty <= 2, "frequency_penalty", "must be -2 to 2")
+    require(0 < drawn.repetition_penalty <= 10, "repetition_penalty", "must be above 0 and at most 10")
+    return drawn
+
+
+def _stops(body: CommonFields) -> list[str]:
+    """Return the strings that end an answer."""
+    found = [] if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
+    require(len(found) <= MAX_STOPS, "stop", f"may hold at most {MAX_STOPS} strings")
+    require(all(found), "stop", "may not hold an empty string")
+    return found
+
+
+def _stop_tokens(body: CommonFields, served: ServedModel) -> tuple[int, ...]:
+    """Return the tokens that end an answer."""
+    found = require_tokens(body.stop_token_ids or [], served, "stop_token_ids")
+    require(len(found) <= MAX_STOP_TOKENS, "stop_token_ids", f"may hold at most {MAX_STOP_TOKENS} tokens")
+    return tuple(found)
+
+
+def _cache_salt(body: CommonFields) -> str:
+    """Return what sets this caller's cached prefixes apart."""
+    salt = body.cache_salt
+    require(salt is None or 0 < len(salt) <= MAX_SALT, "cache_salt", f"must have 1 to {MAX_SALT} characters")
+    return salt or ""
+
+
+def _grammar(body: CommonFields, use: ToolUse | None, tokenizer: Tokenizer) -> Grammar | None:
+    """Return what the answer must be, None for any text. It is checked, which may take long.
+
+    Raises:
+        RequestError: it is no grammar, or several fields give one.
+
+    """
+    found = _grammars(body)
+    if len(found) > 1:
+        first, second, *_ = found
+        raise RequestError(f"{first} and {second} both say what the answer must be; give one", param=second)
+    param, grammar = next(iter(found.items()), ("", None))
+    if grammar is not None:
+        _check(grammar, param)
+    if use is not None and isinstance(body, ChatBody) and (grammar := with_answer(use, body, grammar, tokenizer)):
+        _check(grammar, "tools")
+    return grammar
+
+
+def _check(grammar: Grammar, param: str) -> None:
+    try:
+        check_grammar(grammar)
+    except RequestError as error:
+        raise RequestError(f"{param}: {error}", param=param) from error
+
+
+def _grammars(body: CommonFields) -> dict[str, Grammar]:
+    """Return every field that gives a grammar."""
+    found: dict[str, Grammar] = {}
+    form, vllm = body.response_format, body.structured_outputs
+    if form is not None and form.type == "json_object":
+        found["response_format"] = _json_object()
+    if form is not None and form.type == "json_schema":
+        require(form.json_schema is not None, "response_format", "of type json_schema needs a json_schema")
+        schema = form.json_schema.schema if form.json_schema else msgspec.Raw()
+        found["response_format"] = Grammar("json_schema", _text(schema))
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{name}")
+        if _is_given(value):
+            found[f"guided_{name}"] = _vllm_grammar(f"guided_{name}", name, value)
+    if vllm is not None:
+        if vllm.structural_tag is not None:
+            raise unsupported("structured_outputs", "structured_outputs.structural_tag is not served here")
+        if vllm.json_object:
+            found["structured_outputs.json_object"] = _json_object()
+        for name in ("json", "regex", "choice", "grammar"):
+            value = getattr(vllm, name)
+            if _is_given(value):
+                found[f"structured_outputs.{name}"] = _vllm_grammar("structured_outputs", name, value)
+    return found
+
+
+def _vllm_grammar(param: str, name: str, value: msgspec.Raw | str | list[str]) -> Grammar:
+    if isinstance(value, msgspec.Raw):
+        text = _text(value)
+        return Grammar("json_schema", msgspec.json.decode(text, type=str) if text[:1] == '"' else text)
+    if isinstance(value, list):
+        require(bool(value), param, "must offer at least one choice")
+        return Grammar("regex", "|".join(_REGEX_SIGNS.sub(r"\\\g<0>", choice) for choice in value))
+    return Grammar("regex" if name == "regex" else "lark", value)
+
+
+def _is_given(value: msgspec.Raw | str | list[str] | None) -> bool:
+    # JSON as text: absent is empty, and null is text like any other.
+    return value is not None and not (isinstance(value, msgspec.Raw) and bytes(value) in (b"", b"null"))
+
+
+def _json_object() -> Grammar:
+    return Grammar("json_schema", '{"type":"object"}')
+
+
+def _text(schema: msgspec.Raw) -> str:
+    return bytes(schema).decode(errors="replace")
+
+
+def _biases(given: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
+    require(len(given) <= MAX_BIASES, "logit_bias", f"may hold at most {MAX_BIASES} tokens")
+    for token, bias in given.items():
+        known = token.isdecimal() and token.isascii() and int(token) < served.vocab_size
+        require(known, "logit_bias", f"holds {token!r}: want token ids of 0 to {served.vocab_size - 1}")
+        require(-100 <= bias <= 100, "logit_bias", f"of token {token} must be -100 to 100")
+    return tuple((int(token), bias) for token, bias in given.items())
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value

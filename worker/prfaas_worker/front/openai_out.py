@@ -1,0 +1,361 @@
+"""Turns the engine's tokens into answers of the OpenAI API: text and tool calls of each choice, bodies, and events.
+
+`ChoiceDetokenizer` makes pieces of a choice's tokens. `ResponseFormatter` makes whole bodies of pieces, or the events
+of a stream as bytes. A stream's usual event has new text and nothing else: it is written around the text without
+building the body again, because with many streams that is most of what this process does.
+"""
+
+import codecs
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from prfaas.wire.engine import TokenLogprob, Tokens
+from prfaas_worker.front.openai_in import Job
+from prfaas_worker.front.tools.base import (
+    ArgumentsDelta,
+    CallDelta,
+    TextDelta,
+    ToolEvent,
+    possible_beginning,
+    random_id,
+)
+from prfaas_worker.front.tools.use import hidden_marks
+from prfaas_worker.tokenizer import Tokenizer
+
+_encode: Final = msgspec.json.Encoder().encode
+_HOLE: Final = "\0"
+_ENCODED_HOLE: Final = _encode(_HOLE)
+
+
+class Scored(NamedTuple):
+    """A token whose log probability was asked for, and the place in the choice's text at which it begins."""
+
+    token: int
+    logprob: TokenLogprob
+    offset_characters: int
+
+
+class Piece(NamedTuple):
+    """What is new of one choice; `reason` is None until its last piece. With tools, `events` stand in for `text`.
+
+    `token_ids` are its tokens; `scored` are empty where nobody asked for log probabilities.
+    """
+
+    index: int
+    text: str
+    events: Sequence[ToolEvent]
+    scored: Sequence[Scored]
+    reason: str | None
+    first: bool
+    token_ids: Sequence[int] = ()
+
+    @property
+    def characters(self) -> int:
+        """Characters of text and of calls' arguments."""
+        return len(self.text) + sum(len(event.text) for event in self.events if not isinstance(event, CallDelta))
+
+
+class ChoiceDetokenizer:
+    """Turns the engine's tokens into pieces. `index` counts over all prompts of the request."""
+
+    def __init__(self, index: int, job: Job, tokenizer: Tokenizer):
+        place = index // job.choices
+        prompt = job.prompts[place]
+        self.index = index
+        self.stream = TextStream(
+            tokenizer, job.stop, unstopped_tokens=prompt.min_tokens, shown=hidden_marks(job.tools, tokenizer)
+        )
+        self._echo = job.echoes[place]
+        self._offsets = TextOffsets(tokenizer, len(self._echo))
+        self._tools = job.tools
+        self._parser = job.tools.format.parser(random_id) if job.tools else None
+        self._scores = prompt.logprobs >= 0
+        self._first = True
+        self._called = False
+
+    def piece(self, tokens: Tokens) -> Piece:
+        """Take tokens in. The piece has a reason if the choice ended, by the engine's word or by a stop string."""
+        final = tokens.finish_reason is not None
+        text = self.stream.push(tokens.token_ids, final=final)
+        reason = "stop" if self.stream.stopped else tokens.finish_reason
+        events: Sequence[ToolEvent] = ()
+        if self._parser is not None:
+            events, text = self._read(self._parser.push(text, final=reason is not None)), ""
+            if reason == "stop" and self._called:
+                reason = "tool_calls"
+        if self._first:
+            text = self._echo + text
+        piece = Piece(self.index, text, events, self._scored(tokens), reason, self._first, tokens.token_ids)
+        self._first = False
+        return piece
+
+    def replay(self, token_ids: Sequence[int]) -> Piece:
+        """Take in tokens whose text was sent already, by another instance; returns what that was."""
+        # One by one where calls are read: what is said of them then does not depend on how they came.
+        parts = [[token] for token in token_ids] if self._parser else [list(token_ids)]
+        pieces = [self.piece(Tokens(0, 0, part, [], None)) for part in parts]
+        if self._scores:
+            self._offsets.push(token_ids)
+        text = "".join(piece.text for piece in pieces)
+        events = [event for piece in pieces for event in piece.events]
+        reason = next((piece.reason for piece in pieces if piece.reason), None)
+        return Piece(self.index, text, events, (), reason, first=True)
+
+    def _scored(self, tokens: Tokens) -> list[Scored]:
+        if not tokens.logprobs:
+            return []
+        places = self._offsets.push(tokens.token_ids)
+        return [Scored(*one) for one in zip(tokens.token_ids, tokens.logprobs, places, strict=True)]
+
+    def _read(self, events: list[ToolEvent]) -> list[ToolEvent]:
+        """Note calls, and drop those beyond the first where only one is wanted."""
+        if self._tools and not self._tools.parallel:
+            events = [event for event in events if isinstance(event, TextDelta) or event.index == 0]
+        self._called = self._called or any(isinstance(event, CallDelta) for event in events)
+        return events
+
+
+class TextStream:
+    """Text of one choice. Characters that may begin a stop string are held back until it is clear that they do not.
+
+    Args:
+        tokenizer: the model's.
+        stop: strings that end the text before them.
+        unstopped_tokens: so many first tokens end nothing, whatever they spell.
+        shown: special tokens that add letters here, by id.
+
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        unstopped_tokens: int = 0,
+        shown: Mapping[int, bytes] | None = None,
+    ):
+        self._token_bytes = tokenizer.token_bytes
+        self._stop = stop
+        self._unstopped_tokens = unstopped_tokens if stop else 0
+        self._shown = shown
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_ids: Sequence[int], *, final: bool) -> str:
+        """Add tokens; return the text that is certain now. After a stop string was found nothing more comes."""
+        if self.stopped:
+            return ""
+        if not self._unstopped_tokens:
+            text = self._decode(self._bytes(token_ids), final)
+            return self._cut(text, final=final) if self._stop else text
+        free = min(self._unstopped_tokens, len(token_ids))
+        self._unstopped_tokens -= free
+        text = self._decode(self._bytes(token_ids[:free]), final and free == len(token_ids))
+        return text + self.push(token_ids[free:], final=final) if free < len(token_ids) else text
+
+    def _bytes(self, token_ids: Sequence[int]) -> bytes:
+        if self._shown:
+            return b"".join(self._shown.get(token) or self._token_bytes(token) for token in token_ids)
+        if len(token_ids) == 1:
+            return self._token_bytes(token_ids[0])
+        return b"".join(map(self._token_bytes, token_ids))
+
+    def _cut(self, text: str, *, final: bool) -> str:
+        text = self._held + text
+        # The one that is complete first, so that it does not matter how many tokens came at once.
+        ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if ends:
+            self.stopped = True
+            self._held = ""
+            return text[: min(ends)[1]]
+        keep = 0 if final else possible_beginning(text, self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+class TextOffsets:
+    """Where the tokens of one choice begin in its text, in characters.
+
+    A token that begins within a character has that character's place. Tokens from a stop string on are placed as if the
+    text went on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int):
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = start
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the places of the next tokens."""
+        return [self._place(self._token_bytes(token)) for token in token_ids]
+
+    def _place(self, token: bytes) -> int:
+        # The first byte shows whether what stood unfinished is a character that goes on, or damage that ended before.
+        begun = self._decoder.decode(token[:1])
+        unfinished, _ = self._decoder.getstate()
+        place = self._characters + (len(begun) if unfinished else max(len(begun) - 1, 0))
+        self._characters += len(begun) + len(self._decoder.decode(token[1:]))
+        return place
+
+
+class ResponseFormatter:
+    """Makes the body, or the events, that answer one request."""
+
+    def __init__(self, job: Job, model: str, tokenizer: Tokenizer, created: int | None = None):
+        request_id = job.prompts[0].request_id
+        self._chat = job.is_chat
+        self._tokenizer = tokenizer
+        self._with_usage = job.has_usage or job.has_continuous_usage
+        prefix = "chatcmpl" if job.is_chat else "cmpl"
+        self._head = {"id": f"{prefix}-{request_id}", "created": created or int(time.time()), "model": model}
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        kind = "chat.completion" if self._chat else "text_completion"
+        return self._head | {"object": kind, "choices": list(choices), "usage": usage}
+
+    def whole_choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return one choice of such a body from all its pieces."""
+        logprobs = self._logprobs([entry for piece in pieces for entry in piece.scored])
+        events = [event for piece in pieces for event in piece.events]
+        said = [event.text for event in events if isinstance(event, TextDelta)]
+        text = "".join([piece.text for piece in pieces] + said)
+        content: dict[str, Any] = {"text": text}
+        if self._chat:
+            calls = _whole_calls(events)
+            message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+            content = {"message": message | ({"tool_calls": calls} if calls else {})}
+        last = pieces[-1]
+        return {"index": last.index, **content, "finish_reason": last.reason, "logprobs": logprobs}
+
+    def event(self, piece: Piece, usage: dict[str, Any] | None) -> bytes:
+        """Return a piece as server-sent events, empty if there is nothing to tell yet.
+
+        `usage` is for streams that report it all along.
+        """
+        index, text, events, scored, reason, first, _ = piece
+        if reason is None and not (first or scored or events or usage):
+            if not text:
+                return b""
+            before, after = self._frames.get(index) or self._frame(index)
+            return before + _encode(text) + after
+        logprobs = self._logprobs(scored)
+        contents = self._contents(piece)
+        last = len(contents) - 1
+        choices = [
+            {"index": index}
+            | content
+            | {"finish_reason": reason if place == last else None, "logprobs": logprobs if place == 0 else None}
+            for place, content in enumerate(contents)
+        ]
+        return b"".join(sse(self._chunk([choice], usage)) for choice in choices)
+
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
+        """Return the event that ends a stream with its usage."""
+        return sse(self._chunk([], usage))
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return the bytes before and behind the text of a choice's usual event."""
+        content = {"delta": {"content": _HOLE}} if self._chat else {"text": _HOLE}
+        choice = {"index": index, **content, "finish_reason": None, "logprobs": None}
+        before, _, after = sse(self._chunk([choice], None)).partition(_ENCODED_HOLE)
+        self._frames[index] = before, after
+        return before, after
+
+    def _chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        body = self._head | {"object": kind, "choices": list(choices)}
+        return body | {"usage": usage} if self._with_usage else body
+
+    def _contents(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choice's content for each chunk that a piece makes, at least one."""
+        if not self._chat:
+            return [{"text": piece.text}]
+        events = piece.events or ([TextDelta(piece.text)] if piece.text else [])
+        deltas = [_delta(event) for event in events] or [{}]
+        if piece.first:
+            deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
+        return [{"delta": delta} for delta in deltas]
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        """Return log probabilities in the endpoint's form, None where none were asked for."""
+        if not scored:
+            return None
+        if self._chat:
+            return {
+                "content": [
+                    self._named(token, entry.logprob)
+                    | {"top_logprobs": [self._named(other, logprob) for other, logprob in entry.top]}
+                    for token, entry, _ in scored
+                ]
+            }
+        return {
+            "tokens": [self._name(token) for token, _, _ in scored],
+            "token_logprobs": [entry.logprob for _, entry, _ in scored],
+            "top_logprobs": [{self._name(other): logprob for other, logprob in entry.top} for _, entry, _ in scored],
+            "text_offset": [offset for _, _, offset in scored],
+        }
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._name(token),
+            "logprob": logprob,
+            "bytes": list(self._tokenizer.token_bytes(token)),
+        }
+
+    def _name(self, token: int) -> str:
+        """A token's text, or as the OpenAI API writes it, its bytes where they are no text by themselves."""
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode() if data else f"token_id:{token}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return b"data: %b\n\n" % _encode(body)
+
+
+def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Return the usage object of a request."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def error_body(message: str, *, status: int, code: str, param: str | None = None) -> dict[str, Any]:
+    """Return an OpenAI-style error."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _delta(event: ToolEvent) -> dict[str, Any]:
+    match event:
+        case TextDelta(text):
+            return {"content": text}
+        case CallDelta(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ArgumentsDelta(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _whole_calls(events: Sequence[ToolEvent]) -> list[dict[str, Any]]:
+    calls = []
+    for event in events:
+        if isinstance(event, CallDelta):
+            arguments = "".join(
+                other.text for other in events if type(other) is ArgumentsDelta and other.index == event.index
+            )
+            function = {"name": event.name, "arguments": arguments}
+            calls.append({"id": event.call_id, "type": "function", "function": function})
+    return calls

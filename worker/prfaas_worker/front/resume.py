@@ -1,0 +1,128 @@
+"""Streams that another worker can go on with, and going on with another's: the front's half of `prfaas.wire.resume`.
+
+The tokens of an answer determine its whole state. So the worker that begins an answer tells them in comments. The
+worker that goes on reads them once more, without sending their text, and then has the state that the first one had.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from prfaas.errors import BadInputError, RequestError
+from prfaas.wire import headers
+from prfaas.wire.engine import Generate, Ready
+from prfaas.wire.resume import MAX_DOCUMENT_BYTES, Fixed, Resume, Sent, comment, decode_resume
+from prfaas_worker.front.openai_in import Job
+from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece
+from prfaas_worker.front.serving import FrontState, ServedModel, require
+
+COMMENT_TOKENS: Final = 32
+"""So many tokens without text get a comment of their own: they would be drawn again otherwise."""
+_REASONS: Final = ("", "stop", "length", "tool_calls")
+
+
+class TokenComments:
+    """Adds comments to a stream's events: the tokens with which each choice's events were made."""
+
+    def __init__(self, resume: Resume | None):
+        sent = resume.choices if resume else {}
+        self._characters = {choice: one.characters for choice, one in sent.items()}
+        self._pending: dict[int, list[int]] = {}
+
+    def add(self, piece: Piece, event: bytes) -> bytes:
+        """Return the events of a piece with its comment behind them; nothing where both can wait."""
+        index = piece.index
+        token_ids = [*self._pending.pop(index, ()), *piece.token_ids]
+        if not event and len(token_ids) < COMMENT_TOKENS:
+            self._pending[index] = token_ids
+            return b""
+        characters = self._characters[index] = self._characters.get(index, 0) + piece.characters
+        return event + comment(index, characters, token_ids, piece.reason or "")
+
+
+def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
+    """Return what the gateway fixed, None where nobody would resume, and the length of the document before the body.
+
+    Raises:
+        RequestError: the headers are out of order.
+
+    """
+    fixed, length = given.get(headers.RESUMABLE), given.get(headers.RESUME, "0")
+    sound = length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= MAX_DOCUMENT_BYTES
+    require(sound, headers.RESUME, f"is {length[:20]!r}: want a document's length, at most {MAX_DOCUMENT_BYTES}")
+    require(fixed is not None or length == "0", headers.RESUME, f"needs {headers.RESUMABLE}")
+    try:
+        return (None if fixed is None else Fixed.read(fixed)), int(length)
+    except BadInputError as error:
+        raise RequestError(str(error), param=headers.RESUMABLE) from error
+
+
+def read_resume(document: bytes, job: Job, served: ServedModel) -> Resume:
+    """Read the document before the body of `job`.
+
+    Raises:
+        RequestError: it is none, or cannot be one of this request.
+
+    """
+    try:
+        resume = decode_resume(document)
+    except BadInputError as error:
+        raise RequestError(str(error), param=headers.RESUME) from error
+    require(bool(job.body.stream), headers.RESUME, "goes with stream: true")
+    for index, sent in resume.choices.items():
+        known = 0 <= index < len(job.prompts) * job.choices and sent.reason in _REASONS
+        if not known or any(token >= served.vocab_size for token in sent.token_ids):
+            raise _refusal(f"choice {index} is none of this request's")
+        most = job.prompts[index // job.choices].max_tokens
+        if len(sent.token_ids) > most or (len(sent.token_ids) == most and not sent.reason):
+            raise _refusal(f"choice {index} has {len(sent.token_ids)} tokens of at most {most} and goes on")
+    return resume
+
+
+def model_fingerprint(state: FrontState, resume: Resume | None) -> str:
+    """Return the fingerprint of the model here.
+
+    Raises:
+        RequestError: another model began the answer.
+
+    """
+    ready = state.engine.ready.result()
+    fingerprint = ready.fingerprint if isinstance(ready, Ready) else ""
+    if resume is not None and resume.fingerprint != fingerprint:
+        raise _refusal("another model began this answer")
+    return fingerprint
+
+
+def remaining_messages(job: Job, resume: Resume | None) -> dict[int, Generate]:
+    """Return the messages for every choice that has not ended, by the index of their first choice."""
+    if resume is None:
+        return {place * job.choices: prompt for place, prompt in enumerate(job.prompts)}
+    messages = {}
+    for index in range(len(job.prompts) * job.choices):
+        place, number = divmod(index, job.choices)
+        sent = resume.choices.get(index)
+        if sent is None or not sent.reason:
+            generated = sent.token_ids if sent else []
+            prompt = job.prompts[place]
+            messages[index] = msgspec.structs.replace(prompt, choices=1, choice=number, generated=generated)
+    return messages
+
+
+def replay(choice: ChoiceDetokenizer, sent: Sent) -> None:
+    """Bring a choice to where its text was broken off.
+
+    Raises:
+        RequestError: its tokens make another text than the one that was sent.
+
+    """
+    piece = choice.replay(sent.token_ids)
+    if piece.reason is not None or piece.characters != sent.characters:
+        text = (
+            f"{sent.characters} characters of choice {choice.index} were sent, and its tokens make {piece.characters}"
+        )
+        raise _refusal(text)
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, status=409, code=headers.CODE_RESUME_REFUSED, param=headers.RESUME)

@@ -1,0 +1,338 @@
+"""The tool formats, each with a parser and a grammar rule, and which of them a model's chat template teaches.
+
+The template tells the format: it shows the model the very marks that answers then hold.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from prfaas_worker.front.tools.base import (
+    ArgumentsDelta,
+    CallDelta,
+    Content,
+    Function,
+    Mark,
+    MarkedText,
+    NewId,
+    ToolEvent,
+    ToolParser,
+    alternatives,
+    arguments_rule,
+    literal,
+    repeated,
+)
+
+MOST_CALLS: Final = 16
+"""Calls that an answer may hold where calls are demanded: it ends at last."""
+
+
+_HERMES_CALL: Final = "<tool_call>"
+_HERMES_CALL_END: Final = "</tool_call>"
+_HERMES_MARKS: Final = (_HERMES_CALL, _HERMES_CALL_END)
+_HEAD: Final = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\<]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_SIGN: Final = re.compile(r'["\\{}\[\]<]')
+
+
+class _Object(msgspec.Struct):
+    """A call in any order."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+class HermesParser:
+    """The tool format of Hermes, Qwen and many more: a JSON object with name and arguments between two tags.
+
+        <tool_call>
+        {"name": "weather", "arguments": {"city": "Oslo"}}
+        </tool_call>
+
+    The arguments stand inside of JSON that ends elsewhere, so the reader follows its strings and braces to stream them.
+    An object in another order is read when it is complete, and what is no call at all comes back as text.
+
+    `_read` is the method for the part that comes now.
+    """
+
+    def __init__(self, new_id: NewId):
+        self._new_id = new_id
+        self._text = MarkedText()
+        self._content = Content()
+        self._calls = 0
+        self._read = self._read_content
+        self._depth, self._in_string = 0, False
+
+    def push(self, text: str, *, final: bool) -> list[ToolEvent]:
+        """Take more text; return what is certain now."""
+        self._text.rest += text
+        events: list[ToolEvent] = []
+        read = None
+        while read != self._read:
+            read = self._read
+            events += read(final)
+        return events
+
+    def _read_content(self, final: bool) -> list[ToolEvent]:
+        text, mark = self._text.take((_HERMES_CALL,), final=final)
+        if mark:
+            self._read = self._read_head
+        return self._content.said(text)
+
+    def _read_head(self, final: bool) -> list[ToolEvent]:
+        """Wait for the name, or for the whole call if its fields come in another order."""
+        head = _HEAD.match(self._text.rest)
+        if head:
+            self._text.rest = self._text.rest[head.end() :]
+            self._read = self._read_arguments
+            return [self._called(head[1])]
+        body, end, rest = self._text.rest.partition(_HERMES_CALL_END)
+        if not end and not final:
+            return []
+        self._text.rest, self._read = rest, self._read_content
+        try:
+            call = msgspec.json.decode(body, type=_Object)
+        except msgspec.MsgspecError:
+            return self._content.said(_HERMES_CALL + body + end)
+        arguments = bytes(call.arguments) or bytes(call.parameters) or b"{}"
+        return [self._called(call.name), ArgumentsDelta(self._calls - 1, arguments.decode())]
+
+    def _read_arguments(self, final: bool) -> list[ToolEvent]:
+        """Pass the object on to its closing brace; a tag between values ends one that is damaged."""
+        text, place, end = self._text.rest, 0, None
+        while end is None and (sign := _SIGN.search(text, place)):
+            place = sign.end()
+            match sign[0]:
+                case '"':
+                    self._in_string = not self._in_string
+                case "\\" if self._in_string:
+                    if place == len(text):  # what it escapes is still to come
+                        place -= 1
+                        break
+                    place += 1
+                case "{" | "[" if not self._in_string:
+                    self._depth += 1
+                case "}" | "]" if not self._in_string:
+                    self._depth -= 1
+                    end = place if self._depth == 0 else None
+                case "<" if not self._in_string:
+                    end = place - 1
+        else:
+            place = len(text)
+        end = len(text) if final and end is None else end
+        cut = place if end is None else end
+        self._text.rest = text[cut:]
+        if end is not None:
+            self._depth, self._in_string = 0, False
+            self._read = self._read_end
+        return [ArgumentsDelta(self._calls - 1, text[:cut])] if cut else []
+
+    def _read_end(self, final: bool) -> list[ToolEvent]:
+        _, mark = self._text.take((_HERMES_CALL_END,), final=final)
+        if mark:
+            self._read = self._read_content
+        return []
+
+    def _called(self, name: str) -> CallDelta:
+        self._calls += 1
+        self._content.called()
+        return CallDelta(self._calls - 1, self._new_id(), name)
+
+
+def _hermes_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
+    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
+    separator = f"{literal(chr(10))} {mark(_HERMES_CALL)}"
+    return alternatives(
+        f"rest: {repeated(separator, most)}",
+        [
+            f"{literal(_head(function))} {arguments_rule(function)} {literal('}' + chr(10))} {mark(_HERMES_CALL_END)}"
+            for function in functions
+        ],
+    )
+
+
+def _head(function: Function) -> str:
+    return f'\n{{"name": "{function.name}", "arguments": '
+
+
+_KIMI_SECTION: Final = "<|tool_calls_section_begin|>"
+_KIMI_SECTION_END: Final = "<|tool_calls_section_end|>"
+_KIMI_CALL: Final = "<|tool_call_begin|>"
+_KIMI_ARGUMENTS: Final = "<|tool_call_argument_begin|>"
+_KIMI_CALL_END: Final = "<|tool_call_end|>"
+_KIMI_MARKS: Final = (_KIMI_SECTION, _KIMI_SECTION_END, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END)
+
+
+class KimiParser:
+    """Kimi's tool format: calls in a section behind what is said, with ids that carry the name.
+
+        <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
+        <|tool_call_end|><|tool_calls_section_end|>                                             (without line ends)
+
+    The id goes to the client as it is, because the template wants it back in that form. Source: tool_call_guidance.md
+    of moonshotai/Kimi-K2-Instruct.
+
+    `_state` is the mark last read: it says what the text behind it is.
+    """
+
+    def __init__(self, new_id: NewId):
+        self._new_id = new_id
+        self._text = MarkedText()
+        self._content = Content()
+        self._state = _KIMI_SECTION_END
+        self._id = ""
+        self._calls = 0
+
+    def push(self, text: str, *, final: bool) -> list[ToolEvent]:
+        """Take more text; return what is certain now."""
+        self._text.rest += text
+        events: list[ToolEvent] = []
+        mark: str | None = ""
+        while mark is not None:
+            found, mark = self._text.take(_KIMI_MARKS, final=final)
+            events += self._found(found)
+            if self._state == _KIMI_CALL and (mark is not None or final):
+                events += self._call()
+            self._state = mark or self._state
+        return events
+
+    def _found(self, text: str) -> list[ToolEvent]:
+        if self._state == _KIMI_SECTION_END:
+            return self._content.said(text)
+        if self._state == _KIMI_CALL:
+            self._id += text
+        if self._state == _KIMI_ARGUMENTS and text:
+            return [ArgumentsDelta(self._calls - 1, text)]
+        return []  # between calls, or between the marks of one
+
+    def _call(self) -> list[ToolEvent]:
+        """Return the call whose id is complete: functions.NAME:NUMBER."""
+        call_id, self._id = self._id.strip(), ""
+        name = call_id.rpartition(":")[0] or call_id
+        self._calls += 1
+        self._content.called()
+        return [CallDelta(self._calls - 1, call_id or self._new_id(), name.removeprefix("functions."))]
+
+
+def _kimi_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
+    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
+    begin, between, end = mark(_KIMI_CALL), mark(_KIMI_ARGUMENTS), mark(_KIMI_CALL_END)
+    calls = [
+        f"{begin} {literal(f'functions.{function.name}:')} NUMBER {between} {arguments_rule(function)} {end}"
+        for function in functions
+    ]
+    head = f"rest: call{{1,{most}}} {mark(_KIMI_SECTION_END)}\nNUMBER: /0|[1-9][0-9]?/"
+    return alternatives(head, calls)
+
+
+_TURNS_CALL: Final = "<|tool|>"
+_TURNS_MARKS: Final = (_TURNS_CALL,)
+
+
+class TurnsParser:
+    """The tool format of the model that ships along: `<|tool|>NAME`, a line end, the arguments as JSON; and so on.
+
+        <|assistant|>Let me look.<|tool|>weather
+        {"city": "Oslo"}<|tool|>weather
+        {"city": "Rome"}<|end_of_turn|>
+
+    One special token suffices: a call ends where the next one or the turn does.
+    """
+
+    def __init__(self, new_id: NewId):
+        self._new_id = new_id
+        self._text = MarkedText()
+        self._content = Content()
+        self._name: str | None = None  # of the call whose first line is still coming
+        self._calls = 0
+        self._in_arguments = False
+
+    def push(self, text: str, *, final: bool) -> list[ToolEvent]:
+        """Take more text; return what is certain now."""
+        self._text.rest += text
+        events: list[ToolEvent] = []
+        mark: str | None = ""
+        while mark is not None:
+            marks = _TURNS_MARKS if self._name is None else ("\n", _TURNS_CALL)
+            found, mark = self._text.take(marks, final=final)
+            events += self._found(found, mark, final=final)
+        return events
+
+    def _found(self, text: str, mark: str | None, *, final: bool) -> list[ToolEvent]:
+        if self._name is not None:
+            self._name += text
+            if mark is None and not final:
+                return []
+            events: list[ToolEvent] = [CallDelta(self._calls, self._new_id(), self._name.strip())]
+            self._calls += 1
+            self._content.called()
+            self._name = "" if mark == _TURNS_CALL else None
+            self._in_arguments = True
+            return events
+        if mark == _TURNS_CALL:
+            self._name = ""
+        if self._in_arguments:
+            return [ArgumentsDelta(self._calls - 1, text)] if text else []
+        return self._content.said(text)
+
+
+def _turns_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
+    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
+    return alternatives(
+        f"rest: {repeated(mark(_TURNS_CALL), most)}",
+        [f"{literal(function.name + chr(10))} {arguments_rule(function)}" for function in functions],
+    )
+
+
+class ToolFormat(NamedTuple):
+    """A format: its name and marks, how answers in it are read, and the Lark rule of what stands behind the first mark.
+
+    That mark opens calls; text before it is for the user.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    parser: Callable[[NewId], ToolParser]
+    lark: Callable[[Sequence[Function], Mark, int], str]
+
+
+# By the mark that a template of that format writes; more particular ones first.
+_BY_MARK: Final[Mapping[str, ToolFormat]] = {
+    _KIMI_SECTION: ToolFormat("kimi", _KIMI_MARKS, KimiParser, _kimi_lark),
+    _TURNS_CALL: ToolFormat("turns", _TURNS_MARKS, TurnsParser, _turns_lark),
+    _HERMES_CALL: ToolFormat("hermes", _HERMES_MARKS, HermesParser, _hermes_lark),
+}
+
+
+def tool_format(template_source: str) -> ToolFormat | None:
+    """Return the format that a chat template teaches, None if it knows none that we know."""
+    return next((known for mark, known in _BY_MARK.items() if mark in template_source), None)
+
+
+def calls_grammar(known: ToolFormat, functions: list[Function], tokens: Mapping[str, int], most: int) -> str:
+    """Return the Lark rule `calls` of one to `most` calls of these functions, and what it is made of.
+
+    `tokens` are the ids of marks that are special tokens and no letters.
+    """
+    return f"calls: {_mark(known.marks[0], tokens)} rest\n" + _rest(known, functions, tokens, most)
+
+
+def free_grammar(known: ToolFormat, functions: list[Function], tokens: Mapping[str, int], most: int) -> str:
+    """Return the grammar of an answer in which calls may stand behind text, and are sound if they do."""
+    opening, rest = known.marks[0], _rest(known, functions, tokens, most)
+    if opening in tokens:
+        return f"start: TEXT? ({_mark(opening, tokens)} rest)?\nTEXT: /(?s:.+)/\n{rest}"
+    # Of letters: text that never spells the mark, or text up to where it does for the first time.
+    spelt = re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", opening)
+    free = f"TEXT: /(?s:.+)/ & ~/(?s:.*){spelt}(?s:.*)/\nuntil[lazy]: /(?s:.*){spelt}/"
+    return f"start: TEXT? | until rest\n{free}\n{rest}"
+
+
+def _rest(known: ToolFormat, functions: list[Function], tokens: Mapping[str, int], most: int) -> str:
+    return known.lark(functions, lambda text: _mark(text, tokens), most)
+
+
+def _mark(text: str, tokens: Mapping[str, int]) -> str:
+    return f"<[{tokens[text]}]>" if text in tokens else literal(text)
