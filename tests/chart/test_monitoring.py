@@ -44,8 +44,7 @@ def registered() -> set[str]:
 
 
 def worker_families() -> list[Any]:
-    worker = WorkerMetrics("m")
-    worker.credentials = Certificate()  # pyright: ignore[reportAttributeAccessIssue]
+    worker = WorkerMetrics("m", credentials=Certificate())  # pyright: ignore[reportArgumentType]
     worker.on_received(Measured(Profile(state_bytes=1, token_bytes=1)))
     stats = Stats(
         handle=0,
