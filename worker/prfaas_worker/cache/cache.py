@@ -19,7 +19,7 @@ from prfaas.kvindex.blocks import BlockChain, BlockHash
 from prfaas.wire.kvevents import AttentionSpecKind, KvEvent
 from prfaas.wire.stats import CacheStats
 from prfaas_worker.cache.blocks import Blocks, Evicted, Lease, Match, checkpoint_blocks
-from prfaas_worker.cache.kv_events import CacheEvents
+from prfaas_worker.cache.kv_events import CacheEventRecorder
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.tiering import PrefixLoad, Tiering
 from prfaas_worker.cache.tiers import Tiers
@@ -32,8 +32,8 @@ MIB: Final = 1 << 20
 class Opened(NamedTuple):
     """Memory for a sequence, `cached_tokens` of which stand in it already.
 
-    `attention_tokens` is what attention alone would have given. `checkpoints` are the lengths, ascending and above
-    `cached_tokens`, at which the sequence's state should be kept: cut its chunks there and call `checkpoint`.
+    `attention_tokens` is what a model without state would have cached. `checkpoints` are the lengths, ascending and
+    above `cached_tokens`, at which the sequence's state should be kept: cut its chunks there and call `checkpoint`.
     """
 
     lease: Lease
@@ -55,7 +55,9 @@ class HybridCache:
     ):
         self._memory = memory
         self._geometry = memory.geometry
-        self._events = CacheEvents(on_event, attention_kind) if tiers is not None or on_event is not None else None
+        self._events = (
+            CacheEventRecorder(on_event, attention_kind) if tiers is not None or on_event is not None else None
+        )
         self._blocks = Blocks(memory.num_pages, self._geometry.pages_per_state, self._on_evicted)
         self._tiering = Tiering(memory, self._blocks, tiers, self._events) if tiers and self._events else None
         # Taken from the end, as pages are: memory that was used is used again.
@@ -101,7 +103,7 @@ class HybridCache:
         """Take a slot, and pages for `tokens` tokens; None when either is short now.
 
         At most `max_tokens` of them come from the cache. Without `use_state` the state will come from elsewhere, so
-        rows alone count as cached.
+        only rows count as cached.
         """
         if self._tiering is not None:
             self._tiering.adopt_loaded()

@@ -28,7 +28,7 @@ from prfaas_worker.cache.tiers import Tier
 _MEDIUMS: Final[dict[Tier, str]] = {"host": MEDIUM_HOST, "disk": MEDIUM_DISK}
 
 
-class CacheEvents:
+class CacheEventRecorder:
     """Turns changes into events, and knows the content of every block on the device."""
 
     def __init__(self, on_event: Callable[[KvEvent], None] | None, kind: AttentionSpecKind):

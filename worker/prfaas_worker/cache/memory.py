@@ -1,12 +1,11 @@
-"""The bytes of the hybrid cache on one device: a pool of pages for everything that stays, and slots for running states.
+"""The bytes of the hybrid cache on one device: a pool of pages for everything cached, and slots for running states.
 
 A *page* has room for the rows of `page_tokens` tokens in all layers, layer after layer; the same pages, taken as bytes,
 hold state checkpoints. A *slot* is the working state of one running sequence: kernels change it in place, so it is
 dense, and copying it to or from pages is one operation. `table[slot]` lists the pages of the sequence in that slot, in
 order of its tokens.
 
-Nothing is touched here before it is used, so memory that was reserved but not written costs nothing on a CPU; see
-populate.py. Who holds what is not known here.
+Memory that is reserved but not written costs nothing on a CPU; see populate.py. `Blocks` knows who holds which page.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +26,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 class CacheGeometry:
-    """Sizes that follow from a model's layers: bytes of a page and of a state, and where each tensor stands in them."""
+    """Sizes that follow from a model's layers: bytes of a page and of a state, and each tensor's offset in them."""
 
     def __init__(self, layers: Sequence[LayerSpec], page_tokens: int = BLOCK_TOKENS):
         self.layers = tuple(layers)
@@ -42,7 +41,7 @@ class CacheGeometry:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.rows)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold the rows of so many tokens."""
+        """Return the number of pages for the rows of so many tokens."""
         return -(-tokens // self.page_tokens)
 
 
@@ -133,7 +132,7 @@ class CacheMemory:
     def row_bytes(self, layer: int, name: str, pages: Sequence[int], span: tuple[int, int]) -> list[memoryview]:
         """Writable bytes of a row tensor's tokens span[0] up to span[1], one piece a page; the pages are a sequence's.
 
-        For memory on the CPU alone.
+        For memory on the CPU only.
         """
         tokens = self.geometry.page_tokens
         at = self.geometry.row_offsets[layer, name]
@@ -148,7 +147,7 @@ class CacheMemory:
         return pieces
 
     def state_bytes(self, layer: int, name: str, slot: int) -> memoryview:
-        """Writable bytes of a state tensor in a slot; for memory on the CPU alone."""
+        """Writable bytes of a state tensor in a slot; for memory on the CPU only."""
         return bytes_of(self.states(layer)[name][slot])
 
     def _views(self, buffer: Tensor, layer: int, is_rows: bool) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from prfaas.wire.stats import CacheStats
 from prfaas.wire.transfer import Buffer
 from prfaas_worker.cache.blocks import Blocks, Evicted, Match
 from prfaas_worker.cache.entries import CacheEntry, EntryName, header_bytes
-from prfaas_worker.cache.kv_events import CacheEvents
+from prfaas_worker.cache.kv_events import CacheEventRecorder
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.tiers import TierFetch, Tiers
 
@@ -66,7 +66,7 @@ class FlushResult(NamedTuple):
 class Tiering:
     """Moves entries between one memory and its tiers. Used from the engine's thread only."""
 
-    def __init__(self, memory: CacheMemory, blocks: Blocks, tiers: Tiers, events: CacheEvents):
+    def __init__(self, memory: CacheMemory, blocks: Blocks, tiers: Tiers, events: CacheEventRecorder):
         self.tiers = tiers
         self._memory, self._blocks, self._events = memory, blocks, events
         self._geometry = memory.geometry

@@ -1,10 +1,10 @@
-"""Grammars at work: which tokens may come next, and where the answer is complete.
+"""Compiles grammars, and computes which tokens may come next and whether the answer is complete.
 
 llguidance walks the tokenizer's tokens as a trie beside an Earley parser, so a mask takes tens of microseconds. Two
-things take long and happen in threads of their own, that the step loop never waits for: compiling a grammar
-(milliseconds, for a huge schema seconds), and once a process, when the first grammar comes, the trie of all tokens.
-The trie is built under the interpreter's lock (0.35 to 0.75 s for 129,280 tokens), so an engine that cannot afford
-that pause calls `Grammars.warm` before it takes requests.
+things take long and run in threads, so that the step loop never waits for them. Compiling a grammar takes milliseconds,
+for a huge schema seconds. The first grammar of a process builds the trie of all tokens, under the interpreter's lock
+(0.35 to 0.75 s for 129,280 tokens). An engine that cannot afford that pause calls `Grammars.warm` before it takes
+requests.
 """
 
 import threading
@@ -28,11 +28,11 @@ _LIMITS: Final = LLParserLimits(verbose_errors=False)
 
 
 class Vocabulary(NamedTuple):
-    """What a grammar needs to know of a tokenizer.
+    """The facts of a tokenizer that grammars need.
 
     `tokens[i]` are the bytes that token i adds to the text, the name of a special token; b"" for an id without a token.
-    `size` is the width of the model's logits, at least len(tokens). `encode` cuts forced text as the tokenizer would,
-    without special tokens; without it, or where its tokens do not spell the text, the longest tokens are taken.
+    `size` is the width of the model's logits, at least len(tokens). `encode` splits forced text as the tokenizer would,
+    without special tokens; without it, or where its tokens do not spell the text, the longest tokens are used.
     """
 
     tokens: Sequence[bytes]
@@ -52,7 +52,7 @@ def read_vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...], size: int) -
 
 
 class Matcher:
-    """One answer's place in its grammar."""
+    """The position of one answer in its grammar."""
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher):
         self._grammar = grammar
@@ -114,7 +114,7 @@ class Compiled:
 
 
 class Grammars:
-    """Compiles grammars beside the step loop, and keeps the latest: many requests share a schema."""
+    """Compiles grammars in threads, and keeps the latest: many requests share a schema."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]):
         self._load_vocabulary = load_vocabulary
@@ -124,7 +124,7 @@ class Grammars:
         self._kept: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> Future[Compiled]:
-        """Compile in a thread. The future raises PrfaasError alone: RequestError for a grammar that cannot be used.
+        """Compile in a thread. The future raises only PrfaasError: RequestError for a grammar that cannot be used.
 
         Called from one thread only. `Future.add_done_callback` runs in the compiling thread, or at once if it is done.
         """
@@ -144,13 +144,13 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
-            return self._compiled(grammar)
+            return self._compile_checked(grammar)
         except PrfaasError:
             raise
         except BaseException as error:  # a panic of the library's is no Exception
             raise InternalError(f"the grammar library failed on a {grammar.kind}: {error!r}") from error
 
-    def _compiled(self, grammar: Grammar) -> Compiled:
+    def _compile_checked(self, grammar: Grammar) -> Compiled:
         self.warm()
         assert self._tokenizer is not None  # noqa: S101 - what `warm` is for
         prototype = LLMatcher(self._tokenizer, llguidance_text(grammar), log_level=0, limits=_LIMITS)
@@ -167,7 +167,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 class _Tokens:
-    """The object that llguidance reads a vocabulary from; called to cut forced text into tokens."""
+    """The vocabulary as llguidance reads it; llguidance calls it to split forced text into tokens."""
 
     bos_token_id = None
 
@@ -189,7 +189,7 @@ class _Tokens:
         return self._longest_first(text)
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """Cut a text greedily; stops at a byte that no token has."""
+        """Split a text greedily; stops at a byte that no token has."""
         found: list[int] = []
         while text:
             lengths = range(min(self._longest, len(text)), 0, -1)

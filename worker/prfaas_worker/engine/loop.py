@@ -300,7 +300,7 @@ class EngineLoop:
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.release(self.cache)
-        sequence.request.alone = False
+        sequence.request.ran_alone = False
         self._count(preemptions=1)
 
     def _work(self, planned: Schedule[Sequence]) -> StepWork:
@@ -319,7 +319,7 @@ class EngineLoop:
         finished: list[tuple[Sequence, int]] = []
         self._count(prompt_tokens=sum(tokens for _, tokens in work.chunks))
         for row, (sequence, tokens) in enumerate(work.chunks):
-            sequence.request.alone &= alone
+            sequence.request.ran_alone &= alone
             finished += self._advance(sequence, tokens, row)
         for row, sequence in enumerate(work.decodes, len(work.chunks)):
             finished += self._advance(sequence, 1, row)
@@ -336,7 +336,7 @@ class EngineLoop:
         sequence.publish(self.cache)
         if sequence.remaining_tokens:
             return []
-        if request.alone and not request.started:
+        if request.ran_alone and not request.started:
             count = len(sequence.token_ids) - request.cached_tokens
             self.profiler.observe(count, request.prefill_seconds, request.cached_tokens)
         if request.offer is not None:

@@ -31,7 +31,7 @@ class StepWork(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A step's hidden states fp32 [chunks + decodes, hidden_size] in the order of its work, and what it took."""
+    """A step's hidden states fp32 [chunks + decodes, hidden_size] in the order of its work, and its seconds."""
 
     hidden: torch.Tensor
     seconds: float
@@ -51,7 +51,7 @@ class Runner:
         return Place(self.memory, lease.slot, lease.pages, self._staging)
 
     def run(self, work: StepWork) -> StepResult:
-        """Compute a step; every finished layer of a prefill for another instance leaves at once.
+        """Compute a step; each finished layer of a prefill for another instance is sent at once.
 
         Raises:
             CapacityError: the device has no memory for the computation. Rows and states of all sequences of this
@@ -128,7 +128,7 @@ class Runner:
 
 
 def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, tokens: int) -> float:
-    """Prefill a prompt of no request, in chunks as any other, and forget it; while nothing is served."""
+    """Return the seconds of prefilling a prompt of no request, in chunks as any other; while nothing is served."""
     if (opened := cache.open((), tokens, 0)) is None:
         raise InternalError(f"no memory for a prompt of {tokens} tokens while nothing is served")
     message = Generate(0, "", [0] * tokens, 1, 1, Sampling(0.0, 1.0, 0, 0), -1, "")

@@ -91,7 +91,7 @@ class Sampler:
         return self.matcher is not None and self.matcher.complete
 
     def accept(self, token: int) -> None:
-        """Go on over a drawn token. A token in `ends` is the last: it is no part of the text.
+        """Advance over a drawn token. A token in `ends` is the last, and no part of the text.
 
         Raises:
             RequestError: the grammar has become too complex to go on.
@@ -242,7 +242,7 @@ def _logprobs(
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """Return the number in [0, 1) that belongs to a place."""
+    """Return the number in [0, 1) of a draw."""
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
 

@@ -128,7 +128,7 @@ class EngineRequest:
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
     prefill_seconds: float = 0.0
-    alone: bool = True
+    ran_alone: bool = True
     """Nothing else was computed beside its prompt: its time says what a prefill costs."""
     cached_tokens: int = 0
     prefix_done: bool = False
