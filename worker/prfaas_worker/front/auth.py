@@ -55,7 +55,9 @@ def credentials_of(options: Options) -> Credentials | None:
 
     """
     if not options.tls_dir:
-        log.warning("both ports are open to whoever reaches them, and read by whoever is on the way: give --tls-dir")
+        log.warning(
+            "both ports are open and not encrypted: anybody who reaches them can use and read them; give --tls-dir"
+        )
         return None
     credentials = Credentials(options.tls_dir)
     if credentials.cluster != options.cluster:
@@ -122,8 +124,6 @@ class _AlertingTls(ssl.SSLObject):
 
 
 class _TlsSite(web.BaseSite):
-    """A port whose handshakes have an end."""
-
     def __init__(self, runner: web.AppRunner, options: Options, context: ssl.SSLContext):
         context.sslobject_class = _AlertingTls
         super().__init__(runner, ssl_context=context)
@@ -131,11 +131,9 @@ class _TlsSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """The port's address."""
         return f"https://{self._options.host}:{self._options.api_port}"
 
     async def start(self) -> None:
-        """Listen."""
         await super().start()
         protocols = self._runner.server
         if protocols is None:

@@ -22,14 +22,10 @@ from prfaas_worker.front.serving import STATE, FrontState
 
 
 class RoleBody(msgspec.Struct, frozen=True):
-    """Body of PUT /v1/role, and its answer."""
-
     role: Role
 
 
 class EgressBody(msgspec.Struct, frozen=True):
-    """Body of PUT /v1/egress, and its answer."""
-
     mbps: Annotated[int, msgspec.Meta(ge=1, le=100_000_000)] | None
 
 
@@ -37,25 +33,21 @@ B = TypeVar("B", RoleBody, EgressBody)
 
 
 async def reset_cache(request: web.Request) -> web.Response:
-    """Serve POST /v1/cache/reset."""
     return web.json_response({"freed_pages": await _reset(request.app[STATE])})
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Serve POST /reset_prefix_cache."""
     await _reset(request.app[STATE])
     return web.Response()
 
 
 async def read_role(request: web.Request) -> web.Response:
-    """Serve GET /v1/role."""
     state = request.app[STATE]
     state.require_loaded()
     return _role((await state.engine.stats()).role)
 
 
 async def set_role(request: web.Request) -> web.Response:
-    """Serve PUT /v1/role."""
     state = request.app[STATE]
     state.require_loaded()
     asked = await _body(request, RoleBody, 'send {"role": "prefill"}, "decode" or "mixed"', "role")
@@ -64,14 +56,12 @@ async def set_role(request: web.Request) -> web.Response:
 
 
 async def read_egress(request: web.Request) -> web.Response:
-    """Serve GET /v1/egress."""
     state = request.app[STATE]
     state.require_loaded()
     return _egress((await state.engine.stats()).egress_mbps)
 
 
 async def set_egress(request: web.Request) -> web.Response:
-    """Serve PUT /v1/egress."""
     state = request.app[STATE]
     state.require_loaded()
     asked = await _body(request, EgressBody, 'send {"mbps": 800}, or null for no cap', "mbps")
@@ -80,7 +70,6 @@ async def set_egress(request: web.Request) -> web.Response:
 
 
 async def read_profile(request: web.Request) -> web.Response:
-    """Serve GET /v1/profile."""
     state = request.app[STATE]
     profile = state.metrics.profile
     if profile is None or not state.engine.ready.done():

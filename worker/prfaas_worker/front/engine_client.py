@@ -51,13 +51,9 @@ class EngineError(Exception):
 class Listener(Protocol):
     """Sees every message between the front and its engine. Must be quick: it runs for every token."""
 
-    def on_sent(self, message: ToEngine) -> None:
-        """Take note of a message to the engine."""
-        ...
+    def on_sent(self, message: ToEngine) -> None: ...
 
-    def on_received(self, message: ToFront) -> None:
-        """Take note of a message from the engine."""
-        ...
+    def on_received(self, message: ToFront) -> None: ...
 
 
 class Call:
@@ -96,7 +92,6 @@ class Call:
             self._open.discard(handle)
 
     def put(self, answer: Answer) -> None:
-        """Take an answer in."""
         self._answers.append(answer)
         if self._arrived is not None:
             if not self._arrived.done():
@@ -145,7 +140,6 @@ class EngineClient:
 
     @classmethod
     async def connect(cls, sock: socket.socket) -> "EngineClient":
-        """Use a connected unix socket."""
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
     def call(self, width: int = 1) -> Call:
@@ -172,7 +166,6 @@ class EngineClient:
         self._writer.write(encode_batch([message]))
 
     async def stats(self) -> Stats:
-        """Ask the engine for its figures."""
         return await self.ask(AskStats, Stats)
 
     async def ask(self, question: Callable[[int], ToEngine], kind: type[Reply]) -> Reply:
@@ -197,7 +190,7 @@ class EngineClient:
             self.fail_calls(500, "engine_failed", "the engine process ended; this instance restarts")
 
     def fail_calls(self, status: int, code: str, message: str) -> None:
-        """End every open call, after what it was told already, with an HTTP status, an error code and a sentence."""
+        """End every open call, after the answers that wait, with an HTTP status, an error code and a sentence."""
         for handle, call in self._calls.items():
             call.put(Failed(handle, status, code, message))
 

@@ -73,12 +73,10 @@ MakeJob = Callable[[RequestReader, bytes], Job]
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Serve POST /v1/completions."""
     return await _serve(request, RequestReader.completion_job)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Serve POST /v1/chat/completions."""
     return await _serve(request, RequestReader.chat_job)
 
 
@@ -170,7 +168,6 @@ class EngineCalls:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Usage so far."""
         resumed = self._resumed_cached_tokens
         return usage_body(
             self._prompt_tokens, self._completion_tokens, self._cached_tokens if resumed is None else resumed
@@ -205,7 +202,6 @@ class _Reply:
     comments: TokenComments | None
 
     async def whole(self, answer_headers: Mapping[str, str]) -> web.Response:
-        """Return the whole answer."""
         pieces: dict[int, list[Piece]] = {}
         while batch := await self.calls.pieces():
             for piece in batch:

@@ -72,13 +72,11 @@ class Cursor:
 
 
 def frame(entry: PublishedBatch) -> bytes:
-    """Return one frame."""
     body = msgspec.msgpack.encode(entry)
     return _LENGTH.pack(len(body)) + body
 
 
 async def stream(request: web.Request) -> web.StreamResponse:
-    """Serve GET /v1/kv-events."""
     events = request.app[STATE].events
     cursors = _cursors(request, events)
     response = web.StreamResponse(headers={"content-type": "application/x-prfaas-events", "cache-control": "no-cache"})
@@ -111,13 +109,13 @@ async def _follow(response: web.StreamResponse, events: KvEventPublisher, cursor
 
 
 async def _send_snapshot(response: web.StreamResponse, events: KvEventPublisher, cursor: Cursor) -> None:
-    """Send what stands, and put the cursor behind it."""
+    """Send a snapshot, and put the cursor behind it."""
     topic, seq, batches, payloads = events.snapshot(cursor.log)
     cursor.seq = seq + 1
     await _send(response, [_message("snapshot", {"topic": topic, "seq": seq, "batches": batches})])
     for payload in payloads:
         await _send(response, [frame(PublishedBatch(topic, seq, payload))])
-        await asyncio.sleep(0)  # a write that the socket takes at once lets nobody else run
+        await asyncio.sleep(0)  # a write that the socket takes at once lets no other task run
 
 
 async def _send(response: web.StreamResponse, frames: list[bytes]) -> None:
@@ -182,7 +180,6 @@ class KvEventSockets:
         self._task = asyncio.create_task(self._answer())
 
     async def close(self) -> None:
-        """End both."""
         self._events.subscribers.remove(self._publish)
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -202,7 +199,6 @@ class KvEventSockets:
         self._pub.send_multipart([entry.topic.encode(), entry.seq.to_bytes(8, "big"), entry.payload], zmq.DONTWAIT)
 
     async def _answer(self) -> None:
-        """Answer one request for a replay after the other."""
         while True:
             frames = await self._replay.recv_multipart()
             if len(frames) < 2 or len(frames[-1]) != 8:

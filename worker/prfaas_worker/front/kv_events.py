@@ -45,8 +45,6 @@ EVENTS_PER_BATCH: Final = 256
 
 
 class PublishedBatch(NamedTuple):
-    """One published batch."""
-
     topic: str
     seq: int
     payload: bytes
@@ -120,7 +118,6 @@ class KvEventPublisher:
         """Do nothing: no message to the engine changes the cache by itself."""
 
     def on_received(self, message: ToFront) -> None:
-        """Publish the engine's cache events."""
         if isinstance(message, KvEvents) and message.events:
             self._publish_events(message.events)
 
@@ -247,7 +244,6 @@ class CacheSnapshot:
 
 
 def snapshot_batch_count(blocks: CachedBlocks) -> int:
-    """Return how many batches `snapshot_batches` makes."""
     return -(-(1 + sum(len(block.locations) for block in blocks.values())) // EVENTS_PER_BATCH)
 
 

@@ -47,10 +47,7 @@ GAUGES: Final[Described] = {
     "prfaas_prefills_running": ("prefills_running", "Prefills for other instances, computing or being sent."),
     "prfaas_prefills_waiting": ("prefills_waiting", "Prefills for other instances that wait for room."),
     "prfaas_transfer_memory_bytes": ("memory_bytes", "Memory that transfers hold beside the cache."),
-    "prfaas_transfer_memory_limit_bytes": (
-        "memory_limit_bytes",
-        "Limit of the memory that transfers hold beside the cache.",
-    ),
+    "prfaas_transfer_memory_limit_bytes": ("memory_limit_bytes", "Limit of prfaas_transfer_memory_bytes."),
 }
 COUNTERS: Final[Described] = {
     "prfaas_transfer_sent_bytes": ("sent_bytes", "Bytes written to data connections."),
@@ -64,14 +61,8 @@ COUNTERS: Final[Described] = {
 }
 LINK_GAUGES: Final[Described] = {
     "prfaas_link_connections": ("connections", "Data connections to a peer cluster that transfer now."),
-    "prfaas_link_rtt_seconds": (
-        "rtt_seconds",
-        "Mean round-trip time of the connections; twice the minimum means a queue.",
-    ),
-    "prfaas_link_min_rtt_seconds": (
-        "min_rtt_seconds",
-        "Minimum round-trip time of the last minutes: that of an idle link.",
-    ),
+    "prfaas_link_rtt_seconds": ("rtt_seconds", "Mean round-trip time; twice the minimum means a queue."),
+    "prfaas_link_min_rtt_seconds": ("min_rtt_seconds", "Minimum round-trip time of the last minutes."),
     "prfaas_link_delivery_rate_bytes_per_second": (
         "delivery_rate_bytes_per_second",
         "Delivery rate by the kernel's estimate, summed over connections.",
@@ -97,10 +88,7 @@ CACHE_GAUGES: Final[Described] = {
 }
 CACHE_COUNTERS: Final[Described] = {
     "prfaas_prefix_cache_query_tokens": ("query_tokens", "Prompt tokens looked up in the prefix cache."),
-    "prfaas_prefix_cache_hit_tokens": (
-        "hit_tokens",
-        "Prompt tokens found in the prefix cache with a state at their end.",
-    ),
+    "prfaas_prefix_cache_hit_tokens": ("hit_tokens", "Prompt tokens found there with a state at their end."),
     "prfaas_prefix_cache_stateless_tokens": (
         "stateless_tokens",
         "Prompt tokens computed again because their attention rows had no state at their end.",
@@ -148,7 +136,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -183,7 +170,6 @@ class LatencyMetrics:
         self._offered: dict[int, int] = {}
 
     def on_sent(self, message: ToEngine) -> None:
-        """Take note of a message to the engine."""
         match message:
             case Generate():
                 choices = range(message.choice, message.choice + message.choices)
@@ -195,7 +181,6 @@ class LatencyMetrics:
                 self._end(handle, *((None, "abort") if choice == ALL_CHOICES else (choice, "stop")))
 
     def on_received(self, message: ToFront) -> None:
-        """Take note of a message from the engine."""
         if isinstance(message, Tokens):
             self._tokens(message)
         elif isinstance(message, Started):
@@ -250,7 +235,6 @@ class TransferMetrics:
         self.breaks: Counter[str] = Counter(dict.fromkeys(directions, 0))
 
     def ended(self, transfer: TransferEnded) -> None:
-        """Count one transfer."""
         self.breaks[transfer.direction] += transfer.breaks
         if transfer.outcome == "delivered":
             self.seconds[transfer.direction].observe(transfer.flow_seconds)
@@ -277,14 +261,12 @@ class _Labelled:
         return family
 
     def histogram(self, name: str, text: str, parts: Mapping[str, Histogram] | Histogram, label: str = "") -> Metric:
-        """Likewise, of histograms."""
         family = HistogramMetricFamily(name, text, labels=[*self._names, *([label] if label else [])])
         for extra, part in parts.items() if isinstance(parts, Mapping) else [("", parts)]:
             family.add_metric([*self._values, *([extra] if label else [])], _cumulated(part), part.total)
         return family
 
     def fields(self, source: object, gauges: Described, counters: Described) -> Iterator[Metric]:
-        """Families of a struct's fields."""
         for name, (field, text) in gauges.items():
             yield self.gauge(name, text, getattr(source, field))
         for name, (field, text) in counters.items():
@@ -316,11 +298,9 @@ class WorkerMetrics(Collector):
         self._registry.register(self)
 
     def on_sent(self, message: ToEngine) -> None:
-        """Take note of a message to the engine."""
         self.latencies.on_sent(message)
 
     def on_received(self, message: ToFront) -> None:
-        """Take note of a message from the engine."""
         if isinstance(message, Measured):
             self.profile = message.profile
         elif isinstance(message, TransferEnded):
@@ -369,13 +349,13 @@ class WorkerMetrics(Collector):
         )
 
     def _of_transfers(self) -> Iterator[Metric]:
-        ours, told = self._ours, self.transfers
+        ours, ended = self._ours, self.transfers
         text = "From the first cache byte of a delivered transfer to its end."
-        yield ours.histogram("prfaas_transfer_seconds", text, told.seconds, "direction")
+        yield ours.histogram("prfaas_transfer_seconds", text, ended.seconds, "direction")
         text = "Payload bytes of delivered transfers as sent, after compression."
-        yield ours.histogram("prfaas_transfer_bytes", text, told.payload_bytes, "direction")
+        yield ours.histogram("prfaas_transfer_bytes", text, ended.payload_bytes, "direction")
         text = "Connections that broke during transfers. A new connection continues the transfer until a deadline."
-        yield ours.counter("prfaas_transfer_breaks", text, told.breaks, "direction")
+        yield ours.counter("prfaas_transfer_breaks", text, ended.breaks, "direction")
 
     def _of_engine(self, stats: Stats) -> Iterator[Metric]:
         yield from self._ours.fields(stats, GAUGES, COUNTERS)
@@ -398,7 +378,7 @@ class WorkerMetrics(Collector):
         )
 
     def _of_links(self, stats: Stats) -> Iterator[Metric]:
-        """By peer cluster alone: a label for each connection would be one for each transfer."""
+        """Families by peer cluster: a label for each connection would be one for each transfer."""
         for kind, described in ((GaugeMetricFamily, LINK_GAUGES), (CounterMetricFamily, LINK_COUNTERS)):
             for name, (field, text) in described.items():
                 family = kind(name, text, labels=["peer"])

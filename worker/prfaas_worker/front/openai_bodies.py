@@ -34,8 +34,6 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's form of structured output."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -123,8 +121,6 @@ NEUTRAL: Final[Mapping[str, object]] = {
 
 
 class CommonFields(UnservedFields, frozen=True, kw_only=True):
-    """Fields of both endpoints."""
-
     model: str
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -155,15 +151,11 @@ class CommonFields(UnservedFields, frozen=True, kw_only=True):
 
 
 class CompletionBody(CommonFields, frozen=True, kw_only=True):
-    """POST /v1/completions."""
-
     prompt: str | list[Any]
     logprobs: int | None = None
 
 
 class ChatBody(CommonFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
-
     messages: list[dict[str, Any]]
     """`read_messages` checks them. They stay as they came, since routers hash every field of a message."""
     max_completion_tokens: int | None = None
@@ -194,8 +186,6 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /detokenize."""
-
     tokens: list[int]
     model: str | None = None
 
@@ -208,15 +198,11 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """A function's name and its arguments, JSON as text."""
-
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the assistant made."""
-
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"

@@ -58,7 +58,7 @@ _UNSERVED: Final = tuple(
 class RequestHeaders:
     """What the headers of a text request say.
 
-    `fixed` is None where nobody would resume the stream; `resume_bytes` is the length of the document before the body.
+    `fixed` is None where the stream cannot be resumed; `resume_bytes` is the length of the document before the body.
     """
 
     request_id: str = ""
@@ -85,7 +85,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_chat(self) -> bool:
-        """Whether it came to /v1/chat/completions."""
         return isinstance(self.body, ChatBody)
 
     @property
@@ -105,7 +104,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
@@ -308,7 +306,6 @@ def _refuse_unserved(body: CommonFields) -> None:
 
 
 def _sampling(body: CommonFields, served: ServedModel, seed: int) -> Sampling:
-    """Return how tokens are drawn."""
     drawn = Sampling(
         temperature=_given(body.temperature, 1.0),
         top_p=_given(body.top_p, 1.0),
@@ -332,7 +329,6 @@ def _sampling(body: CommonFields, served: ServedModel, seed: int) -> Sampling:
 
 
 def _stops(body: CommonFields) -> list[str]:
-    """Return the strings that end an answer."""
     found = [] if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
     require(len(found) <= MAX_STOPS, "stop", f"may hold at most {MAX_STOPS} strings")
     require(all(found), "stop", "may not hold an empty string")
@@ -340,7 +336,6 @@ def _stops(body: CommonFields) -> list[str]:
 
 
 def _stop_tokens(body: CommonFields, served: ServedModel) -> tuple[int, ...]:
-    """Return the tokens that end an answer."""
     found = require_tokens(body.stop_token_ids or [], served, "stop_token_ids")
     require(len(found) <= MAX_STOP_TOKENS, "stop_token_ids", f"may hold at most {MAX_STOP_TOKENS} tokens")
     return tuple(found)
@@ -380,7 +375,6 @@ def _check(grammar: Grammar, param: str) -> None:
 
 
 def _grammars(body: CommonFields) -> dict[str, Grammar]:
-    """Return every field that gives a grammar."""
     found: dict[str, Grammar] = {}
     form, vllm = body.response_format, body.structured_outputs
     if form is not None and form.type == "json_object":

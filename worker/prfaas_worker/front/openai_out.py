@@ -41,7 +41,7 @@ class Scored(NamedTuple):
 class Piece(NamedTuple):
     """What is new of one choice; `reason` is None until its last piece. With tools, `events` stand in for `text`.
 
-    `token_ids` are its tokens; `scored` are empty where nobody asked for log probabilities.
+    `token_ids` are its tokens; `scored` are empty where no log probabilities were asked for.
     """
 
     index: int
@@ -318,12 +318,10 @@ class ResponseFormatter:
 
 
 def sse(body: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
     return b"data: %b\n\n" % _encode(body)
 
 
 def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return the usage object of a request."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -333,7 +331,6 @@ def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
 
 
 def error_body(message: str, *, status: int, code: str, param: str | None = None) -> dict[str, Any]:
-    """Return an OpenAI-style error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -147,7 +147,7 @@ def _load(state: FrontState, options: Options) -> None:
         max_choices=options.max_running,
     )
     state.loaded(served, load_tokenizer(Path(answer.directory)))
-    # What stands now stays, and need not be looked through again; by default a long body would be, a thousand times.
+    # What exists now stays, and need not be searched again; by default one long body would cause a thousand searches.
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
     scheme = "https" if options.tls_dir else "http"
@@ -208,7 +208,7 @@ async def _departures(request: web.Request, handler: Handler) -> web.StreamRespo
     try:
         return await handler(request)
     except ConnectionError:
-        return web.Response(status=499)  # nobody reads it
+        return web.Response(status=499)  # no client reads it
 
 
 @web.middleware
@@ -234,7 +234,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except RecursionError:  # nothing of ours nests deeply, only what callers send does
         return _error("the body is nested too deeply", status=400, code="invalid_json")
     except ConnectionError:
-        raise  # the client left: there is nobody to answer
+        raise  # the client left: nothing can be answered
     except Exception:
         log.exception("%s %s", request.method, request.path)
         return _error("an error of this worker's own; its log has the details", status=500, code="internal_error")

@@ -91,31 +91,25 @@ class FrontState:
             reader.shutdown(wait=False, cancel_futures=True)
 
     def loaded(self, served: ServedModel, tokenizer: Tokenizer) -> None:
-        """Open for requests."""
         self._model = served, tokenizer
 
     @property
     def ready(self) -> bool:
-        """The model is loaded and new work is welcome."""
         return self._model is not None and not self.draining
 
     @property
     def served(self) -> ServedModel:
-        """What requests are checked against."""
         return self._loaded()[0]
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self._loaded()[1]
 
     def require_open(self) -> None:
-        """Raise CapacityError while the worker drains."""
         if self.draining:
             raise CapacityError("this instance is shutting down; send the request to another one")
 
     def require_loaded(self) -> None:
-        """Raise CapacityError while the engine loads the model."""
         self._loaded()
 
     async def idle(self) -> None:
@@ -147,7 +141,6 @@ def unsupported(param: str, message: str) -> RequestError:
 
 
 def require_model(model: str, served: ServedModel) -> None:
-    """Raise RequestError unless `model` is the one served here."""
     if model == served.model_name:
         return
     if model.startswith(f"{served.model_name}:"):

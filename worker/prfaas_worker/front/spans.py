@@ -86,7 +86,6 @@ class TransferSpans:
         """Do nothing: no message to the engine ends a transfer."""
 
     def on_received(self, message: ToFront) -> None:
-        """Make a span of a transfer that ended."""
         if isinstance(message, TransferEnded):
             self._report(message)
 

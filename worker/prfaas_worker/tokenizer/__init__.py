@@ -45,5 +45,5 @@ def _unknown(path: Path, config: dict[str, Any]) -> str:
     kind = config.get("tokenizer_class")
     return (
         f"{path}: tokenizer_class is {kind!r} and there is neither tokenizer.json nor tiktoken.model beside it; "
-        "add one of them (a sentencepiece file alone is not read)"
+        "add one of them (a sentencepiece file is not enough)"
     )

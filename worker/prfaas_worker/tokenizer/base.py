@@ -68,7 +68,6 @@ class Tokenizer(ABC):
 
     @property
     def template_source(self) -> str:
-        """Text of the chat template, empty without one."""
         return self._template.source if self._template else ""
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:

@@ -137,7 +137,7 @@ def _before_mark(text: str) -> str:
 
 
 class _Generation(Extension):
-    """The tags generation and endgeneration, which mark the assistant's part for training: here their body alone."""
+    """The tags generation and endgeneration, which mark the assistant's part for training: here only their body counts."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own convention
 
@@ -225,7 +225,7 @@ class Specials:
         return [part.replace(GUARD, "") if isinstance(part, str) else part for part in self._cut(rendered, self._all)]
 
     def split_plain(self, text: str) -> list[str | int]:
-        """Return a plain prompt likewise, where only plain special tokens are told from letters."""
+        """Return a plain prompt likewise, where only plain special tokens differ from letters."""
         return self._cut(text, self._plain)
 
     def _cut(self, text: str, pattern: re.Pattern[str]) -> list[str | int]:

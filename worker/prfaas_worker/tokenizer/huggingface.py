@@ -28,8 +28,6 @@ _LONE_BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
-    """An entry of `added_tokens`."""
-
     id: int
     content: str
     special: bool = False
@@ -38,8 +36,6 @@ class _AddedToken(msgspec.Struct, frozen=True):
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """What is asked of `model`."""
-
     type: str = "BPE"
 
 
@@ -51,8 +47,6 @@ class _Encoders(NamedTuple):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A BPE of the `tokenizers` library."""
-
     def __init__(
         self, encoders: _Encoders, specials: Mapping[str, Special], table: TokenTable, template: ChatTemplate | None
     ):
@@ -107,7 +101,7 @@ def huggingface_tokenizer(path: Path, template: ChatTemplate | None) -> HuggingF
 def _encoders(parts: dict[str, msgspec.Raw], path: Path) -> _Encoders:
     first = _build(parts, path)
     pre = msgspec.json.decode(parts.get("pre_tokenizer", b"null"))
-    # This scheme alone writes the beginning of a text otherwise than a piece further on.
+    # Only this scheme writes the beginning of a text otherwise than a piece further on.
     if b'"first"' not in bytes(parts.get("pre_tokenizer", b"")):
         return _Encoders(first, first)
     inner = {"pre_tokenizer": msgspec.Raw(msgspec.json.encode(_never_prepend(pre)))}

@@ -47,7 +47,6 @@ class ToolParser(Protocol):
 
 
 def random_id() -> str:
-    """Return a call's id where the model gives none."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -89,7 +88,6 @@ class Content:
         return [TextDelta(text)]
 
     def called(self) -> None:
-        """Note that a call began."""
         self._after_call = True
 
 
@@ -116,7 +114,6 @@ Mark = Callable[[str], str]
 
 
 def arguments_rule(function: Function) -> str:
-    """Return the rule for a function's arguments."""
     return lark_of_schema(msgspec.json.encode({"type": "object"} | function.parameters).decode())
 
 

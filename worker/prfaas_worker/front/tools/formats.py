@@ -66,7 +66,6 @@ class HermesParser:
         self._depth, self._in_string = 0, False
 
     def push(self, text: str, *, final: bool) -> list[ToolEvent]:
-        """Take more text; return what is certain now."""
         self._text.rest += text
         events: list[ToolEvent] = []
         read = None
@@ -186,7 +185,6 @@ class KimiParser:
         self._calls = 0
 
     def push(self, text: str, *, final: bool) -> list[ToolEvent]:
-        """Take more text; return what is certain now."""
         self._text.rest += text
         events: list[ToolEvent] = []
         mark: str | None = ""
@@ -250,7 +248,6 @@ class TurnsParser:
         self._in_arguments = False
 
     def push(self, text: str, *, final: bool) -> list[ToolEvent]:
-        """Take more text; return what is certain now."""
         self._text.rest += text
         events: list[ToolEvent] = []
         mark: str | None = ""
