@@ -42,7 +42,7 @@ class TokenComments:
 
 
 def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
-    """Return what the gateway fixed, None where the stream cannot be resumed, and the length of the document before the body.
+    """Return what the gateway fixed (None for a stream that cannot be resumed), and the length of the resume document.
 
     Raises:
         RequestError: the headers are out of order.

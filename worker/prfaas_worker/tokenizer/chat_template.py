@@ -137,7 +137,7 @@ def _before_mark(text: str) -> str:
 
 
 class _Generation(Extension):
-    """The tags generation and endgeneration, which mark the assistant's part for training: here only their body counts."""
+    """Renders the body of the tags generation and endgeneration, which mark the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own convention
 
