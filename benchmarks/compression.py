@@ -45,7 +45,7 @@ FILES = [
     "core/prfaas/kube/lease.py",
     "worker/prfaas_worker/models/base.py",
     "worker/prfaas_worker/models/solo.py",
-    "gateway/prfaas_gateway/app.py",
+    "gateway/prfaas_gateway/server.py",
 ]
 BOS = 256
 READ_TOKENS, SCORED_TOKENS = 1024, 256

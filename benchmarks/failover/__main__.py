@@ -32,7 +32,7 @@ from benchmarks.report import Figure, run
 
 NEAR_TIE: Final = 1e-3
 ASK_SECONDS: Final = 120.0
-LONGEST_PAUSE_SECONDS: Final = 1.5
+MAX_PAUSE_SECONDS: Final = 1.5
 LONGEST_CUT_SECONDS: Final = 1.0
 COUNTED: Final = ("prfaas_gateway_resumes_total", "prfaas_gateway_resumed_tokens_total")
 REFUSED: Final = "prfaas_gateway_retries_refused_total"
@@ -160,7 +160,7 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
         kind = chance.choice(list(pairs))
         at = chance.randrange(2)
         victim = pairs[kind][at]
-        await asyncio.sleep(chance.uniform(0.0, LONGEST_PAUSE_SECONDS))
+        await asyncio.sleep(chance.uniform(0.0, MAX_PAUSE_SECONDS))
         if kind == "gateway":
             await read_metrics(stage, at, counts)
         victim.kill()

@@ -10,7 +10,7 @@ import uvloop
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.names import GATEWAY_PORT
 from prfaas.telemetry.logs import configure_logs
-from prfaas_gateway.serve import Config, run
+from prfaas_gateway.server import GatewayConfig, run
 
 EXAMPLES = """examples:
   prfaas-gateway --routes-file routes.json
@@ -18,7 +18,7 @@ EXAMPLES = """examples:
 """
 
 
-def parse(arguments: Sequence[str] | None) -> Config:
+def parse(arguments: Sequence[str] | None) -> GatewayConfig:
     """Read the command line; a mistake ends the process with exit code 2."""
     parser = argparse.ArgumentParser(
         prog="prfaas-gateway",
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None) -> Config:
         parser.error("give either --routes-file, or --policy with --namespace")
     if known.policy and not known.namespace:
         parser.error("--policy needs --namespace")
-    return Config(**vars(known))
+    return GatewayConfig(**vars(known))
 
 
 def _port(text: str) -> int:

@@ -1,4 +1,4 @@
-"""What the gateway counts, as Prometheus metrics and as the counters that the scheduler reads.
+"""The gateway's Prometheus metrics.
 
 Outcomes: ok; fallback (the offload failed, prefilled in the hub); resumed (its stream broke, and another worker went on
 with it to the end); invalid (a 4xx); rejected (no instance, all of them full, a limit of the client's key, a policy
@@ -6,61 +6,75 @@ that rejects failed offloads, or one whose SLO cannot be kept); failed (a 5xx, a
 off); aborted (the client left). Decision `none`: ended before one was taken.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 Outcome = Literal["ok", "fallback", "resumed", "invalid", "rejected", "failed", "aborted"]
 
-SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
-TOKEN_BUCKETS = tuple(2**power for power in range(4, 21))
+SECONDS_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+TOKEN_BUCKETS: Final = tuple(2**power for power in range(4, 21))
 
 
-class Metrics:
+class GatewayMetrics:
     """One gateway's metrics in a registry of their own, so that tests run several gateways in a process."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        self.requests = Counter(
-            "prfaas_gateway_requests", "Finished requests", ["decision", "outcome"], registry=registry
-        )
-        self.time_to_first_token = Histogram(
+        self.registry = CollectorRegistry()
+        self.kv = PrefixIndexMetrics(self.registry)
+        ProcessCollector(registry=self.registry)
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("prfaas_gateway_requests", "Finished requests", ["decision", "outcome"])
+        self.time_to_first_token = histogram(
             "prfaas_gateway_time_to_first_token_seconds",
             "From the request's last byte to the worker's response headers, which carry the first token",
             ["decision"],
             buckets=SECONDS_BUCKETS,
-            registry=registry,
         )
-        self.prompt_tokens = Histogram(
-            "prfaas_gateway_prompt_tokens",
-            "Prompt length as workers report it",
-            buckets=TOKEN_BUCKETS,
-            registry=registry,
+        self.prompt_tokens = histogram(
+            "prfaas_gateway_prompt_tokens", "Prompt length as workers report it", buckets=TOKEN_BUCKETS
         )
-        self.threshold_tokens = Gauge(
-            "prfaas_gateway_threshold_tokens",
-            "The threshold in force, in tokens of incremental length",
-            registry=registry,
+        self.threshold_tokens = gauge(
+            "prfaas_gateway_threshold_tokens", "The threshold in force, in tokens of incremental length"
         )
-        self.resumes = Counter(
-            "prfaas_gateway_resumes", "Times that another worker went on with a broken stream", registry=registry
+        self.resumes = counter("prfaas_gateway_resumes", "Times that another worker went on with a broken stream")
+        self.resumed_tokens = counter(
+            "prfaas_gateway_resumed_tokens", "Tokens of broken streams that another worker computed again"
         )
-        self.resumed_tokens = Counter(
-            "prfaas_gateway_resumed_tokens", "Tokens of broken streams, computed again to go on", registry=registry
+        self.retries_refused = counter(
+            "prfaas_gateway_retries_refused", "Legs not started because the retry budget was used up"
         )
-        self.retries_refused = Counter(
-            "prfaas_gateway_retries_refused", "Legs not started because the retry budget was used up", registry=registry
-        )
-        self.slo_refusals = Counter(
+        self.slo_refusals = counter(
             "prfaas_gateway_slo_refusals",
             "Requests not taken because more waited before them than slo.ttftMillis allows",
-            registry=registry,
         )
-        self.in_flight = Gauge("prfaas_gateway_in_flight", "Requests being served", registry=registry)
+        self.in_flight = gauge("prfaas_gateway_in_flight", "Requests being served")
 
-    def show(self, threshold_tokens: Callable[[], float], in_flight: Callable[[], float]) -> None:
-        """Take both gauges from these functions whenever somebody looks."""
-        self.threshold_tokens.set_function(threshold_tokens)
-        self.in_flight.set_function(in_flight)
+
+class PrefixIndexMetrics:
+    """Metrics of the prefix index and its event streams. No label names an instance: there may be many."""
+
+    def __init__(self, registry: CollectorRegistry):
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.batches = counter("prfaas_gateway_kv_batches", "Batches of cache events taken in")
+        self.snapshots = counter("prfaas_gateway_kv_snapshots", "Snapshots of instances' caches")
+        self.gaps = counter("prfaas_gateway_kv_gaps", "Gaps in event streams, which were read again")
+        self.matched_tokens = counter(
+            "prfaas_gateway_kv_matched_tokens", "Prompt tokens believed cached where they were prefilled"
+        )
+        self.prefixes = counter(
+            "prfaas_gateway_kv_prefixes", "Requests sent with another instance to fetch a prefix from"
+        )
+        self.blocks = gauge("prfaas_gateway_kv_blocks", "Token blocks in the prefix index")
+        self.byte_blocks = gauge("prfaas_gateway_kv_byte_blocks", "Byte blocks that are mapped to token blocks")
+        self.refused_blocks = gauge(
+            "prfaas_gateway_kv_refused_blocks",
+            "Blocks left out: beyond an instance's share, or with unknown blocks before them",
+        )
+        self.instances = gauge(
+            "prfaas_gateway_kv_instances",
+            "Instances by their event streams: followed, silent (they publish nothing), lost (unreachable)",
+            ["state"],
+        )

@@ -1,24 +1,186 @@
-"""What the gateway knows between requests: the routing table, the scheduler's last word, load and ejections.
+"""What the gateway knows between requests: routing table, scheduler's last update, load, and which instances to avoid.
 
-One owner, changed on the event loop only. `facts` turns it into the input of a routing decision.
+One owner, changed on the event loop only. `GatewayState.facts` makes of it, and of one request, the input of a routing
+decision.
 """
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from prfaas.errors import InternalError
+from prfaas.errors import CapacityError, InternalError
 from prfaas.routing.backlog import Backlog
-from prfaas.routing.facts import Facts, Kind, Route, Rule, rule_in_force
+from prfaas.routing.facts import Facts, Kind, Route, Rule, cached_by_cluster, rule_in_force
 from prfaas.routing.lengths import Tally as Lengths
+from prfaas.routing.preferences import narrowed
+from prfaas.util import RateBucket, backoff_seconds
 from prfaas.wire.control import Counters, LinkUse, ThresholdUpdate
-from prfaas.wire.routes import RoutingTable
-from prfaas_gateway.ejections import Ejections
+from prfaas.wire.routes import Instance, RoutingTable
 from prfaas_gateway.limits import Limits
+from prfaas_gateway.openai import SaturatedError
+from prfaas_gateway.request import GatewayRequest
+
+RETRIES_PER_REQUEST: Final = 0.2
+RETRIES_PER_SECOND: Final = 10.0
+SAVED_RETRIES: Final = 1000.0
+BELIEVED_SECONDS: Final = 0.5
+"""For how long a refusal of a full instance is believed."""
+INITIAL_BYTES_PER_TOKEN: Final = 4.0  # usual for text and code with vocabularies of 100 K and more
+PRIOR_TOKENS: Final = 64.0  # how much the initial ratio weighs: about one short request
+DECAY: Final = 0.98  # a request's weight halves after 34 others
 
 
-class Load:
+class GatewayState:
+    """The state of one gateway."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self.table: RoutingTable | None = None
+        self.rewrites_bodies = False
+        """Whether the table has instances of other engines, which want fields of their own in a body."""
+        self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
+        self.saturation = Saturation()
+        self.retry_budget = RetryBudget(clock())
+        self.estimator = TokenEstimator()
+        self.draining = False
+        self._update: ThresholdUpdate | None = None
+        self._update_expires = 0.0
+        self._in_flight: Tally[str] = Tally()
+        self._queued_tokens: Tally[str] = Tally()
+        self._backlog = Backlog()
+        self._in_flight_decisions: Tally[Kind] = Tally()
+        self._decided: Tally[Kind] = Tally()
+        self._lengths = Lengths()
+        self._failed_offloads = 0
+
+    def set_table(self, table: RoutingTable) -> None:
+        old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
+        self.table = table
+        self.rewrites_bodies = any(one.engine != "prfaas" for one in table.instances)
+        self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
+
+    def push(self, update: ThresholdUpdate) -> None:
+        """Take the scheduler's update until it expires."""
+        self._update = update
+        self._update_expires = self.clock() + update.expires_seconds
+
+    def rule(self) -> Rule | None:
+        """Return the rule in force, or None before the first table."""
+        if self.table is None:
+            return None
+        return rule_in_force(self.table, self._unexpired())
+
+    def _unexpired(self) -> ThresholdUpdate | None:
+        return self._update if self.clock() < self._update_expires else None
+
+    def facts(self, request: GatewayRequest) -> Facts:
+        """Return the facts of a request at this moment, as its preferences and full instances leave them.
+
+        Raises:
+            CapacityError: there is no routing table yet, or every decode instance that lives is full.
+
+        """
+        rule = self.rule()
+        if self.table is None or rule is None:
+            raise CapacityError("the gateway has no routing table yet; is the operator running?")
+        now_seconds = self.clock()
+        full = self.saturation.full(self._in_flight, now_seconds)
+        if full:
+            self._check_room(full, now_seconds)
+        rule, table = narrowed(rule, self.table, request.preferences)
+        return Facts(
+            now_seconds=now_seconds,
+            request_id=request.request_id,
+            total_tokens=request.total_tokens,
+            rule=rule,
+            table=table,
+            cached_tokens=cached_by_cluster(table, request.cached_on) if request.cached_on else {},
+            cached_on=request.cached_on or None,
+            profiles=request.profiles,
+            in_flight=self._in_flight,
+            queued_tokens=self._queued_tokens,
+            backlog=self._backlog,
+            ejected_until_seconds=self.ejections.until_seconds,
+            tried=request.tried | full if full else request.tried,
+        )
+
+    def _check_room(self, full: Set[str], now_seconds: float) -> None:
+        """Raise SaturatedError when every decode instance that lives is full."""
+        ejected = self.ejections.until_seconds
+        living = {one.name for one in self.decode_instances() if ejected.get(one.name, now_seconds) <= now_seconds}
+        if living and full >= living:
+            raise SaturatedError(f"all {len(living)} decode instances are full; try again in a moment")
+
+    @contextmanager
+    def counted(self, began: Route) -> Iterator[None]:
+        """Count one request, and its length, under the decision that it began with."""
+        self._decided[began.kind] += 1
+        self._lengths.add(began.incremental_tokens)
+        self._in_flight_decisions[began.kind] += 1
+        try:
+            yield
+        finally:
+            self._in_flight_decisions[began.kind] -= 1
+
+    @contextmanager
+    def occupied(self, route: Route) -> Iterator["LegLoad"]:
+        """Count one leg at its instances while it lasts."""
+        load = LegLoad(self._in_flight, self._queued_tokens, self._backlog, route, self.clock())
+        for one in filter(None, (route.decode, route.prefill)):
+            self.ejections.starting(one.name, self.clock())
+        try:
+            yield load
+        finally:
+            load.done()
+
+    def offload_failed(self) -> None:
+        self._failed_offloads += 1
+
+    @property
+    def links(self) -> tuple[LinkUse, ...]:
+        """The links as the scheduler saw them last; none when its word has expired."""
+        update = self._unexpired()
+        return update.links if update else ()
+
+    @property
+    def reason(self) -> str:
+        """Why the threshold is what it is, in the scheduler's words; empty when it has not said anything lately."""
+        update = self._unexpired()
+        return update.reason if update else ""
+
+    def load(self, name: str) -> int:
+        return self._in_flight.get(name, 0)
+
+    def decode_instances(self) -> list[Instance]:
+        """Return the table's decode instances that should serve, whatever they do just now."""
+        instances = self.table.instances if self.table else ()
+        return [one for one in instances if one.role == "decode" and one.state == "Ready"]
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight_decisions.total()
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(
+            offloaded=self._decided["offload"],
+            local=self._decided["local"],
+            failed_offloads=self._failed_offloads,
+            in_flight_offloads=self._in_flight_decisions["offload"],
+            in_flight_local=self._in_flight_decisions["local"],
+            lengths=self._lengths.counts,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise InternalError when an idle gateway still occupies an instance."""
+        if self.in_flight == 0 and (self._in_flight or self._backlog or self._queued_tokens):
+            raise InternalError(f"idle, and yet occupied: {dict(self._in_flight)}, {len(self._backlog)} in line")
+
+
+class LegLoad:
     """The places that one leg occupies at its instances; each is given back once."""
 
     def __init__(
@@ -40,7 +202,6 @@ class Load:
         self._release(self._held[1:])
 
     def done(self) -> None:
-        """The leg is over."""
         self._computed()
         self._release(self._held[:])
 
@@ -60,135 +221,132 @@ class Load:
                 del self._in_flight[name]
 
 
-class GatewayState:
-    """The state of one gateway.
+@dataclass(slots=True)
+class _Failing:
+    failures: int = 0
+    probing: bool = False
 
-    Args:
-        limits: bounds for ejections.
-        clock: monotonic seconds.
 
+class Ejections:
+    """Instances that failed lately, and until when they are left alone.
+
+    Between two routing tables the gateway is the first to notice a dead instance, and must not wait for an operator
+    that may be down. An ejection ends by itself, half-open: the first request afterwards tries the instance while the
+    others still go elsewhere; its success readmits the instance, its failure doubles the ejection.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
-        self.clock = clock
-        self.table: RoutingTable | None = None
-        self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
-        self.draining = False
-        self._update: ThresholdUpdate | None = None
-        self._update_expires = 0.0
-        self._in_flight: Tally[str] = Tally()
-        self._queued_tokens: Tally[str] = Tally()
-        self._backlog = Backlog()
-        self._in_flight_decisions: Tally[Kind] = Tally()
-        self._decided: Tally[Kind] = Tally()
-        self._lengths = Lengths()
-        self._failed_offloads = 0
-
-    def set_table(self, table: RoutingTable) -> None:
-        """Route by this table from now on."""
-        old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
-        self.table = table
-        self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
-
-    def push(self, update: ThresholdUpdate) -> None:
-        """Take the scheduler's update until it expires."""
-        self._update = update
-        self._update_expires = self.clock() + update.expires_seconds
-
-    def rule(self) -> Rule | None:
-        """Return the rule in force, or None before the first table."""
-        if self.table is None:
-            return None
-        return rule_in_force(self.table, self._unexpired())
-
-    def _unexpired(self) -> ThresholdUpdate | None:
-        return self._update if self.clock() < self._update_expires else None
-
-    def facts(self, request_id: str, total_tokens: int, tried: Set[str]) -> Facts | None:
-        """Return the facts of one request at this moment, or None before the first table."""
-        rule = self.rule()
-        if self.table is None or rule is None:
-            return None
-        return Facts(
-            now_seconds=self.clock(),
-            request_id=request_id,
-            total_tokens=total_tokens,
-            rule=rule,
-            table=self.table,
-            in_flight=self._in_flight,
-            queued_tokens=self._queued_tokens,
-            backlog=self._backlog,
-            ejected_until_seconds=self.ejections.until_seconds,
-            tried=tried,
-        )
-
-    @contextmanager
-    def counted(self, began: Route) -> Iterator[None]:
-        """Count one request, and its length, under the decision that it began with."""
-        self._decided[began.kind] += 1
-        self._lengths.add(began.incremental_tokens)
-        self._in_flight_decisions[began.kind] += 1
-        try:
-            yield
-        finally:
-            self._in_flight_decisions[began.kind] -= 1
-
-    @contextmanager
-    def occupied(self, route: Route) -> Iterator[Load]:
-        """Count one leg at its instances while it lasts."""
-        load = Load(self._in_flight, self._queued_tokens, self._backlog, route, self.clock())
-        for one in filter(None, (route.decode, route.prefill)):
-            self.ejections.starting(one.name, self.clock())
-        try:
-            yield load
-        finally:
-            load.done()
-
-    def offload_failed(self) -> None:
-        """Count one failed prefill leg of an offload."""
-        self._failed_offloads += 1
+    def __init__(self, first_seconds: float, max_seconds: float):
+        self._first_seconds = first_seconds
+        self._max_seconds = max_seconds
+        self._failing: dict[str, _Failing] = {}
+        self._until_seconds: dict[str, float] = {}
 
     @property
-    def links(self) -> tuple[LinkUse, ...]:
-        """The links as the scheduler saw them last; none when its word has expired."""
-        update = self._unexpired()
-        return update.links if update else ()
+    def until_seconds(self) -> Mapping[str, float]:
+        """End of every ejection by instance; a live view."""
+        return self._until_seconds
+
+    def starting(self, name: str, now_seconds: float) -> None:
+        """A request goes to this instance. If its ejection just ended, the next requests wait for the result."""
+        failing = self._failing.get(name)
+        if failing is not None:
+            failing.probing = True
+            self._until_seconds[name] = now_seconds + self._first_seconds
+
+    def failed(self, name: str, now_seconds: float) -> None:
+        """A request failed here. Of many that fail at once the first counts."""
+        failing = self._failing.setdefault(name, _Failing())
+        if self._until_seconds.get(name, now_seconds) > now_seconds and not failing.probing:
+            return
+        failing.failures += 1
+        failing.probing = False
+        length_seconds = backoff_seconds(failing.failures, self._first_seconds, self._max_seconds, jitter=False)
+        self._until_seconds[name] = now_seconds + length_seconds
+
+    def succeeded(self, name: str) -> None:
+        """A request was served here."""
+        if self._failing.pop(name, None) is not None:
+            del self._until_seconds[name]
+
+    def keep_only(self, names: Set[str]) -> None:
+        """Forget all other instances: a pod that comes back under its name starts afresh."""
+        for name in self._failing.keys() - names:
+            self.succeeded(name)
+
+
+class _Full(NamedTuple):
+    in_flight: int
+    until_seconds: float
+
+
+class Saturation:
+    """Which decode instances are full, as their refusals (503) and the gateway's own requests there tell.
+
+    At a refusal the gateway learns how many requests of its own the instance takes. It sends no more than that until
+    one of them ends, or a moment has passed: with several gateways the places may by then be another's. While every
+    instance is full, requests are answered at once and cost the workers nothing.
+    """
+
+    def __init__(self) -> None:
+        self._full: dict[str, _Full] = {}
+
+    def refused(self, name: str, in_flight: int, now_seconds: float) -> None:
+        """Note that an instance has no place for another request while so many of ours are there."""
+        self._full[name] = _Full(in_flight, now_seconds + BELIEVED_SECONDS)
+
+    def full(self, in_flight: Mapping[str, int], now_seconds: float) -> Set[str]:
+        """Return the instances that are full; what is believed no longer is forgotten."""
+        if not self._full:
+            return frozenset()
+        self._full = {name: full for name, full in self._full.items() if now_seconds < full.until_seconds}
+        return {name for name, full in self._full.items() if in_flight.get(name, 0) >= full.in_flight}
+
+
+class RetryBudget:
+    """Bounds how often requests may be sent again, over all of them, so that a collapse does not multiply the load.
+
+    Every request brings a fifth of a retry, and time brings a few, so that a gateway with little to do may try again as
+    well. The saved retries cover the death of an instance with many streams, each of which goes on elsewhere. Failures
+    that go on after that cost a fifth more work, not a multiple.
+    """
+
+    def __init__(self, now_seconds: float):
+        self._bucket = RateBucket(RETRIES_PER_SECOND, SAVED_RETRIES, now_seconds)
+
+    def request_came(self, now_seconds: float) -> None:
+        self._bucket.take(-RETRIES_PER_REQUEST, now_seconds)
+
+    def take(self, now_seconds: float) -> bool:
+        """Take one retry; False where none is left."""
+        if self._bucket.level(now_seconds) < 1:
+            return False
+        self._bucket.take(1, now_seconds)
+        return True
+
+
+class TokenEstimator:
+    """Estimates a prompt's tokens from its bytes, by one model's running ratio.
+
+    Tokenising 100 KB takes tens of milliseconds, and the answer is needed before a worker is chosen. Workers report the
+    exact count with every answer, so the ratio follows the model and its users. It is a ratio of sums, not a mean of
+    ratios: a long prompt, for which the decision matters, then weighs more than a short one, whose JSON frame distorts
+    its ratio.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = INITIAL_BYTES_PER_TOKEN * PRIOR_TOKENS
+        self._tokens = PRIOR_TOKENS
 
     @property
-    def reason(self) -> str:
-        """Why the threshold is what it is, in the scheduler's words; empty when it has not said anything lately."""
-        update = self._unexpired()
-        return update.reason if update else ""
+    def bytes_per_token(self) -> float:
+        return self._bytes / self._tokens
 
-    def load(self, name: str) -> int:
-        """Requests in flight at an instance."""
-        return self._in_flight.get(name, 0)
+    def tokens(self, body_bytes: int) -> int:
+        """Return the estimated prompt length of a body, rounded up."""
+        return -int(-body_bytes // self.bytes_per_token)
 
-    @property
-    def has_decode(self) -> bool:
-        """Whether the table has a decode instance that should serve, whatever it does just now."""
-        return self.table is not None and any(
-            one.role == "decode" and one.state == "Ready" for one in self.table.instances
-        )
-
-    @property
-    def in_flight(self) -> int:
-        """Requests being served."""
-        return self._in_flight_decisions.total()
-
-    @property
-    def counters(self) -> Counters:
-        """What the scheduler reads."""
-        return Counters(
-            offloaded=self._decided["offload"],
-            local=self._decided["local"],
-            failed_offloads=self._failed_offloads,
-            in_flight_offloads=self._in_flight_decisions["offload"],
-            in_flight_local=self._in_flight_decisions["local"],
-            lengths=self._lengths.counts,
-        )
-
-    def check_integrity(self) -> None:
-        """Raise InternalError when an idle gateway still occupies an instance."""
-        if self.in_flight == 0 and (self._in_flight or self._backlog or self._queued_tokens):
-            raise InternalError(f"idle, and yet occupied: {dict(self._in_flight)}, {len(self._backlog)} in line")
+    def observe(self, body_bytes: int, prompt_tokens: int) -> None:
+        """Learn from a worker's exact count."""
+        if prompt_tokens > 0:
+            self._bytes = DECAY * self._bytes + body_bytes
+            self._tokens = DECAY * self._tokens + prompt_tokens

@@ -1,28 +1,31 @@
-"""HTTP to the workers, plain or inside TLS: one pool of connections, hard waits, a death noticed by the kernel.
+"""HTTP to the workers, plain or inside TLS: one pool of connections with hard waits.
 
 A worker whose node vanished sends neither data nor a reset. TCP keep-alive and TCP_USER_TIMEOUT end its connections
-within seconds, so that the wait for a slow but living worker may be long.
+within seconds, so that the wait for a slow but living worker may be long. LivenessProbes tell that worker from one that
+hangs. GatewayCredentials prove that a worker is of the cluster that the routing table names.
 """
 
 import asyncio
 import io
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, NamedTuple, Self
 
 import aiohttp
 
-from prfaas.errors import InternalError, UnreachableError
+from prfaas import identity
+from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
+from prfaas.errors import IdentityError, InternalError, UnreachableError
 from prfaas.wire.routes import Instance
-from prfaas_gateway.credentials import Credentials
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.pulse import Pulses
 
-DEAD_PEER_SECONDS = 5
-LARGE_BODY_BYTES = 1024 * 1024  # aiohttp wants larger ones as a file, and writes those in pieces
+DEAD_PEER_SECONDS: Final = 5
+LARGE_BODY_BYTES: Final = 1024 * 1024  # aiohttp wants larger ones as a file, and writes those in pieces
+ALLOWED_MISSES: Final = 1
 
 
 class Answer:
@@ -56,11 +59,11 @@ class Upstream:
 
     """
 
-    def __init__(self, limits: Limits, credentials: Credentials | None = None):
+    def __init__(self, limits: Limits, credentials: "GatewayCredentials | None" = None):
         self._limits = limits
         self._credentials = credentials
         self._client: aiohttp.ClientSession | None = None
-        self._pulses = Pulses(self._lives, limits)
+        self._liveness = LivenessProbes(self._lives, limits)
 
     async def __aenter__(self) -> Self:
         # Shorter than any worker's own keep-alive: a request must not meet a connection that is just being closed.
@@ -78,7 +81,7 @@ class Upstream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pulses.close()
+        self._liveness.close()
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -91,15 +94,13 @@ class Upstream:
             TimeoutError: the worker lives but did not answer in time.
 
         """
-        if self._client is None:
-            raise InternalError("Upstream is used outside its `async with` block")
         url, tls = worker.url + path, self._tls(worker)
         data: Any = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
         timer = asyncio.timeout(self._limits.first_byte_seconds)
-        wait = self._pulses.begin(worker, timer)
+        wait = self._liveness.begin(worker, timer)
         try:
             async with timer:
-                response = await self._client.post(url, data=data, headers=headers, allow_redirects=False, ssl=tls)
+                response = await self._session.post(url, data=data, headers=headers, allow_redirects=False, ssl=tls)
                 try:
                     return Answer(response, await self._whole_body(response))
                 except BaseException:
@@ -112,7 +113,7 @@ class Upstream:
                 raise TimeoutError(f"{url} did not answer within {self._limits.first_byte_seconds:g} s") from error
             raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
         finally:
-            self._pulses.end(worker, wait)
+            self._liveness.end(worker, wait)
 
     async def _lives(self, worker: Instance) -> bool:
         """Ask a worker for its role, which both of its processes answer together; other engines know no such path."""
@@ -136,14 +137,12 @@ class Upstream:
             TimeoutError: no answer within `wait_seconds`.
 
         """
-        if self._client is None:
-            raise InternalError("Upstream is used outside its `async with` block")
         url, tls = worker.url + path, self._tls(worker)
         told = {"Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(wait_seconds),
-                self._client.put(url, data=body, headers=told, allow_redirects=False, ssl=tls) as answer,
+                self._session.put(url, data=body, headers=told, allow_redirects=False, ssl=tls) as answer,
             ):
                 await answer.read()
                 return answer.status
@@ -160,18 +159,22 @@ class Upstream:
             UnreachableError: as `post` does, also while the block reads.
 
         """
-        if self._client is None:
-            raise InternalError("Upstream is used outside its `async with` block")
         url, tls = worker.url + path, self._tls(worker)
         try:
             async with asyncio.timeout(self._limits.idle_seconds):
-                response = await self._client.get(url, allow_redirects=False, ssl=tls)
+                response = await self._session.get(url, allow_redirects=False, ssl=tls)
             with closing(response):
                 yield response
         except (aiohttp.ClientError, OSError, EOFError) as error:
             if type(error) is TimeoutError:
                 raise
             raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._client is None:
+            raise InternalError("Upstream is used outside its `async with` block")
+        return self._client
 
     def _tls(self, worker: Instance) -> ssl.SSLContext | bool:
         """Return what aiohttp calls `ssl`, which is not looked at where the address is plain."""
@@ -199,3 +202,131 @@ def worker_socket(address: Any) -> socket.socket:
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_PEER_SECONDS - 2)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_SECONDS * 1000)
     return made
+
+
+Ask = Callable[[Instance], Awaitable[bool]]
+"""Asks a worker whether it lives; False where it does not answer in time. Any answer is one."""
+
+
+class _Wait:
+    """One wait for a first byte, which `timer` ends when the worker is given up."""
+
+    __slots__ = ("given_up", "late", "timer")
+
+    def __init__(self, timer: asyncio.Timeout):
+        self.timer = timer
+        self.given_up = False
+        self.late: asyncio.TimerHandle | None = None
+
+
+class LivenessProbes:
+    """Tells a worker that takes its time from one that hangs, while a first byte is awaited.
+
+    A prompt may wait for minutes in a queue, so a long wait proves nothing. A frozen process keeps its connections,
+    which its kernel goes on acknowledging. So once an answer is late, the worker is asked something that costs nothing
+    and needs both of its processes. All requests give up a worker that twice does not answer.
+    """
+
+    def __init__(self, ask: Ask, limits: Limits):
+        self._ask = ask
+        self._limits = limits
+        self._late: dict[str, set[_Wait]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, worker: Instance, timer: asyncio.Timeout) -> _Wait:
+        """Note that somebody waits for a worker from now on; `end` must follow."""
+        wait = _Wait(timer)
+        loop = asyncio.get_running_loop()
+        wait.late = loop.call_later(self._limits.doubt_seconds, self._doubt, worker, wait)
+        return wait
+
+    def end(self, worker: Instance, wait: _Wait) -> None:
+        if wait.late is not None:
+            wait.late.cancel()
+        waits = self._late.get(worker.url)
+        if waits is not None and wait in waits:
+            waits.remove(wait)
+
+    def close(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+
+    def _doubt(self, worker: Instance, wait: _Wait) -> None:
+        self._late.setdefault(worker.url, set()).add(wait)
+        if worker.url not in self._asking:
+            self._asking[worker.url] = asyncio.ensure_future(self._look_after(worker))
+
+    async def _look_after(self, worker: Instance) -> None:
+        """Ask until nobody waits; have all give up after too many answers that did not come."""
+        waits, misses = self._late[worker.url], 0
+        try:
+            while waits:
+                misses = 0 if await self._ask(worker) else misses + 1
+                if misses > ALLOWED_MISSES:
+                    for wait in waits:
+                        if not wait.timer.expired():
+                            wait.given_up = True
+                            wait.timer.reschedule(0)
+                    return
+                await asyncio.sleep(self._limits.doubt_seconds)
+        finally:
+            del self._asking[worker.url], self._late[worker.url]
+
+
+class _Proof(ssl.SSLObject):
+    """A connection that ends its handshake only with an instance of the cluster that was meant."""
+
+    def do_handshake(self) -> None:
+        """Go on with the handshake; at its end judge whose certificate that was."""
+        super().do_handshake()
+        context = self.context
+        if isinstance(context, _Context):
+            try:
+                found = identity.check_peer(self.getpeercert(binary_form=True) or b"", None, utc_now())
+            except IdentityError as error:
+                raise ssl.CertificateError(str(error)) from error
+            if found != context.cluster:
+                raise ssl.CertificateError(f"the worker is of cluster {found!r} and {context.cluster!r} was expected")
+
+
+class _Context(ssl.SSLContext):
+    """A client's context for workers of one cluster."""
+
+    cluster = ""
+    sslobject_class = _Proof
+
+
+class _Known(NamedTuple):
+    """The files as they were read, and the contexts made of them so far, by cluster."""
+
+    files: Files
+    contexts: dict[str, _Context]
+
+
+class GatewayCredentials:
+    """The gateway's own certificate, and the contexts that check whose worker a connection reached.
+
+    Workers are known by the cluster in their certificate, never by address or host name. A changed directory gives new
+    contexts. The client's pool keeps connections apart by context, so none that an older one has judged is used again.
+
+    Raises:
+        ConfigError: they cannot be used at the start.
+
+    """
+
+    def __init__(self, directory: Path):
+        self._known = CredentialFiles(directory, lambda files: _Known(files, {"": _context("", files)}))
+
+    def context(self, cluster: str) -> ssl.SSLContext:
+        """Return what a connection to a worker of this cluster is to use; the same one until the files change."""
+        files, contexts = self._known.now()
+        if cluster not in contexts:
+            contexts[cluster] = _context(cluster, files)
+        return contexts[cluster]
+
+
+def _context(cluster: str, files: Files) -> _Context:
+    context = tls13(_Context, ssl.PROTOCOL_TLS_CLIENT)
+    context.cluster = cluster
+    load(context, files)
+    return context

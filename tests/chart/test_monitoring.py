@@ -17,7 +17,7 @@ import yaml
 from prfaas.wire.engine import Measured, Stats
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats, LinkStats
-from prfaas_gateway.metrics import Metrics as Gateway
+from prfaas_gateway.metrics import GatewayMetrics
 from prfaas_operator import metrics as operator
 from prfaas_sandbox.tools import ensure_tools
 from prfaas_scheduler.metrics import Metrics as Scheduler
@@ -38,7 +38,11 @@ each_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: pa
 def registered() -> set[str]:
     """Return the names of every series that operator, gateway, scheduler and worker can show."""
     assert operator.CONTACT_AGE
-    families = [*prometheus_client.REGISTRY.collect(), *Gateway().registry.collect(), *Scheduler().registry.collect()]
+    families = [
+        *prometheus_client.REGISTRY.collect(),
+        *GatewayMetrics().registry.collect(),
+        *Scheduler().registry.collect(),
+    ]
     families += worker_families()
     return {name for family in families for name in series(family.name, family.type)}
 

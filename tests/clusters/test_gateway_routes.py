@@ -16,7 +16,7 @@ from prfaas.kube import KubeSession, ObjectRef, StatusError, watch_object
 from prfaas.kube.session import CONFIG_MAP, token_of_file
 from prfaas.names import ROUTES_KEY, gateway_name, routes_configmap
 from prfaas.wire.routes import LinkWatermarks, RoutingTable, Threshold, encode
-from prfaas_gateway.sources import follow_configmap
+from prfaas_gateway.table import follow_configmap
 from prfaas_operator.render import gateway
 
 pytestmark = pytest.mark.clusters

@@ -41,12 +41,7 @@ def last_where(count: int, is_so: Callable[[int], bool]) -> int:
 
 
 class ByteMap:
-    """Byte blocks of one instance, by their hash, and the keys of the blocks of tokens behind them.
-
-    Args:
-        max_pairs: of a generation.
-
-    """
+    """Byte blocks of one instance, by their hash, and the keys of the blocks of tokens behind them."""
 
     def __init__(self, max_pairs: int):
         self._max_pairs = max_pairs
@@ -56,7 +51,6 @@ class ByteMap:
         return len(self._new) + len(self._old)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._new, self._old = _Generation(), _Generation()
 
     def learn(self, byte_hashes: Sequence[int], blocks: Iterable[int]) -> None:
@@ -98,13 +92,8 @@ class _Generation:
                 self.blocks[number] = block
 
 
-class Sent:
-    """What was sent to one instance that tells nothing of its cache.
-
-    Args:
-        now_seconds: of any clock.
-
-    """
+class SentPrompts:
+    """What was sent to one instance that tells nothing of its cache."""
 
     def __init__(self, now_seconds: float):
         self._new: set[int] = set()
@@ -126,7 +115,6 @@ class Sent:
         return BYTE_BLOCK * (1 + last_where(len(chain), lambda at: chain[at] in new or chain[at] in old))
 
     def _turn(self, now_seconds: float) -> None:
-        """Begin a generation, if it is time."""
         age_seconds = now_seconds - self._since_seconds
         if age_seconds >= 2 * GENERATION_SECONDS:
             self._new.clear()

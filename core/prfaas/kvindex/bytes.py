@@ -66,7 +66,6 @@ class ByteChain:
         return hashes[block]
 
     def all(self) -> list[int]:
-        """Return the hashes of all blocks."""
         if len(self):
             _ = self[len(self) - 1]
         return self._hashes

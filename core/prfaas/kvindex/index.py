@@ -35,13 +35,7 @@ WITNESSES: Final = 8
 
 
 class InstanceIndex:
-    """What one instance told.
-
-    Args:
-        max_blocks: of its tree.
-        max_pairs: of its map.
-
-    """
+    """What one instance told."""
 
     def __init__(self, max_blocks: int, max_pairs: int):
         self.tree = BlockTree(max_blocks)
@@ -49,7 +43,6 @@ class InstanceIndex:
         self.block_tokens = BLOCK_TOKENS
 
     def clear(self) -> None:
-        """Forget everything, as of an instance that began anew."""
         self.tree = BlockTree(self.tree.max_blocks)
         self.bytes.clear()
 
@@ -100,7 +93,6 @@ class PrefixIndex:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are indexed."""
         return sum(len(one.tree) for one in self._instances.values())
 
     @property
@@ -110,7 +102,6 @@ class PrefixIndex:
 
     @property
     def pairs(self) -> int:
-        """Byte blocks that are mapped."""
         return sum(len(one.bytes) for one in self._instances.values())
 
     def set_instances(self, names: Iterable[str]) -> list[str]:

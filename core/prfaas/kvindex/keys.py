@@ -87,7 +87,6 @@ class Keys:
         return found
 
     def remove(self, number: int) -> None:
-        """Forget the key of a number."""
         key = self._keys[number]
         part = self._parts[key & 255]
         mask = len(part) - 1

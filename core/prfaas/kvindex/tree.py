@@ -29,12 +29,7 @@ _ATTENTION: Final = 0b0000_1111
 
 
 class BlockTree:
-    """The blocks of one instance.
-
-    Args:
-        max_blocks: more are not taken in.
-
-    """
+    """The blocks of one instance."""
 
     def __init__(self, max_blocks: int):
         self.max_blocks = max_blocks
@@ -64,7 +59,6 @@ class BlockTree:
         return self._keys.find(key)
 
     def depth(self, number: int) -> int:
-        """Return how many blocks lead up to and with this one."""
         return self._depths[number]
 
     def store(self, keys: Sequence[int], parent: int | None, is_state: bool, medium: int) -> None:

@@ -1,4 +1,4 @@
-"""How a request's own preferences narrow the facts that it is decided by.
+"""Narrows the rule and the table that a request is decided by to its own preferences.
 
     forbid     clusters in such a datacenter get no prompt of this request, beside those that the policy forbids
     prefer     its datacenters come before those that the policy prefers, among clusters that may serve
@@ -11,26 +11,21 @@ Nothing widens: a cluster that the policy forbids, a dead link and mode Disabled
 
 from msgspec.structs import replace
 
-from prfaas.routing.facts import Facts, Rule
+from prfaas.routing.facts import Rule
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, covers
 from prfaas.wire.routes import RoutingTable
 
 
-def narrowed(facts: Facts, preferences: Preferences) -> Facts:
-    """Return the facts that a request with these preferences is decided by."""
+def narrowed(rule: Rule, table: RoutingTable, preferences: Preferences) -> tuple[Rule, RoutingTable]:
+    """Return the rule and the table that a request with these preferences is decided by."""
     if preferences == NO_PREFERENCES:
-        return facts
-    return replace(facts, rule=_rule(facts, preferences), table=_preferring(facts.table, preferences))
-
-
-def _rule(facts: Facts, preferences: Preferences) -> Rule:
-    rule, table = facts.rule, facts.table
+        return rule, table
     forbidden = {one.name for one in table.clusters if any(covers(name, one.datacenter) for name in preferences.forbid)}
     clusters = frozenset[str]() if preferences.offload == "never" else rule.offload_clusters - forbidden
-    if preferences.offload != "always":
-        return replace(rule, offload_clusters=clusters)
-    threshold_tokens = min(rule.threshold_tokens, table.threshold.min_tokens)
-    return replace(rule, offload_clusters=clusters, threshold_tokens=threshold_tokens, prices=())
+    rule = replace(rule, offload_clusters=clusters)
+    if preferences.offload == "always":
+        rule = replace(rule, threshold_tokens=min(rule.threshold_tokens, table.threshold.min_tokens), prices=())
+    return rule, _preferring(table, preferences)
 
 
 def _preferring(table: RoutingTable, preferences: Preferences) -> RoutingTable:

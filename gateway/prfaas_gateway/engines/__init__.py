@@ -1,44 +1,35 @@
-"""How engines are asked for a disaggregated request: one file a protocol.
+"""Asks engines for disaggregated requests: one file an engine, and the choice between them."""
 
-An engine's `open` runs all legs of one route up to the answer that goes to the client. It reports which leg failed and
-leaves what happens then to `prfaas.routing`.
-"""
-
-from typing import Protocol
-
-from prfaas.errors import PeerError
-from prfaas.routing.facts import Leg, Route
-from prfaas_gateway.openai import Intake
-from prfaas_gateway.upstream import Answer
+from prfaas.routing.facts import Route
+from prfaas.wire.routes import EngineName
+from prfaas_gateway.engines.prfaas import PrfaasEngine
+from prfaas_gateway.engines.sglang import SglangEngine
+from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError
+from prfaas_gateway.engines.vllm import VllmMooncakeEngine, VllmNixlEngine
+from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.upstream import Answer, Upstream
 
 
-class LegFailedError(PeerError):
-    """A leg failed before any byte of the answer was relayed: the request may be sent again, elsewhere.
+class Engines:
+    """Every protocol behind one interface: a route is served by the protocol of its decode instance's engine."""
 
-    Args:
-        message: what failed and where.
-        leg: the leg at fault.
-        eject: whether the instance should be left alone for a while; not when it is merely full.
-        answer: what the worker said, if it said anything, for the client in case nobody else can serve.
+    def __init__(self, upstream: Upstream):
+        self._engines: dict[EngineName, EngineProtocol] = {
+            "prfaas": PrfaasEngine(upstream),
+            "vllm-nixl": VllmNixlEngine(upstream),
+            "vllm-mooncake": VllmMooncakeEngine(upstream),
+            "sglang": SglangEngine(upstream),
+        }
 
-    """
-
-    def __init__(self, message: str, *, leg: Leg, eject: bool, answer: Answer | None = None):
-        super().__init__(message)
-        self.leg: Leg = leg
-        self.eject = eject
-        self.answer = answer
-
-
-class Engine(Protocol):
-    """A protocol between gateway and workers."""
-
-    async def open(self, route: Route, intake: Intake) -> Answer:
-        """Serve a request along a route and return the answer, from its first token on.
-
-        Raises:
-            LegFailedError: a leg failed; nothing has reached the client.
-            TimeoutError: nobody failed, but the first token did not come in time.
-
-        """
-        ...
+    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        prefill, decode = route.prefill, route.decode
+        if prefill is not None and prefill.engine != decode.engine:
+            message = (
+                f"{prefill.name} runs {prefill.engine} and {decode.name} {decode.engine}: give both pools one engine"
+            )
+            raise LegFailedError(message, leg="prefill", eject=True)
+        if request.stream is not None and decode.engine != "prfaas":
+            request.refused.add(decode.name)
+            message = f"{decode.name} runs {decode.engine}, which cannot go on with another worker's answer"
+            raise LegFailedError(message, leg="decode", eject=False)
+        return await self._engines[decode.engine].open(route, request)

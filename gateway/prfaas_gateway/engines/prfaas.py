@@ -8,8 +8,9 @@ worker is full or draining.
 from prfaas.errors import UnreachableError
 from prfaas.routing.facts import Route
 from prfaas.wire import headers
-from prfaas_gateway.engines import LegFailedError
-from prfaas_gateway.openai import Intake, error_code
+from prfaas_gateway.engines.shared import LegFailedError
+from prfaas_gateway.openai import read_error
+from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
 
@@ -19,21 +20,23 @@ class PrfaasEngine:
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 
-    async def open(self, route: Route, intake: Intake) -> Answer:
-        """Serve a request along a route; see `Engine.open`."""
-        sent = intake.leg_headers()
+    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        sent, body = request.leg()
         if route.prefill is not None:
-            where = {headers.PREFILL_URL: route.prefill.url, headers.PREFILL_CLUSTER: route.prefill.cluster}
-            sent = {**sent, **where}
+            sent |= {headers.PREFILL_URL: route.prefill.url, headers.PREFILL_CLUSTER: route.prefill.cluster}
         if route.prefix is not None:
-            sent = {**sent, headers.PREFIX_URL: route.prefix.url, headers.PREFIX_CLUSTER: route.prefix.cluster}
+            sent |= {headers.PREFIX_URL: route.prefix.url, headers.PREFIX_CLUSTER: route.prefix.cluster}
         try:
-            answer = await self._upstream.post(route.decode, intake.path, sent, intake.body)
+            answer = await self._upstream.post(route.decode, request.path, sent, body)
         except UnreachableError as error:
             raise LegFailedError(str(error), leg="decode", eject=True) from error
-        if answer.status == 502 and route.prefill and error_code(answer.body or b"") == headers.CODE_PREFILL_FAILED:
+        if answer.status == 502 and route.prefill and _is_prefill_failed(answer):
             message = f"{route.decode.name} got no prefill from {route.prefill.name} in {route.prefill.cluster}"
             raise LegFailedError(message, leg="prefill", eject=True, answer=answer)
         if answer.status == 503:
             raise LegFailedError(f"{route.decode.name} is full or draining", leg="decode", eject=False, answer=answer)
         return answer
+
+
+def _is_prefill_failed(answer: Answer) -> bool:
+    return read_error(answer.body or b"").get("code") == headers.CODE_PREFILL_FAILED

@@ -9,10 +9,8 @@ import secrets
 from prfaas.errors import CapacityError
 from prfaas.names import BOOTSTRAP_PORT
 from prfaas.routing.facts import Route
-from prfaas_gateway.engines.bodies import prompts, read_fields, with_fields
-from prfaas_gateway.engines.bootstrap import bootstrap_host
-from prfaas_gateway.engines.legs import Leg, call_both
-from prfaas_gateway.openai import Intake
+from prfaas_gateway.engines.shared import Leg, bootstrap_host, call_both, prompts, with_fields
+from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
 ROOM_BITS = 63
@@ -24,11 +22,10 @@ class SglangEngine:
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 
-    async def open(self, route: Route, intake: Intake) -> Answer:
-        """Serve a request along a route; see `Engine.open`."""
+    async def open(self, route: Route, request: GatewayRequest) -> Answer:
         if route.prefill is None:  # an instance that decodes waits for a cache, and computes none itself
             raise CapacityError("no prefill instance of SGLang can serve; give the policy a local prefill pool")
-        fields = read_fields(intake.body)
+        fields = request.every_field()
         host, batch = bootstrap_host(route.prefill), prompts(fields)
         many = batch or 1
         hosts, ports = [host] * many, [BOOTSTRAP_PORT] * many
@@ -38,4 +35,4 @@ class SglangEngine:
             meeting = {name: values[0] for name, values in meeting.items()}
         body = with_fields(fields, meeting)
         prefill, decode = Leg("prefill", route.prefill, body), Leg("decode", route.decode, body)
-        return await call_both(self._upstream, intake, prefill, decode)
+        return await call_both(self._upstream, request, prefill, decode)

@@ -1,83 +1,84 @@
-"""Who has what of a prompt: a follower for each instance of the routing table, and the question that each request asks.
+"""Follows the caches of all instances in the routing table, and finds what is cached of each request's prompt where.
 
-Engines of others tell of blocks of tokens, which says something of prompts that come as token ids and nothing of text.
-Of text, and of instances that tell nothing, this gateway goes by what it sent them: that is forgotten after a while,
-and at once when an instance says that its cache is gone or begins anew. What is known of an instance is forgotten when
-it leaves the table, changes its address, or begins anew; while it merely cannot be reached it stays, since ejections
-keep requests away from it.
+Our workers' events say which prompts their blocks belong to. vLLM and SGLang tell of blocks of tokens, which helps with
+prompts that come as token ids and not with text. For text, and for instances that tell nothing, this gateway goes by
+the prompts that it sent them. Those are forgotten after a while, and at once when an instance says that its cache is
+gone or begins anew. What is known of an instance is forgotten when it leaves the table, changes its address, or begins
+anew; while it merely cannot be reached it stays, since ejections keep requests away from it.
 """
 
 import asyncio
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from typing import Any, Final, Literal
 
 import msgspec
-from msgspec.structs import replace
-from prometheus_client import CollectorRegistry
 
-from prfaas.kvindex.byte_maps import Sent
+from prfaas.errors import PrfaasError
+from prfaas.kvindex.byte_maps import SentPrompts
 from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
-from prfaas.kvindex.canonical import TOKEN_BYTES, Canonical, canonical_chat, canonical_completion
+from prfaas.kvindex.canonical import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    TOKEN_BYTES,
+    Canonical,
+    canonical_chat,
+    canonical_completion,
+)
 from prfaas.kvindex.index import PrefixIndex
-from prfaas.routing.facts import Facts, Route, cached_by_cluster
-from prfaas.wire.profile import Profile
+from prfaas.routing.facts import Route
+from prfaas.util import Backoff, backoff_seconds
+from prfaas.wire.profile import PATH as PROFILE_PATH
+from prfaas.wire.profile import Profile, read_profile
 from prfaas.wire.routes import Instance, RoutingTable
-from prfaas_gateway.kv.follower import Follower, Turns
-from prfaas_gateway.kv.http_stream import HttpStream
-from prfaas_gateway.kv.metrics import KvMetrics
-from prfaas_gateway.kv.published import Published
-from prfaas_gateway.openai import UNREADABLE, Intake
+from prfaas_gateway.kv.cache_events import EventStream, NoStreamError
+from prfaas_gateway.kv.foreign_events import ForeignEventStream
+from prfaas_gateway.kv.own_events import OwnEventStream
+from prfaas_gateway.metrics import GatewayMetrics
+from prfaas_gateway.openai import UNREADABLE
+from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.upstream import Upstream
 
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS: Final = 0.25
+MAX_PAUSE_SECONDS: Final = 30.0
+SILENT_PAUSE_SECONDS: Final = 60.0
+PROFILE_SECONDS: Final = 60.0
+PROFILE_BYTES: Final = 64 << 10
+TURN_SECONDS: Final = 0.002
+REST_FACTOR: Final = 3
+State = Literal["followed", "silent", "lost"]
 LOOK_SECONDS: Final = 0.25
-LARGEST_BODY_BYTES: Final = 4 << 20
+MAX_BODY_BYTES: Final = 4 << 20
 """A million tokens. Of larger bodies nothing is asked: hashing them would hold up other requests."""
-MOST_TOKEN_BLOCKS: Final = 1 << 14
+MAX_TOKEN_BLOCKS: Final = 1 << 14
 """Of a prompt of token ids, so many of an engine's blocks are looked at: a million tokens in blocks of 64."""
 
 
-class Found(NamedTuple):
-    """What is believed cached of one prompt, in tokens, and its chain of byte blocks, None where nothing was asked."""
-
-    chain: ByteChain | None = None
-    on: Mapping[str, int] = {}
-    clusters: Mapping[str, int] = {}
-    profiles: Mapping[str, Profile] = {}
-
-    def added_to(self, facts: Facts) -> Facts:
-        """Return the facts with what is cached."""
-        return replace(facts, cached_tokens=self.clusters, cached_on=self.on or None, profiles=self.profiles)
-
-
-NOTHING: Final = Found()
-
-
 class KvManager:
-    """Follows all instances, and answers for each prompt.
+    """Follows all instances, and answers for each prompt."""
 
-    Args:
-        state: has the table.
-        upstream: reaches the workers.
-        registry: where metrics are told.
-
-    """
-
-    def __init__(self, state: GatewayState, upstream: Upstream, registry: CollectorRegistry):
+    def __init__(self, state: GatewayState, upstream: Upstream, metrics: GatewayMetrics):
         self.index = PrefixIndex()
-        self.metrics = KvMetrics(registry)
+        self._metrics = metrics.kv
         self._state = state
         self._upstream = upstream
         self._table: RoutingTable | None = None
         self._turns = Turns()
         self._followers: dict[str, tuple[Follower, asyncio.Task[None]]] = {}
         self._told: dict[str, tuple[int, int, int]] = {}
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, SentPrompts] = {}
         self._voids: dict[str, int] = {}
         self._profiles: dict[str, Profile] = {}
-        self.metrics.show(lambda: self.index.blocks, lambda: self.index.pairs, lambda: self.index.refused_blocks)
+        self._metrics.blocks.set_function(lambda: self.index.blocks)
+        self._metrics.byte_blocks.set_function(lambda: self.index.pairs)
+        self._metrics.refused_blocks.set_function(lambda: self.index.refused_blocks)
         for one in ("followed", "silent", "lost"):
-            self.metrics.instances.labels(one).set_function(lambda one=one: self._count(one))
+            self._metrics.instances.labels(one).set_function(lambda one=one: self._count(one))
 
     async def run(self) -> None:
         """Follow for ever; leaving ends all followers."""
@@ -90,24 +91,18 @@ class KvManager:
                 task.cancel()
             await asyncio.gather(*(task for _, task in self._followers.values()), return_exceptions=True)
 
-    def find(self, intake: Intake, total_tokens: int) -> Found:
-        """Return what is cached of a request's prompt where."""
-        table, nothing = self._table, Found(profiles=self._profiles)
+    def find(self, request: GatewayRequest) -> None:
+        """Note in a request what is believed cached of its prompt where, and the instances' profiles."""
+        request.profiles = self._profiles
+        table = self._table
         # Between a single instance and itself there is no choice; where nothing is known there is none either.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
-            return nothing
-        if len(intake.body) > LARGEST_BODY_BYTES:
-            return nothing
-        read = canonical_chat if intake.path.endswith("/chat/completions") else canonical_completion
-        try:
-            canonical = read(msgspec.json.decode(intake.body, type=dict))
-        except UNREADABLE:
-            return nothing
+            return
+        canonical = _canonical(request) if len(request.body) <= MAX_BODY_BYTES else None
         if canonical is None:
-            return nothing
-        chain = ByteChain(canonical.root, canonical.data)
-        taught, told = _by_role(table)
-        found = self.index.match(chain, taught, told)
+            return
+        chain = request.chain = ByteChain(canonical.root, canonical.data)
+        found = self.index.match(chain, *_by_role(table))
         now_seconds = self._state.clock()
         by_tokens = self._by_tokens(canonical)
         for name, sent in self._sent.items():
@@ -115,10 +110,9 @@ class KvManager:
             if not is_all:
                 matched_bytes = max(matched_bytes, sent.match(chain, now_seconds))
             if matched_bytes:
-                found[name] = total_tokens * matched_bytes // len(chain.data)
+                found[name] = request.total_tokens * matched_bytes // len(chain.data)
         # Whatever is told, the last token of a prompt has to be computed.
-        on = {name: min(tokens, total_tokens - 1) for name, tokens in found.items()}
-        return Found(chain, on, cached_by_cluster(table, on), self._profiles)
+        request.cached_on = {name: min(tokens, request.total_tokens - 1) for name, tokens in found.items()}
 
     def _by_tokens(self, canonical: Canonical) -> dict[str, tuple[int, bool]]:
         """Return what engines of others say that they have of a prompt of token ids: bytes, and whether that is all."""
@@ -127,22 +121,22 @@ class KvManager:
         chains: dict[int, ByteChain] = {}
         told: dict[str, tuple[int, bool]] = {}
         for name, (follower, _) in self._followers.items():
-            if isinstance(follower.stream, Published) and follower.state == "followed":
+            if isinstance(follower.stream, ForeignEventStream) and follower.state == "followed":
                 size = TOKEN_BYTES * self.index[name].block_tokens
-                data = canonical.data[: MOST_TOKEN_BLOCKS * size]
+                data = canonical.data[: MAX_TOKEN_BLOCKS * size]
                 chain = chains.setdefault(size, ByteChain(TOKEN_ROOT, data, size))
                 told[name] = TOKEN_BYTES * self.index[name].match_tokens(chain), follower.stream.is_whole
         return told
 
-    def placed(self, found: Found, route: Route) -> None:
-        """Note where a prompt went and was taken."""
+    def note_placed(self, request: GatewayRequest, route: Route) -> None:
+        """Note where a request went and was taken."""
         prefiller = route.prefill or route.decode
-        self.metrics.matched_tokens.inc(found.on.get(prefiller.name, 0))
+        self._metrics.matched_tokens.inc(request.cached_on.get(prefiller.name, 0))
         if route.prefix is not None:
-            self.metrics.prefixes.inc()
-        if found.chain is not None:
+            self._metrics.prefixes.inc()
+        if request.chain is not None:
             for name in {prefiller.name, route.decode.name} & self._sent.keys():
-                self._sent[name].add(found.chain, self._state.clock())
+                self._sent[name].add(request.chain, self._state.clock())
 
     def _keep_up(self) -> None:
         """Follow exactly the instances of the table."""
@@ -164,10 +158,10 @@ class KvManager:
         index = self.index[instance.name]
         index.clear()
         if instance.engine == "prfaas":
-            stream = HttpStream(instance, index, self._upstream)
+            stream = OwnEventStream(instance, index, self._upstream)
         else:
-            stream = Published(instance, index)
-            self._sent[instance.name] = Sent(self._state.clock())
+            stream = ForeignEventStream(instance, index)
+            self._sent[instance.name] = SentPrompts(self._state.clock())
         follower = Follower(instance, stream, self._upstream, self._turns, self._heard)
         self._followers[instance.name] = follower, asyncio.create_task(follower.run())
 
@@ -177,7 +171,7 @@ class KvManager:
         for known in (self._told, self._sent, self._voids, self._profiles):
             known.pop(name, None)
 
-    def _heard(self, follower: Follower) -> None:
+    def _heard(self, follower: "Follower") -> None:
         """Take in what a follower has come to know."""
         name, stream = follower.instance.name, follower.stream
         if follower is not self._followers.get(name, (None,))[0]:
@@ -185,15 +179,15 @@ class KvManager:
         before = self._told.get(name, (0, 0, 0))
         now = self._told[name] = stream.tally
         for counter, old, new in zip(
-            (self.metrics.batches, self.metrics.snapshots, self.metrics.gaps), before, now, strict=True
+            (self._metrics.batches, self._metrics.snapshots, self._metrics.gaps), before, now, strict=True
         ):
             counter.inc(new - old)
-        if isinstance(stream, Published):
+        if isinstance(stream, ForeignEventStream):
             if self._voids.get(name, 0) != stream.voids:
                 self._voids[name] = stream.voids
-                self._sent[name] = Sent(self._state.clock())
+                self._sent[name] = SentPrompts(self._state.clock())
         elif follower.state == "silent":
-            self._sent.setdefault(name, Sent(self._state.clock()))
+            self._sent.setdefault(name, SentPrompts(self._state.clock()))
         elif follower.state == "followed":
             self._sent.pop(name, None)
         if follower.profile is not None:
@@ -203,9 +197,113 @@ class KvManager:
         return sum(follower.state == state for follower, _ in self._followers.values())
 
 
+def _canonical(request: GatewayRequest) -> Canonical | None:
+    """Return the canonical bytes of a request's body; None where it has none."""
+    is_chat = request.path.endswith("/chat/completions")
+    wanted, canonical = (CHAT_FIELDS, canonical_chat) if is_chat else (COMPLETION_FIELDS, canonical_completion)
+    try:
+        body: dict[str, Any] = {
+            name: msgspec.json.decode(raw) for name, raw in request.fields.items() if name in wanted
+        }
+    except UNREADABLE:
+        return None
+    return canonical(body | {"model": request.model})
+
+
 def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
     """Return the names of instances that requests are sent to, and of those that others ask for prefills."""
     names: tuple[list[str], list[str]] = ([], [])
     for one in table.instances:
         names[one.role == "prefill"].append(one.name)
     return names
+
+
+class Follower:
+    """Follows the event stream of one instance, for as long as the instance is in the routing table.
+
+    A connection that ends, falls silent or says nonsense is made again, after a pause that grows up to half a minute.
+    An instance that has no such stream is asked again each minute.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        stream: EventStream,
+        upstream: Upstream,
+        turns: "Turns",
+        on_change: Callable[["Follower"], None],
+    ):
+        self.instance = instance
+        self.stream = stream
+        self.state: State = "lost"
+        self.profile: Profile | None = None
+        self._upstream = upstream
+        self._turns = turns
+        self._on_change = on_change
+        self._profile_due_seconds = 0.0
+
+    async def run(self) -> None:
+        backoff = Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
+        while True:
+            pause_seconds = 0.0
+            try:
+                await self._follow()
+                backoff.succeeded()
+            except NoStreamError as error:
+                pause_seconds = backoff_seconds(1, SILENT_PAUSE_SECONDS, SILENT_PAUSE_SECONDS)
+                self._becomes("silent", str(error))
+            except (PrfaasError, TimeoutError) as error:
+                if self.state == "followed":
+                    backoff.succeeded()
+                self._becomes("lost", str(error))
+            except Exception:  # a bug met by what one instance sent must not end the gateway
+                log.exception("events of instance %s met a bug", self.instance.name)
+                self._becomes("lost", "a bug")
+            await asyncio.sleep(pause_seconds or backoff.failed())
+
+    async def _follow(self) -> None:
+        async with aclosing(self.stream.portions()) as stream:
+            async for portions in stream:
+                await self._turns.take(portions)
+                await self._read_profile()
+                self._becomes("followed", "")
+
+    async def _read_profile(self) -> None:
+        """Read the instance's profile once in a while; without one, prefixes are not fetched for it."""
+        now_seconds = time.monotonic()
+        if now_seconds < self._profile_due_seconds or self.instance.engine != "prfaas":
+            return
+        self._profile_due_seconds = now_seconds + PROFILE_SECONDS
+        try:
+            async with asyncio.timeout(2), self._upstream.reading(self.instance, PROFILE_PATH) as answer:
+                size = min(answer.content_length or 0, PROFILE_BYTES)
+                told = read_profile(await answer.content.readexactly(size), self.instance.url).profile
+            self.profile = told if told.samples else None  # one that stands on no measurement would promise anything
+        except (PrfaasError, TimeoutError) as error:
+            log.debug("instance %s told no profile: %s", self.instance.name, error)
+
+    def _becomes(self, state: State, why: str) -> None:
+        if state != self.state:
+            log.info("instance %s: its cache is %s%s", self.instance.name, state, f": {why}" if why else "")
+        self.state = state
+        self._on_change(self)
+
+
+class Turns:
+    """The followers' turns to take events in: one after the other, with rests three times as long as the work."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._worked_seconds = 0.0
+
+    async def take(self, portions: Iterator[None]) -> None:
+        """Run all portions, with rests between, so that the gateway is never occupied for long."""
+        async with self._lock:
+            began = time.perf_counter()
+            for _ in portions:
+                worked = self._worked_seconds + time.perf_counter() - began
+                if worked >= TURN_SECONDS:
+                    self._worked_seconds = 0.0
+                    await asyncio.sleep(REST_FACTOR * worked)
+                    began = time.perf_counter()
+            self._worked_seconds += time.perf_counter() - began

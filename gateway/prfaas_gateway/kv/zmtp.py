@@ -23,20 +23,20 @@ CONNECT_SECONDS: Final = 5.0
 """For the connection and its greetings."""
 MESSAGE_SECONDS: Final = 20.0
 """From the first byte of a message to its last."""
-LARGEST_MESSAGE_BYTES: Final = 8 << 20
+MAX_MESSAGE_BYTES: Final = 8 << 20
 """The events of one step: those of a prompt of a million tokens fit."""
-MOST_PARTS: Final = 8
-MOST_COMMANDS: Final = 16
+MAX_PARTS: Final = 8
+MAX_COMMANDS: Final = 16
 """Between two messages; heart-beats are commands."""
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIZE: Final = struct.Struct("!Q")
 _MECHANISM: Final = b"NULL"
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _MECHANISM.ljust(20, b"\0") + bytes(32)
 
-Kind = Literal["SUB", "DEALER"]
+SocketType = Literal["SUB", "DEALER"]
 
 
-class Connection:
+class ZmtpConnection:
     """One connection, after its greetings."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
@@ -58,8 +58,8 @@ class Connection:
 
         """
         parts: list[bytes] = []
-        left_bytes = LARGEST_MESSAGE_BYTES
-        for _ in range(MOST_PARTS + MOST_COMMANDS):
+        left_bytes = MAX_MESSAGE_BYTES
+        for _ in range(MAX_PARTS + MAX_COMMANDS):
             try:
                 async with asyncio.timeout(MESSAGE_SECONDS if parts else idle_seconds):
                     (flags,) = await self._reader.readexactly(1)
@@ -72,14 +72,13 @@ class Connection:
                 continue
             parts.append(body)
             left_bytes -= len(body)
-            if len(parts) > MOST_PARTS:
+            if len(parts) > MAX_PARTS:
                 break
             if not flags & _MORE:
                 return parts
-        raise ProtocolError(f"a message of more than {MOST_PARTS} parts, or {MOST_COMMANDS} commands beside it")
+        raise ProtocolError(f"a message of more than {MAX_PARTS} parts, or {MAX_COMMANDS} commands beside it")
 
     async def _body(self, flags: int, most_bytes: int) -> bytes:
-        """Read the rest of a frame."""
         if flags & ~(_MORE | _LONG | _COMMAND):
             raise ProtocolError(f"a frame has the flags {flags:#x}, which ZMTP 3.0 does not know")
         async with asyncio.timeout(MESSAGE_SECONDS):
@@ -88,16 +87,11 @@ class Connection:
             else:
                 (size,) = await self._reader.readexactly(1)
             if size > most_bytes:
-                raise ProtocolError(f"a message of over {LARGEST_MESSAGE_BYTES} bytes")
+                raise ProtocolError(f"a message of over {MAX_MESSAGE_BYTES} bytes")
             return await self._reader.readexactly(size)
 
-    async def greet(self, kind: Kind) -> None:
-        """Exchange greetings.
-
-        Raises:
-            ProtocolError: the peer does not speak ZMTP 3, or wants credentials.
-
-        """
+    async def greet(self, kind: SocketType) -> None:
+        """Exchange greetings. Raises ProtocolError: the peer does not speak ZMTP 3, or wants credentials."""
         self._writer.write(_GREETING)
         theirs = await self._reader.readexactly(len(_GREETING))
         if theirs[0] != 0xFF or theirs[9] != 0x7F or theirs[10] < 3:
@@ -113,7 +107,7 @@ class Connection:
 
 
 @asynccontextmanager
-async def connected(host: str, port: int, kind: Kind) -> AsyncIterator[Connection]:
+async def connected(host: str, port: int, kind: SocketType) -> AsyncIterator[ZmtpConnection]:
     """Hold a connection while the block runs.
 
     Raises:
@@ -134,7 +128,7 @@ async def connected(host: str, port: int, kind: Kind) -> AsyncIterator[Connectio
             except BaseException:
                 plain.close()
                 raise
-            connection = Connection(reader, writer)
+            connection = ZmtpConnection(reader, writer)
             await connection.greet(kind)
         yield connection
     except (OSError, EOFError) as error:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster
-from prfaas_gateway.saturation import BELIEVED_SECONDS, Saturation
+from prfaas_gateway.state import BELIEVED_SECONDS, Saturation
 
 
 async def full(_request, _body):

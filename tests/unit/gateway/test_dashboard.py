@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from prfaas.wire.control import LinkUse, ThresholdUpdate
-from prfaas_gateway.dashboard.record import REQUESTS, Record
+from prfaas_gateway.dashboard import REQUESTS, RequestHistory
 
 from .conftest import QUICK
 
@@ -131,12 +131,12 @@ async def test_a_gateway_that_asks_for_keys_shows_its_state_for_one_alone(world,
 
 async def test_however_much_is_served_the_record_stays_small(world, short):
     await world.start("d0")
-    record = Record(clock=lambda: 5.0)
+    history = RequestHistory(clock=lambda: 5.0)
     await world.post(short)
     for number in range(REQUESTS + 50):
-        record.look(world.state)
-        record._placed.append(number)  # only how many are kept is asked here
-        record.count += 1
-    assert len(record.placed_after(0)) == REQUESTS
-    assert record.placed_after(record.count - 2) == [REQUESTS + 48, REQUESTS + 49]
-    assert len(record.moments_after(0)) <= 600
+        history.add_moment(world.state)
+        history._placed.append(number)  # only how many are kept is asked here
+        history.count += 1
+    assert len(history.placed_after(0)) == REQUESTS
+    assert history.placed_after(history.count - 2) == [REQUESTS + 48, REQUESTS + 49]
+    assert len(history.moments_after(0)) <= 600

@@ -1,6 +1,6 @@
 """Proves the life of an ejection: it doubles, ends half-open, counts a burst as one, and dies with its pod."""
 
-from prfaas_gateway.ejections import Ejections
+from prfaas_gateway.state import Ejections
 
 
 def test_an_ejection_doubles_with_every_failed_try_up_to_its_bound():

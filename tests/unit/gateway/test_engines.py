@@ -15,8 +15,9 @@ from aiohttp import web
 
 from prfaas.names import HUB
 from prfaas.wire import headers
-from prfaas_gateway.engines import bootstrap, sglang
-from prfaas_gateway.engines.bodies import for_prefill, prompts, read_fields, with_fields
+from prfaas_gateway.engines import sglang, shared
+from prfaas_gateway.engines.shared import for_prefill, prompts, with_fields
+from prfaas_gateway.request import read_fields
 
 CONTRACTS = json.loads((Path(__file__).parent / "contracts.json").read_text())
 ENGINES = sorted(CONTRACTS)
@@ -70,7 +71,7 @@ class Pair:
 def start(world, monkeypatch) -> Callable[[str], Any]:
     async def started(engine: str, **more) -> Pair:
         await world.start("d0", "x0", **more)
-        monkeypatch.setattr(bootstrap, "BOOTSTRAP_PORT", world.workers["x0"].port)
+        monkeypatch.setattr(shared, "BOOTSTRAP_PORT", world.workers["x0"].port)
         monkeypatch.setattr(sglang, "BOOTSTRAP_PORT", world.workers["x0"].port)
         instances = [msgspec.structs.replace(one, engine=engine) for one in world.table.instances]
         world.state.set_table(world.write_table(instances=tuple(instances)))
@@ -235,7 +236,8 @@ async def test_pools_of_two_engines_do_not_serve_together(world, start):
 
 def test_values_stay_as_the_client_wrote_them():
     body = b'{ "model": "m", "seed": 12345678901234567890123, "temperature": 1.10, "prompt": "\\u00e4" }'
-    for changed in (with_fields(read_fields(body), {"a": 1}), for_prefill(read_fields(body), {"a": 1})):
+    _, fields = read_fields(body, every=True)
+    for changed in (with_fields(fields, {"a": 1}), for_prefill(fields, {"a": 1})):
         assert b'"seed":12345678901234567890123' in changed
         assert b'"temperature":1.10' in changed
         assert b'"\\u00e4"' in changed
@@ -244,14 +246,14 @@ def test_values_stay_as_the_client_wrote_them():
 @pytest.mark.parametrize(
     ("body", "many"),
     [
-        (b'{"prompt":[1,2]}', None),
-        (b'{"prompt": [[1],[2],[3]]}', 3),
-        (b'{"prompt":["a"]}', 1),
-        (b'{"prompt":[]}', None),
+        (b'{"prompt":[1,2],"model":"m"}', None),
+        (b'{"prompt": [[1],[2],[3]],"model":"m"}', 3),
+        (b'{"prompt":["a"],"model":"m"}', 1),
+        (b'{"prompt":[],"model":"m"}', None),
     ],
 )
 def test_prompts_are_counted(body, many):
-    assert prompts(read_fields(body)) == many
+    assert prompts(read_fields(body, every=True)[1]) == many
 
 
 async def _plain(_request: web.Request, _body: bytes) -> web.Response:

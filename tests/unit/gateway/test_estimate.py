@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas_gateway.estimate import TokenEstimator
+from prfaas_gateway.state import TokenEstimator
 
 
 def test_it_begins_with_four_bytes_a_token():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import ConfigError
-from prfaas_gateway.keys import Client, KeyRing
+from prfaas_gateway.auth import ApiClient, KeyRing
 
 KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
 DIGEST = "sha256:" + hashlib.sha256(KEY.encode()).hexdigest()
@@ -55,7 +55,7 @@ def test_a_key_lets_in_whoever_its_file_is_named_after(tmp_path, content):
 
 def test_limits_stand_beside_the_keys(tmp_path):
     document = {"keys": [KEY], "maxInFlight": 2, "requestsPerMinute": 60, "tokensPerMinute": 1000}
-    assert ring_of(tmp_path, a=json.dumps(document)).client(KEY.encode()) == Client("a", 2, 60, 1000)
+    assert ring_of(tmp_path, a=json.dumps(document)).client(KEY.encode()) == ApiClient("a", 2, 60, 1000)
 
 
 BAD = {

@@ -15,15 +15,15 @@ from prfaas.wire.kvevents import (
     EventBatch,
     encode_events,
 )
-from prfaas_gateway.kv import follower
+from prfaas_gateway.kv import manager
 
 from .caches import CONTENT_TYPE, QUICK, body_of, frame, hello, holding, served_by, start, telling, until, until_metric
 
 
 @pytest.fixture(autouse=True)
 def quick_pauses(monkeypatch):
-    monkeypatch.setattr(follower, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(follower, "LONGEST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(manager, "MAX_PAUSE_SECONDS", 0.05)
 
 
 async def test_a_prompt_goes_where_its_beginning_is_cached_and_others_spread(world):

@@ -8,8 +8,7 @@ from prfaas.errors import ProtocolError
 from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.kvindex.index import InstanceIndex
-from prfaas_gateway.kv.cache_events import ForeignEvents
-from prfaas_gateway.kv.numbered import Numbered
+from prfaas_gateway.kv.foreign_events import ForeignEventReader, ForeignEvents
 
 from .publisher import CLEARED, Engine, Sglang, SglangMaps, Vllm, VllmMaps
 
@@ -25,7 +24,7 @@ class Peer:
         self.engine = engine or Vllm()
         self.index = InstanceIndex(max_blocks, 1 << 16)
         self.events = ForeignEvents(self.index)
-        self.reading = Numbered(self.events)
+        self.reading = ForeignEventReader(self.events)
         self.log: list[tuple[int, bytes]] = []
 
     def does(self, *events: dict, is_lost: bool = False) -> None:

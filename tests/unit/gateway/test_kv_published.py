@@ -17,7 +17,7 @@ from prfaas.errors import ProtocolError, UnreachableError
 from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance
-from prfaas_gateway.kv import follower, published, zmtp
+from prfaas_gateway.kv import foreign_events, manager, zmtp
 
 from .conftest import Worker, World
 from .publisher import CLEARED, PORT, Engine, Publisher, Sglang, SglangMaps, Vllm, VllmMaps, next_host, pack
@@ -30,9 +30,9 @@ THEIRS = [n * 11 % 50_000 + 1 for n in range(960)]
 
 @pytest.fixture(autouse=True)
 def quick_pauses(monkeypatch):
-    monkeypatch.setattr(follower, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(follower, "LONGEST_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(published, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(manager, "MAX_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(foreign_events, "SILENCE_SECONDS", 0.2)
 
 
 class Fleet:
@@ -182,7 +182,7 @@ GARBAGE: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("what", GARBAGE)
 async def test_garbage_ends_the_connection_and_harms_nobody_else(fleet, what, caplog):
-    caplog.set_level("INFO", "prfaas_gateway.kv.follower")
+    caplog.set_level("INFO", "prfaas_gateway.kv.manager")
     await fleet.start()
     engine = Vllm()
     fleet.publishers["d1"].publish(engine.batch(*engine.stored(THEIRS)))
@@ -302,4 +302,4 @@ async def test_heart_beats_between_messages_are_passed_over(hostile):
 
 
 def test_the_operator_and_the_gateway_mean_the_same_ports():
-    assert (PORT, PORT + 1) == (5557, published.LOG_PORT)
+    assert (PORT, PORT + 1) == (5557, foreign_events.LOG_PORT)

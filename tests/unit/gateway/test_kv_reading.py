@@ -24,7 +24,7 @@ from prfaas.wire.kvevents import (
     encode_events,
 )
 from prfaas_gateway.kv.cache_events import LARGEST_BLOCK_TOKENS
-from prfaas_gateway.kv.reading import Reading
+from prfaas_gateway.kv.own_events import OwnEventReader
 
 KV, BYTES = "kv@pod@m", "bytes@pod@m"
 
@@ -50,7 +50,7 @@ class Peer:
 
     def __init__(self, max_blocks: int = 1000):
         self.index = InstanceIndex(max_blocks, 1000)
-        self.reading = Reading(self.index)
+        self.reading = OwnEventReader(self.index)
 
     def say(self, topic: str, seq: int, payload: bytes) -> None:
         for _ in self.reading.take(topic, seq, payload):

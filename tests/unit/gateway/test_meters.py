@@ -9,8 +9,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas_gateway.keys import Client
-from prfaas_gateway.meters import Bucket, Meter, Meters
+from prfaas.util import RateBucket
+from prfaas_gateway.auth import ApiClient, Meter, Meters
 from prfaas_gateway.openai import LimitError
 
 KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
@@ -39,10 +39,10 @@ def let_in(meter: Meter, tokens: int = 0) -> float:
     steps=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 500)), min_size=1, max_size=60),
 )
 def test_no_stretch_of_time_sees_more_than_the_rate_and_one_minutes_worth(per_minute, steps):
-    bucket, now, used = Bucket(per_minute, 0.0), 0.0, 0
+    bucket, now, used = RateBucket(per_minute / 60, per_minute, 0.0), 0.0, 0
     for waited, amount in steps:
         now += waited
-        if not bucket.wait_seconds(amount, now):
+        if not bucket.delay_seconds(amount, now):
             bucket.take(amount, now)
             used += amount
         assert used <= per_minute * (1 + now / 60) + 1e-6
@@ -50,7 +50,7 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_minutes_worth(per_mi
 
 def test_waiting_as_long_as_told_is_enough_and_less_is_not():
     clock = Clock()
-    meter = Meter(Client("a", requests_per_minute=3), clock)
+    meter = Meter(ApiClient("a", requests_per_minute=3), clock)
     assert [let_in(meter) for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
     clock.seconds += 19.9
     assert let_in(meter) == pytest.approx(0.1)
@@ -60,7 +60,7 @@ def test_waiting_as_long_as_told_is_enough_and_less_is_not():
 
 def test_a_prompt_longer_than_a_minutes_tokens_is_served_and_paid_back_before_the_next():
     clock = Clock()
-    meter = Meter(Client("a", tokens_per_minute=1000), clock)
+    meter = Meter(ApiClient("a", tokens_per_minute=1000), clock)
     assert let_in(meter, 3000) == 0
     assert let_in(meter, 1) == pytest.approx(120, abs=0.1)
     clock.seconds += 121
@@ -68,7 +68,7 @@ def test_a_prompt_longer_than_a_minutes_tokens_is_served_and_paid_back_before_th
 
 
 def test_a_place_in_flight_is_given_back_however_a_request_ends():
-    meter = Meter(Client("a", max_in_flight=1), Clock())
+    meter = Meter(ApiClient("a", max_in_flight=1), Clock())
     with suppress(ZeroDivisionError), meter.request():
         assert let_in(meter) == 1
         raise ZeroDivisionError
@@ -77,11 +77,11 @@ def test_a_place_in_flight_is_given_back_however_a_request_ends():
 
 def test_clients_do_not_share_and_changed_limits_keep_what_is_in_flight():
     meters = Meters(Clock())
-    a, b = Client("a", max_in_flight=1), Client("b", max_in_flight=1)
+    a, b = ApiClient("a", max_in_flight=1), ApiClient("b", max_in_flight=1)
     with meters.of(a).request():
         assert let_in(meters.of(b)) == 0
         assert let_in(meters.of(a)) > 0
-        assert let_in(meters.of(Client("a", max_in_flight=2))) == 0
+        assert let_in(meters.of(ApiClient("a", max_in_flight=2))) == 0
         assert let_in(meters.of(a)) > 0
     assert meters.of(a).in_flight == 0
 

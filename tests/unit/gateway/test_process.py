@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from prfaas_gateway.serve import KEPT_SECONDS
+from prfaas_gateway.server import KEPT_SECONDS
 
 RSS_LIMIT_BYTES = 100 * 1000 * 1000
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from prfaas.wire import headers
 from prfaas.wire.resume import CUT, DONE
-from prfaas_gateway import budget, relay
+from prfaas_gateway import state, stream
 
 from .conftest import QUICK
 from .speaker import AFTER_AN_EVENT, LENGTH, WHOLE, Speaker, read
@@ -94,12 +94,23 @@ async def test_a_resumed_request_is_counted_as_one(world):
     assert world.state.in_flight == 0
 
 
-async def test_without_the_journal_the_same_stream_breaks(world, monkeypatch):
-    monkeypatch.setattr(relay, "_journal", lambda _answer: None)
+async def test_without_a_log_the_same_stream_breaks(world, monkeypatch):
+    monkeypatch.setattr(stream, "_log_of", lambda _answer: None)
     await begun_on(world, "d0", "d1")
     world.workers["d0"].reply = Dying(world, LENGTH // 2)
     world.workers["d1"].reply = Speaker()
     assert broken((await world.post(BODY)).body)["code"] == "stream_broken"
+    assert not world.workers["d1"].seen
+
+
+async def test_an_engine_of_others_is_not_asked_to_go_on(world):
+    await begun_on(world, "d0", "d1")
+    instances = [world.table.instances[0], msgspec.structs.replace(world.table.instances[1], engine="vllm-nixl")]
+    world.table = msgspec.structs.replace(world.table, instances=tuple(instances))
+    world.workers["d0"].reply = Dying(world, LENGTH // 2)
+    world.workers["d1"].reply = Speaker()
+    got = await world.post(BODY)
+    assert DONE not in got.body or read(got.body) == WHOLE, "it breaks off, or goes on where it began"
     assert not world.workers["d1"].seen
 
 
@@ -205,8 +216,8 @@ async def test_an_error_that_every_worker_would_have_is_handed_on(world):
 
 
 async def test_a_collapse_costs_no_more_retries_than_the_budget_has(world, monkeypatch):
-    monkeypatch.setattr(budget, "SAVED_RETRIES", 1.0)
-    monkeypatch.setattr(budget, "RETRIES_PER_SECOND", 0.0)
+    monkeypatch.setattr(state, "SAVED_RETRIES", 1.0)
+    monkeypatch.setattr(state, "RETRIES_PER_SECOND", 0.0)
     await begun_on(world, "d0", limits=SOON._replace(recover_seconds=20, eject_seconds=0.01, eject_max_seconds=0.01))
     world.workers["d0"].reply = Speaker(LENGTH // 2, "ends")
     assert broken((await world.post(BODY)).body)["code"] == "stream_broken"

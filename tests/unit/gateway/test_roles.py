@@ -10,8 +10,8 @@ from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.roles import AGAIN_SECONDS, RETRY_SECONDS, RoleTeller
 from prfaas_gateway.state import GatewayState
+from prfaas_gateway.table import AGAIN_SECONDS, RETRY_SECONDS, RoleTeller
 
 
 def instance(name: str, role: str = "decode", url: str = "http://a:8000", **more) -> Instance:

@@ -12,9 +12,8 @@ from prfaas import identity
 from prfaas.credentials import FILES
 from prfaas.errors import ConfigError, UnreachableError
 from prfaas.wire.routes import Instance
-from prfaas_gateway.credentials import Credentials
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.upstream import Upstream
+from prfaas_gateway.upstream import GatewayCredentials, Upstream
 
 NOW = datetime.datetime.now(datetime.UTC)
 WEEK = identity.valid_for(NOW, 7)
@@ -73,20 +72,20 @@ async def ask(upstream: Upstream, worker: Instance) -> bytes:
 
 async def test_a_worker_of_the_named_cluster_sees_our_certificate(serve, tmp_path):
     worker = await serve("eu", FIRST)
-    async with Upstream(Limits(), Credentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
+    async with Upstream(Limits(), GatewayCredentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
         assert await ask(upstream, worker)
 
 
 async def test_a_worker_of_another_cluster_gets_no_byte_of_a_request(serve, tmp_path):
     worker = await serve("us", FIRST)
-    async with Upstream(Limits(), Credentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
+    async with Upstream(Limits(), GatewayCredentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
         with pytest.raises(UnreachableError, match=r"of cluster 'us' and 'eu' was expected"):
             await ask(upstream, worker)
 
 
 async def test_a_worker_of_a_foreign_authority_is_refused(serve, tmp_path):
     worker = await serve("eu", SECOND, FIRST, SECOND)
-    async with Upstream(Limits(), Credentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
+    async with Upstream(Limits(), GatewayCredentials(put(tmp_path / "hub", "hub", FIRST))) as upstream:
         with pytest.raises(UnreachableError, match=r"verify failed"):
             await ask(upstream, worker)
 
@@ -101,7 +100,7 @@ async def test_without_credentials_a_worker_inside_tls_is_not_asked(serve):
 async def test_new_files_are_used_by_the_next_request_and_bad_ones_change_nothing(serve, tmp_path):
     worker = await serve("eu", FIRST, FIRST, SECOND)
     folder = put(tmp_path / "hub", "hub", FIRST)
-    credentials = Credentials(folder)
+    credentials = GatewayCredentials(folder)
     async with Upstream(Limits(), credentials) as upstream:
         first = await ask(upstream, worker)
         assert await ask(upstream, worker) == first
@@ -116,4 +115,4 @@ async def test_new_files_are_used_by_the_next_request_and_bad_ones_change_nothin
 
 def test_a_directory_that_cannot_be_used_at_the_start_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--tls-dir .*tls\.crt cannot be read"):
-        Credentials(tmp_path)
+        GatewayCredentials(tmp_path)

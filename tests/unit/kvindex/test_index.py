@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.kvindex.byte_maps import GENERATION_BLOCKS, GENERATION_SECONDS, NO_BLOCK, ByteMap, Sent
+from prfaas.kvindex.byte_maps import GENERATION_BLOCKS, GENERATION_SECONDS, NO_BLOCK, ByteMap, SentPrompts
 from prfaas.kvindex.bytes import BYTE_BLOCK, ByteChain, byte_hashes
 from prfaas.kvindex.index import MIN_PAIRS, InstanceIndex, PrefixIndex
 from prfaas.kvindex.keys import key_of
@@ -183,14 +183,14 @@ def test_a_map_keeps_the_latest_word(hashes):
 
 @pytest.mark.parametrize(("seconds", "kept"), [(GENERATION_SECONDS, True), (2 * GENERATION_SECONDS, False)])
 def test_what_was_sent_is_forgotten_after_a_while(seconds, kept):
-    sent = Sent(0.0)
+    sent = SentPrompts(0.0)
     sent.add(chain_of(TEXTS[1]), 1.0)
     assert sent.match(chain_of(TEXTS[2]), 2.0) == 1700 // BYTE_BLOCK * BYTE_BLOCK
     assert sent.match(chain_of(TEXTS[1]), seconds + 2) == (4000 // BYTE_BLOCK * BYTE_BLOCK if kept else 0)
 
 
 def test_what_was_sent_is_bounded():
-    sent = Sent(0.0)
+    sent = SentPrompts(0.0)
     for number in range(40):
         sent.add(ByteChain(str(number).encode(), bytes(BYTE_BLOCK * 1000)), 0.0)
         assert len(sent) <= 2 * (GENERATION_BLOCKS + 1000)

@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Facts, Refusal, Route, rule_in_force
-from prfaas.routing.preferences import narrowed
+from prfaas.routing.preferences import narrowed as narrowed_parts
 from prfaas.wire.control import Price, ThresholdUpdate
 from prfaas.wire.preferences import Preferences, covers
 from prfaas.wire.profile import Profile
@@ -48,6 +49,11 @@ def facts(tokens: int, world: RoutingTable | None = None, update: ThresholdUpdat
     return Facts(now_seconds=0, request_id="r", total_tokens=tokens, table=world, rule=rule_in_force(world, update))
 
 
+def narrowed(given: Facts, preferences: Preferences) -> Facts:
+    rule, world = narrowed_parts(given.rule, given.table, preferences)
+    return replace(given, rule=rule, table=world)
+
+
 def decided(tokens: int, *, world: RoutingTable | None = None, **preferences) -> Route:
     decision = decide(narrowed(facts(tokens, world), Preferences(**preferences)))
     assert isinstance(decision, Route)
@@ -55,8 +61,10 @@ def decided(tokens: int, *, world: RoutingTable | None = None, **preferences) ->
 
 
 def test_without_wishes_the_facts_are_the_very_same():
-    given_facts = facts(LONG)
-    assert narrowed(given_facts, Preferences()) is given_facts
+    given = facts(LONG)
+    rule, world = narrowed_parts(given.rule, given.table, Preferences())
+    assert rule is given.rule
+    assert world is given.table
 
 
 def test_a_preferred_datacenter_comes_first_and_in_the_order_given():

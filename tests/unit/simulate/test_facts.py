@@ -9,16 +9,18 @@ import msgspec
 import pytest
 
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Facts, Route, cached_by_cluster
+from prfaas.routing.facts import Facts, Route
 from prfaas.simulate.faults import Faults
 from prfaas.simulate.gateway import EJECT_SECONDS
 from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request import Arrival, Request
 from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import Conditions, Failure, Scenario
+from prfaas.telemetry.tracing import OFF
 from prfaas.wire.control import ThresholdUpdate
-from prfaas_gateway.kv.manager import Found
+from prfaas.wire.trace import NO_TRACE
 from prfaas_gateway.limits import Limits
+from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
 
 from .worlds import linear, run, threshold, world
@@ -35,12 +37,16 @@ class Live:
         self.state.set_table(process.table)
 
     def facts(self, request: Request) -> Facts:
-        facts = self.state.facts(str(request.index), request.total_tokens, request.tried)
-        assert facts is not None
-        on = self.process.caches.found(request)
         profiles = {one.name: self.process.scenario.profiles[one.pool] for one in self.process.table.instances}
-        clusters = cached_by_cluster(self.process.table, on)
-        return Found(None, on, clusters, profiles).added_to(facts)
+        served = GatewayRequest(
+            OFF.start("request", NO_TRACE),
+            request_id=str(request.index),
+            total_tokens=request.total_tokens,
+            cached_on=self.process.caches.found(request),
+            profiles=profiles,
+            tried=request.tried,
+        )
+        return self.state.facts(served)
 
 
 def conversations(seed: int, count: int = 200) -> list[Request]:

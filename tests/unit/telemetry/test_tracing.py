@@ -20,7 +20,7 @@ from prfaas.wire.trace import NO_TRACE, TraceContext
 CALLER = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "vendor=1")
 UNTRACED = """
 import sys
-import prfaas_gateway.serve, prfaas_worker.front.server
+import prfaas_gateway.server, prfaas_worker.front.server
 from prfaas.telemetry.tracing import OFF, tracing_from_environment
 assert tracing_from_environment("x", {}) is OFF
 found = [name for name in sys.modules if name.partition(".")[0] in ("opentelemetry", "google", "requests")]

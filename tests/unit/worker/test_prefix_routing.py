@@ -14,12 +14,13 @@ import aiohttp
 import pytest
 
 from prfaas.names import HUB
+from prfaas.telemetry.tracing import OFF
 from prfaas.wire import headers
-from prfaas.wire.preferences import NO_PREFERENCES
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
-from prfaas_gateway.kv.manager import NOTHING, Found, KvManager
-from prfaas_gateway.openai import Intake
-from prfaas_gateway.serve import Config, serving
+from prfaas.wire.trace import NO_TRACE
+from prfaas_gateway.kv.manager import KvManager
+from prfaas_gateway.request import GatewayRequest, read_fields
+from prfaas_gateway.server import GatewayConfig, serving
 
 PATIENCE_SECONDS = 60
 BUSY = 6
@@ -85,7 +86,7 @@ def gateway(tmp_path: Path):
         routes = tmp_path / "routes.json.gz"
         routes.write_bytes(encode(table(urls)))
         async with (
-            serving(Config("127.0.0.1", 0, routes_file=routes, drain_seconds=2)) as running,
+            serving(GatewayConfig("127.0.0.1", 0, routes_file=routes, drain_seconds=2)) as running,
             aiohttp.ClientSession() as session,
         ):
             yield Gateway(session, running.port, routes)
@@ -103,7 +104,7 @@ def managers(monkeypatch) -> list[KvManager]:
             super().__init__(*given)
             made.append(self)
 
-    monkeypatch.setattr("prfaas_gateway.serve.KvManager", Shown)
+    monkeypatch.setattr("prfaas_gateway.server.KvManager", Shown)
     return made
 
 
@@ -118,10 +119,14 @@ def text_of(length: int, seed: str) -> str:
     return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))
 
 
-def known(manager: KvManager, prompt: str) -> Found:
+def known(manager: KvManager, prompt: str) -> GatewayRequest:
     """What the gateway knows of a prompt, each of whose bytes is a token."""
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-    return find(manager, Intake("/v1/completions", "tiny", "r", body, {}, NO_PREFERENCES, None), len(prompt))
+    request = GatewayRequest(OFF.start("request", NO_TRACE), path="/v1/completions", body=body)
+    request.model, request.fields = read_fields(body, every=False)
+    request.total_tokens = len(prompt)
+    find(manager, request)
+    return request
 
 
 async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tuple[str, int]]:
@@ -130,7 +135,7 @@ async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tup
     beginning = text_of(3000, seed)
     name, cached = await door.ask(beginning, 0)
     prompts = [beginning + text_of(200, f"{seed}{number}") for number in range(1, 7)]
-    await until(lambda: known(managers[0], prompts[0]).on.get(name, 0) >= SURELY_CACHED)
+    await until(lambda: known(managers[0], prompts[0]).cached_on.get(name, 0) >= SURELY_CACHED)
     return [(name, cached)] + [await door.ask(prompt, number) for number, prompt in enumerate(prompts, 1)]
 
 
@@ -145,7 +150,7 @@ async def test_a_prompt_goes_to_the_instance_that_has_its_beginning(gateway, man
 
 
 async def test_without_the_index_the_same_requests_spread(gateway, managers, pair, monkeypatch):
-    monkeypatch.setattr(KvManager, "find", lambda *_: NOTHING)
+    monkeypatch.setattr(KvManager, "find", lambda *_: None)
     urls = {f"d{n}": worker.url for n, worker in enumerate(pair)}
     async with gateway(urls) as door:
         answers = await asked(door, managers, "without")
@@ -164,7 +169,7 @@ async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, ma
             stream = door.open(text_of(20, f"{number}"), number, max_tokens=20_000, ignore_eos=True, stream=True)
             assert (await busy.enter_async_context(stream)).status == 200
         door.route({"d0": first.url, "d1": second.url})
-        await until(lambda: known(managers[0], prompt).on.get("d0", 0) >= surely)
+        await until(lambda: known(managers[0], prompt).cached_on.get("d0", 0) >= surely)
         await until(lambda: "d1" in known(managers[0], prompt).profiles)
         before = await client.metrics(second)
         async with door.open(prompt, 100, **fields) as answer:

@@ -1,4 +1,4 @@
-"""Proves what a journal lets pass and keeps: never more than a client may have, never more memory than it says; and the
+"""Proves what a log lets pass and keeps: never more than a client may have, never more memory than it says; and the
 two small things beside it, the budget of retries and the watch over what moves.
 """
 
@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from prfaas.errors import BadInputError
 from prfaas.wire.resume import CUT, DONE, Sent, comment, decode_resume
-from prfaas_gateway import journal as journal_module
-from prfaas_gateway.budget import RETRIES_PER_REQUEST, RETRIES_PER_SECOND, SAVED_RETRIES, RetryBudget
-from prfaas_gateway.journal import RAW_BYTES, Journal
-from prfaas_gateway.watch import Watch
+from prfaas_gateway import stream
+from prfaas_gateway.state import RETRIES_PER_REQUEST, RETRIES_PER_SECOND, SAVED_RETRIES, RetryBudget
+from prfaas_gateway.stream import LOGGED_RAW_BYTES, StallTimer, StreamLog
 
 EVENT = b'data: {"choices": [{"text": "a;"}]}\n\n'
 STREAM = b"".join(EVENT * (1 + number % 2) + comment(number % 2, number, [number]) for number in range(9)) + DONE
@@ -23,89 +22,92 @@ STREAM = b"".join(EVENT * (1 + number % 2) + comment(number % 2, number, [number
 
 @given(st.lists(st.integers(1, len(STREAM) - 1), unique=True).map(sorted))
 def test_whatever_the_pieces_only_whole_groups_pass_and_in_the_end_all(places: list[int]):
-    journal, passed = Journal("f", 3), b""
+    log, passed = StreamLog("f", 3), b""
     for start, end in zip([0, *places], [*places, len(STREAM)], strict=True):
-        passed += journal.take(STREAM[start:end])
+        passed += log.take(STREAM[start:end])
         assert passed == b"" or passed.endswith((CUT, DONE))
         assert STREAM.startswith(passed)
         assert len(STREAM[:end]) - len(passed) < 2 * len(EVENT) + 20, "no whole group waits"
     assert passed == STREAM
-    assert journal.is_whole
+    assert log.is_whole
 
 
 def test_the_document_tells_what_passed_and_nothing_else():
-    journal = Journal("f", 3)
-    journal.take(EVENT + comment(0, 1, [7]) + EVENT + comment(1, 2, [8, 9], "stop") + EVENT)
-    resume = decode_resume(journal.document())
+    log = StreamLog("f", 3)
+    log.take(EVENT + comment(0, 1, [7]) + EVENT + comment(1, 2, [8, 9], "stop") + EVENT)
+    resume = decode_resume(log.document())
     assert (resume.fingerprint, resume.cached_tokens) == ("f", 3)
     assert resume.choices == {0: Sent([7], 1), 1: Sent([8, 9], 2, "stop")}
-    assert not journal.is_whole
+    assert not log.is_whole
 
 
-def test_a_journal_goes_on_over_the_next_worker():
-    journal = Journal("f", 0)
-    journal.take(EVENT + comment(0, 1, [7]) + b"data: {half")
-    assert journal.dying_words() == (b"", False)
-    journal.take(EVENT + comment(0, 2, [8]))
-    assert decode_resume(journal.document()).choices == {0: Sent([7, 8], 2)}
+def test_a_log_goes_on_over_the_next_worker():
+    log = StreamLog("f", 0)
+    log.take(EVENT + comment(0, 1, [7]) + b"data: {half")
+    log.worker_died()
+    assert (log.error_event, log.is_refused) == (b"", False)
+    log.take(EVENT + comment(0, 2, [8]))
+    assert decode_resume(log.document()).choices == {0: Sent([7, 8], 2)}
 
 
 def test_a_long_stream_is_kept_as_its_comments_alone():
-    journal, group = Journal("f", 0), EVENT * 4 + comment(0, 1, [70_000])
+    log, group = StreamLog("f", 0), EVENT * 4 + comment(0, 1, [70_000])
     tracemalloc.start()
     for _ in range(20_000):
-        journal.take(bytes(bytearray(group)))
+        log.take(bytes(bytearray(group)))
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert size < 20 * 20_000 + 3 * RAW_BYTES < len(group) * 20_000 / 5
-    assert decode_resume(journal.document()).choices[0].token_ids == [70_000] * 20_000
+    assert size < 20 * 20_000 + 3 * LOGGED_RAW_BYTES < len(group) * 20_000 / 5
+    assert decode_resume(log.document()).choices[0].token_ids == [70_000] * 20_000
 
 
 def test_a_worker_that_never_tells_of_tokens_counts_as_dead(monkeypatch):
-    monkeypatch.setattr(journal_module, "MAX_HELD_BYTES", 1000)
-    journal = Journal("f", 0)
+    monkeypatch.setattr(stream, "MAX_HELD_BYTES", 1000)
+    log = StreamLog("f", 0)
     for _ in range(1000 // len(EVENT)):
-        assert journal.take(EVENT) == b""
+        assert log.take(EVENT) == b""
     with pytest.raises(BadInputError):
-        journal.take(EVENT)
+        log.take(EVENT)
 
 
 def test_tokens_that_are_none_cannot_be_told_again():
-    journal = Journal("f", 0)
-    journal.take(b": t 0 5 99999999999;\n\n")
-    assert not journal.can_go_on
+    log = StreamLog("f", 0)
+    log.take(b": t 0 5 99999999999;\n\n")
+    assert not log.can_go_on
 
 
 def test_more_than_a_document_may_have_cannot_be_told_again(monkeypatch):
-    journal = Journal("f", 0)
-    journal.take(comment(0, 5, list(range(100))))
-    assert journal.can_go_on
-    monkeypatch.setattr(journal_module, "MAX_DOCUMENT_BYTES", 50)
-    assert not journal.can_go_on
+    log = StreamLog("f", 0)
+    log.take(comment(0, 5, list(range(100))))
+    assert log.can_go_on
+    monkeypatch.setattr(stream, "MAX_DOCUMENT_BYTES", 50)
+    assert not log.can_go_on
 
 
 @pytest.mark.parametrize(("kind", "for_all"), [("invalid_request_error", True), ("server_error", False)])
-def test_dying_words_are_read(kind: str, for_all: bool):
+def test_the_error_that_a_worker_ended_with_is_kept(kind: str, for_all: bool):
     error = b"data: " + json.dumps({"error": {"type": kind, "message": "data: \n\n"}}).encode() + b"\n\n"
-    journal = Journal("f", 0)
-    journal.take(EVENT + comment(0, 1, [7]) + EVENT + error)
-    assert journal.dying_words() == (EVENT + error, for_all)
+    log = StreamLog("f", 0)
+    log.take(EVENT + comment(0, 1, [7]) + EVENT + error)
+    log.worker_died()
+    assert (log.error_event, log.is_refused) == (EVENT + error, for_all)
 
 
 @pytest.mark.parametrize(
     "held", [b"", b"data: {", b"data: 7\n\n", b'data: {"error": 7}\n\n', b"\xff\n\n", b"data: [[[["]
 )
-def test_what_is_no_error_event_is_no_dying_word(held: bytes):
-    journal = Journal("f", 0)
-    journal.take(held)
-    assert journal.dying_words() == (b"", False)
+def test_what_is_no_error_event_is_not_kept(held: bytes):
+    log = StreamLog("f", 0)
+    log.take(held)
+    log.worker_died()
+    assert (log.error_event, log.is_refused) == (b"", False)
 
 
 def test_retries_are_a_share_of_requests_once_what_was_saved_is_used_up():
     budget = RetryBudget(0.0)
     assert sum(budget.take(0.0) for _ in range(5000)) == SAVED_RETRIES
     for _ in range(1000):
-        budget.request_came()
+        budget.request_came(0.0)
     assert sum(budget.take(0.0) for _ in range(1000)) == pytest.approx(1000 * RETRIES_PER_REQUEST, abs=1)
     assert sum(budget.take(2.0) for _ in range(1000)) == pytest.approx(2 * RETRIES_PER_SECOND, abs=1)
 
@@ -113,28 +115,28 @@ def test_retries_are_a_share_of_requests_once_what_was_saved_is_used_up():
 def test_time_and_requests_save_up_no_more_than_the_bound():
     budget = RetryBudget(0.0)
     for _ in range(100_000):
-        budget.request_came()
+        budget.request_came(0.0)
     assert sum(budget.take(1e6) for _ in range(5000)) == SAVED_RETRIES
 
 
 async def test_what_moves_goes_on_and_what_stands_still_ends():
-    async with Watch(0.02) as watch:
-        watch.moved(60)
+    async with StallTimer(0.02) as timer:
+        timer.moved(60)
         await asyncio.sleep(0.1)
     with pytest.raises(TimeoutError):
-        async with Watch(0.02):
+        async with StallTimer(0.02):
             await asyncio.sleep(60)
 
 
 async def test_a_watch_that_is_left_ends_nothing_later():
-    async with Watch(0.01):
+    async with StallTimer(0.01):
         pass
     await asyncio.sleep(0.05)
 
 
 async def test_a_watched_block_that_is_cancelled_is_no_timeout():
     async def watched():
-        async with Watch(60):
+        async with StallTimer(60):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(watched())

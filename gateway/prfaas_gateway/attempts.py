@@ -1,0 +1,293 @@
+"""Serves one request along one route after another: decide, try, decide again after a failure, relay, resume.
+
+Until the first byte has gone to the client a request may be sent again, and is. After that its stream goes on at
+another worker, where workers say which tokens they send (prfaas.wire.resume); else it ends with its worker, honestly.
+A budget over all requests bounds how often either may be done. docs/failover.md draws the states.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from prfaas.errors import CapacityError, RequestError
+from prfaas.routing.admission import Overload, overload
+from prfaas.routing.decide import decide, decide_again
+from prfaas.routing.facts import Decision, Facts, Refusal, Route
+from prfaas.telemetry.tracing import OFF, Tracing
+from prfaas.wire import headers
+from prfaas_gateway.auth import Auth
+from prfaas_gateway.dashboard import RequestHistory
+from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError
+from prfaas_gateway.kv.manager import KvManager
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.metrics import GatewayMetrics, Outcome
+from prfaas_gateway.openai import LateError, SaturatedError, read_error, relayed_headers
+from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.state import GatewayState
+from prfaas_gateway.stream import AnswerStream, BrokenOffError, begin_answer
+from prfaas_gateway.upstream import Answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayParts:
+    """What serves requests in one gateway."""
+
+    limits: Limits
+    state: GatewayState
+    metrics: GatewayMetrics
+    engines: EngineProtocol
+    kv: KvManager
+    auth: Auth
+    history: RequestHistory
+    tracing: Tracing = OFF
+
+
+class Attempts:
+    """The attempts to serve one request."""
+
+    def __init__(self, parts: GatewayParts, request: GatewayRequest, http: web.Request):
+        self._parts = parts
+        self._state = parts.state
+        self._limits = parts.limits
+        self._request = request
+        self._http = http
+
+    async def serve(self) -> web.StreamResponse:
+        """Take the first decision, count the request under it, and follow it.
+
+        Raises:
+            RequestError: the model is not served here.
+            CapacityError: no instance can serve the request now, or not in time.
+
+        """
+        request, facts = self._request, self._state.facts(self._request)
+        if request.model != facts.table.model:
+            raise RequestError(
+                f"the model {request.model!r} is not served here; GET /v1/models lists what is",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+        decision = decide(facts)
+        if isinstance(decision, Refusal):
+            decision = await self._until_served(decide, self._state.clock() + self._limits.hold_seconds)
+            facts = self._state.facts(request)
+        if isinstance(decision, Refusal):
+            raise _no_capacity(decision, facts)
+        if (late := overload(facts, decision)) is not None:
+            self._parts.metrics.slo_refusals.inc()
+            raise _too_late(late)
+        request.first_route, request.threshold_tokens = decision, facts.rule.threshold_tokens
+        with self._state.counted(decision):
+            return await self._try_routes(decision)
+
+    async def _try_routes(self, decision: Decision) -> web.StreamResponse:
+        """Follow decisions until one is served, refused, or enough have failed."""
+        request = self._request
+        began_seconds = self._state.clock()
+        self._state.retry_budget.request_came(began_seconds)
+        for _ in range(self._limits.attempts):
+            if isinstance(decision, Refusal):
+                break
+            try:
+                return await self._follow(decision)
+            except LegFailedError as failure:
+                if request.stream is not None:
+                    return await self._resume(request.stream, decision, failure)
+                self._note_failure(decision, failure)
+                if not self._may_retry():
+                    break
+                decision = await self._decide_again(decision, failure, began_seconds + self._limits.hold_seconds)
+        answer = request.last_answer
+        if answer is not None and answer.status == 503:
+            words = read_error(answer.body or b"").get("message", "")
+            raise SaturatedError(f"every instance that could serve is full; try again in a moment: {words}")
+        if answer is not None and answer.body is not None:
+            request.outcome = "rejected"  # the last worker's own words say more than ours
+            return web.Response(status=answer.status, headers=relayed_headers(answer.headers, {}), body=answer.body)
+        refusal = decision if isinstance(decision, Refusal) else Refusal(reason="NoDecodeInstance")
+        raise _no_capacity(refusal, self._state.facts(request))
+
+    async def _follow(self, route: Route) -> web.StreamResponse:
+        """Serve the request along one route.
+
+        Raises:
+            LegFailedError: a leg failed, perhaps in the middle of the answer.
+
+        """
+        request = self._request
+        request.route = route
+        with self._state.occupied(route) as load:
+            answer = await self._parts.engines.open(route, request)
+            try:
+                load.prefill_done()
+                request.note_transfer(answer)
+                if request.stream is None:
+                    self._learn(route, answer)
+                    request.outcome = _outcome_of(answer.status, request.fell_back)
+                    begun = await begin_answer(self._http, answer, _added_headers(request, route, answer.status))
+                    if isinstance(begun, web.Response):
+                        return begun
+                    request.stream = begun
+                else:
+                    self._note_resumed(request.stream, route, answer)
+                await request.stream.relay(answer, self._limits)
+                return request.stream.response
+            except BrokenOffError as error:
+                raise LegFailedError(str(error), leg="decode", eject=True) from error
+            finally:
+                answer.close()
+
+    async def _resume(self, stream: AnswerStream, route: Route, failure: LegFailedError) -> web.StreamResponse:
+        """Go on elsewhere with a stream that broke; where no worker can, tell the client that it is not whole."""
+        request, log = self._request, stream.log
+        pieces, until_seconds = -1, 0.0
+        while True:
+            request.tried = set(request.refused)
+            self._note_failure(route, failure)
+            if log is None:
+                break
+            log.worker_died()
+            if log.pieces > pieces:  # it got on, and has all the time to recover again
+                pieces, until_seconds = log.pieces, self._state.clock() + self._limits.recover_seconds
+            if not log.can_go_on or log.is_refused or not self._may_retry():
+                break
+            decision = await self._decide_again(route, failure, until_seconds)
+            if isinstance(decision, Refusal):
+                break
+            route = decision
+            try:
+                response = await self._follow(route)
+            except LegFailedError as again:
+                failure = again
+            except TimeoutError as error:
+                failure = LegFailedError(str(error), leg="decode", eject=False)
+            else:
+                request.outcome = "resumed"
+                return response
+        request.outcome, request.reason = "failed", str(failure)
+        await stream.break_off(str(failure))
+        return stream.response
+
+    def _note_resumed(self, stream: AnswerStream, route: Route, answer: Answer) -> None:
+        """Note that a worker goes on with the stream. Raises LegFailedError: it does not."""
+        request, metrics = self._request, self._parts.metrics
+        if answer.status != 200 or answer.body is not None:
+            if answer.status < 500:
+                request.refused.add(route.decode.name)
+            text = f"{route.decode.name} does not go on with the answer"
+            raise LegFailedError(text, leg="decode", eject=False, answer=answer)
+        self._note_alive(route)
+        request.tried = set(request.refused)
+        request.resumes += 1
+        metrics.resumes.inc()
+        if stream.log is not None:
+            metrics.resumed_tokens.inc(stream.log.resume().sent_tokens)
+
+    def _may_retry(self) -> bool:
+        """Take one retry from the budget; counts those that it refuses."""
+        if self._state.retry_budget.take(self._state.clock()):
+            return True
+        self._parts.metrics.retries_refused.inc()
+        return False
+
+    def _note_failure(self, route: Route, failure: LegFailedError) -> None:
+        request = self._request
+        at_fault = route.prefill if failure.leg == "prefill" and route.prefill else route.decode
+        request.note_transfer(failure.answer)
+        words = read_error(failure.answer.body or b"").get("message") if failure.answer else None
+        request.log_failed_leg(failure.leg, at_fault.name, f"{failure}: {words}" if words else str(failure))
+        request.tried.add(at_fault.name)
+        request.last_answer = failure.answer
+        if failure.eject:
+            self._state.ejections.failed(at_fault.name, self._state.clock())
+        if route.kind == "offload" and failure.leg == "prefill":
+            request.fell_back = True
+            self._state.offload_failed()
+
+    async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> Decision:
+        """Return what to do after a failed leg that was noted."""
+        if failure.leg == "decode" and not failure.eject:
+            name = route.decode.name
+            self._state.saturation.refused(name, self._state.load(name), self._state.clock())
+
+        def again(facts: Facts) -> Decision:
+            return decide_again(facts, route, failure.leg, facts.table.on_offload_failure)
+
+        return await self._until_served(again, until_seconds)
+
+    async def _until_served(self, choose: Callable[[Facts], Decision], until_seconds: float) -> Decision:
+        """Return where the request can go; waits a while for an instance that failed just now and may be back."""
+        request = self._request
+        while True:
+            try:
+                decision = choose(self._state.facts(request))
+            except CapacityError:
+                if request.stream is None:
+                    raise
+                decision = Refusal(reason="NoDecodeInstance")
+            is_final = isinstance(decision, Route) or decision.reason == "OffloadRejected"
+            if is_final or self._state.clock() >= until_seconds or not self._state.decode_instances():
+                return decision
+            await asyncio.sleep(self._limits.look_again_seconds)
+            request.tried = set(request.refused)
+
+    def _learn(self, route: Route, answer: Answer) -> None:
+        """Take in what an answer tells: the instances live, the first token came, the prompt had so many tokens."""
+        request, metrics = self._request, self._parts.metrics
+        self._note_alive(route)
+        if answer.status >= 400:
+            return
+        metrics.time_to_first_token.labels(request.decision).observe(request.note_first_token(answer))
+        self._parts.kv.note_placed(request, route)
+        if request.prompt_tokens:
+            metrics.prompt_tokens.observe(request.prompt_tokens)
+            self._state.estimator.observe(len(request.body), request.prompt_tokens)
+
+    def _note_alive(self, route: Route) -> None:
+        for one in filter(None, (route.decode, route.prefill)):
+            self._state.ejections.succeeded(one.name)
+
+
+def _outcome_of(status: int, fell_back: bool) -> Outcome:
+    if status >= 500:
+        return "failed"
+    if status >= 400:
+        return "invalid"
+    return "fallback" if fell_back else "ok"
+
+
+def _added_headers(request: GatewayRequest, route: Route, status: int) -> dict[str, str]:
+    """Return the headers that tell the client the gateway's decision; see prfaas.wire.headers."""
+    prefilled_by = route.prefill or route.decode
+    added = {
+        headers.REQUEST_ID: request.request_id,
+        headers.DECISION: request.decision,
+        headers.PREFILL_CLUSTER: prefilled_by.cluster,
+        headers.PREFILL_INSTANCE: prefilled_by.name,
+        headers.DECODE_INSTANCE: route.decode.name,
+        headers.THRESHOLD_TOKENS: str(request.threshold_tokens),
+    }
+    if status < 400:
+        added[headers.OUTCOME] = "fallback" if request.fell_back else "ok"
+    return added
+
+
+def _too_late(late: Overload) -> LateError:
+    return LateError(
+        f"{late.wait_seconds:.1f} s of prefills wait before this one, and the policy's slo.ttftMillis is "
+        f"{1000 * late.slo_seconds:.0f}; try again in {late.retry_after_seconds:.1f} s",
+        late.retry_after_seconds,
+    )
+
+
+def _no_capacity(refusal: Refusal, facts: Facts) -> CapacityError:
+    """Return the error for a refusal, in a sentence that tells the causes apart."""
+    if refusal.reason == "OffloadRejected":
+        return CapacityError("the offload pool failed, and the policy's onOffloadFailure is Reject; try again later")
+    known = sum(one.role == "decode" for one in facts.table.instances)
+    return CapacityError(
+        f"none of the {known} decode instances of policy {facts.table.policy} can take the request now; try again later"
+    )

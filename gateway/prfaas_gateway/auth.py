@@ -1,0 +1,275 @@
+"""Who may use the gateway, and how much: API keys from a folder, and the limits of each key's owner.
+
+The folder holds one file a client, named after it, as a mounted Kubernetes Secret does. A file holds keys, one a line,
+each as it is or as `sha256:` and 64 hexadecimal digits; or, with limits, a JSON object:
+
+    {"keys": ["sha256:..."], "maxInFlight": 8, "requestsPerMinute": 600, "tokensPerMinute": 200000}
+
+A key is checked before its request's body is read, so that a stranger costs a hash and no memory. Only digests stay in
+memory. A key that comes is looked up by a keyed hash of its digest, whose key nobody outside this process knows: the
+time of a look-up tells nothing about the keys that exist. A file that cannot be used lets nobody in, and a folder that
+cannot be read changes nothing. The log says either once, and never a word of a file's content.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from prfaas.errors import ConfigError, RequestError
+from prfaas.util import LogOnce, RateBucket, Stamp, file_stamp
+from prfaas_gateway.openai import LimitError
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 1.0
+MAX_FILES: Final = 10_000
+MAX_FILE_BYTES: Final = 64 * 1024
+MINUTE_SECONDS: Final = 60.0
+_SCHEME: Final = "bearer "
+_KEY: Final = re.compile(rb"[!-~]{16,512}")
+_DIGEST: Final = re.compile(rb"sha256:([0-9a-f]{64})")
+
+Limit = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class ApiClient(msgspec.Struct, frozen=True):
+    """The owner of keys, and what it may do in each gateway; None: without a limit."""
+
+    name: str
+    max_in_flight: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+ANYBODY: Final = ApiClient("")
+"""Every client where no keys are asked for."""
+
+
+class Auth:
+    """Admits requests.
+
+    Args:
+        keys: whose requests are admitted; None: everybody's, without a limit.
+        clock: monotonic seconds.
+
+    """
+
+    def __init__(self, keys: "KeyRing | None" = None, clock: Callable[[], float] = time.monotonic):
+        self._keys = keys
+        self._meters = Meters(clock)
+        self._anybody = Meter(ANYBODY, clock)
+
+    @contextmanager
+    def admitted(self, http: web.Request) -> Iterator["Meter"]:
+        """Count one request of a client while it lasts.
+
+        Raises:
+            RequestError: 401, no valid key; 429, a limit of its owner is reached.
+
+        """
+        meter = self._meters.of(self.client(http)) if self._keys is not None else self._anybody
+        with meter.request():
+            yield meter
+
+    def client(self, http: web.Request) -> ApiClient:
+        """Return whose request this is; raises RequestError with 401 where no valid key came with it."""
+        if self._keys is None:
+            return ANYBODY
+        given = http.headers.get("Authorization", "")
+        if given[: len(_SCHEME)].lower() != _SCHEME:
+            raise RequestError(
+                "this endpoint wants an API key: send `Authorization: Bearer KEY`", status=401, code="missing_api_key"
+            )
+        client = self._keys.client(given[len(_SCHEME) :].strip().encode(errors="surrogateescape"))
+        if client is None:
+            raise RequestError("the API key is not known here", status=401, code="invalid_api_key")
+        return client
+
+
+class Meter:
+    """One client's use: requests in flight, requests and prompt tokens a minute.
+
+    Both rates are buckets that hold one minute's worth. A request may overdraw the bucket of tokens, which then admits
+    nobody until it is paid back: a prompt longer than a minute's tokens waits its turn and is not refused for ever.
+    """
+
+    def __init__(self, client: ApiClient, clock: Callable[[], float]):
+        self._clock = clock
+        self.in_flight = 0
+        self.limit(client)
+
+    def limit(self, client: ApiClient) -> None:
+        """Apply these limits from now on; both rates start afresh."""
+        self.client = client
+        self._requests = self._bucket(client.requests_per_minute)
+        self._tokens = self._bucket(client.tokens_per_minute)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count one request while it lasts. Raises LimitError: a limit is reached; nothing was counted."""
+        now, client = self._clock(), self.client
+        if client.max_in_flight is not None and self.in_flight >= client.max_in_flight:
+            raise _limit_reached("requests", f"{client.max_in_flight} requests in flight", 1.0)
+        if self._requests and (wait_seconds := self._requests.delay_seconds(1.0, now)):
+            raise _limit_reached("requests", f"{client.requests_per_minute} requests a minute", wait_seconds)
+        if self._tokens and (wait_seconds := self._tokens.delay_seconds(1.0, now)):
+            raise _limit_reached("tokens", f"{client.tokens_per_minute} prompt tokens a minute", wait_seconds)
+        if self._requests:
+            self._requests.take(1, now)
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def charge(self, prompt_tokens: int) -> None:
+        if self._tokens:
+            self._tokens.take(prompt_tokens, self._clock())
+
+    def _bucket(self, per_minute: int | None) -> RateBucket | None:
+        return RateBucket(per_minute / MINUTE_SECONDS, float(per_minute), self._clock()) if per_minute else None
+
+
+class Meters:
+    """The meters of all clients that have come: never more than there have been names of files."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._meters: dict[str, Meter] = {}
+
+    def of(self, client: ApiClient) -> Meter:
+        """Return a client's meter, under the limits that it has now."""
+        meter = self._meters.get(client.name)
+        if meter is None:
+            meter = self._meters[client.name] = Meter(client, self._clock)
+        elif meter.client != client:
+            meter.limit(client)
+        return meter
+
+
+class KeyRing:
+    """The keys of a folder, as of the last second.
+
+    Args:
+        folder: one file a client; names that begin with a dot do not count.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigError: the folder cannot be read at the start.
+
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
+        self._folder = folder
+        self._clock = clock
+        self._secret = secrets.token_bytes(32)
+        self._problems = LogOnce(log)
+        self._clients: Mapping[bytes, ApiClient] = {}
+        self._stamps: dict[str, Stamp | None] = {}
+        self._look_at = 0.0
+        try:
+            self._read_changed()
+        except OSError as error:
+            raise ConfigError(f"--keys-dir {folder}: {error.strerror}") from error
+
+    def client(self, key: bytes) -> ApiClient | None:
+        """Return whose key this is, or None. Looks for changed files first, at most once a second."""
+        if self._clock() >= self._look_at:
+            where = f"--keys-dir {self._folder}"
+            try:
+                self._read_changed()
+                self._problems.worked(where, f"{where} can be read again")
+            except OSError as error:
+                message = f"{where} cannot be read, the keys known so far stay: {error.strerror}"
+                self._problems.failed(where, message, level=logging.ERROR)
+        return self._clients.get(self._hidden(hashlib.sha256(key).digest()))
+
+    def _read_changed(self) -> None:
+        self._look_at = self._clock() + LOOK_SECONDS
+        stamps = self._stamps_now()
+        if stamps == self._stamps:
+            return
+        clients: dict[bytes, ApiClient] = {}
+        for name in stamps:
+            try:
+                found = _read(self._folder / name)
+                client = ApiClient(name, found.max_in_flight, found.requests_per_minute, found.tokens_per_minute)
+                clients |= {self._hidden(_digest(key.encode())): client for key in found.keys}
+                self._problems.worked(name, f"the file {name!r} in --keys-dir can be used again")
+            except (OSError, ConfigError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                message = f"the file {name!r} in --keys-dir lets nobody in: {reason}"
+                self._problems.failed(name, message, level=logging.ERROR)
+        self._problems.keep_only(stamps)
+        self._clients, self._stamps = clients, stamps
+        log.info("%d API keys are in use", len(clients))
+
+    def _stamps_now(self) -> dict[str, Stamp | None]:
+        found: dict[str, Stamp | None] = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or not entry.is_file():
+                    continue
+                found[entry.name] = file_stamp(entry)
+                if len(found) > MAX_FILES:
+                    raise OSError(0, f"it holds more than {MAX_FILES} files")
+        return dict(sorted(found.items()))
+
+    def _hidden(self, digest: bytes) -> bytes:
+        return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
+
+
+class _KeyFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    keys: list[str]
+    max_in_flight: Limit | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+
+
+def _read(path: Path) -> _KeyFile:
+    """Return what a file says. Raises ConfigError, which repeats nothing of it, and OSError."""
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"it has more than {MAX_FILE_BYTES} bytes")
+    if content.lstrip().startswith(b"{"):
+        try:
+            found = msgspec.json.decode(content, type=_KeyFile)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{error}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise ConfigError("it begins like JSON and is none") from None
+    else:
+        found = _KeyFile([line.strip().decode("ascii", "replace") for line in content.splitlines() if line.strip()])
+    if not found.keys:
+        raise ConfigError("it holds no key")
+    return found
+
+
+def _digest(key: bytes) -> bytes:
+    """Return a key's SHA-256; the file may hold only that."""
+    if key.lower().startswith(b"sha256:"):
+        if digest := _DIGEST.fullmatch(key):
+            return bytes.fromhex(digest[1].decode())
+        raise ConfigError("after sha256: want 64 hexadecimal digits, lower case")
+    if not _KEY.fullmatch(key):
+        raise ConfigError("a key must have 16 to 512 characters, printable ASCII without spaces")
+    return hashlib.sha256(key).digest()
+
+
+def _limit_reached(kind: str, limit: str, wait_seconds: float) -> LimitError:
+    return LimitError(
+        f"this API key's limit of {limit} is reached; try again in {math.ceil(wait_seconds)} s", kind, wait_seconds
+    )

@@ -1,0 +1,190 @@
+"""What the protocols of engines share: the errors of a leg, legs that run at once, and bodies with fields added.
+
+Engines of others want their own fields in a body. All other values stay the text that came, so that a number or a long
+prompt arrives as the client wrote it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from prfaas.errors import PeerError, UnreachableError
+from prfaas.names import BOOTSTRAP_PORT
+from prfaas.routing.facts import Leg as LegName
+from prfaas.routing.facts import Route
+from prfaas.wire.routes import Instance
+from prfaas_gateway.request import Fields, GatewayRequest
+from prfaas_gateway.upstream import Answer, Upstream
+
+OURS: Final = "x-prfaas-"
+_ONE: Final = msgspec.Raw(b"1")
+
+
+class LegFailedError(PeerError):
+    """A leg failed before any byte of the answer was relayed: the request may be sent again, elsewhere.
+
+    Args:
+        message: what failed and where.
+        leg: the leg at fault.
+        eject: whether the instance should be left alone for a while; not when it is merely full.
+        answer: what the worker said, if it said anything, for the client in case nobody else can serve.
+
+    """
+
+    def __init__(self, message: str, *, leg: LegName, eject: bool, answer: Answer | None = None):
+        super().__init__(message)
+        self.leg: LegName = leg
+        self.eject = eject
+        self.answer = answer
+
+
+class EngineProtocol(Protocol):
+    """A protocol between gateway and workers.
+
+    `open` runs all legs of one route up to the answer that goes to the client. It reports which leg failed;
+    `prfaas.routing` decides what happens then.
+    """
+
+    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        """Serve a request along a route and return the answer, from its first token on.
+
+        Raises:
+            LegFailedError: a leg failed; nothing has reached the client.
+            TimeoutError: nobody failed, but the first token did not come in time.
+
+        """
+        ...
+
+
+class Leg(NamedTuple):
+    """One call to one instance."""
+
+    name: LegName
+    instance: Instance
+    body: bytes
+    headers: Mapping[str, str] = {}
+
+
+def plain_headers(request: GatewayRequest) -> dict[str, str]:
+    """Return a request's headers for an engine of others: the request's id, and none of ours."""
+    return {name: value for name, value in request.headers.items() if not name.lower().startswith(OURS)}
+
+
+async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
+    """Run one leg up to its answer, which may be a refusal of the request itself (4xx).
+
+    Raises:
+        LegFailedError: nobody is there, or the instance cannot serve (5xx).
+
+    """
+    try:
+        answer = await upstream.post(leg.instance, request.path, {**plain_headers(request), **leg.headers}, leg.body)
+    except UnreachableError as error:
+        raise LegFailedError(str(error), leg=leg.name, eject=True) from error
+    if answer.status >= 500 and (leg.name == "prefill" or answer.status == 503):
+        is_full = answer.status == 503
+        answer.close()
+        message = f"{leg.instance.name} answered HTTP {answer.status} to its {leg.name} leg"
+        raise LegFailedError(message, leg=leg.name, eject=not is_full, answer=answer)
+    return answer
+
+
+async def call_both(upstream: Upstream, request: GatewayRequest, prefill: Leg, decode: Leg) -> Answer:
+    """Run two legs at once and return the answer of the decode leg, or a prefill instance's refusal of the request.
+
+    Raises:
+        LegFailedError: either failed; the other is aborted.
+
+    """
+    filling = asyncio.create_task(_to_its_end(upstream, request, prefill))
+    decoding = asyncio.create_task(call(upstream, request, decode))
+    try:
+        await asyncio.wait({filling, decoding}, return_when=asyncio.FIRST_COMPLETED)
+        if filling.done() and (refusal := filling.result()) is not None:
+            await _drop(decoding, filling)
+            return refusal
+        return _Tied(await decoding, filling)
+    except BaseException:
+        await _drop(decoding, filling)
+        raise
+
+
+async def _to_its_end(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer | None:
+    """Run a prefill leg; None when it has done its work, or its refusal of the request."""
+    answer = await call(upstream, request, leg)
+    try:
+        if answer.body is None:
+            while await answer.content.readany():
+                pass  # nobody reads that token
+        return answer if answer.status >= 400 else None
+    finally:
+        answer.close()
+
+
+async def _drop(decoding: asyncio.Task[Answer], filling: asyncio.Task[Answer | None]) -> None:
+    decoding.cancel()
+    filling.cancel()
+    (answer, _) = await asyncio.gather(decoding, filling, return_exceptions=True)
+    if isinstance(answer, Answer):
+        answer.close()
+
+
+class _Tied(Answer):
+    """The answer of a decode leg whose prefill leg may still run: when one is given up, so is the other."""
+
+    def __init__(self, answer: Answer, filling: asyncio.Task[Answer | None]):
+        self.status, self.headers, self.body = answer.status, answer.headers, answer.body
+        self._answer = answer
+        self._response = answer._response  # it takes the answer's place
+        self._filling = filling
+        filling.add_done_callback(self._prefill_ended)
+
+    def close(self) -> None:
+        super().close()
+        self._filling.cancel()
+
+    def _prefill_ended(self, filling: asyncio.Task[Answer | None]) -> None:
+        """Cut the answer off when its prefill failed: it would wait for a cache that never comes."""
+        if not filling.cancelled() and (filling.exception() is not None or filling.result() is not None):
+            self._answer.close()
+
+
+def with_fields(fields: Fields, added: Mapping[str, Any]) -> bytes:
+    """Return a body of these fields and those added, which take the place of its own."""
+    return msgspec.json.encode({**fields, **{name: _raw(value) for name, value in added.items()}})
+
+
+def for_prefill(fields: Fields, added: Mapping[str, Any]) -> bytes:
+    """Return the body of a leg that only prefills: one token, which nobody reads, and no stream."""
+    kept = {name: value for name, value in fields.items() if name not in ("stream_options", "min_tokens")}
+    kept |= {"stream": msgspec.Raw(b"false"), "max_tokens": _ONE}
+    if "max_completion_tokens" in kept:
+        kept["max_completion_tokens"] = _ONE
+    return with_fields(kept, added)
+
+
+def prompts(fields: Fields) -> int | None:
+    """Return how many prompts a completion has in a list, None where it has a single one."""
+    raw = bytes(fields.get("prompt", msgspec.Raw(b"null"))).lstrip()
+    if not raw.startswith(b"["):
+        return None
+    listed: list[msgspec.Raw] = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    return len(listed) if listed and bytes(listed[0])[:1] in (b'"', b"[") else None
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def bootstrap_host(instance: Instance) -> str:
+    """Return the instance's host, an IPv6 address in brackets."""
+    host = urlsplit(instance.url).hostname or ""
+    return f"[{host}]" if ":" in host else host
+
+
+def bootstrap_url(instance: Instance) -> str:
+    """Return the address of its bootstrap server."""
+    return f"http://{bootstrap_host(instance)}:{BOOTSTRAP_PORT}"

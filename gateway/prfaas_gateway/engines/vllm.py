@@ -1,0 +1,167 @@
+"""vLLM, whose instances are joined by NIXL or by Mooncake.
+
+NixlConnector runs two legs one after the other; the decode instance pulls the cache.
+
+    1. to the prefill instance: the request with one token, no stream, and kv_transfer_params that ask to keep the cache
+    2. its answer has kv_transfer_params that say where the cache lies
+    3. to the decode instance: the request with those params, unchanged
+
+Both legs carry the same x-request-id. A decode leg that fails leaves the cache at the prefill instance until its lease
+ends (30 s).
+
+MooncakeConnector runs two legs at once, which find each other by a transfer id that the gateway makes. The prefill
+instance's bootstrap server says which engine serves each of its data-parallel ranks. An engine's id changes when it
+restarts, so it is asked for again after a failure, and once in a while.
+"""
+
+import asyncio
+import random
+import time
+import uuid
+from typing import Final, NamedTuple
+
+import msgspec
+
+from prfaas.errors import UnreachableError
+from prfaas.routing.facts import Route
+from prfaas.wire.routes import Instance
+from prfaas_gateway.engines.shared import (
+    Leg,
+    LegFailedError,
+    bootstrap_url,
+    call,
+    call_both,
+    for_prefill,
+    with_fields,
+)
+from prfaas_gateway.openai import UNREADABLE
+from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.upstream import Answer, Upstream
+
+KNOWN_SECONDS: Final = 30.0
+ANSWER_SECONDS: Final = 5.0
+ANSWER_BYTES: Final = 64 * 1024
+RANK_HEADER: Final = "X-data-parallel-rank"
+ASKS_FOR_CACHE: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: dict[str, msgspec.Raw] | None = None
+
+
+_prefilled = msgspec.json.Decoder(_Prefilled)
+
+
+class VllmNixlEngine:
+    """Serves routes on vLLM instances that are joined by NIXL."""
+
+    def __init__(self, upstream: Upstream):
+        self._upstream = upstream
+
+    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        if route.prefill is None:
+            return await call(self._upstream, request, Leg("decode", route.decode, request.body))
+        fields = request.every_field()
+        body = for_prefill(fields, {"kv_transfer_params": ASKS_FOR_CACHE})
+        answer = await call(self._upstream, request, Leg("prefill", route.prefill, body))
+        if answer.status >= 400:
+            return answer  # the request is at fault, and would be at the other instance
+        answer.close()
+        params = self._where(route.prefill.name, answer)
+        body = with_fields(fields, {"kv_transfer_params": params})
+        return await call(self._upstream, request, Leg("decode", route.decode, body))
+
+    def _where(self, name: str, answer: Answer) -> dict[str, msgspec.Raw]:
+        """Return what the prefill instance says of the cache's place.
+
+        Raises:
+            LegFailedError: nothing: the decode instance would prefill again, and nobody would know.
+
+        """
+        try:
+            found = _prefilled.decode(answer.body or b"").kv_transfer_params
+        except UNREADABLE:
+            found = None
+        if not found:
+            message = f"{name} gave no kv_transfer_params; does it run with NixlConnector?"
+            raise LegFailedError(message, leg="prefill", eject=True)
+        return found
+
+
+class _Rank(msgspec.Struct):
+    engine_id: str
+
+
+class _Known(NamedTuple):
+    ranks: dict[str, _Rank]
+    until_seconds: float
+
+
+_ranks = msgspec.json.Decoder(dict[str, _Rank])
+
+
+class VllmMooncakeEngine:
+    """Serves routes on vLLM instances that are joined by Mooncake."""
+
+    def __init__(self, upstream: Upstream):
+        self._upstream = upstream
+        self._known: dict[str, _Known] = {}
+
+    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        if route.prefill is None:
+            return await call(self._upstream, request, Leg("decode", route.decode, request.body))
+        ranks = await self._ranks(route.prefill)
+        rank, engine = random.choice(list(ranks.items()))  # noqa: S311 - spreads load, guards nothing
+        transfer_id = f"xfer-{uuid.uuid4()}"
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        taken = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": bootstrap_url(route.prefill),
+            "remote_engine_id": engine.engine_id,
+            "transfer_id": transfer_id,
+        }
+        fields = request.every_field()
+        filled, decoded = for_prefill(fields, _params(asked)), with_fields(fields, _params(taken))
+        try:
+            return await call_both(
+                self._upstream,
+                request,
+                Leg("prefill", route.prefill, filled, {RANK_HEADER: rank}),
+                Leg("decode", route.decode, decoded),
+            )
+        except LegFailedError:
+            self._known.pop(route.prefill.url, None)
+            raise
+
+    async def _ranks(self, instance: Instance) -> dict[str, _Rank]:
+        """Return the engine of every rank of an instance; raises LegFailedError."""
+        now = time.monotonic()
+        known = self._known.get(instance.url)
+        if known is None or known.until_seconds <= now:
+            self._known = {url: one for url, one in self._known.items() if one.until_seconds > now}
+            known = self._known[instance.url] = _Known(await self._asked(instance), now + KNOWN_SECONDS)
+        return known.ranks
+
+    async def _asked(self, instance: Instance) -> dict[str, _Rank]:
+        bootstrap = msgspec.structs.replace(instance, url=bootstrap_url(instance))
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS), self._upstream.reading(bootstrap, "/query") as response:
+                ranks = _ranks.decode(await response.content.read(ANSWER_BYTES))
+        except (UnreachableError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            message = f"the bootstrap server of {instance.name} did not say who serves there: {error}"
+            raise LegFailedError(message, leg="prefill", eject=True) from error
+        if not ranks:
+            raise LegFailedError(f"the bootstrap server of {instance.name} knows no engine", leg="prefill", eject=True)
+        return ranks
+
+
+def _params(params: dict[str, str | bool]) -> dict[str, dict[str, str | bool]]:
+    return {"kv_transfer_params": params}

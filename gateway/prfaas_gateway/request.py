@@ -1,0 +1,297 @@
+"""One request from its first byte to its last: what came, what is known of it, where it goes, and how it ended.
+
+A GatewayRequest is the only record of a request in this process. The access log line and the span are made of it at
+the end. Its body is relayed as the very bytes that came, and is parsed once: one pass finds the top level's fields and
+keeps those that a prefix match needs, each as the text that came. Where the routing table has engines whose bodies the
+gateway rewrites, that pass keeps every field.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from prfaas.errors import RequestError
+from prfaas.kvindex.bytes import ByteChain
+from prfaas.routing.facts import Route
+from prfaas.telemetry.logs import line, tell
+from prfaas.telemetry.tracing import Span
+from prfaas.wire import headers
+from prfaas.wire.preferences import NO_PREFERENCES, Preferences, read_deadline_seconds, read_preferences
+from prfaas.wire.profile import Profile
+from prfaas.wire.resume import Fixed
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.metrics import Outcome
+from prfaas_gateway.openai import UNREADABLE, DeadlineError
+from prfaas_gateway.stream import AnswerStream
+from prfaas_gateway.upstream import Answer
+
+log = logging.getLogger(__name__)
+
+# Workers read everything else in the body. An allow-list keeps out hop-by-hop headers, credentials meant for the
+# gateway, and x-prfaas-* headers that would let a client choose where its prompt is computed.
+FORWARDED_HEADERS: Final = ("Content-Type", "Accept")
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+Fields = Mapping[str, msgspec.Raw]
+"""A body's top level: each field's value is the text that came."""
+_ABSENT: Final = msgspec.Raw()
+
+
+class _KnownFields(msgspec.Struct):
+    """The model, and the fields that canonical bytes depend on (prfaas.kvindex.canonical)."""
+
+    model: str
+    prompt: msgspec.Raw = _ABSENT
+    messages: msgspec.Raw = _ABSENT
+    cache_salt: msgspec.Raw = _ABSENT
+    tools: msgspec.Raw = _ABSENT
+    documents: msgspec.Raw = _ABSENT
+    chat_template_kwargs: msgspec.Raw = _ABSENT
+    reasoning_effort: msgspec.Raw = _ABSENT
+
+
+_PROMPT_FIELDS: Final = _KnownFields.__struct_fields__[1:]
+_known_fields = msgspec.json.Decoder(_KnownFields)
+_every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_model = msgspec.json.Decoder(str)
+
+
+@dataclass(slots=True)
+class GatewayRequest:
+    """One request while it is served."""
+
+    span: Span
+    began_seconds: float = field(default_factory=time.monotonic)
+    client: str = ""
+    """Whose API key came with it; empty where no keys are asked for."""
+
+    # What came; see `receive`.
+    path: str = ""
+    request_id: str = ""
+    model: str = ""
+    body: bytes = b""
+    fields: Fields = field(default_factory=dict[str, msgspec.Raw])
+    has_every_field: bool = False
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    """Those that go on to a worker."""
+    preferences: Preferences = NO_PREFERENCES
+    deadline_seconds: float | None = None
+    """When it must be over, by the event loop's clock."""
+
+    # What is known of its prompt.
+    total_tokens: int = 0
+    """Its estimated length."""
+    chain: ByteChain | None = None
+    """Its byte blocks; None where nobody was asked what is cached of it."""
+    cached_on: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Tokens of it that are believed cached, by instance."""
+    profiles: Mapping[str, Profile] = field(default_factory=dict[str, Profile])
+
+    # Where it goes.
+    first_route: Route | None = None
+    """The request counts as this route's kind, whatever becomes of it."""
+    route: Route | None = None
+    """The last that was taken."""
+    threshold_tokens: int = 0
+    tried: set[str] = field(default_factory=set[str])
+    refused: set[str] = field(default_factory=set[str])
+    """Instances that will not go on with its stream, however often they are asked."""
+    last_answer: Answer | None = None
+    """What the worker of the last failed leg said."""
+    stream: AnswerStream | None = None
+    """Its answer, once the first byte has gone to the client."""
+
+    # How it went.
+    outcome: Outcome = "failed"
+    status: int | None = None
+    """None: the client left before there was one."""
+    reason: str = ""
+    """Why it did not end well."""
+    fell_back: bool = False
+    resumes: int = 0
+    """Times that another worker went on with its stream."""
+    transfer_id: str = ""
+    prompt_tokens: int = 0
+    """As a worker counted them; 0: none has."""
+    cached_tokens: int = 0
+    first_token_seconds: float | None = None
+
+    @property
+    def decision(self) -> str:
+        """How it is counted: `offload`, `local`, or `none` where it ended before a decision."""
+        return self.first_route.kind if self.first_route else "none"
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began_seconds
+
+    async def receive(self, http: web.Request, limits: Limits, *, every_field: bool) -> None:
+        """Read and check the request's headers and body.
+
+        Raises:
+            DeadlineError: its deadline passed before the body was there.
+            RequestError: 413 for a body that is too large, 408 for one that does not arrive, 400 for one that is not a
+                JSON object with a model, or for a header that breaks its form.
+
+        """
+        self.path = http.path
+        self.deadline_seconds = _read_deadline(http)
+        self.preferences = read_preferences(_only_once(http))
+        self.body = await _read_body(http, limits, self.deadline_seconds)
+        given_id = http.headers.get(headers.REQUEST_ID, "")
+        self.request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
+        self.headers = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
+        self.headers[headers.REQUEST_ID] = self.request_id
+        self.has_every_field = every_field
+        self.model, self.fields = read_fields(self.body, every=every_field)
+        # A span of ours, or where nothing is traced, the context that came.
+        self.headers.update(self.span.context.headers())
+        # What no second worker could know, should the first one die.
+        self.headers[headers.RESUMABLE] = Fixed(secrets.randbits(63), int(time.time())).header()
+
+    def leg(self) -> tuple[dict[str, str], bytes]:
+        """Return headers and body of a leg that starts now: the request, or to go on with its answer.
+
+        Raises:
+            BadInputError: the stream cannot be resumed.
+
+        """
+        sent, body = dict(self.headers), self.body
+        if self.stream is not None and self.stream.log is not None:
+            document = self.stream.log.document()
+            sent[headers.RESUME], body = str(len(document)), document + body
+        if self.deadline_seconds is not None:
+            left_seconds = max(0.001, self.deadline_seconds - asyncio.get_running_loop().time())
+            sent[headers.DEADLINE_SECONDS] = f"{left_seconds:.3f}"
+        return sent, body
+
+    def every_field(self) -> Fields:
+        """Return all fields of the body; raises RequestError where it is no JSON object."""
+        if not self.has_every_field:  # the table got its first engine of others after the body was read
+            _, self.fields = read_fields(self.body, every=True)
+            self.has_every_field = True
+        return self.fields
+
+    def note_first_token(self, answer: Answer) -> float:
+        """Note that the first token came, and what the worker counted; return how long it took."""
+        self.first_token_seconds = self.seconds
+        with suppress(ValueError):  # an engine that reports no count
+            self.prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
+            self.cached_tokens = int(answer.headers.get(headers.CACHED_TOKENS, ""))
+        return self.first_token_seconds
+
+    def note_transfer(self, answer: Answer | None) -> None:
+        """Note the transfer that an answer names, also one that failed."""
+        if answer is not None:
+            self.transfer_id = answer.headers.get(headers.TRANSFER_ID) or self.transfer_id
+
+    def log_failed_leg(self, leg: str, instance: str, reason: str) -> None:
+        """Write the log line and the span's event of a leg that failed at an instance."""
+        ids = {"request_id": self.request_id, "transfer_id": self.transfer_id}
+        log.warning(line("leg failed", **ids, leg=leg, instance=instance, reason=reason))
+        self.span.event("leg failed", leg=leg, instance=instance, reason=reason)
+
+    def close(self) -> None:
+        """Write the access log line and end the span, both of the same fields."""
+        if self.outcome in ("failed", "rejected"):
+            self.span.fail(self.reason or f"HTTP {self.status}")
+        fields = self._log_fields()
+        if log.isEnabledFor(logging.INFO):
+            trace_id, seconds = self.span.context.trace_id, self.seconds
+            tell(log, line("request", **fields, trace_id=trace_id, seconds=seconds, reason=self.reason))
+        self.span.set(**fields)
+        self.span.end()
+
+    def _log_fields(self) -> dict[str, str | int]:
+        fields: dict[str, str | int] = {
+            "request_id": self.request_id,
+            "transfer_id": self.transfer_id,
+            "decision": self.decision,
+            "outcome": self.outcome,
+            "estimated_tokens": self.total_tokens,
+        }
+        if self.client:
+            fields["client"] = self.client
+        if self.resumes:
+            fields["resumes"] = self.resumes
+        if self.status is not None:
+            fields["status"] = self.status
+        if self.route is not None:
+            prefilled_by = self.route.prefill or self.route.decode
+            fields |= {
+                "pool": prefilled_by.pool,
+                "cluster": prefilled_by.cluster,
+                "prefill_instance": prefilled_by.name,
+                "decode_instance": self.route.decode.name,
+                "threshold_tokens": self.threshold_tokens,
+                "why": self.route.reason,
+            }
+        return fields
+
+
+def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
+    """Return a body's model, and its other fields: every one, or those that the gateway itself needs.
+
+    Raises:
+        RequestError: 400, it is not a JSON object with a model.
+
+    """
+    try:
+        if every:
+            fields = _every_field.decode(body)
+            return _model.decode(fields.get("model", b"null")), fields
+        known = _known_fields.decode(body)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"the request body is not valid: {error}; model names the model, a string", param="model"
+        ) from error
+    except UNREADABLE as error:
+        raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from error
+    return known.model, {name: raw for name in _PROMPT_FIELDS if (raw := getattr(known, name)) is not _ABSENT}
+
+
+def _only_once(http: web.Request) -> Mapping[str, str]:
+    """Return the headers, of which those that carry preferences may not come twice: one of them would be ignored."""
+    for name in (headers.DATACENTERS, headers.OFFLOAD, headers.DEADLINE_SECONDS):
+        if name in http.headers and len(http.headers.getall(name)) > 1:
+            raise RequestError(f"the header {name} comes twice; send it once", code="invalid_header", param=name)
+    return http.headers
+
+
+def _read_deadline(http: web.Request) -> float | None:
+    text = http.headers.get(headers.DEADLINE_SECONDS)
+    return None if text is None else asyncio.get_running_loop().time() + read_deadline_seconds(text)
+
+
+async def _read_body(http: web.Request, limits: Limits, deadline_seconds: float | None) -> bytes:
+    too_large = RequestError(
+        f"the request body exceeds {limits.request_bytes} bytes; send a shorter prompt",
+        status=413,
+        code="request_too_large",
+    )
+    if (http.content_length or 0) > limits.request_bytes:
+        raise too_large
+    latest_seconds = asyncio.get_running_loop().time() + limits.idle_seconds
+    try:
+        async with asyncio.timeout_at(min(latest_seconds, deadline_seconds or latest_seconds)):
+            return await http.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise too_large from error
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise RequestError(f"the body does not have the encoding or length that its headers say: {error}") from error
+    except TimeoutError as error:
+        if deadline_seconds is not None and deadline_seconds < latest_seconds:
+            raise DeadlineError("the deadline passed before the request's body was there") from error
+        message = f"the request body did not arrive within {limits.idle_seconds:g} s"
+        raise RequestError(message, status=408, code="request_timeout") from error

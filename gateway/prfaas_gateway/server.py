@@ -1,0 +1,318 @@
+"""The gateway process: its HTTP applications, and its life from the first socket to the drain on SIGTERM.
+
+There is the public application with the OpenAI endpoints, and the control socket of the scheduler sidecar.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from prfaas.errors import ConfigError, RequestError
+from prfaas.kube import KubeSession
+from prfaas.telemetry.tracing import tracing_from_environment
+from prfaas.wire import openapi
+from prfaas.wire.control import ThresholdUpdate
+from prfaas_gateway.attempts import GatewayParts
+from prfaas_gateway.auth import Auth, KeyRing
+from prfaas_gateway.dashboard import Dashboard, RequestHistory
+from prfaas_gateway.dispatch import Dispatcher
+from prfaas_gateway.engines import Engines
+from prfaas_gateway.kv.manager import KvManager
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.metrics import GatewayMetrics
+from prfaas_gateway.openai import UNREADABLE, error_response, model_card
+from prfaas_gateway.state import GatewayState
+from prfaas_gateway.table import RoleTeller, follow_configmap, follow_file, read_file
+from prfaas_gateway.upstream import GatewayCredentials, Upstream
+
+log = logging.getLogger(__name__)
+
+RELAYED: Final = ("/v1/chat/completions", "/v1/completions")
+KEPT_SECONDS: Final = 1.0
+"""A client whose stream has just ended asks the next thing on the same connection, which was kept for it."""
+LOOK_SECONDS: Final = 0.05
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class GatewayConfig(NamedTuple):
+    """What the command line says. The table comes from `routes_file`, or else from `policy` in `namespace`."""
+
+    host: str
+    port: int
+    policy: str = ""
+    namespace: str = ""
+    routes_file: Path | None = None
+    control_socket: Path | None = None
+    tls_dir: Path | None = None
+    keys_dir: Path | None = None
+    drain_seconds: float = 30.0
+    limits: Limits = Limits()
+
+
+class RunningGateway(NamedTuple):
+    """A gateway that serves; `port` is the one it got, where it asked for any."""
+
+    parts: GatewayParts
+    port: int
+    runner: web.AppRunner
+    dispatcher: Dispatcher
+
+    @property
+    def state(self) -> GatewayState:
+        return self.parts.state
+
+
+async def run(config: GatewayConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return.
+
+    Raises:
+        ConfigError: an address, socket or file in `config` cannot be used.
+
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    # What the drain has not seen the end of has had its time.
+    async with serving(config._replace(drain_seconds=LOOK_SECONDS)) as running:
+        await stop.wait()
+        log.info("draining: %d requests in flight", running.state.in_flight)
+        await _drain(running, config)
+
+
+async def _drain(running: RunningGateway, config: GatewayConfig) -> None:
+    """Take new connections while others learn that we leave; then serve the open ones until nothing comes any more."""
+    running.state.draining = True
+    await asyncio.sleep(config.limits.linger_seconds)
+    for site in running.runner.sites:
+        await site.stop()
+    now = asyncio.get_running_loop().time
+    began = quiet_since = now()
+    while now() - quiet_since < KEPT_SECONDS and now() - began < config.drain_seconds:
+        await asyncio.sleep(LOOK_SECONDS)
+        if running.dispatcher.open_requests:
+            quiet_since = now()
+
+
+@asynccontextmanager
+async def serving(config: GatewayConfig) -> AsyncIterator[RunningGateway]:
+    """Serve while the block runs; leaving it takes nothing new and waits `drain_seconds` for what is in flight."""
+    state, metrics, history = GatewayState(config.limits), GatewayMetrics(), RequestHistory()
+    tracing = tracing_from_environment("prfaas-gateway", {"prfaas.policy": config.policy})
+    auth = Auth(KeyRing(config.keys_dir) if config.keys_dir else None)
+    credentials = GatewayCredentials(config.tls_dir) if config.tls_dir else None
+    async with Upstream(config.limits, credentials) as upstream:
+        parts = GatewayParts(
+            limits=config.limits,
+            state=state,
+            metrics=metrics,
+            engines=Engines(upstream),
+            kv=KvManager(state, upstream, metrics),
+            auth=auth,
+            history=history,
+            tracing=tracing,
+        )
+        async with (
+            _following(config, state),
+            _background(RoleTeller(state, upstream).run()),
+            _background(parts.kv.run()),
+            _background(history.watch(state)),
+        ):
+            try:
+                async with _listening(config, parts) as running:
+                    yield running
+            finally:
+                await asyncio.to_thread(tracing.close)
+
+
+@asynccontextmanager
+async def _listening(config: GatewayConfig, parts: GatewayParts) -> AsyncIterator[RunningGateway]:
+    """Serve both applications while the block runs."""
+    dispatcher = Dispatcher(parts)
+    # Cancelling the handler is how a client that leaves aborts its request at once, on the worker too.
+    public = web.AppRunner(
+        PublicApp(parts, dispatcher).build(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=config.drain_seconds,
+    )
+    control = web.AppRunner(ControlApp(parts.state).build(), access_log=None, shutdown_timeout=1.0)
+    try:
+        await _listen(public, control, config)
+        port = public.addresses[0][1]
+        log.info("listening on %s:%d", config.host, port)
+        yield RunningGateway(parts, port, public, dispatcher)
+    finally:
+        await public.cleanup()
+        await control.cleanup()
+
+
+async def _listen(public: web.AppRunner, control: web.AppRunner, config: GatewayConfig) -> None:
+    try:
+        await public.setup()
+        await web.TCPSite(public, config.host, config.port, backlog=1024).start()
+        if config.control_socket is not None:
+            await control.setup()
+            await web.UnixSite(control, str(config.control_socket)).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} or {config.control_socket}: {error}"
+        ) from error
+
+
+@asynccontextmanager
+async def _following(config: GatewayConfig, state: GatewayState) -> AsyncIterator[None]:
+    """Follow the table in the background while the block runs."""
+    if config.routes_file is not None:
+        state.set_table(read_file(config.routes_file))  # a file that cannot be read is a mistake on the command line
+        async with _background(follow_file(config.routes_file, state.set_table)):
+            yield
+        return
+    async with (
+        KubeSession.in_cluster() as session,
+        _background(follow_configmap(session, config.namespace, config.policy, state.set_table)),
+    ):
+        yield
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` beside the block. It is meant to run for ever: its failure ends the block, and with it the process."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work)
+        yield
+        task.cancel()
+
+
+class PublicApp:
+    """The OpenAI endpoints, health and metrics."""
+
+    def __init__(self, parts: GatewayParts, dispatcher: Dispatcher):
+        self._parts = parts
+        self._state = parts.state
+        self._dispatcher = dispatcher
+        parts.metrics.threshold_tokens.set_function(self._threshold_tokens)
+        parts.metrics.in_flight.set_function(lambda: parts.state.in_flight)
+
+    def build(self) -> web.Application:
+        app = web.Application(client_max_size=self._parts.limits.request_bytes)
+        for path in RELAYED:
+            app.router.add_post(path, self._dispatcher.handle)
+        app.router.add_get("/v1/models", self._for_clients(self._models))
+        app.router.add_get("/v1/models/{model:(?s:.+)}", self._for_clients(self._model))
+        app.router.add_get("/openapi.json", self._openapi)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._show_metrics)
+        Dashboard(self._state, self._parts.history).add_to(app, self._for_clients)
+        app.router.add_route("*", "/{path:(?s:.*)}", self._unknown)
+        app.on_response_prepare.append(self._close_while_draining)
+        return app
+
+    async def _close_while_draining(self, _request: web.Request, response: web.StreamResponse) -> None:
+        """While draining, make clients connect anew, to another gateway: a kept connection would die under them."""
+        if self._state.draining:
+            response.headers["Connection"] = "close"
+            response.force_close()
+
+    def _threshold_tokens(self) -> float:
+        rule = self._state.rule()
+        return rule.threshold_tokens if rule else float("nan")
+
+    def _for_clients(self, handler: Handler) -> Handler:
+        """Return a handler that answers only clients with a valid key."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            try:
+                self._parts.auth.client(request)
+            except RequestError as error:
+                return error_response(error)
+            return await handler(request)
+
+        return guarded
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        served = [model_card(self._state.table.model)] if self._state.table else []
+        return _json({"object": "list", "data": served})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if self._state.table is None or name != self._state.table.model:
+            message = f"the model {name!r} is not served here"
+            return error_response(RequestError(message, status=404, code="model_not_found", param="model"))
+        return _json(model_card(name))
+
+    async def _openapi(self, _request: web.Request) -> web.Response:
+        return _json(openapi.gateway())
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, _request: web.Request) -> web.Response:
+        if self._state.draining:
+            return web.Response(status=503, text="draining\n")
+        if self._state.table is None:
+            return web.Response(status=503, text="no routing table yet\n")
+        return web.Response(text="ok\n")
+
+    async def _show_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(self._parts.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        methods = {one for each in request.app.router.resources() for one in (await each.resolve(request))[1]} - {"*"}
+        if methods:
+            allowed = ", ".join(sorted(methods))
+            error = RequestError(
+                f"{request.path} takes {allowed}, not {request.method}", status=405, code="method_not_allowed"
+            )
+            response = error_response(error)
+            response.headers["Allow"] = allowed
+            return response
+        served = f"POST {' and '.join(RELAYED)}, GET /v1/models"
+        message = f"there is no {request.method} {request.path}; this gateway serves {served}"
+        return error_response(RequestError(message, status=404, code="unknown_url"))
+
+
+class ControlApp:
+    """The control socket; see prfaas.wire.control. Whoever can open it is trusted: it lies in the pod's own volume."""
+
+    def __init__(self, state: GatewayState):
+        self._state = state
+
+    def build(self) -> web.Application:
+        app = web.Application(client_max_size=64 * 1024)
+        app.router.add_get("/table", self._table)
+        app.router.add_put("/threshold", self._threshold)
+        app.router.add_get("/counters", self._counters)
+        return app
+
+    async def _table(self, _request: web.Request) -> web.Response:
+        if self._state.table is None:
+            return web.Response(status=503, text="no routing table yet\n")
+        return _json(self._state.table)
+
+    async def _threshold(self, request: web.Request) -> web.Response:
+        try:
+            update = msgspec.json.decode(await request.read(), type=ThresholdUpdate)
+        except UNREADABLE as error:
+            return web.Response(status=400, text=f"not a ThresholdUpdate: {error}\n")
+        self._state.push(update)
+        return web.Response(status=204)
+
+    async def _counters(self, _request: web.Request) -> web.Response:
+        return _json(self._state.counters)
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,304 @@
+"""The answer to one client: raw bytes of one worker, or of several that go on with it one after the other.
+
+An OpenAI client takes a stream that simply ends for a complete one. So a stream that breaks off, and that no other
+worker goes on with, gets an error event and no [DONE]. Where the format has no room for an error, the connection is cut
+short of what it announced. StreamLog keeps what another worker needs to go on with a stream.
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Final, Self
+
+import aiohttp
+from aiohttp import web
+
+from prfaas.errors import BadInputError
+from prfaas.wire import headers
+from prfaas.wire.resume import CUT, DONE, MAX_DOCUMENT_BYTES, Resume, Sent, comments_of, encode_resume, read_comments
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.openai import error_body, read_error, relayed_headers
+from prfaas_gateway.upstream import Answer
+
+EVENT_STREAM: Final = "text/event-stream"
+CODE_BROKEN: Final = "stream_broken"
+STARTED: Final = web.RequestKey("started", web.StreamResponse)
+"""The streamed answer of a request, once its headers are on their way."""
+LOGGED_RAW_BYTES: Final = 64 << 10
+MAX_HELD_BYTES: Final = 4 << 20
+"""A worker that sends so much without a place to cut is none of ours: it counts as dead."""
+_ENDS: Final = (CUT, DONE)
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection, or stopped reading."""
+
+
+class BrokenOffError(Exception):
+    """The worker died in the middle of its answer, and the client was not told."""
+
+
+class AnswerStream:
+    """The answer to one client while it is streamed.
+
+    Args:
+        http: the client's request.
+        response: its answer, prepared.
+        log: what the client has, where another worker could go on; None where none could.
+
+    """
+
+    def __init__(self, http: web.Request, response: web.StreamResponse, log: "StreamLog | None"):
+        self.response = response
+        self.log = log
+        self._http = http
+        self._tail = b""
+
+    async def relay(self, answer: Answer, limits: Limits) -> None:
+        """Pass on a worker's answer to its end, which ends the client's answer too.
+
+        Raises:
+            BrokenOffError: the worker died, or fell silent.
+            ClientGoneError: the client is gone.
+
+        """
+        try:
+            await self._pump(answer, limits)
+            await self.response.write_eof()
+        except (OSError, aiohttp.ClientError) as error:
+            raise ClientGoneError(str(error)) from error
+
+    async def break_off(self, reason: str) -> None:
+        """Tell the client, in the answer's own format, that it is not whole: in a worker's words if it sent any.
+
+        Raises:
+            ClientGoneError: the client is gone.
+
+        """
+        end_of_event = b"" if self._tail in (b"", b"\n\n") else b"\n\n"
+        event = self.log.error_event if self.log is not None else b""
+        try:
+            if event:
+                self.response.force_close()
+                await self.response.write(end_of_event + event)
+                await self.response.write_eof()
+            else:
+                await end_in_error(self._http, self.response, reason, CODE_BROKEN, end_of_event)
+        except (OSError, aiohttp.ClientError) as error:
+            raise ClientGoneError(str(error)) from error
+
+    async def _pump(self, answer: Answer, limits: Limits) -> None:
+        """Pass pieces on until the answer ends. One timer watches both sides."""
+        log, write, read = self.log, self.response.write, answer.content.readany
+        stall_seconds = limits.idle_seconds if log is None else limits.stall_seconds
+        awaiting_worker = True
+        try:
+            async with StallTimer(stall_seconds) as timer:
+                while piece := await read():
+                    if log is not None and not (piece := log.take(piece)):
+                        timer.moved(stall_seconds)
+                        continue
+                    awaiting_worker = False
+                    timer.moved(limits.idle_seconds)
+                    await write(piece)
+                    awaiting_worker = True
+                    self._tail = piece[-2:]
+                    timer.limit_seconds = stall_seconds
+        except (OSError, aiohttp.ClientError, BadInputError) as error:  # TimeoutError is an OSError
+            if not awaiting_worker:
+                raise
+            if log is None or not log.is_whole:
+                reason = f"the worker's stream broke off: {type(error).__name__} {error}".rstrip()
+                raise BrokenOffError(reason) from error
+        if log is not None and not log.is_whole:
+            raise BrokenOffError("the worker's stream ended before the answer was whole")
+
+
+async def begin_answer(http: web.Request, answer: Answer, added: dict[str, str]) -> AnswerStream | web.Response:
+    """Begin to send an answer with our own headers `added` (lower-case names); return one that is there whole.
+
+    Raises:
+        ClientGoneError: the client is gone.
+
+    """
+    kept = relayed_headers(answer.headers, added)
+    if answer.body is not None:
+        return web.Response(status=answer.status, headers=kept, body=answer.body)
+    response = web.StreamResponse(status=answer.status, headers=kept)
+    if length := answer.headers.get("Content-Length"):
+        response.content_length = int(length)
+    http[STARTED] = response
+    try:
+        await response.prepare(http)
+    except (OSError, aiohttp.ClientError) as error:
+        raise ClientGoneError(str(error)) from error
+    return AnswerStream(http, response, _log_of(answer))
+
+
+async def end_in_error(
+    http: web.Request, response: web.StreamResponse, reason: str, code: str, end_of_event: bytes = b"\n\n"
+) -> None:
+    """End an answer that has begun: with an error event, or where its format has none, by cutting the connection.
+
+    Args:
+        http: the client's request.
+        response: its answer so far.
+        reason: a sentence for the client.
+        code: OpenAI-style error code.
+        end_of_event: ends an event that was cut in the middle; after a whole one it is harmless.
+
+    """
+    response.force_close()
+    if response.content_type != EVENT_STREAM:
+        if http.transport is not None:
+            http.transport.close()
+        return
+    event = b"data: " + error_body(reason, "server_error", code) + b"\n\n"
+    await response.write(end_of_event + event)
+    await response.write_eof()
+
+
+def _log_of(answer: Answer) -> "StreamLog | None":
+    """Return the log of an answer that another worker could go on with."""
+    fingerprint = answer.headers.get(headers.RESUMABLE)
+    cached_tokens = answer.headers.get(headers.CACHED_TOKENS, "")
+    if answer.status != 200 or fingerprint is None or not (cached_tokens.isdecimal() and cached_tokens.isascii()):
+        return None
+    return StreamLog(fingerprint, int(cached_tokens))
+
+
+class StreamLog:
+    """What one client has of a stream, so that another worker can go on with it.
+
+    Nearly every stream ends well, so nearly nothing is done for it: the log keeps what goes to the client as it came,
+    and reads it only when the worker dies. A long log keeps only the comments, some 20 bytes a token. That bounds it to
+    LOGGED_RAW_BYTES and the stream's tokens, which the model's context bounds.
+
+    A piece from the worker may end anywhere. Bytes behind the last place where the stream may be cut wait for the rest:
+    the client could not be made to forget half an event, or one whose tokens the worker has not told yet.
+    """
+
+    def __init__(self, fingerprint: str, cached_tokens: int):
+        self._fingerprint = fingerprint
+        self._cached_tokens = cached_tokens
+        self._comments: list[bytes] = []
+        self._raw: list[bytes] = []
+        self._raw_bytes = 0
+        self._held = b""
+        self._last = b""
+        self.pieces = 0
+        """Passed on so far: it grows while the stream gets on."""
+        self.error_event = b""
+        """The last error event that a worker ended with."""
+        self.is_refused = False
+        """Whether the worker that died last ended with an error that every worker would answer."""
+
+    def take(self, piece: bytes) -> bytes:
+        """Take in what came from the worker, and return what may go to the client now.
+
+        Raises:
+            BadInputError: nowhere in so much may the stream be cut.
+
+        """
+        if self._held:
+            piece = self._held + piece
+            self._held = b""
+        if not piece.endswith(_ENDS):
+            cut = piece.rfind(CUT) + len(CUT) if CUT in piece else 0
+            piece, self._held = piece[:cut], piece[cut:]
+            if len(self._held) > MAX_HELD_BYTES:
+                raise BadInputError(f"{MAX_HELD_BYTES} bytes of a stream that can be resumed tell of no token")
+        if piece:
+            self.pieces += 1
+            self._last = piece
+            self._raw.append(piece)
+            self._raw_bytes += len(piece)
+            if self._raw_bytes > LOGGED_RAW_BYTES:
+                self._shorten()
+        return piece
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the client has all of it."""
+        return self._last.endswith(DONE)
+
+    def worker_died(self) -> None:
+        """Forget what the worker had begun to send, since the next one begins behind the last cut; keep its error."""
+        held, self._held = self._held, b""
+        *_, event = held.removesuffix(b"\n\n").split(b"\n\n")
+        error = read_error(event.removeprefix(b"data: "))
+        self.error_event = held if error else self.error_event
+        self.is_refused = error.get("type") == "invalid_request_error"
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether what workers told is sound, and not too much to be told again."""
+        try:
+            return len(self.document()) <= MAX_DOCUMENT_BYTES
+        except BadInputError:
+            return False
+
+    def document(self) -> bytes:
+        """Return what another worker needs to go on. Raises BadInputError: what the worker told are no tokens."""
+        return encode_resume(self.resume())
+
+    def resume(self) -> Resume:
+        """Return the document of all that the client has; raises as `document` does."""
+        self._shorten()
+        choices: dict[int, Sent] = {}
+        for told in read_comments(b"".join(self._comments)):
+            before = choices.get(told.choice)
+            token_ids = before.token_ids if before else []
+            token_ids += told.token_ids
+            choices[told.choice] = Sent(token_ids, told.characters, told.reason)
+        return Resume(self._fingerprint, self._cached_tokens, choices)
+
+    def _shorten(self) -> None:
+        """Keep only the comments of what was passed on."""
+        if self._raw:
+            self._comments.append(comments_of(b"".join(self._raw)))
+            self._raw, self._raw_bytes = [], 0
+
+
+class StallTimer:
+    """A block that ends in TimeoutError once nothing has moved in it for too long. Use as an async context manager.
+
+    It looks now and then whether anything has moved. To move a timer with every piece would cost about as much as the
+    piece, and leave a cancelled one behind each time.
+
+    Args:
+        limit_seconds: how long that is; may be changed within the block.
+
+    """
+
+    def __init__(self, limit_seconds: float):
+        self.limit_seconds = limit_seconds
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
+        self._moved_seconds = self._now()
+        self._timeout = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def moved(self, limit_seconds: float) -> None:
+        """Count anew from now on, up to this limit."""
+        self._moved_seconds = self._now()
+        self.limit_seconds = limit_seconds
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._look()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if self._timer is not None:
+            self._timer.cancel()
+        return await self._timeout.__aexit__(kind, error, trace)
+
+    def _look(self) -> None:
+        due_seconds = self._moved_seconds + self.limit_seconds
+        if self._now() >= due_seconds:
+            self._timeout.reschedule(self._now())
+        else:
+            # A limit that becomes shorter meanwhile is noticed late, by as much at most.
+            self._timer = self._loop.call_at(due_seconds, self._look)

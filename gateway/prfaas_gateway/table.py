@@ -1,0 +1,134 @@
+"""Follows the routing table, and tells convertible instances the role that it gives them.
+
+The table comes from the operator's ConfigMap, which is watched, or from the same document in a file, which is polled. A
+damaged or missing document never takes away the table in use: an old table serves better than none.
+"""
+
+import asyncio
+import base64
+import binascii
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from prfaas.errors import ConfigError, PrfaasError, ProtocolError
+from prfaas.kube import KubeSession, ObjectRef, watch_object
+from prfaas.kube.session import CONFIG_MAP
+from prfaas.names import ROUTES_KEY, routes_configmap
+from prfaas.util import WatchedFiles
+from prfaas.wire.routes import Instance, RoutingTable, decode
+from prfaas_gateway.state import GatewayState
+from prfaas_gateway.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 0.25
+AGAIN_SECONDS: Final = 30.0
+RETRY_SECONDS: Final = 1.0
+WAIT_SECONDS: Final = 2.0
+AT_ONCE: Final = 16
+
+OnTable = Callable[[RoutingTable], None]
+
+
+async def follow_configmap(session: KubeSession, namespace: str, policy: str, on_table: OnTable) -> None:
+    """Call `on_table` with every new version of the policy's table, for ever."""
+    ref = ObjectRef(CONFIG_MAP, namespace, routes_configmap(policy))
+    last: RoutingTable | None = None
+    async for current in watch_object(session, ref):
+        if current is None:
+            log.warning("%s does not exist; %s", ref, "keeping the last table" if last else "waiting for the operator")
+            continue
+        try:
+            table = read_configmap(current)
+        except ProtocolError as error:
+            log.error("%s: %s; keeping the last table", ref, error)
+            continue
+        if table != last:
+            last = table
+            on_table(table)
+
+
+def read_configmap(current: dict[str, Any]) -> RoutingTable:
+    """Return the table in a ConfigMap. Raises ProtocolError when there is none that can be read."""
+    try:
+        document = base64.b64decode(current["binaryData"][ROUTES_KEY], validate=True)
+    except (KeyError, TypeError, binascii.Error) as error:
+        raise ProtocolError(f"binaryData[{ROUTES_KEY!r}] is missing or not base64") from error
+    return decode(document)
+
+
+def read_file(path: Path) -> RoutingTable:
+    """Return the table in a file, JSON or gzip JSON. Raises ConfigError when there is none that can be read."""
+    try:
+        return decode(path.read_bytes())
+    except (OSError, ProtocolError) as error:
+        raise ConfigError(f"--routes-file {path}: {error}") from error
+
+
+async def follow_file(path: Path, on_table: OnTable, interval_seconds: float = 0.5) -> None:
+    """Call `on_table` with the file's table, and again whenever the file changes, for ever."""
+    file = WatchedFiles([path])
+    while True:
+        if file.changed():
+            try:
+                on_table(read_file(path))
+            except ConfigError as error:
+                log.error("%s; keeping the last table", error)
+        await asyncio.sleep(interval_seconds)
+
+
+class _Told(NamedTuple):
+    role: str
+    url: str
+    until_seconds: float
+
+
+class RoleTeller:
+    """Tells convertible instances the role in which the routing table has them: PUT /v1/role at each.
+
+    Routing does not wait for that, because any worker serves any leg: the role only says how an engine divides its
+    steps. So a failed call costs smoothness for a moment and no request, and is made again. Every gateway tells all
+    instances of its table, and again after a while: a worker that began anew inside its pod has forgotten its role.
+    Sequences that run when a role changes go on to their end.
+    """
+
+    def __init__(self, state: GatewayState, upstream: Upstream):
+        self._state = state
+        self._upstream = upstream
+        self._told: dict[str, _Told] = {}
+
+    async def run(self) -> None:
+        while True:
+            await self.tell_due()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def tell_due(self) -> None:
+        """Tell every instance that does not know its role, or was told it long ago."""
+        table = self._state.table
+        instances = [one for one in table.instances if one.convertible and one.state == "Ready"] if table else []
+        self._told = {one.name: self._told[one.name] for one in instances if one.name in self._told}
+        turn = asyncio.Semaphore(AT_ONCE)
+        await asyncio.gather(*(self._tell(one, turn) for one in instances if self._is_due(one)))
+
+    def _is_due(self, one: Instance) -> bool:
+        told = self._told.get(one.name)
+        return told is None or (told.role, told.url) != (one.role, one.url) or told.until_seconds <= self._state.clock()
+
+    async def _tell(self, one: Instance, turn: asyncio.Semaphore) -> None:
+        known, body = self._told.get(one.name), msgspec.json.encode({"role": one.role})
+        async with turn:
+            try:
+                status = await self._upstream.put(one, "/v1/role", body, WAIT_SECONDS)
+                failure = "" if status < 400 else f"HTTP {status}"
+            except (PrfaasError, TimeoutError) as error:
+                failure = str(error)
+        if failure:
+            log.warning("instance %s was not told its role %s: %s; again soon", one.name, one.role, failure)
+        elif known is None or known.role != one.role:
+            log.info("instance %s was told its role: %s", one.name, one.role)
+        pause_seconds = RETRY_SECONDS if failure else AGAIN_SECONDS
+        self._told[one.name] = _Told(one.role, one.url, self._state.clock() + pause_seconds)
