@@ -130,7 +130,6 @@ def _not_from_here(member: MemberCluster, error: PrfaasError) -> Finding:
 
 
 async def _rights(there: ClusterClient) -> dict[str, bool]:
-    """Ask for every right that the member's Role gives, verb by verb."""
     (role,) = [one for one in account.member_account(there.namespace) if one["kind"] == kinds.ROLE.name]
     asked: list[tuple[str, dict[str, str]]] = []
     for rule in role["rules"]:
@@ -181,7 +180,6 @@ async def _connects(host: str, port: int) -> bool:
 
 
 def is_well(findings: Iterable[Finding]) -> bool:
-    """Tell whether nothing failed."""
     return all(finding.level != "failed" for finding in findings)
 
 
@@ -189,7 +187,7 @@ def operators_view(member: MemberCluster) -> Finding:
     """Return what the operator last wrote about a member."""
     ready = next((one for one in member.status.conditions if one.type == READY), None)
     if ready is None:
-        return Finding("operator", "failed", "no operator has looked at it; see `kubectl get deploy prfaas-operator`")
+        return Finding("operator", "failed", "no operator has reconciled it; see `kubectl get deploy prfaas-operator`")
     return Finding("operator", "ok" if ready.status == "True" else "failed", f"{ready.reason}: {ready.message}")
 
 

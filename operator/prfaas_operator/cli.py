@@ -77,12 +77,12 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     """Register a member cluster. Example: prfaas cluster join prefill-eu --context eu --link-mbps 1000."""
     if context is None and kubeconfig is None:
         raise typer.BadParameter("name the member cluster by --context, --kubeconfig or both")
-    place = KubeContext(kubeconfig, context, member_namespace or namespace)
+    target = KubeContext(kubeconfig, context, member_namespace or namespace)
     registration = Registration(
-        name, place.namespace, link_mbps, round_trip_millis, addressing.value, datacenter, region
+        name, target.namespace, link_mbps, round_trip_millis, addressing.value, datacenter, region
     )
     hub = KubeContext(hub_kubeconfig, hub_context, namespace)
-    live = asyncio.run(work.join(hub, place, registration, server, token_days, wait_seconds))
+    live = asyncio.run(work.join(hub, target, registration, server, token_days, wait_seconds))
     cluster = read(MemberCluster, live)
     if output is OutputForm.JSON:
         typer.echo(json.dumps(_facts(cluster, ())))

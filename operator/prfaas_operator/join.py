@@ -87,13 +87,12 @@ async def _until_ready(hub: ClusterClient, name: str, wait_seconds: float) -> Ob
         if ready and ready.status == "True" and ready.observed_generation == generation:
             return live
         if time.monotonic() > deadline:
-            why = f"{ready.reason}: {ready.message}" if ready else "no operator has looked at it; is it installed?"
+            why = f"{ready.reason}: {ready.message}" if ready else "no operator has reconciled it; is it installed?"
             raise ConfigError(f"MemberCluster {name} is registered, but not Ready after {wait_seconds:g} s: {why}")
         await asyncio.sleep(POLL_SECONDS)
 
 
 def ready_condition(live: Object) -> Condition | None:
-    """Return the condition Ready of an object, if it has one."""
     conditions = (live.get("status") or {}).get("conditions") or ()
     return next((Condition.model_validate(one) for one in conditions if one.get("type") == READY), None)
 
@@ -128,7 +127,7 @@ async def _until_gone(hub: ClusterClient, name: str, wait_seconds: float) -> Non
     while (live := await hub.get(kinds.MEMBER_CLUSTER, name)) is not None:
         if time.monotonic() > deadline:
             ready = ready_condition(live)
-            why = ready.message if ready else "no operator has looked at it"
+            why = ready.message if ready else "no operator has reconciled it"
             raise ConfigError(f"MemberCluster {name} is being deleted, but still there after {wait_seconds:g} s: {why}")
         await asyncio.sleep(POLL_SECONDS)
 

@@ -58,7 +58,6 @@ TOKEN_EXPIRES = Gauge(
 
 
 def count_request(cluster: str, verb: str, code: str) -> None:
-    """Count one call to an API server."""
     API_REQUESTS.labels(cluster, verb, code).inc()
 
 
@@ -84,7 +83,6 @@ def contacted(cluster: str, now: float) -> None:
 
 
 def reconciled(kind: str, name: str, *, ready: bool) -> None:
-    """Note how a reconcile of an object ended."""
     OBJECT_READY.labels(kind, name).set(ready)
 
 
@@ -107,12 +105,10 @@ def forget_object(kind: str, name: str) -> None:
 
 
 def forget_certificate(cluster: str) -> None:
-    """Stop reporting the certificate of a cluster that is no more."""
     CERTIFICATE_EXPIRES.remove(cluster)
 
 
 def forget_member(cluster: str) -> None:
-    """Stop reporting a member that is no more."""
     CONTACT_AGE.remove(cluster)
     TOKEN_EXPIRES.remove(cluster)
 

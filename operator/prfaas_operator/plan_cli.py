@@ -41,8 +41,8 @@ def read(kubeconfig: Path | None, context: str | None, namespace: str, policy: s
     return asyncio.run(_read(KubeContext(kubeconfig, context, namespace), policy))
 
 
-async def _read(place: KubeContext, policy: str | None) -> PlanFile:
-    async with open_context(place) as there:
+async def _read(target: KubeContext, policy: str | None) -> PlanFile:
+    async with open_context(target) as there:
         return plan_file(await _facts(there.cluster, policy))
 
 

@@ -45,17 +45,17 @@ def status(
     ] = OutputForm.TABLE,
 ) -> None:
     """Show both clusters, pools, link, threshold and what is wrong. Example: prfaas status --watch."""
-    place = KubeContext(kubeconfig, context, namespace)
+    target = KubeContext(kubeconfig, context, namespace)
     console = Console()
     try:
-        asyncio.run(_follow(place, console, output) if watch else _once(place, console, output))
+        asyncio.run(_follow(target, console, output) if watch else _once(target, console, output))
     except KeyboardInterrupt:
         if not watch:
             raise
 
 
-async def _once(place: KubeContext, console: Console, output: OutputForm) -> None:
-    async with open_context(place) as there:
+async def _once(target: KubeContext, console: Console, output: OutputForm) -> None:
+    async with open_context(target) as there:
         view = await look(there.cluster)
     _show(view, console, output)
 
@@ -73,9 +73,9 @@ def _title(view: Overview) -> str:
     return f"prfaas in namespace {view.namespace}, {datetime.now():%H:%M:%S}"
 
 
-async def _follow(place: KubeContext, console: Console, output: OutputForm) -> None:
+async def _follow(target: KubeContext, console: Console, output: OutputForm) -> None:
     """Show the present state again and again; an API server that does not answer is said, and waited for."""
-    async with open_context(place) as there:
+    async with open_context(target) as there:
         if output is OutputForm.JSON or not console.is_terminal:
             await _follow_changes(there.cluster, console, output)
             return

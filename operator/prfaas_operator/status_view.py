@@ -21,7 +21,7 @@ from prfaas_operator.plan.conditions import READY
 from prfaas_operator.plan.pool_status import Pool, role_of
 
 NOT_SEEN: Final = "NotSeenYet"
-"""Why an object is not ready that no operator has looked at."""
+"""Why an object is not ready that no operator has reconciled."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ class Overview:
     failing: tuple[FailingCondition, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return asdict(self)
 
 
@@ -177,7 +176,7 @@ def _policy(policy: PrfaaSPolicy) -> PolicyView:
 
 def _failing(one: Resource) -> Iterable[FailingCondition]:
     if not _conditions(one):
-        message = "no operator has looked at it; see `kubectl get deploy prfaas-operator`"
+        message = "no operator has reconciled it; see `kubectl get deploy prfaas-operator`"
         yield FailingCondition(one.kind_name, one.metadata.name, READY, NOT_SEEN, message, "")
     said: set[tuple[str, str]] = set()
     for condition in sorted(_conditions(one), key=lambda condition: condition.type != READY):
@@ -194,7 +193,6 @@ GOOD, BAD, DIM = "green", "red", "dim"
 
 
 def drawn(view: Overview, title: str) -> RenderableType:
-    """Return an overview as rich draws it."""
     return Group(
         Text(title, style="bold"),
         _draw_clusters(view),
@@ -260,7 +258,6 @@ def _draw_policy(policy: PolicyView) -> Text:
 
 
 def policy_words(policy: PolicyView) -> str:
-    """Return what a policy does, in a line."""
     words = [f"serves {policy.model}"]
     if policy.mode == "Disabled":
         words.append("offloads nothing")

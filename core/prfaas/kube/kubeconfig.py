@@ -69,7 +69,6 @@ def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONN
 
 
 def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
-    """Return the cluster and the user of a context."""
     named = os.environ.get("KUBECONFIG", "").split(os.pathsep)
     paths = [path] if path else [Path(one) for one in named if one] or [Path.home() / ".kube" / "config"]
     found: dict[str, dict[str, Entry]] = {"contexts": {}, "clusters": {}, "users": {}}
@@ -131,7 +130,6 @@ class _ExecPlugin:
         self._ends: datetime | None = None
 
     def authorization(self) -> str:
-        """Return the header of a call."""
         if self._ends is not None and datetime.now(UTC) > self._ends - RENEW_BEFORE:
             self.run()
         return f"Bearer {self._token}" if self._token else ""

@@ -78,7 +78,6 @@ class ObjectRef(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Path of the object itself."""
         return self.kind.path(self.namespace, self.name)
 
     def __str__(self) -> str:
@@ -154,7 +153,6 @@ class KubeSession:
         self._client = aiohttp.ClientSession(connector=connector, trust_env=False)
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -234,7 +232,6 @@ class KubeSession:
 
 
 def bearer(token: str) -> Authorization:
-    """Return the authorization by a token that stays."""
     return lambda: f"Bearer {token}"
 
 

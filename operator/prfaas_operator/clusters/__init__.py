@@ -1,1 +1,1 @@
-"""Access to API servers. Only this package imports the Kubernetes client; everything else sees `api.Cluster`."""
+"""Access to API servers. Everything else in the operator calls them through `client.ClusterClient`."""

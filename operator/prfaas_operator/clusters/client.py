@@ -94,7 +94,6 @@ class ServerClock:
             return
 
     def now(self) -> datetime:
-        """Return what the clock shows."""
         if self._ahead_seconds is None:
             return datetime.now(UTC)
         return datetime.fromtimestamp(self._ahead_seconds + self._monotonic(), UTC)
@@ -143,7 +142,6 @@ class ClusterClient:
         return self._clock.now()
 
     async def get(self, kind: ObjectKind, name: str) -> Object | None:
-        """Return one object, None when there is none."""
         try:
             return await self._call("GET", kind.path(self.namespace, name), f"{kind.name} {name}")
         except _NotFoundError:
@@ -172,7 +170,6 @@ class ClusterClient:
                 raise errors.KindNotServedError(f"{self._label} does not tell of {kind.plural} in its discovery yet")
 
     async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
-        """Return all objects by label selector."""
         page = await self.page(kind, selector=selector)
         items = page.items
         while page.next_page:
@@ -265,7 +262,6 @@ class ClusterClient:
         return bool((await self._call("POST", path, "access review", body=review))["status"]["allowed"])
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._session.close()
 
     async def _call(self, method: str, path: str, what: str, *, at_once: bool = False, **sent: Any) -> Object:

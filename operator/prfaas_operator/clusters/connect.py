@@ -45,7 +45,6 @@ def hub_session() -> KubeSession:
 
 
 def connect_hub(namespace: str, gate: Gate = OPEN) -> ClusterClient:
-    """Connect to the hub."""
     return ClusterClient(hub_session(), namespace, "hub", gate=gate)
 
 

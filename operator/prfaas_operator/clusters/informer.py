@@ -112,7 +112,6 @@ class Informer(Generic[T]):
             page = await self._cluster.page(self._kind, selector=self._selector, after=page.next_page)
 
     def _replace(self, found: dict[str, _Known[T]]) -> None:
-        """Replace all items by what exists now."""
         old, self.items = self.items, {name: known.item for name, known in found.items()}
         self._versions = {name: known.version for name, known in found.items()}
         self.synced.set()

@@ -31,28 +31,28 @@ class Throttle:
         self._clock = clock
         self._calls = RateBucket(CALLS_PER_SECOND, BURST_CALLS, clock())
         self._rest_until = float("-inf")
-        self._line = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
     @contextlib.asynccontextmanager
     async def under_way(self, *, at_once: bool = False) -> AsyncIterator[bool]:
-        """Wait in line and for a turn, and hold a place among the calls under way for as long as the block runs.
+        """Wait in the queue and for a turn, and be one of the calls under way for as long as the block runs.
 
-        Gives False where patience did not last; then no call may be made. A probe goes `at_once`, past the line: that a
-        server is dead has to be found while others wait for it.
+        Gives False where patience did not last; then no call may be made. A probe goes `at_once`, past the queue: a
+        dead server has to be found while others wait for it.
         """
         if at_once:
             yield await self.turn()
             return
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await self._line.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             yield False
             return
         try:
             yield await self.turn()
         finally:
-            self._line.release()
+            self._slots.release()
 
     async def turn(self) -> bool:
         """Wait until a call may be made; return False at once where that takes longer than patience lasts."""
@@ -67,7 +67,6 @@ class Throttle:
         return True
 
     def rest(self, seconds: float) -> None:
-        """Make no call for a while."""
         self._rest_until = max(self._rest_until, self._clock() + min(seconds, LONGEST_REST_SECONDS))
 
     @property

@@ -49,7 +49,6 @@ class ChildCache:
         return informer.items[name].version
 
     def follows_all(self) -> bool:
-        """Tell whether every kind is followed."""
         return all(informer.is_fresh for informer in self.followed.values())
 
     def pool_uids(self, *kinds: ObjectKind) -> set[str] | None:

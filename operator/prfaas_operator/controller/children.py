@@ -112,7 +112,6 @@ class Children:
         self._applied: dict[Ref, dict[tuple[str, str], Applied]] = {}
 
     def forget(self, owner: Ref) -> None:
-        """Drop what is remembered of an owner that is gone."""
         self._applied.pop(owner, None)
 
     def follows_all(self, cluster: ClusterClient) -> bool:

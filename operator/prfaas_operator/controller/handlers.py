@@ -157,7 +157,6 @@ class ProgressStorage(kopf.AnnotationsProgressStorage):
     """Progress in annotations; a record that is none counts as absent."""
 
     def fetch(self, **kwargs: Any) -> Any:
-        """Return a handler's record."""
         try:
             found: Any = super().fetch(**kwargs)
             record = msgspec.convert(found or {}, _Progress)
@@ -178,7 +177,6 @@ class DiffBaseStorage(kopf.AnnotationsDiffBaseStorage):
     """The last handled state in an annotation; one that is none counts as absent."""
 
     def fetch(self, **kwargs: Any) -> Any:
-        """Return the last handled essence."""
         try:
             found: Any = super().fetch(**kwargs)
             msgspec.convert(found or {}, _Essence)

@@ -103,7 +103,6 @@ class HubView:
         return self._objects.get(ref)
 
     def all(self, kind: ObjectKind) -> list[Object]:
-        """Return all objects of one of our kinds."""
         return [body for ref, body in self._objects.items() if ref.kind == kind]
 
     def named(self, kind: ObjectKind, model: type[R], names: Iterable[str]) -> dict[str, R]:
@@ -125,7 +124,6 @@ class HubView:
         return {name: reference.get("name", "") for name, reference in references.items()}
 
     def clusters_in_use(self) -> set[str]:
-        """Return the MemberClusters that PrefillPools name."""
         return {pool.cluster for pool in self.sharers.values()}
 
     def observed(self) -> ObservedCluster:
@@ -133,7 +131,6 @@ class HubView:
         return ObservedCluster(tuple(self.pods.items.values()) if self.pods.synced.is_set() else None, reachable=True)
 
     def gateway_pods(self) -> list[PodFacts]:
-        """Return the gateways' pods that take new requests."""
         return [pod for pod in self.pods.items.values() if not pod.pool_uid and not pod.terminating]
 
     def _wake(self, ref: Ref, *, changed: bool) -> None:

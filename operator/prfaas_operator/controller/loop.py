@@ -144,7 +144,6 @@ def _pause_seconds(result: ReconcileResult) -> float:
 
 
 def _cluster(ref: Ref, live: Object) -> str:
-    """Return the cluster that an object is about."""
     return ref.name if ref.kind == MEMBER_CLUSTER else live["spec"].get("clusterName") or HUB
 
 

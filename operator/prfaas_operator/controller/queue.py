@@ -77,17 +77,14 @@ class ReconcileQueue:
         return self._wakers[ref]
 
     def wake(self, ref: Ref) -> None:
-        """Wake one object."""
         if ref in self._wakers:
             self._wakers[ref].wake()
 
     def wake_uid(self, uid: str) -> None:
-        """Wake the object with this uid."""
         if uid in self._by_uid:
             self.wake(self._by_uid[uid])
 
     def wake_kinds(self, *kinds: ObjectKind) -> None:
-        """Wake all objects of some kinds."""
         for ref in self._wakers:
             if ref.kind in kinds:
                 self.wake(ref)
@@ -99,7 +96,6 @@ class ReconcileQueue:
             self._wakers.pop(ref, None)
 
     def depth(self) -> int:
-        """Return how many objects wait to be reconciled."""
         return sum(waker.event.is_set() for waker in self._wakers.values())
 
     def stuck(self) -> str:

@@ -45,7 +45,7 @@ RESYNC_SECONDS: Final = 30.0
 SEEN_RESYNC_SECONDS: Final = 300.0
 """For an object whose children are all followed: whatever becomes of them tells of itself."""
 RETRY_SECONDS: Final = 4.0
-"""An object that is not ready is reconciled again this soon, so that a cause nobody watches (a Secret) heals in 5 s."""
+"""An object that is not ready is reconciled again this soon: a cause that nobody watches (a Secret) is found in 5 s."""
 CRD_FITS: Final = "CRDFits"
 MISMATCH: Final = "CRDMismatch"
 POOL_FIELDS: Final = ("replicas", "readyReplicas", "selector", "replicasOwner")
@@ -82,7 +82,6 @@ class StatusWriter:
         self._mismatches: dict[Ref, str] = {}
 
     def forget(self, ref: Ref) -> None:
-        """Drop what was said of an object that is gone."""
         self._mismatches.pop(ref, None)
 
     async def write(self, ref: Ref, live: Object, result: ReconcileResult) -> ReconcileResult:

@@ -1,1 +1,1 @@
-"""Pure decisions of the operator: facts in, what to write out. No calls, no clock, no Kubernetes client."""
+"""Pure decisions of the operator: facts in, what to write out. No calls, no clock."""

@@ -88,7 +88,6 @@ class Authorities(NamedTuple):
 
     @property
     def trusted(self) -> frozenset[str]:
-        """All whose certificates are to be accepted."""
         return self.current | self.next | self.previous
 
 
@@ -181,7 +180,6 @@ def _is_out_of_use(authorities: frozenset[str], holders: Iterable[Holder], terms
 
 
 def _settled(held: Held, terms: Terms, moment: ObservedTime) -> bool:
-    """Tell whether every instance has had the time to read a Secret."""
     written = held.written
     return written is not None and moment.now - max(written, moment.since) >= terms.settling
 
@@ -228,7 +226,7 @@ def _is_due(leaf: Leaf, now: datetime) -> bool:
 
 
 def condition(authorities: Authorities, holder: Holder, held_up_by: Sequence[str], now: datetime) -> ConditionState:
-    """Return the condition CertificateReady of a cluster that has been looked after."""
+    """Return the condition CertificateReady of a cluster."""
     if holder.held is None:
         return ConditionState("Unknown", "ClusterUnreachable", "not seen; see condition Ready")
     leaf = holder.held.leaf

@@ -1,8 +1,8 @@
 """What Secrets say about certificates and authorities, and what they should hold.
 
-A cluster's Secret is judged by the hub's authorities, never by its own `ca.crt`. What cannot be read is a finding like
-any other: a damaged certificate is written anew, a damaged authority is left alone until a person has looked, because
-a new one in its place would cut every instance off.
+The hub checks a cluster's Secret against its own authorities, never against that Secret's `ca.crt`. What cannot be read
+is a finding like any other: a damaged certificate is written anew, a damaged authority is left alone until a person has
+looked, because a new one in its place would cut every instance off.
 """
 
 import base64
@@ -42,7 +42,6 @@ class Store(NamedTuple):
         return self.texts(self.authorities.trusted)
 
     def texts(self, fingerprints: frozenset[str]) -> bytes:
-        """Return some of the certificates as one text."""
         return b"".join(self.certificates[one] for one in sorted(fingerprints))
 
     @property
@@ -64,7 +63,6 @@ class Store(NamedTuple):
 
 
 def content(secret: Secret, name: str) -> bytes:
-    """Return an entry of a Secret, empty where there is none that can be read."""
     try:
         return base64.b64decode((secret.get("data") or {}).get(name, ""), validate=True)
     except (binascii.Error, TypeError, ValueError):
@@ -120,7 +118,6 @@ def advance(store: Store, step: RotationStep, newcomers: Mapping[str, bytes], ke
 
 
 def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:
-    """Return a new authority."""
     return identity.make_authority(name, identity.valid_for(now, terms.authority_life / DAY))
 
 
@@ -133,7 +130,6 @@ def issue(store: Store, cluster: str, now: datetime, terms: Terms) -> identity.K
 
 
 def read_held(secret: Secret | None, store: Store, now: datetime) -> Held:
-    """Read a cluster's Secret as the hub judges it."""
     if secret is None:
         return Held()
     try:

@@ -1,4 +1,4 @@
-"""Conditions: how a verdict becomes status.conditions, and whether a status has to be written at all."""
+"""Conditions: how a state becomes status.conditions, and whether a status has to be written at all."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,22 +23,18 @@ class ConditionState(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether the condition holds."""
         return self.status == "True"
 
 
 def no(reason: str, message: str) -> ConditionState:
-    """Return a verdict that the condition does not hold."""
     return ConditionState("False", reason, message)
 
 
 def yes(reason: str, message: str) -> ConditionState:
-    """Return a verdict that the condition holds."""
     return ConditionState("True", reason, message)
 
 
 def rfc3339(moment: datetime) -> str:
-    """Return a moment as metav1.Time writes it."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -54,16 +50,16 @@ def merge(
     return [
         {
             "type": type_,
-            "status": verdict.status,
-            "reason": verdict.reason,
-            "message": verdict.message[:MAX_MESSAGE_CHARS],
+            "status": state.status,
+            "reason": state.reason,
+            "message": state.message[:MAX_MESSAGE_CHARS],
             "observedGeneration": generation,
-            "lastTransitionTime": since.get((type_, verdict.status), now),
+            "lastTransitionTime": since.get((type_, state.status), now),
         }
-        for type_, verdict in wanted.items()
+        for type_, state in wanted.items()
     ]
 
 
-def turned(current: Sequence[Condition], type_: str, verdict: ConditionState) -> bool:
+def turned(current: Sequence[Condition], type_: str, state: ConditionState) -> bool:
     """Tell whether a condition changes its status or reason, which is worth an Event."""
-    return all((known.status, known.reason) != verdict[:2] for known in current if known.type == type_)
+    return all((known.status, known.reason) != state[:2] for known in current if known.type == type_)

@@ -185,7 +185,6 @@ class TokenFacts(NamedTuple):
 
     @property
     def lifetime(self) -> timedelta:
-        """How long it was granted for."""
         return self.expires_at - self.issued_at
 
 
@@ -220,5 +219,4 @@ def is_renewal_due(facts: TokenFacts, now: datetime) -> bool:
 
 
 def has_expired(facts: TokenFacts | None, now: datetime) -> bool:
-    """Tell whether a token has an end that is past."""
     return facts is not None and now >= facts.expires_at

@@ -44,11 +44,9 @@ class Applied:
         """What is kept of the live object: who it is and how it fares, not what it is made of."""
 
     def is_of(self, manifest: Mapping[str, Any]) -> bool:
-        """Tell whether this very manifest was applied."""
         return self._digest == _digest(manifest)
 
     def read(self) -> tuple[Mapping[str, Any], Any]:
-        """Return manifest and view."""
         manifest, seen = msgspec.json.decode(zlib.decompress(self._packed))
         return manifest, seen
 

@@ -48,7 +48,6 @@ def arrivals_per_second(policy: PrfaaSPolicy) -> float:
 
 
 def waiting_prefills(policy: PrfaaSPolicy) -> int:
-    """Return how many prefills wait, in all pools."""
     return sum(pool.waiting_prefills for pool in policy.status.observed.pools) if policy.status.observed else 0
 
 

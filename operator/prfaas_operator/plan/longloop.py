@@ -63,12 +63,10 @@ class PoolSeen(NamedTuple):
 
 
 def acts(policy: PrfaaSPolicy) -> bool:
-    """Tell whether the policy converts or scales at all."""
     return policy.spec.conversion.enabled or policy.spec.scaling.mode == "Auto"
 
 
 def rules(policy: PrfaaSPolicy) -> Rules:
-    """Return the policy's part of a decision."""
     conversion, scaling, slo = policy.spec.conversion, policy.spec.scaling, policy.spec.slo
     return Rules(
         converts=conversion.enabled,
@@ -148,7 +146,7 @@ def _unsettled(pool: Pool) -> tuple[str, str] | None:
     name, status = pool.metadata.name, pool.status
     ready = next((one for one in status.conditions if one.type == READY), None)
     if ready is None or ready.observed_generation != pool.metadata.generation:
-        return name, f"{pool.kind_name} {name} has a change that was not looked at yet"
+        return name, f"{pool.kind_name} {name} has a change that was not reconciled yet"
     if ready.status != "True":
         return name, f"{pool.kind_name} {name} is not settled ({ready.reason}: {ready.message})"
     if not status.replicas == status.ready_replicas == pool.spec.replicas:
@@ -173,7 +171,6 @@ def unfinished(policy: PrfaaSPolicy, pools: Iterable[PoolSeen]) -> dict[str, int
 
 
 def condition(decision: Decision) -> ConditionState:
-    """Return the condition Balanced."""
     passing = decision.reason in {"Converting", "Scaling", "PoolsNotSettled"}
     return ConditionState("Unknown" if passing else decision.status, decision.reason, decision.message)
 

@@ -41,7 +41,6 @@ class Contact(NamedTuple):
 
 
 def users_of(cluster: str, pools: Iterable[PrefillPool]) -> tuple[str, ...]:
-    """Return the names of the pools that run in a cluster, sorted."""
     return tuple(sorted(pool.metadata.name for pool in pools if pool.spec.cluster_name == cluster))
 
 

@@ -17,7 +17,7 @@ CHEAP: Final = "-1"
 
 
 class SharedPodFacts(NamedTuple):
-    """A pod's place among the instances of its pool.
+    """What counts of a pod in a Deployment that two pools share.
 
     `template` is empty for a pod that was never meant to be shared. A pod that is `over` has ended for good, and its
     ReplicaSet does not count it any more.
@@ -33,7 +33,7 @@ class SharedPodFacts(NamedTuple):
 
 
 def _shared_facts(pod: dict[str, Any], conditions: dict[str, Any]) -> SharedPodFacts:
-    """Reduce a pod to its seat; `conditions` are its status conditions by type."""
+    """Reduce a pod to what counts in a shared Deployment; `conditions` are its status conditions by type."""
     metadata = pod["metadata"]
     annotations = metadata.get("annotations") or {}
     gates = (pod.get("spec") or {}).get("readinessGates") or ()

@@ -21,7 +21,7 @@ from prfaas_operator.plan.roles import refusal, sharer_of
 
 
 class PolicyFacts(NamedTuple):
-    """What a policy is judged by: itself and every object of the hub by name."""
+    """What a policy's table and condition follow from: itself, and objects of the hub by name."""
 
     policy: PrfaaSPolicy
     decode_pools: Mapping[str, DecodePool]

@@ -35,7 +35,6 @@ def engine_name(pool: Pool) -> EngineName:
 
 
 def role_of(pool: Pool) -> Role:
-    """Return what a pool's instances do."""
     return "decode" if isinstance(pool, DecodePool) else "prefill"
 
 
@@ -68,7 +67,6 @@ def counts(deployment: Mapping[str, Any]) -> Counts:
 
 
 def readiness(pool: Pool, deployment: Mapping[str, Any], pods: Iterable[PodFacts]) -> ConditionState:
-    """Return the condition Ready of a pool whose Deployment is applied."""
     seen, wanted = counts(deployment), pool.spec.replicas
     if seen.observed_generation < deployment["metadata"].get("generation", 0):
         return no(INSTANCES_NOT_READY, "the cluster's Deployment controller has not seen the last change yet")

@@ -41,13 +41,15 @@ def read(model: type[R], body: Object) -> R:
         raise InvalidObjectError(f"{name} does not fit this version of prfaas: {error}") from error
 
 
-def _without(body: Object, places: Iterable[tuple[str | int, ...]]) -> Object:
-    """Return an object without what stands in its spec at some places, or else the last that is there on the way.
+def _without(body: Object, locations: Iterable[tuple[str | int, ...]]) -> Object:
+    """Return an object without what stands in its spec at some locations, or else the last that is there on the way.
 
     Where an object has been is not left out: nowhere else would its children be looked for.
     """
     spec = copy.deepcopy(body.get("spec") or {})
-    for _, *steps in (place for place in places if place[0] == "spec" and place[1:2] not in ((), ("clusterName",))):
+    for _, *steps in (
+        location for location in locations if location[0] == "spec" and location[1:2] not in ((), ("clusterName",))
+    ):
         holder = spec
         while len(steps) > 1 and isinstance(inner := holder.get(steps[0]), dict) and steps[1] in inner:
             holder = inner

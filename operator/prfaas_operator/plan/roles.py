@@ -34,11 +34,9 @@ class RoleCounts(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Pods of the Deployment."""
         return self.prefill + self.decode
 
     def of(self, role: Role) -> int:
-        """Return the number for one role."""
         return self.prefill if role == "prefill" else self.decode
 
 
@@ -56,12 +54,10 @@ class Assignment(NamedTuple):
 
     @property
     def labels_differ(self) -> bool:
-        """Whether the pod's labels and annotations are to be written."""
         return (self.role or "", self.cheap) != (self.pod.role, self.pod.shared.cheap)
 
     @property
     def gate_differs(self) -> bool:
-        """Whether the pod's gate is to be opened."""
         return self.role is not None and self.pod.shared.gated and not self.pod.shared.gate_open
 
 
@@ -89,7 +85,8 @@ def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple
 def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, Role]) -> PodFacts | None:
     """Return a ready pod that must decode because no other ready one does: one that is left over, if there is any.
 
-    An older one does so beside what comes in a rollout, which would wait for a role otherwise; all others in a seat.
+    An older one does so beside what comes in a rollout, which would wait for a role otherwise; all others take a role
+    that is wanted.
     """
     ready = [pod for pod in pods if pod.ready]
     if any(roles.get(pod.name, pod.role) == "decode" for pod in ready):
@@ -291,14 +288,14 @@ def side(role: Role, wanted_: RoleCounts, pods: Iterable[PodFacts]) -> Side:
     return Side(role, wanted_.of(role), mine)
 
 
-def readiness(side_: Side, deployment: str, trouble: ConditionState | None = None) -> ConditionState:
-    """Return the condition Ready of one side; `trouble` is what holds up the Deployment as a whole."""
+def readiness(side_: Side, deployment: str, whole: ConditionState | None = None) -> ConditionState:
+    """Return the condition Ready of one side; `whole` is that of the Deployment as a whole."""
     shared = f"in Deployment {deployment}, which both roles share"
     if side_.ready >= side_.wanted == len(side_.pods):
         return yes("AllReady", f"{side_.ready} of {side_.wanted} instances ready {shared}")
     progress = f"{side_.ready} of {side_.wanted} {side_.role} instances ready {shared}"
     waiting = sorted((pod.name, pod.problem) for pod in side_.pods if pod.problem)
-    if trouble is not None and not trouble.good:
-        return no(trouble.reason, f"{progress}; as a whole {trouble.message}")
+    if whole is not None and not whole.good:
+        return no(whole.reason, f"{progress}; as a whole {whole.message}")
     obstacle = f"pod {waiting[0][0]}: {waiting[0][1]}" if waiting else ""
     return no(INSTANCES_NOT_READY, "; ".join(filter(None, (progress, obstacle))))

@@ -109,7 +109,6 @@ class Certificates:
         self._once = LogOnce(log)
 
     async def run(self) -> None:
-        """Keep all certificates until cancelled."""
         while self._settings.mode is not CertificateMode.DISABLED:
             self._wake.clear()
             try:
@@ -176,7 +175,6 @@ class Certificates:
         return self._settings.mode is not CertificateMode.DISABLED or self._any_worker_in_tls(members)
 
     def _any_worker_in_tls(self, members: Iterable[str]) -> bool:
-        """Tell whether any instance is inside TLS, in the hub or one of the members."""
         observed = [self._hub.observed(), *map(self._members.observed, members)]
         return any(pod.pool_uid and pod.scheme == "https" for each in observed for pod in each.pods or ())
 
@@ -197,22 +195,24 @@ class Certificates:
     async def _pass(self) -> None:
         """Read everything, write what is wrong, and take the next step if one is due."""
         live = await self._hub.client.get(SECRET, render.AUTHORITY_SECRET)
-        places = await self._places()
+        targets = await self._targets()
         now = self._hub.client.now()
         self._since = self._since or now  # not before the hub has told what its clock shows
         try:
-            issued = await self._issued(places)
-            store = read.read_store(live, now) if live is not None else await self._first(places, issued)
+            issued = await self._issued(targets)
+            store = read.read_store(live, now) if live is not None else await self._first(targets, issued)
         except PrfaasError as error:
-            await self._hold(places, reason_of(error), str(error))
+            await self._hold(targets, reason_of(error), str(error))
             return
         if store is None:
             return
-        holders = [await self._write(place, self._holder(place, store, issued, now), store, issued) for place in places]
+        holders = [
+            await self._write(target, self._holder(target, store, issued, now), store, issued) for target in targets
+        ]
         await self._step(live, store, holders, issued)
         self._tell(store, holders)
 
-    async def _places(self) -> list[_ClusterSecret]:
+    async def _targets(self) -> list[_ClusterSecret]:
         """Return the clusters that hold a certificate or need one, the hub first.
 
         Of a member that is not reached nobody knows whether it holds one, so it counts.
@@ -227,43 +227,43 @@ class Certificates:
         # Listed anew: a cluster that kopf's watch has not told of yet counts before an authority is retired.
         members = await hub.list_all(MEMBER_CLUSTER)
         found += await asyncio.gather(*(self._member(member) for member in members))
-        foreign = {place.name for place in found if not _is_ours(place)}
+        foreign = {target.name for target in found if not _is_ours(target)}
         names = [member["metadata"]["name"] for member in members]
         self._problems = {
-            place.name: _problem(place, names) for place in found if place.problem or place.name in foreign
+            target.name: _problem(target, names) for target in found if target.problem or target.name in foreign
         }
         return [
-            place
-            for place in found
-            if place.name not in foreign
-            and (place.cluster is None or place.secret is not None or place.name in self._asked)
+            target
+            for target in found
+            if target.name not in foreign
+            and (target.cluster is None or target.secret is not None or target.name in self._asked)
         ]
 
     async def _member(self, member: Object) -> _ClusterSecret:
         metadata = member["metadata"]
         name = metadata["name"]
         subject = {"apiVersion": MEMBER_CLUSTER.api_version, "kind": MEMBER_CLUSTER.name, "metadata": metadata}
-        place = _ClusterSecret(name, render.labels(name, metadata["uid"]), subject, None)
+        target = _ClusterSecret(name, render.labels(name, metadata["uid"]), subject, None)
         if not self._members.observed(name).reachable:
-            return place
+            return target
         try:
             cluster = await self._members.cluster(name)
-            return place._replace(cluster=cluster, secret=await cluster.get(SECRET, render.SECRET))
+            return target._replace(cluster=cluster, secret=await cluster.get(SECRET, render.SECRET))
         except PrfaasError as error:
-            return place._replace(problem=str(error))
+            return target._replace(problem=str(error))
 
-    async def _issued(self, places: Sequence[_ClusterSecret]) -> Mapping[str, _Issued] | None:
+    async def _issued(self, targets: Sequence[_ClusterSecret]) -> Mapping[str, _Issued] | None:
         """Return what the issuer has for each cluster, None where the operator signs itself."""
         if self._settings.issuer is None:
             return None
-        names = [place.name for place in places]
+        names = [target.name for target in targets]
         return await ask_issuer(self._hub.client, names, self._settings.issuer, self._settings.terms)
 
-    async def _first(self, places: Sequence[_ClusterSecret], issued: Mapping[str, _Issued] | None) -> Store | None:
+    async def _first(self, targets: Sequence[_ClusterSecret], issued: Mapping[str, _Issued] | None) -> Store | None:
         """Begin with an authority where there never was one; None until the next pass."""
-        if any(place.secret for place in places):
+        if any(target.secret for target in targets):
             await self._hold(
-                places,
+                targets,
                 "AuthorityMissing",
                 f"Secret {render.AUTHORITY_SECRET} is gone, and instances hold certificates of it; restore it from a "
                 "backup, or see docs/tls.md for going on without. Certificates in use go on until they end",
@@ -276,7 +276,7 @@ class Certificates:
         else:
             store = read.first_store(_authorities_of(issued))
             if not store.certificates:
-                await self._hold(places, plan.PENDING, _why_not(issued))
+                await self._hold(targets, plan.PENDING, _why_not(issued))
                 return None
         # By server-side apply, because RBAC limits that to a name even where it creates.
         await self._hub.client.apply(render.authority_secret(store.data, None))
@@ -287,41 +287,41 @@ class Certificates:
         return None
 
     def _holder(
-        self, place: _ClusterSecret, store: Store, issued: Mapping[str, _Issued] | None, now: datetime
+        self, target: _ClusterSecret, store: Store, issued: Mapping[str, _Issued] | None, now: datetime
     ) -> Holder:
-        held = None if place.cluster is None else read.read_held(place.secret, store, now)
-        return Holder(place.name, held, issued[place.name].leaf if issued else None)
+        held = None if target.cluster is None else read.read_held(target.secret, store, now)
+        return Holder(target.name, held, issued[target.name].leaf if issued else None)
 
     async def _write(
-        self, place: _ClusterSecret, holder: Holder, store: Store, issued: Mapping[str, _Issued] | None
+        self, target: _ClusterSecret, holder: Holder, store: Store, issued: Mapping[str, _Issued] | None
     ) -> Holder:
         """Write a cluster's Secret if something is wrong with it; return what it holds then."""
         now = self._hub.client.now()
         what = plan.wanted(store.authorities, holder, self._settings.terms, now)
-        source = issued[place.name] if issued else None
-        if what is SecretChange.NOTHING or place.cluster is None:
+        source = issued[target.name] if issued else None
+        if what is SecretChange.NOTHING or target.cluster is None:
             problem = source.problem if source else ""
             held = holder.held
             return holder._replace(held=held._replace(problem=problem) if held and problem else held)
         try:
-            if place.secret is None and await place.cluster.get(SECRET, render.SECRET) is not None:
+            if target.secret is None and await target.cluster.get(SECRET, render.SECRET) is not None:
                 return holder  # of another member in the same namespace, a moment ago: the next pass reads it
             if what is SecretChange.TRUST:
-                pair = _pair_of(place.secret)
+                pair = _pair_of(target.secret)
             elif source is not None:
                 pair = _pair_of(source.secret)
             else:
-                pair = read.issue(store, place.name, now, self._settings.terms)
-            manifest = render.cluster_secret(place.labels, pair, store.bundle, now)
-            live = await place.cluster.apply(manifest)
+                pair = read.issue(store, target.name, now, self._settings.terms)
+            manifest = render.cluster_secret(target.labels, pair, store.bundle, now)
+            live = await target.cluster.apply(manifest)
         except PrfaasError as error:
             return holder._replace(held=Held(problem=str(error)))
         held = read.read_held(live, store, now)
         if what is SecretChange.CERTIFICATE and held.leaf is not None:
             reason = "CertificateRenewed" if holder.held and holder.held.leaf else "CertificateIssued"
-            message = f"cluster {place.name} has a certificate until {held.leaf.validity.not_after:%F %R} UTC"
+            message = f"cluster {target.name} has a certificate until {held.leaf.validity.not_after:%F %R} UTC"
             log.info("%s: %s", reason, message)
-            await events.post(self._hub.client, place.subject, "Normal", reason, message)
+            await events.post(self._hub.client, target.subject, "Normal", reason, message)
         return holder._replace(held=held)
 
     async def _step(
@@ -369,11 +369,11 @@ class Certificates:
             if one.held is not None and one.held.leaf is not None:
                 metrics.CERTIFICATE_EXPIRES.labels(one.cluster).set(one.held.leaf.validity.not_after.timestamp())
 
-    async def _hold(self, places: Sequence[_ClusterSecret], reason: str, message: str) -> None:
+    async def _hold(self, targets: Sequence[_ClusterSecret], reason: str, message: str) -> None:
         """Change nothing, and say why: instances that have certificates go on with them."""
         self._set(
-            {place.name: no(reason, message) for place in places},
-            {place.name for place in places if place.secret is not None},
+            {target.name: no(reason, message) for target in targets},
+            {target.name for target in targets if target.secret is not None},
         )
         await self._say_of_authority("Warning", reason, message)
 
@@ -404,8 +404,8 @@ _TOLD: Final[Mapping[RotationStep, str]] = {
 }
 
 
-def _is_ours(place: _ClusterSecret) -> bool:
-    return place.secret is None or _has(place.secret, place.labels)
+def _is_ours(target: _ClusterSecret) -> bool:
+    return target.secret is None or _has(target.secret, target.labels)
 
 
 def _has(live: Object, wanted: Mapping[str, str]) -> bool:
@@ -413,25 +413,26 @@ def _has(live: Object, wanted: Mapping[str, str]) -> bool:
     return all(present.get(label) == value for label, value in wanted.items())
 
 
-def _problem(place: _ClusterSecret, members: Collection[str]) -> ConditionState:
+def _problem(target: _ClusterSecret, members: Collection[str]) -> ConditionState:
     """Say why a Secret is left alone; `members` are the names of this hub's MemberClusters."""
-    if place.problem:
+    if target.problem:
         return no(
             "CertificateNotReadable",
-            f"{place.problem}; run `prfaas cluster join {place.name}` again, or upgrade the chart prfaas-member there",
+            f"{target.problem}; run `prfaas cluster join {target.name}` again, "
+            "or upgrade the chart prfaas-member there",
         )
-    owner = ((place.secret or {"metadata": {}})["metadata"].get("labels") or {}).get(LABEL_CLUSTER, "")
-    if owner in members and owner != place.name:
+    owner = ((target.secret or {"metadata": {}})["metadata"].get("labels") or {}).get(LABEL_CLUSTER, "")
+    if owner in members and owner != target.name:
         return no(
             ChildConflictError.reason,
-            f"{place.name} shares its namespace with MemberCluster {owner}, whose certificate lies there in Secret "
-            f"{render.SECRET}, and a namespace holds one: give {place.name} another spec.namespace, register the "
+            f"{target.name} shares its namespace with MemberCluster {owner}, whose certificate lies there in Secret "
+            f"{render.SECRET}, and a namespace holds one: give {target.name} another spec.namespace, register the "
             "cluster once, or switch certificates.mode to Disabled",
         )
     return no(
         ChildConflictError.reason,
-        f"Secret {render.SECRET} exists in cluster {place.name} and belongs to somebody else; delete it, give this hub "
-        "a namespace of its own there, or switch certificates.mode to Disabled",
+        f"Secret {render.SECRET} exists in cluster {target.name} and belongs to somebody else; delete it, give this "
+        "hub a namespace of its own there, or switch certificates.mode to Disabled",
     )
 
 
@@ -474,7 +475,6 @@ def _why_pending(certificate: Object) -> str:
 
 
 def _authorities_of(issued: Mapping[str, _Issued]) -> dict[str, bytes]:
-    """Return the authorities of everything that was issued, by fingerprint."""
     found: dict[str, bytes] = {}
     for one in issued.values():
         if one.leaf is not None and one.secret is not None:
@@ -484,5 +484,4 @@ def _authorities_of(issued: Mapping[str, _Issued]) -> dict[str, bytes]:
 
 
 def _why_not(issued: Mapping[str, _Issued]) -> str:
-    """Return the first reason why something was not issued."""
     return next((one.problem for one in issued.values() if one.problem), "nothing has been issued yet")

@@ -141,7 +141,6 @@ class LongLoop:
                 return
 
     async def _tell(self, live: Object, pools: Sequence[PoolSeen], decision: Decision) -> None:
-        """Say on the policy, and on each pool, what was changed and why."""
         name = live["metadata"]["name"]
         log.info("PrfaaSPolicy %s: %s", name, decision.message)
         metrics.POOL_CHANGES.labels(name, decision.reason).inc()

@@ -158,7 +158,6 @@ class MemberReconciler:
     tokens: TokenRenewal
 
     async def reconcile(self, live: Object) -> ReconcileResult:
-        """Reconcile a MemberCluster."""
         hub, member = self.hub.client, read(MemberCluster, live)
         secret = await hub.get(SECRET, member.spec.kubeconfig_secret_ref.name)
         contact = await self.members.contact(member, secret)

@@ -1,6 +1,6 @@
 """The open connections to member clusters: made from their Secrets, probed, followed, and closed again.
 
-One member's trouble is its own: each has its client, its informers and its last contact. What was seen of its pods
+One member's failure is its own: each has its client, its informers and its last contact. What was seen of its pods
 stays while it does not answer.
 """
 
@@ -76,7 +76,6 @@ class MemberConnection:
             ]
 
     async def close(self) -> None:
-        """Stop watching and close the connections."""
         await self._stop()
         await self.cluster.close()
 
@@ -177,7 +176,6 @@ class Members:
         return ObservedCluster(pods, reachable=contact and contact.error is None)
 
     async def drop(self, name: str) -> None:
-        """Close a member that is no more."""
         self._contacts.pop(name, None)
         metrics.forget_member(name)
         connection = self._connections.pop(name, None)
@@ -185,7 +183,6 @@ class Members:
             await connection.close()
 
     async def close(self) -> None:
-        """Close all."""
         await asyncio.gather(*(self.drop(name) for name in list(self._connections)))
 
     async def _connection(self, member: MemberCluster, access: Access) -> MemberConnection:
@@ -234,7 +231,6 @@ def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Acce
 
 
 def children_selector(member: MemberCluster) -> str:
-    """Return the selector of everything this hub owns in a member cluster."""
     return selector_text({names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_CLUSTER_UID: member.metadata.uid})
 
 

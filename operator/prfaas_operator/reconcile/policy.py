@@ -54,7 +54,6 @@ class PolicyReconciler:
     long_loop: LongLoop
 
     async def reconcile(self, live: Object) -> ReconcileResult:
-        """Reconcile a PrfaaSPolicy."""
         policy = read(PrfaaSPolicy, live)
         if policy.metadata.deletion_timestamp:
             selector = f"{names.LABEL_POLICY_UID}={policy.metadata.uid}"

@@ -43,11 +43,9 @@ class PoolReconciler:
     roles: SharedRoles
 
     async def reconcile_prefill(self, live: Object) -> ReconcileResult:
-        """Reconcile a PrefillPool."""
         return await self._reconcile(Ref(PREFILL_POOL, live["metadata"]["name"]), read(PrefillPool, live), live)
 
     async def reconcile_decode(self, live: Object) -> ReconcileResult:
-        """Reconcile a DecodePool."""
         return await self._reconcile(Ref(DECODE_POOL, live["metadata"]["name"]), read(DecodePool, live), live)
 
     async def _reconcile(self, ref: Ref, pool: plan.Pool, live: Object) -> ReconcileResult:
@@ -105,7 +103,6 @@ class PoolReconciler:
             log.info("%s has no PodDisruptionBudget: %s", ref, error)
 
     def _member(self, pool: plan.Pool) -> MemberCluster | None:
-        """Return the MemberCluster that a pool runs in, None for the hub."""
         name = pool.spec.cluster_name
         if not name:
             return None

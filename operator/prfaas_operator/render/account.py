@@ -88,7 +88,6 @@ def secret_name(member: str) -> str:
 
 
 def secret(member: str, document: str) -> Manifest:
-    """Return the hub's Secret with a member's kubeconfig."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -99,7 +98,6 @@ def secret(member: str, document: str) -> Manifest:
 
 
 def member_cluster(registration: Registration) -> Manifest:
-    """Return the MemberCluster of a registration."""
     return {
         "apiVersion": names.API_VERSION,
         "kind": "MemberCluster",

@@ -25,7 +25,6 @@ PURPOSES: Final = ("client auth", "server auth", "digital signature")
 
 
 def worker_in_tls(deployment: Manifest) -> Manifest:
-    """Return a pool's Deployment whose instances are inside TLS with their cluster's certificate."""
     changed = gateway_in_tls(deployment)
     container = changed["spec"]["template"]["spec"]["containers"][0]
     for probe in ("readinessProbe", "livenessProbe"):
@@ -53,7 +52,6 @@ def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
 
 
 def cluster_secret(wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Manifest:
-    """Return the Secret that a cluster's instances mount."""
     data = {CERTIFICATE: pair.certificate, KEY: pair.key, TRUSTED: trusted}
     return _secret(SECRET, wanted_labels, data) | {
         "metadata": {"name": SECRET, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
@@ -79,7 +77,6 @@ def _secret(name: str, wanted_labels: Mapping[str, str], data: Mapping[str, byte
 
 
 def certificate_name(cluster: str) -> str:
-    """Return the name of a cluster's Certificate."""
     return f"prfaas-{cluster}"
 
 
@@ -89,7 +86,6 @@ def issued_secret(cluster: str) -> str:
 
 
 def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Manifest:
-    """Return cert-manager's Certificate for a cluster, in the hub."""
     return {
         "apiVersion": "cert-manager.io/v1",
         "kind": "Certificate",

@@ -70,7 +70,6 @@ def on_leaving(drain_seconds: int) -> Manifest:
 
 
 def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> Manifest:
-    """Return a probe by HTTP GET on a named port."""
     return {
         "httpGet": {"path": path, "port": port},
         "periodSeconds": period_seconds,
@@ -87,7 +86,6 @@ def resources(wanted: Resources) -> Manifest:
 
 
 def policy_labels(policy: PrfaaSPolicy) -> dict[str, str]:
-    """Return the labels of everything that belongs to a policy."""
     return {
         **PART_OF,
         names.LABEL_COMPONENT: "gateway",
@@ -103,7 +101,6 @@ def gateway_selector(policy: PrfaaSPolicy) -> dict[str, str]:
 
 
 def child_metadata(policy: PrfaaSPolicy, name: str) -> Manifest:
-    """Return the metadata of a policy's child in the hub."""
     return {"name": name, "labels": policy_labels(policy), "ownerReferences": [owner_reference(policy)]}
 
 

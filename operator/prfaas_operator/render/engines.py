@@ -29,7 +29,6 @@ class Start(NamedTuple):
 
 
 def start(pool: Pool) -> Start:
-    """Return how an instance of an engine of others is started."""
     return _sglang(pool) if engine_name(pool) == "sglang" else _vllm(pool)
 
 

@@ -33,7 +33,6 @@ TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by
 
 
 def deployment(policy: PrfaaSPolicy) -> Manifest:
-    """Return the Deployment of a policy's gateway."""
     name, drain_seconds = names.gateway_name(policy.metadata.name), policy.spec.gateway.drain_seconds
     return {
         "apiVersion": "apps/v1",
@@ -120,7 +119,6 @@ def _container(policy: PrfaaSPolicy, name: str, command: str, arguments: dict[st
 
 
 def service(policy: PrfaaSPolicy) -> Manifest:
-    """Return the Service of a policy's gateway."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -141,7 +139,6 @@ def lease_name(policy: str) -> str:
 
 
 def service_account(policy: PrfaaSPolicy) -> Manifest:
-    """Return the account that gateway pods run as."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
@@ -170,7 +167,6 @@ def _rule(group: str, resource: str, name: str, *verbs: str) -> Manifest:
 
 
 def role_binding(policy: PrfaaSPolicy) -> Manifest:
-    """Return the binding of the account to the Role."""
     name = names.gateway_name(policy.metadata.name)
     return {
         "apiVersion": f"{RBAC_GROUP}/v1",
@@ -191,7 +187,6 @@ def lease(policy: PrfaaSPolicy) -> Manifest:
 
 
 def config_map(policy: PrfaaSPolicy, table: routes.RoutingTable) -> Manifest:
-    """Return the ConfigMap with the table in binaryData."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -253,7 +253,6 @@ def _digest(template: Any) -> str:
 
 
 def role(assignment: Assignment, namespace: str) -> Manifest:
-    """Return what an instance is labelled with."""
     metadata = _identity(assignment, namespace)
     metadata["labels"] = {names.LABEL_ROLE: assignment.role} if assignment.role else {}
     metadata["annotations"] = {DELETION_COST: CHEAP} if assignment.cheap else {}
