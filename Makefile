@@ -7,13 +7,8 @@ STAMP := .venv/.prfaas-installed
 PYTEST ?= $(BIN)/python -m pytest
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-# Real clusters share the machine's cores with two test runs more, and may come too late for any deadline. Files in which
-# something failed beside others are run once more by themselves; only what fails there, too, fails, and both are shown.
-FAILED := .pytest_cache/v/cache/lastfailed
-define tested
-rm -f $(FAILED); $(PYTEST) -m "$(1)" $(2) || { test -s $(FAILED) || exit 1; echo "Once more, by themselves: the files in which tests failed"; \
-	$(PYTEST) -m "$(1)" $$(grep -oE '"tests/[^":]+' $(FAILED) | tr -d '"' | sort -u); }
-endef
+# Tests of whole clusters wait most of the time, so that more processes than cores are of use; each takes about 1.5 GB.
+WORKERS ?= 4
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools browser demo kind kind-down test test-kind unit lint format lock crds charts clean
@@ -50,11 +45,10 @@ kind-down: $(STAMP) ## Remove the kind clusters and all they left; PURGE=1 remov
 	@prfaas kind down $(if $(PURGE),--purge,)
 
 test: lint tools browser ## Everything but kind: lint, types, unit, model parity, API server, whole system
-	$(call tested,not e2e,-n 3 --dist loadfile)
-	$(call tested,e2e and not kind)
+	$(PYTEST) -m "not (e2e and kind)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-kind: tools ## The whole system once more, in containers on two kind clusters; says loudly where Docker is missing
-	$(call tested,kind,-s)
+	$(PYTEST) -m "e2e and kind" tests/e2e -s
 
 unit: $(STAMP) ## The tests that need no cluster
 	$(PYTEST) tests/unit

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from prfaas.telemetry.logs import OURS
 
@@ -16,6 +18,32 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 LOGGERS = ("", *OURS, "prfaas_operator")
+
+# Files that share something that takes long to start, and so run in one process of pytest-xdist.
+TOGETHER = ("tests/e2e/", "tests/sandbox/")
+APART = ("tests/e2e/test_demo.py", "tests/sandbox/test_end.py")
+
+
+class Scheduler(LoadFileScheduling):
+    """Gives a process whole files; those that share a sandbox or an installation go to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return file if file in APART else next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduler:
+    return Scheduler(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: else one process works on it when the others have nothing left."""
+    first = ("tests/e2e/", "tests/clusters/", "tests/sandbox/", "tests/faults/")
+
+    def place(item: pytest.Item) -> int:
+        return next((index for index, folder in enumerate(first) if item.nodeid.startswith(folder)), len(first))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

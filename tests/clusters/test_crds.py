@@ -90,8 +90,7 @@ GOOD = {
 @pytest.fixture(scope="module")
 def crds(hub):
     """The hub with the committed CRDs, and a namespace of this file as kubectl's default."""
-    hub.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-    hub.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+    hub.install_crds()
     hub.kubectl("create", "namespace", "crds")
     yield hub
     hub.kubectl("delete", "namespace", "crds", "--wait=false")

@@ -6,7 +6,6 @@ A line an object: a good one of the kind with one field of its spec (or of metad
 import copy
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,8 +171,7 @@ LINES = [
 @pytest.fixture(scope="module")
 def crds(hub):
     """The hub with the committed CRDs."""
-    hub.kubectl("apply", "--server-side", "-f", str(Path(__file__).parents[2] / "crds"))
-    hub.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+    hub.install_crds()
     return hub
 
 

@@ -15,8 +15,7 @@ MODEL = {"name": "m", "source": "builtin:m"}
 @pytest.fixture(scope="module")
 def place(hub):
     """The hub with the committed CRDs, and a namespace of this file."""
-    hub.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-    hub.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+    hub.install_crds()
     hub.kubectl("create", "namespace", "crds-sharing")
     yield hub
     hub.kubectl("delete", "namespace", "crds-sharing", "--wait=false")

@@ -42,8 +42,7 @@ class Clock:
 @pytest.fixture(scope="module")
 def policy(hub) -> Iterator[dict]:
     """A policy with the access that the operator renders for it."""
-    hub.kubectl("apply", "--server-side", "-f", str(CRDS))
-    hub.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd/prfaaspolicies.prfaas.io")
+    hub.install_crds()
     hub.kubectl("create", "namespace", NAMESPACE)
     body = {
         "apiVersion": "prfaas.io/v1alpha1",

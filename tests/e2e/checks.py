@@ -7,11 +7,21 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from prfaas_sandbox.demo.client import DemoClient, text_of
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, ExampleInstallation
 from prfaas_sandbox.demo.records import RequestRecord
 
 _numbers = itertools.count()
+
+only_in_the_sandbox = pytest.mark.parametrize(
+    "installation",
+    [pytest.param("sandbox", marks=pytest.mark.timeout(300, func_only=True))],
+    indirect=True,
+    scope="session",
+)
+"""For what needs none of kind's: kubelets, images, security contexts, network policies, rollouts."""
 
 
 def fresh_text(tokens: int) -> str:

@@ -21,14 +21,20 @@ from prfaas_sandbox.kind.layout import Layout
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.sandbox import Sandbox
 
+from .checks import TIMEOUT
+
 LINK_MBPS = 100
-# The fixtures have limits of their own; building images takes longer than any test may.
-TIMEOUT = pytest.mark.timeout(300, func_only=True)
-PLACES = (pytest.param("sandbox", marks=TIMEOUT), pytest.param("kind", marks=[TIMEOUT, pytest.mark.kind]))
+ENVIRONMENTS = (pytest.param("sandbox", marks=TIMEOUT), pytest.param("kind", marks=[TIMEOUT, pytest.mark.kind]))
+REMOVAL = "tests/e2e/test_removal.py"
 WHY_NOT_KIND = pytest.StashKey[str]()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=PLACES)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let what takes the installation away come after all that needs it."""
+    items.sort(key=lambda item: item.nodeid.startswith(REMOVAL))
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=ENVIRONMENTS)
 async def installation(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ExampleInstallation]:

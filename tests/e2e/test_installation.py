@@ -46,7 +46,7 @@ async def ask(prometheus: httpx.AsyncClient, query: str) -> list[dict]:
     return answer.json()["data"]["result"]
 
 
-async def test_helm_test_finds_everything_in_environment(installation: ExampleInstallation):
+async def test_helm_test_finds_everything_in_place(installation: ExampleInstallation):
     environment = installation.environment
     said = await environment.helm(environment.hub, "test", "prfaas", "-n", NAMESPACE, "--timeout", "90s")
     assert "Succeeded" in said

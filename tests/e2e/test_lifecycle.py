@@ -9,7 +9,7 @@ from prfaas_sandbox.demo.client import DemoClient
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, ExampleInstallation, operator_values
 from prfaas_sandbox.demo.records import RequestRecord
 
-from .checks import asking, condition, eventually, fresh_text, get
+from .checks import asking, condition, eventually, fresh_text, get, only_in_the_sandbox
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -55,6 +55,7 @@ async def worker_pods(installation: ExampleInstallation) -> list[str]:
     )
 
 
+@only_in_the_sandbox
 async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_itself(installation: ExampleInstallation):
     environment, client = installation.environment, DemoClient(installation.gateway_url, MODEL)
     member = installation.member_name

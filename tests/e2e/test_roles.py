@@ -16,7 +16,7 @@ import pytest
 from prfaas.wire import headers
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, POLICY, ExampleInstallation
 
-from .checks import apply, condition, eventually, fresh_text, get
+from .checks import apply, condition, eventually, fresh_text, get, only_in_the_sandbox
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -140,6 +140,7 @@ async def test_an_instance_converts_under_load_without_loss_and_without_loading_
     assert after == before, "the same containers, none restarted, in the roles that they had"
 
 
+@only_in_the_sandbox
 async def test_a_policy_converts_an_instance_when_prompts_are_long_and_answers_short(installation: ExampleInstallation):
     async with swinging(
         installation,

@@ -41,6 +41,12 @@ def install(world, crd: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
+def hub(start_cluster):
+    """A cluster of this file's own: CRDs are changed in it, which other files need as they are."""
+    return start_cluster("other-versions")
+
+
+@pytest.fixture(scope="module")
 def operator_flags() -> tuple[str, ...]:
     return ("--certificates", "Disabled")
 
