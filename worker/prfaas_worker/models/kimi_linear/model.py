@@ -127,7 +127,7 @@ class KimiLinear:
         config = read_config(directory)
         checkpoint = SafetensorsCheckpoint(directory, config)
         measured = dtype == "auto" and device == "cpu"
-        facts = PrecisionFacts(dtype, instructions() if device == "cpu" else frozenset({device}))
+        facts = PrecisionFacts(dtype, instructions() if device == "cpu" else frozenset({f"the device is {device}"}))
         choice = choose(facts)
         if measured and choice.dtype == torch.bfloat16:
             facts = facts._replace(speedups=speedups(config))
