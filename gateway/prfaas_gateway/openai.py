@@ -30,7 +30,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class LimitError(RequestError):
-    """A client has used up what they may."""
+    """A client has reached a limit. `kind` says of what, `requests` or `tokens`: the error's type, as OpenAI has it."""
 
     def __init__(self, message: str, kind: str, retry_after_seconds: float):
         super().__init__(message, status=429, code="rate_limit_exceeded")

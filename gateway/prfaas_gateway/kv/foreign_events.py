@@ -256,7 +256,7 @@ class ForeignEvents(CacheEvents):
             return
         size = event.block_size
         parent = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
-        # Of other tiers some engines tell names alone, and of blocks that are known that is enough.
+        # Some engines tell only the names of blocks in other tiers, which is enough for blocks that are known.
         has_tokens = len(event.token_ids) == size * len(event.block_hashes)
         if not has_tokens or _is_apart(event) or (parent is not None and self._index.tree.find(parent) == NONE):
             for keys in portions_of(event.block_hashes):

@@ -51,12 +51,12 @@ PROFILE_SECONDS: Final = 60.0
 PROFILE_BYTES: Final = 64 << 10
 TURN_SECONDS: Final = 0.002
 REST_FACTOR: Final = 3
-State = Literal["followed", "silent", "lost"]
 LOOK_SECONDS: Final = 0.25
 MAX_BODY_BYTES: Final = 4 << 20
-"""A million tokens. Of larger bodies nothing is asked: hashing them would hold up other requests."""
+"""A million tokens. Larger bodies are not looked up: to hash them would hold up other requests."""
 MAX_TOKEN_BLOCKS: Final = 1 << 14
-"""Of a prompt of token ids, so many of an engine's blocks are looked at: a million tokens in blocks of 64."""
+"""The most blocks of an engine that a prompt of token ids is compared with: a million tokens in blocks of 64."""
+State = Literal["followed", "silent", "lost"]
 
 
 class KvManager:

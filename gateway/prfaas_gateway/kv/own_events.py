@@ -1,7 +1,9 @@
 """Cache events of our own workers: GET /v1/kv-events at the API port.
 
-frames     4 bytes of length, big-endian, then msgpack [topic, seq, payload]
-topics     hello, then of each topic either the batches that were asked for, or a snapshot and what comes behind it
+    frames     4 bytes of length, big-endian, then msgpack [topic, seq, payload]
+    topics     hello, then of each topic either the batches that were asked for, or a snapshot and what comes behind it
+
+OwnEventStream holds the connection; OwnEventReader reads its frames into the index.
 """
 
 import asyncio
