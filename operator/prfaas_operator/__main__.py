@@ -36,7 +36,7 @@ from prfaas_operator.plan.certificates import (
 )
 from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
 from prfaas_operator.reconcile.certificates import Certificates
-from prfaas_operator.reconcile.longloop import LongLoop
+from prfaas_operator.reconcile.longloop import PolicyBalancer
 from prfaas_operator.reconcile.member import MemberReconciler, SecretGuard, TokenRenewal
 from prfaas_operator.reconcile.members import Connect, Members
 from prfaas_operator.reconcile.policy import PolicyReconciler
@@ -87,7 +87,7 @@ def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tra
     children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
     secrets = SecretGuard(view)
     pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view))
-    policies = PolicyReconciler(view, members, certificates, children, LongLoop(view))
+    policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view))
     clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))
     reconciles = {
         MEMBER_CLUSTER: clusters.reconcile,

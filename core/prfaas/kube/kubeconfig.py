@@ -56,7 +56,8 @@ def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONN
             tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         named = path or "of $KUBECONFIG or ~/.kube/config"
-        raise ConfigError(f"kubeconfig {named}: {type(error).__name__}: {error}") from error
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ConfigError(f"kubeconfig {named}: {kind}{error}") from error
     session = KubeSession(
         server,
         authorization=authorization,
@@ -73,7 +74,10 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
     paths = [path] if path else [Path(one) for one in named if one] or [Path.home() / ".kube" / "config"]
     found: dict[str, dict[str, Entry]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = context or ""
-    for each in [one for one in paths if one.exists()]:
+    files = [one for one in paths if one.exists()]
+    if not files:
+        raise ValueError("there is no such file")
+    for each in files:
         document: dict[str, Any] = yaml.safe_load(each.read_text()) or {}
         current = str(current or document.get("current-context") or "")
         for plural, entries in found.items():
@@ -83,7 +87,10 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
                 body: dict[str, Any] = {**(entry.get(plural.removesuffix("s")) or {}), BASE: each.parent}
                 entries.setdefault(entry["name"], body)
     if current not in found["contexts"]:
-        raise ValueError(f"context {current or 'current'!r} is none of {', '.join(found['contexts']) or 'none'}")
+        known = ", ".join(found["contexts"]) or "none"
+        raise ValueError(
+            f"it has no context {current!r} (it has: {known})" if current else "it names no current-context"
+        )
     chosen = found["contexts"][current]
     return found["clusters"][chosen["cluster"]], found["users"].get(chosen.get("user", ""), {})
 

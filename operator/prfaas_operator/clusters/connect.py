@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from prfaas.errors import ConfigError
 from prfaas.kube import kubeconfig
 from prfaas.kube.session import KubeSession, bearer, client_tls
 from prfaas_operator.clusters.client import OPEN, ClusterClient, Gate
@@ -39,9 +40,14 @@ class Terminal(NamedTuple):
 
 def hub_session() -> KubeSession:
     """Return a session, not open yet, with the cluster that this process runs in, or the one of $KUBECONFIG if set."""
-    if os.environ.get("KUBECONFIG"):
-        return kubeconfig.load(None, None, CONNECTIONS).session
-    return KubeSession.in_cluster(connections=CONNECTIONS)
+    try:
+        if os.environ.get("KUBECONFIG"):
+            return kubeconfig.load(None, None, CONNECTIONS).session
+        return KubeSession.in_cluster(connections=CONNECTIONS)
+    except ConfigError as error:
+        raise ConfigError(
+            f"no access to the hub: {error}; run in a pod with a service account, or set KUBECONFIG"
+        ) from error
 
 
 def connect_hub(namespace: str, gate: Gate = OPEN) -> ClusterClient:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 WRITE_TRIES: Final = 3
 
 
-class LongLoop:
+class PolicyBalancer:
     """Balances policies, and remembers when each was balanced last; all of that can be lost."""
 
     def __init__(self, hub: HubView):

@@ -25,7 +25,7 @@ from prfaas_operator.plan.longloop import Balance
 from prfaas_operator.plan.pool_status import Counts, counts
 from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.certificates import Certificates
-from prfaas_operator.reconcile.longloop import LongLoop
+from prfaas_operator.reconcile.longloop import PolicyBalancer
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.render import certificates, gateway, protection
 from prfaas_operator.render.common import Manifest
@@ -51,7 +51,7 @@ class PolicyReconciler:
     members: Members
     certificates: Certificates
     children: Children
-    long_loop: LongLoop
+    long_loop: PolicyBalancer
 
     async def reconcile(self, live: Object) -> ReconcileResult:
         policy = read(PrfaaSPolicy, live)
