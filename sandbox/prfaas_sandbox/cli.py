@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas_sandbox.api import Api
+from prfaas_sandbox.api import connect
 from prfaas_sandbox.credentials import read_kubeconfig
 from prfaas_sandbox.environment import ClusterAccess
 from prfaas_sandbox.processes import tail
@@ -36,14 +36,14 @@ StateOption = Annotated[Path, typer.Option("--state", help="Folder of the sandbo
 DEFAULT_STATE = Path(".prfaas/sandbox")
 
 
-class Output(StrEnum):
+class OutputFormat(StrEnum):
     """Formats of what a command prints."""
 
     TEXT = "text"
     JSON = "json"
 
 
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="Format of the output.")]
+OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="Format of the output.")]
 
 
 @app.command()
@@ -112,11 +112,11 @@ def down(state: StateOption = DEFAULT_STATE) -> None:
 
 
 @app.command()
-def status(state: StateOption = DEFAULT_STATE, output: OutputOption = Output.TEXT) -> None:
+def status(state: StateOption = DEFAULT_STATE, output: OutputOption = OutputFormat.TEXT) -> None:
     """Show what runs and where; exit code 1 when nothing does. Example: prfaas sandbox status -o json."""
     description = _describe(StateFolder(state.absolute()))
     found = asyncio.run(_inspect(StateFolder(state.absolute()), description))
-    if output is Output.JSON:
+    if output is OutputFormat.JSON:
         typer.echo(json.dumps(found, indent=2, default=str))
         return
     _show(description, found["link_mbps"])
@@ -148,9 +148,8 @@ async def _inspect(state: StateFolder, description: Description) -> dict[str, An
 async def _inspect_cluster(cluster: ClusterAccess) -> dict[str, Any]:
     found: dict[str, Any] = {"kubeconfig": cluster.kubeconfig, "internal_server": cluster.internal_server}
     try:
-        async with Api(read_kubeconfig(cluster.kubeconfig)) as api:
-            await api.get("/readyz")
-            pods = (await api.get("/api/v1/pods"))["items"]
+        async with connect(read_kubeconfig(cluster.kubeconfig)) as api, api.stream("GET", "/readyz"):
+            pods = (await api.call("GET", "/api/v1/pods"))["items"]
     except PeerError as error:
         return {**found, "state": f"not ready: {error}", "pods": 0, "running_pods": 0}
     running = sum(pod["status"].get("phase") == "Running" for pod in pods)

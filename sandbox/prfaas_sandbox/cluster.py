@@ -13,7 +13,9 @@ from pathlib import Path
 from aiohttp import web
 
 from prfaas.errors import PeerError
-from prfaas_sandbox.api import Api, Listed
+from prfaas.kube import KubeSession
+from prfaas.kube.watch import WatchEvent
+from prfaas_sandbox.api import connect, follow
 from prfaas_sandbox.controlplane import ADMIN_GROUP, ControlPlane, Placement
 from prfaas_sandbox.forward import serve_connections
 from prfaas_sandbox.network import CLUSTERS, ClusterNetwork
@@ -52,7 +54,7 @@ async def run(network: ClusterNetwork, folder: ClusterFolder, tools: Tools) -> N
             NodeAgent.start(plane, network, folders) as agent,
             serve_connections(folder.forward),
             _serve_control(folder.control, agent),
-            Api(plane.user("admin", ADMIN_GROUP)) as api,
+            connect(plane.user("admin", ADMIN_GROUP)) as api,
         ):
             await _admit_prometheus(api)
             plane.user(PROMETHEUS_USER).write(folder.prometheus_kubeconfig)
@@ -63,21 +65,21 @@ async def run(network: ClusterNetwork, folder: ClusterFolder, tools: Tools) -> N
                 await asyncio.sleep(CHECK_SECONDS)
 
 
-async def _admit_prometheus(api: Api) -> None:
+async def _admit_prometheus(api: KubeSession) -> None:
     """Let Prometheus read, and nothing more."""
     body = {
         "metadata": {"name": PROMETHEUS_USER},
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
         "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": PROMETHEUS_USER}],
     }
-    await api.create("/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", body)
+    await api.call("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", body=body)
 
 
-async def _wait_for_node(api: Api, name: str) -> None:
+async def _wait_for_node(api: KubeSession, name: str) -> None:
     """Wait until the controllers have taken the taint of a new node away, so that pods can be bound to it."""
     async with asyncio.timeout(READY_TIMEOUT_SECONDS):
-        async for change in api.follow("/api/v1/nodes", fieldSelector=f"metadata.name={name}"):
-            nodes = change.items if isinstance(change, Listed) else [change.item]
+        async for change in follow(api, "/api/v1/nodes", fieldSelector=f"metadata.name={name}"):
+            nodes = [change.object] if isinstance(change, WatchEvent) else change
             if any(not node["spec"].get("taints") for node in nodes):
                 return
 

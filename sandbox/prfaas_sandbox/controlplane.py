@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Self
 
 from prfaas.errors import PeerError, UnreachableError
+from prfaas.kube import KubeSession
 from prfaas.ports import free_ports
-from prfaas_sandbox.api import Api
+from prfaas_sandbox.api import connect
 from prfaas_sandbox.credentials import ClusterAuthority, Kubeconfig, service_account_key, write_pair, write_private
 from prfaas_sandbox.processes import ChildProcess
 from prfaas_sandbox.tools import Tools
@@ -60,12 +61,10 @@ class Placement:
 
     @property
     def server(self) -> str:
-        """URL of the API server."""
         return f"https://{self.address}:{self.api_port}"
 
     @property
     def etcd_url(self) -> str:
-        """URL of etcd for its clients."""
         return f"https://{LOOPBACK}:{self.etcd_ports[0]}"
 
     def server_names(self) -> list[str]:
@@ -238,7 +237,7 @@ class ControlPlane:
     async def _wait_for(self, path: str) -> None:
         """Wait until the API server answers `path`; give up when a program ends or time is up."""
         reason: PeerError | None = None
-        async with Api(self.user("admin", ADMIN_GROUP)) as api:
+        async with connect(self.user("admin", ADMIN_GROUP)) as api:
             try:
                 async with asyncio.timeout(READY_TIMEOUT_SECONDS):
                     while reason := await _failure(api, path):
@@ -270,10 +269,9 @@ def _client_flags(kubeconfig: Path) -> dict[str, object]:
     }
 
 
-async def _failure(api: Api, path: str) -> PeerError | None:
-    """Return why GET `path` fails, None when it works."""
+async def _failure(api: KubeSession, path: str) -> PeerError | None:
     try:
-        await api.get(path)
+        async with api.stream("GET", path):
+            return None
     except PeerError as error:
         return error
-    return None

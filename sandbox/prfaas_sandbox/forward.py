@@ -40,7 +40,6 @@ class _Connections:
         return run
 
     async def end(self) -> None:
-        """Cut all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -48,7 +48,6 @@ class ClusterNetwork:
 
     @property
     def range(self) -> str:
-        """All addresses of the cluster."""
         return f"{self.prefix}.0.0/16"
 
     def pod_address(self, index: int) -> str:

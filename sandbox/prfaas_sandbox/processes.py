@@ -49,7 +49,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def check_running(self) -> None:

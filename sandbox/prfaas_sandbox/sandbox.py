@@ -21,8 +21,9 @@ from typing import Any, Self
 import aiohttp
 
 from prfaas.errors import BadInputError, ConfigError, PeerError, UnreachableError
+from prfaas.kube.session import with_query
 from prfaas_sandbox import prometheus
-from prfaas_sandbox.api import Api
+from prfaas_sandbox.api import connect
 from prfaas_sandbox.cluster import API_PORT
 from prfaas_sandbox.credentials import read_kubeconfig
 from prfaas_sandbox.environment import ClusterAccess, Images, run_in
@@ -117,9 +118,9 @@ class Sandbox:
         async def resolve() -> list[Address]:
             selector = f"kubernetes.io/service-name={service}"
             slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-            async with Api(kubeconfig) as api:
-                found = await api.get(f"/api/v1/namespaces/{namespace}/services/{service}")
-                listed = await api.get(slices, labelSelector=selector)
+            async with connect(kubeconfig) as api:
+                found = await api.call("GET", f"/api/v1/namespaces/{namespace}/services/{service}")
+                listed = await api.call("GET", with_query(slices, {"labelSelector": selector}))
             return endpoints(found, listed["items"], port)
 
         await resolve()  # a wrong name is told now, not at the first connection

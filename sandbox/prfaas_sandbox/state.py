@@ -192,7 +192,6 @@ class Description:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote."""
         fields: dict[str, Any] = json.loads(path.read_text())
         for cluster in ("hub", "member"):
             fields[cluster] = ClusterAccess(**{**fields[cluster], "kubeconfig": Path(fields[cluster]["kubeconfig"])})

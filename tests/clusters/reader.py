@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
-from prfaas_sandbox.api import client_tls
+from prfaas.kube.session import client_tls
 from prfaas_sandbox.credentials import read_kubeconfig
 
 TIMEOUT_SECONDS = 30.0
@@ -43,7 +43,8 @@ class Reader:
     def __init__(self, kubeconfig: Path):
         found = read_kubeconfig(kubeconfig)
         self._address = urlsplit(found.server).netloc
-        self._tls = client_tls(found)
+        pems = (found.authority, found.user.certificate, found.user.key)
+        self._tls = client_tls(*(pem.decode() for pem in pems))
         self._local = threading.local()
         self._kinds: list[Kind] = []
 

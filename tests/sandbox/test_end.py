@@ -127,7 +127,15 @@ def network_namespaces(processes: set[tuple[int, str]]) -> set[str]:
     return {str(Path(f"/proc/{pid}/ns/net").readlink()) for pid, _ in processes}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def nothing_is_left(running: Running, processes: set[tuple[int, str]]) -> None:
+    """Wait until all processes of a sandbox have ended; nothing of it is seen from the host then."""
+    wait_until(lambda: not alive(processes), GONE_SECONDS, "all processes are gone")
+    assert seen_from_host(running.state) == []
+    assert not any((running.state / "run").iterdir())
+
+
+# SIGTERM is what `prfaas sandbox down` sends, below.
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_the_parent_ends(up, number):
     running = up()
     running.run_pod("member")
@@ -137,9 +145,7 @@ def test_nothing_is_left_when_the_parent_ends(up, number):
     assert seen_from_host(running.state) == []  # nor while it runs
     running.process.send_signal(number)
     running.process.wait(GONE_SECONDS)
-    wait_until(lambda: not alive(processes), GONE_SECONDS, "all processes are gone")
-    assert seen_from_host(running.state) == []
-    assert not any((running.state / "run").iterdir())
+    nothing_is_left(running, processes)
 
 
 def test_when_a_part_breaks_all_ends_and_the_reason_is_told(up, tmp_path):
@@ -155,8 +161,10 @@ def test_when_a_part_breaks_all_ends_and_the_reason_is_told(up, tmp_path):
     assert "kube-apiserver ended with status -9" in (tmp_path / "up.log").read_text()
 
 
-def test_one_state_folder_holds_one_sandbox_and_the_commands_speak_of_it(up):
+def test_one_state_folder_holds_one_sandbox_and_the_commands_speak_of_it_and_end_it(up):
     running = up()
+    running.run_pod("hub")
+    processes = descendants(running.process.pid)
     second = subprocess.run(
         prfaas("up", "--state", str(running.state)), capture_output=True, text=True, timeout=120, check=False
     )
@@ -167,6 +175,7 @@ def test_one_state_folder_holds_one_sandbox_and_the_commands_speak_of_it(up):
     assert run("status", running, "-o", "json")["link_mbps"] == 7
     subprocess.run(prfaas("down", "--state", str(running.state)), check=True, timeout=120)
     assert running.process.wait(GONE_SECONDS) == 0
+    nothing_is_left(running, processes)
     gone = subprocess.run(
         prfaas("status", "--state", str(running.state)), capture_output=True, text=True, timeout=120, check=False
     )

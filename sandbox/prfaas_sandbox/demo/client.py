@@ -29,7 +29,6 @@ class DemoClient:
         self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120.0)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._openai.close()
 
     async def ask(self, prompt: str, *, act: str, max_tokens: int = 24) -> RequestRecord:
@@ -55,9 +54,9 @@ class DemoClient:
                     first = first or time.monotonic()
                     pieces.append(chunk.choices[0].text)
             if usage is None or first is None:
-                return self._failed(request_id, act, "the stream ended early")
+                return RequestRecord(id=request_id, act=act, outcome="failed: the stream ended early")
         except openai.OpenAIError as error:
-            return self._failed(request_id, act, str(error))
+            return RequestRecord(id=request_id, act=act, outcome=f"failed: {error}")
         head = raw.headers
         return RequestRecord(
             id=request_id,
@@ -76,26 +75,6 @@ class DemoClient:
             transfer_seconds=float(head.get(headers.TRANSFER_SECONDS, 0)),
             outcome=head.get(headers.OUTCOME, "?"),
             text="".join(pieces),
-        )
-
-    def _failed(self, request_id: str, act: str, why: str) -> RequestRecord:
-        return RequestRecord(
-            id=request_id,
-            act=act,
-            tokens=0,
-            cached_tokens=0,
-            decision="?",
-            prefilled_in="?",
-            threshold_tokens=0,
-            kv_bytes=0,
-            ttft_seconds=0.0,
-            total_seconds=0.0,
-            output_tokens=0,
-            prefill_seconds=0.0,
-            first_byte_seconds=0.0,
-            transfer_seconds=0.0,
-            outcome=f"failed: {why}",
-            text="",
         )
 
 

@@ -32,7 +32,6 @@ def sparkline(values: list[int], width: int = 40) -> str:
 
 
 def request_table(records: list[RequestRecord]) -> Table:
-    """Return one row a request."""
     table = Table(expand=False, pad_edge=False, box=None, header_style="bold")
     for name in ("request", "act"):
         table.add_column(name, no_wrap=True)
@@ -75,16 +74,13 @@ class DemoDisplay:
         self._live: Live | None = None
 
     def line(self, text: str) -> None:
-        """Print one line above the live table."""
         self.console.print(text, highlight=False)
 
     def step(self, text: str) -> None:
-        """Say what happens next."""
         self.console.print(f"\n[bold]{text}[/bold]", highlight=False)
         self._refresh()
 
     def request(self, record: RequestRecord) -> None:
-        """Show a finished request."""
         if self._live is None:
             self.console.print(
                 f"  {record.id}  {record.tokens:>6} tokens  prefilled in {record.prefilled_in:<10} "
@@ -94,7 +90,6 @@ class DemoDisplay:
         self._refresh()
 
     def sample(self, sample: ThresholdSample) -> None:
-        """Show a new sample of the threshold."""
         if self._live is None and len(self.results.threshold) % 5 == 0:
             percent = "" if sample.utilisation_percent is None else f", link at {sample.utilisation_percent:.0f}%"
             self.console.print(f"  threshold {sample.tokens} tokens{percent}", highlight=False)

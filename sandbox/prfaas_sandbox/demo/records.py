@@ -11,20 +11,20 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     id: str
     act: str
-    tokens: int
-    cached_tokens: int
-    decision: str
-    prefilled_in: str
-    threshold_tokens: int
-    kv_bytes: int
-    ttft_seconds: float
-    total_seconds: float
-    output_tokens: int
-    prefill_seconds: float
-    first_byte_seconds: float
-    transfer_seconds: float
+    tokens: int = 0
+    cached_tokens: int = 0
+    decision: str = "?"
+    prefilled_in: str = "?"
+    threshold_tokens: int = 0
+    kv_bytes: int = 0
+    ttft_seconds: float = 0.0
+    total_seconds: float = 0.0
+    output_tokens: int = 0
+    prefill_seconds: float = 0.0
+    first_byte_seconds: float = 0.0
+    transfer_seconds: float = 0.0
     outcome: str  # ok | fallback | failed: why
-    text: str
+    text: str = ""
 
 
 class ThresholdSample(msgspec.Struct, kw_only=True):

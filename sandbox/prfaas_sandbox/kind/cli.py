@@ -3,13 +3,13 @@
 import asyncio
 import json
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from prfaas.errors import ConfigError, PeerError, PrfaasError
+from prfaas_sandbox.cli import OutputFormat, OutputOption
 from prfaas_sandbox.demo.install import ExampleInstallation, repository_root
 from prfaas_sandbox.kind import clusters
 from prfaas_sandbox.kind.docker import daemon_answers, inspect
@@ -26,13 +26,6 @@ app = typer.Typer(
 )
 
 LinkOption = Annotated[float, typer.Option("--link-mbps", help="Rate of the link, each way.")]
-
-
-class Output(StrEnum):
-    """Formats of what a command prints."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 def layout() -> Layout:
@@ -86,11 +79,11 @@ def link(mbps: Annotated[float, typer.Argument(help="New rate in Mbit/s, each wa
 
 @app.command("status")
 def status(
-    output: Annotated[Output, typer.Option("--output", "-o", help="Format of the output.")] = Output.TEXT,
+    output: OutputOption = OutputFormat.TEXT,
 ) -> None:
     """Show what runs and where; exit code 1 when nothing does. Example: prfaas kind status -o json."""
     found = asyncio.run(_status())
-    if output is Output.JSON:
+    if output is OutputFormat.JSON:
         typer.echo(json.dumps(found, indent=2))
         return
     for cluster in found["clusters"]:

@@ -42,7 +42,6 @@ class KindCluster:
         return ClusterAccess(self.role, self.kubeconfig, f"https://{address}:{API_PORT}")
 
 
-@dataclass(frozen=True)
 class Layout:
     """One pair of clusters.
 
@@ -53,60 +52,20 @@ class Layout:
 
     """
 
-    repository: Path
-    state: Path
-    prefix: str = "prfaas"
-
-    @property
-    def hub(self) -> KindCluster:
-        """The cluster that decodes."""
-        return self._cluster("hub", "hub", ClusterNetwork("hub", "10.128", "10.96.0"))
-
-    @property
-    def member(self) -> KindCluster:
-        """The other one."""
-        return self._cluster("member", "prefill", ClusterNetwork("member", "10.129", "10.97.0"))
-
-    @property
-    def clusters(self) -> tuple[KindCluster, KindCluster]:
-        """Both."""
-        return self.hub, self.member
-
-    @property
-    def network(self) -> str:
-        """Docker network of both nodes."""
-        return f"{self.prefix}-kind"
-
-    @property
-    def label(self) -> str:
-        """Label of containers that only a build needs."""
-        return f"{OWNER_LABEL}={self.prefix}"
-
-    @property
-    def tools(self) -> Path:
-        """What images are built from."""
-        return self.repository / "tools"
-
-    @property
-    def configs(self) -> Path:
-        """The clusters' files."""
-        return self.repository / "kind-configs"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of builds and of our own Docker daemon."""
-        return self.state / "logs"
-
-    @property
-    def images(self) -> Path:
-        """Archives of images on their way into the nodes."""
-        return self.state / "images"
-
-    @property
-    def daemon_pid(self) -> Path:
-        """Process id of the Docker daemon that we started, where we did."""
-        return self.state / "dockerd.pid"
+    def __init__(self, repository: Path, state: Path, prefix: str = "prfaas"):
+        self.repository = repository
+        self.state = state
+        self.tools = repository / "tools"  # what images are built from
+        self.configs = repository / "kind-configs"
+        self.logs = state / "logs"  # of builds and of our own Docker daemon
+        self.images = state / "images"  # archives on their way into the nodes
+        self.daemon_pid = state / "dockerd.pid"  # of the Docker daemon that we started, where we did
+        self.network = f"{prefix}-kind"  # Docker's, of both nodes
+        self.label = f"{OWNER_LABEL}={prefix}"  # of containers that only a build needs
+        self.hub = self._cluster("hub", f"{prefix}-hub", ClusterNetwork("hub", "10.128", "10.96.0"))
+        self.member = self._cluster("member", f"{prefix}-prefill", ClusterNetwork("member", "10.129", "10.97.0"))
+        self.clusters = (self.hub, self.member)
 
     def _cluster(self, role: str, name: str, network: ClusterNetwork) -> KindCluster:
-        config = self.configs / f"{name}.yaml"
-        return KindCluster(role, f"{self.prefix}-{name}", network, config, self.state / f"{name}.kubeconfig")
+        file = name.rpartition("-")[2]
+        return KindCluster(role, name, network, self.configs / f"{file}.yaml", self.state / f"{file}.kubeconfig")

@@ -16,7 +16,9 @@ import aiohttp
 from aiohttp import web
 
 from prfaas.errors import PeerError
-from prfaas_sandbox.api import Api, Listed, Object
+from prfaas.kube.session import APPLY_PATCH, MERGE_PATCH, with_query
+from prfaas.kube.watch import DELETED, WatchEvent
+from prfaas_sandbox.api import Object, connect, follow
 from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.credentials import write_pair
 from prfaas_sandbox.network import ClusterNetwork
@@ -68,7 +70,7 @@ class NodeAgent:
         user = plane.user(f"system:node:{name}", "system:nodes")
         # As the kubelet, probes look at the answer, not at certificates; and a probe must not find a stale connection.
         connector = aiohttp.TCPConnector(ssl=False, force_close=True, limit=0)
-        async with Api(user) as api, aiohttp.ClientSession(connector=connector) as session:
+        async with connect(user) as api, aiohttp.ClientSession(connector=connector) as session:
             node = Node(name, network.address, plane.api_port, api, session, folders.run, folders.logs)
             agent = cls(node, network)
             async with (
@@ -85,7 +87,6 @@ class NodeAgent:
 
     @property
     def name(self) -> str:
-        """Name of the Node object."""
         return self._node.name
 
     def kill_pod(self, namespace: str, name: str) -> bool:
@@ -110,11 +111,10 @@ class NodeAgent:
             "kubernetes.io/arch": _architecture(),
         }
         body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self._node.name, "labels": labels}}
-        await self._node.api.create("/api/v1/nodes", body)
+        await self._node.api.call("POST", "/api/v1/nodes", body=body)
         await self._lease()
-        await self._node.api.patch(
-            f"/api/v1/nodes/{self._node.name}/status", {"status": _node_status(self._node.address)}
-        )
+        path, status = f"/api/v1/nodes/{self._node.name}/status", {"status": _node_status(self._node.address)}
+        await self._node.api.call("PATCH", path, body=status, content_type=MERGE_PATCH)
 
     async def _renew_lease(self) -> None:
         while True:
@@ -133,18 +133,19 @@ class NodeAgent:
             "metadata": {"name": self._node.name},
             "spec": spec,
         }
-        await self._node.api.apply(f"{LEASES}/{self._node.name}", body, "process-node")
+        path = with_query(f"{LEASES}/{self._node.name}", {"fieldManager": "process-node", "force": "true"})
+        await self._node.api.call("PATCH", path, body=body, content_type=APPLY_PATCH)
 
     async def _follow_pods(self) -> None:
-        async for change in self._node.api.follow("/api/v1/pods", fieldSelector=f"spec.nodeName={self._node.name}"):
-            if isinstance(change, Listed):
-                for uid in self._pods.keys() - {item["metadata"]["uid"] for item in change.items}:
+        async for change in follow(self._node.api, "/api/v1/pods", fieldSelector=f"spec.nodeName={self._node.name}"):
+            if not isinstance(change, WatchEvent):
+                for uid in self._pods.keys() - {item["metadata"]["uid"] for item in change}:
                     self._pods[uid].vanish()
-                for item in change.items:
+                for item in change:
                     self._observe(item)
-            elif not change.deleted:
-                self._observe(change.item)
-            elif pod := self._pods.get(change.item["metadata"]["uid"]):
+            elif change.type != DELETED:
+                self._observe(change.object)
+            elif pod := self._pods.get(change.object["metadata"]["uid"]):
                 pod.vanish()
 
     def _observe(self, item: Object) -> None:

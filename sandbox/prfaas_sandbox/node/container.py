@@ -101,12 +101,10 @@ class Container:
 
     @property
     def facts(self) -> ContainerFacts:
-        """What its status is made of."""
         return self._facts
 
     @property
     def running(self) -> bool:
-        """Whether its process runs."""
         return isinstance(self._facts.state, ContainerRunning)
 
     def log_file(self, *, previous: bool) -> Path:

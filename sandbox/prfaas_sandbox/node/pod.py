@@ -11,7 +11,9 @@ from pathlib import Path
 import aiohttp
 
 from prfaas.errors import BadInputError, PeerError
-from prfaas_sandbox.api import Api, ApiError, Object
+from prfaas.kube import KubeSession, StatusError
+from prfaas.kube.session import APPLY_PATCH, with_query
+from prfaas_sandbox.api import Object
 from prfaas_sandbox.node.container import Container, ContainerContext, now_text
 from prfaas_sandbox.node.process import Mount, ProcessSpec, program_folders, with_programs
 from prfaas_sandbox.node.status import PodAddresses, pod_status
@@ -46,7 +48,7 @@ class Node:
     name: str
     address: str
     api_port: int
-    api: Api
+    api: KubeSession
     session: aiohttp.ClientSession
     folder: Path
     logs: Path
@@ -124,11 +126,9 @@ class Pod:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Namespace and name."""
         return self._pod["metadata"]["namespace"], self._pod["metadata"]["name"]
 
     def container(self, name: str) -> Container | None:
-        """Return a container by name."""
         return self._containers.get(name)
 
     def observe(self, pod: Object) -> None:
@@ -214,7 +214,7 @@ class Pod:
             "count": 1,
         }
         try:
-            await self._node.api.create(f"/api/v1/namespaces/{metadata['namespace']}/events", event)
+            await self._node.api.call("POST", f"/api/v1/namespaces/{metadata['namespace']}/events", body=event)
         except PeerError as error:
             log.warning("pod %s/%s: %s (event not recorded: %s)", *self.name, message, error)
 
@@ -252,7 +252,7 @@ class Pod:
             try:
                 await self._send_status()
             except PeerError as error:
-                if isinstance(error, ApiError) and error.status in (NOT_FOUND, CONFLICT):
+                if isinstance(error, StatusError) and error.status in (NOT_FOUND, CONFLICT):
                     continue  # the object is gone or another one has its name: the watch will tell
                 log.warning("pod %s/%s: status not written, trying again: %s", *self.name, error)
                 self._changed.set()
@@ -265,7 +265,8 @@ class Pod:
             return
         # The uid keeps us from writing to another pod of the same name.
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"uid": self._pod["metadata"]["uid"]}, "status": status}
-        self._pod = await self._node.api.apply(f"{self._path}/status", body, FIELD_MANAGER)
+        path = with_query(f"{self._path}/status", {"fieldManager": FIELD_MANAGER, "force": "true"})
+        self._pod = await self._node.api.call("PATCH", path, body=body, content_type=APPLY_PATCH)
         self._sent = status
 
     async def _finish(self) -> None:
@@ -276,8 +277,8 @@ class Pod:
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0, "preconditions": precondition}
         while not self._vanished:
             try:
-                await self._node.api.delete(self._path, options)
-            except ApiError as error:
+                await self._node.api.call("DELETE", self._path, body=options)
+            except StatusError as error:
                 log.info("pod %s/%s: %s", *self.name, error)
                 return
             except PeerError:

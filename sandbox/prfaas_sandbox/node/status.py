@@ -95,7 +95,6 @@ def pod_status(pod: Object, containers: Sequence[ContainerFacts], addresses: Pod
 
 
 def phase(restart_policy: str, containers: Sequence[ContainerFacts]) -> str:
-    """Return the pod's phase."""
     ended = [each.state for each in containers if isinstance(each.state, ContainerTerminated)]
     if len(ended) == len(containers) and restart_policy != "Always":
         failed = any(state.exit_code != 0 for state in ended)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.errors import ConfigError
-from prfaas_sandbox.api import Api, ApiError, Object
+from prfaas.kube import KubeSession, StatusError
+from prfaas_sandbox.api import Object
 from prfaas_sandbox.node.variables import ConfigSource, SourceKind
 from prfaas_sandbox.node.variables import field as pod_field
 
@@ -52,7 +53,7 @@ class PodVolumes:
 
     """
 
-    api: Api
+    api: KubeSession
     pod: Object
     folder: Path
     addresses: tuple[str, str]
@@ -114,8 +115,8 @@ class PodVolumes:
     async def _read(self, source: ConfigSource) -> dict[str, bytes] | None:
         namespace = self.pod["metadata"]["namespace"]
         try:
-            found = await self.api.get(f"/api/v1/namespaces/{namespace}/{source.kind}/{source.name}")
-        except ApiError as error:
+            found = await self.api.call("GET", f"/api/v1/namespaces/{namespace}/{source.kind}/{source.name}")
+        except StatusError as error:
             if error.status == NOT_FOUND:
                 return None
             raise
@@ -137,7 +138,7 @@ class PodVolumes:
             spec["audiences"] = [audience]
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         path = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account}/token"
-        answer = await self.api.create(path, body)
+        answer = await self.api.call("POST", path, body=body)
         return _Token(answer["status"]["token"].encode(), time.monotonic() + seconds * TOKEN_LIFE_USED)
 
 
