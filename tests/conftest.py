@@ -32,6 +32,7 @@ class Scheduler(LoadFileScheduling):
         return file if file in APART else next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduler:
     return Scheduler(config, log)
 

@@ -15,11 +15,10 @@ from prfaas_sandbox.demo.records import RequestRecord
 
 _numbers = itertools.count()
 
+# The fixtures have limits of their own; building images takes longer than any test may.
+TIMEOUT = pytest.mark.timeout(300, func_only=True)
 only_in_the_sandbox = pytest.mark.parametrize(
-    "installation",
-    [pytest.param("sandbox", marks=pytest.mark.timeout(300, func_only=True))],
-    indirect=True,
-    scope="session",
+    "installation", [pytest.param("sandbox", marks=TIMEOUT)], indirect=True, scope="session"
 )
 """For what needs none of kind's: kubelets, images, security contexts, network policies, rollouts."""
 

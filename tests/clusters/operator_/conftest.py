@@ -77,15 +77,16 @@ class Namespace:
         self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(bodies)}))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
+        return self.find(kind, name) or json.loads(self.kubectl("get", kind, name, "-o", "json"))
+
+    def find(self, kind: str, name: str) -> dict[str, Any] | None:
+        """Return an object, None where there is none."""
         with contextlib.suppress(UnansweredError):
-            if found := self.cluster.reader.get(self.name, kind, name):
-                return found
-        return json.loads(self.kubectl("get", kind, name, "-o", "json"))
+            return self.cluster.reader.get(self.name, kind, name)
+        return json.loads(self.kubectl("get", kind, name, "--ignore-not-found", "-o", "json") or "null")
 
     def exists(self, kind: str, name: str) -> bool:
-        with contextlib.suppress(UnansweredError):
-            return self.cluster.reader.get(self.name, kind, name) is not None
-        return bool(self.kubectl("get", kind, name, "--ignore-not-found", "-o", "name").strip())
+        return self.find(kind, name) is not None
 
     def listing(self, kinds: str, selector: str = CHILDREN) -> list[dict[str, Any]]:
         with contextlib.suppress(UnansweredError):

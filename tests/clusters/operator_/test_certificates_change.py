@@ -5,7 +5,6 @@ within the time that the operator leaves between two steps, though: a slower mac
 """
 
 import base64
-import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -27,8 +26,8 @@ SETTLE_SECONDS = 3
 
 
 def read(place, name: str = "prfaas-tls") -> Files:
-    found = place.kubectl("get", "secret", name, "--ignore-not-found", "-o", "json")
-    data = json.loads(found)["data"] if found.strip() else {}
+    found = place.find("secret", name)
+    data = found["data"] if found else {}
     return {key: base64.b64decode(value) for key, value in data.items()}
 
 

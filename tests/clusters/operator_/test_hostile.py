@@ -23,6 +23,7 @@ from prfaas_operator.errors import ClusterUnreachableError, ConflictError, Inval
 pytestmark = pytest.mark.clusters
 
 CRDS = Path(__file__).parents[3] / "crds"
+KINDS = "prfaas,pfpool,dcpool,pmc"
 DRAWN = 180
 JUDGED_SECONDS = 120.0
 MODEL = {"name": "m", "source": "builtin:m"}
@@ -175,7 +176,7 @@ def test_hostile_objects_are_refused_or_judged_and_others_go_on(world):
     def unjudged() -> list[str]:
         return [
             f"{live['kind']} {live['metadata']['name']}"
-            for live in json.loads(world.hub.kubectl("get", "prfaas-all", "-o", "json"))["items"]
+            for live in world.hub.listing(KINDS, "")
             if not any(
                 condition["type"] == "Ready" and condition["reason"] != "InternalError"
                 for condition in live.get("status", {}).get("conditions", [])
@@ -186,8 +187,6 @@ def test_hostile_objects_are_refused_or_judged_and_others_go_on(world):
     world.hub.kubectl("scale", "dcpool/bystander", "--replicas=2")
     scaled = lambda: world.hub.get("deployment", "bystander")["spec"]["replicas"] == 2  # noqa: E731
     world.eventually(scaled, "others are kept as before")
-    world.hub.kubectl("delete", "prfaas,pfpool,dcpool,pmc", "--all", "--wait=false")
-    world.eventually(
-        lambda: not world.hub.kubectl("get", "prfaas-all", "-o", "name"), "all can be deleted", JUDGED_SECONDS
-    )
+    world.hub.kubectl("delete", KINDS, "--all", "--wait=false")
+    world.eventually(lambda: not world.hub.listing(KINDS, ""), "all can be deleted", JUDGED_SECONDS)
     world.eventually(lambda: not world.children(), "no child is left")
