@@ -29,7 +29,7 @@ from prfaas.wire.transfer import Buffer, TensorLayout
 from prfaas_worker.cache_spec import TensorSpec
 from prfaas_worker.models import load_model
 from prfaas_worker.models.solo import Solo, SoloSequence
-from prfaas_worker.transfer.codecs import decode_into, encode
+from prfaas_worker.transfer.compression import decode_into, encode
 
 ROUNDS = 9
 GIB = 1 << 30
@@ -54,7 +54,7 @@ REACHES = {LARGEST: 1000.0, MEAN: 5.0}  # thousandths
 PERPLEXITY_REACH_PERCENT = 0.1
 
 Through = Callable[[Sequence[TensorLayout], int, Sequence[memoryview]], None]
-"""Changes the memory of one frame, in place, to what a receiver would have."""
+"""Changes the memory of one frame, in place, to what a destination would have."""
 
 
 class Sample(NamedTuple):

@@ -26,11 +26,10 @@ from prfaas_worker.engine.schedule import BUDGETS, schedule
 from prfaas_worker.engine.sequences import Event
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
-from prfaas_worker.transfer.connections import Connections
 from prfaas_worker.transfer.layout import CacheLayout, layer_groups
-from prfaas_worker.transfer.offers import Offers
-from prfaas_worker.transfer.pull import Shared
-from prfaas_worker.transfer.traffic import unlimited
+from prfaas_worker.transfer.leases import Offers
+from prfaas_worker.transfer.limits import unlimited
+from prfaas_worker.transfer.pull import Connections, FetchContext
 
 RUNNING = 64
 PROMPT_TOKENS = 200
@@ -63,7 +62,7 @@ def engine_of(model: Model | Instant) -> EngineLoop:
     runner, cache, traffic = Runner(model, memory), HybridCache(memory), unlimited()
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers), 16)
     offers = Offers(layout, 1, capacity=1)
-    fetcher = Fetcher(runner, "", Shared(layout, Connections(traffic.door), offers.counters, traffic))
+    fetcher = Fetcher(runner, "", FetchContext(layout, Connections(traffic.auth), offers.counters, traffic))
     engine = EngineLoop(
         inbox=inbox,
         runner=runner,

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from benchmarks.report import Figure, run
 
-from prfaas_worker.transfer.bucket import BYTES_PER_MBIT, TokenBucket
-from prfaas_worker.transfer.stop import Stop, StoppedError
-from prfaas_worker.transfer.streams import Stream
+from prfaas_worker.transfer.limits import BYTES_PER_MBIT, EgressBucket, Stop, StoppedError
+from prfaas_worker.transfer.net import DataStream
 
 RUN_SECONDS = 7.0
 RUNNING_AFTER_SECONDS = 0.5
@@ -43,18 +42,18 @@ class Received(NamedTuple):
     shares: list[int]
 
 
-def bucket_sender(bucket: TokenBucket, stop: Stop) -> Send:
+def bucket_source(bucket: EgressBucket, stop: Stop) -> Send:
     """Return what a connection does with a frame: as much at a time as it is granted."""
 
     def send(sock: socket.socket, frame: memoryview) -> None:
-        stream = Stream(sock)
+        stream = DataStream(sock)
         for portion in bucket.portions([frame], stop):
             stream.send(portion)
 
     return send
 
 
-def sleeping_sender(mbps: float, stop: Stop) -> Send:
+def sleeping_source(mbps: float, stop: Stop) -> Send:
     """Return the rival: the same pieces, each followed by the time that it should take."""
 
     def send(sock: socket.socket, frame: memoryview) -> None:
@@ -98,8 +97,8 @@ def transfer(connections: int, send: Send, stop: Stop) -> Received:
     """Send over so many connections for RUN_SECONDS."""
     with socket.create_server(("127.0.0.1", 0), backlog=connections) as listener:
         results: multiprocessing.Queue[Received] = multiprocessing.Queue()
-        taker = multiprocessing.Process(target=take_all, args=(listener, connections, results), daemon=True)
-        taker.start()
+        destination = multiprocessing.Process(target=take_all, args=(listener, connections, results), daemon=True)
+        destination.start()
         sockets = [socket.create_connection(listener.getsockname()) for _ in range(connections)]
     frame = memoryview(bytes(FRAME_BYTES))
 
@@ -116,7 +115,7 @@ def transfer(connections: int, send: Send, stop: Stop) -> Received:
     for thread in threads:
         thread.join()
     received = results.get()
-    taker.join()
+    destination.join()
     return received
 
 
@@ -137,9 +136,9 @@ def measure() -> Iterator[Figure]:
     for mbps, connections in CASES:
         stop, rivals_stop = Stop(), Stop()
         cpu = time.process_time()
-        received = transfer(connections, bucket_sender(TokenBucket(mbps), stop), stop)
+        received = transfer(connections, bucket_source(EgressBucket(mbps), stop), stop)
         cpu = time.process_time() - cpu
-        rival = transfer(connections, sleeping_sender(mbps / connections, rivals_stop), rivals_stop)
+        rival = transfer(connections, sleeping_source(mbps / connections, rivals_stop), rivals_stop)
         case = f"{mbps} Mbit/s, {connections} connections"
         yield Figure(
             name=f"worst window, {case}",

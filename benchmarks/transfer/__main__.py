@@ -2,8 +2,8 @@
 
     prfaas bench transfer [goodput secure far tail memory] [--plots DIR] [-o json]
 
-Giver and taker are processes in network namespaces with a link between them (see link.py); iperf3 crosses the same link
-in the same minute, and what counts is the ratio. Needs root's rights over namespaces, which
+Source and destination are processes in network namespaces with a link between them (see link.py); iperf3 crosses the
+same link in the same minute, and what counts is the ratio. Needs root's rights over namespaces, which
 `unshare --user --map-root-user --net` gives too. Without iperf3 plain sockets stand for it, and without a C compiler
 there is no `far` (Debian: apt-get install iperf3 gcc libc6-dev).
 """

@@ -1,8 +1,8 @@
 """The two ends of a transfer as the benchmark drives them, over the worker's own transfer code: the one file to change
 when that code does.
 
-A giver stands for a prefill instance: its caches are random bytes, and its prefill takes as long as it is told to. A
-taker stands for a decode instance with memory of its own that was touched before, as a running instance's is.
+A source stands for a prefill instance: its caches are random bytes, and its prefill takes as long as it is told to. A
+destination stands for a decode instance with memory of its own that was touched before, as a running instance's is.
 """
 
 import sys
@@ -19,24 +19,27 @@ from benchmarks.transfer.shapes import SHAPES
 
 from prfaas.wire.engine import StartPrefill
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest
-from prfaas.wire.receipt import Receipt
+from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import Manifest
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
 from prfaas_worker.credentials import Credentials
-from prfaas_worker.transfer.accounting import Monitor
-from prfaas_worker.transfer.bucket import TokenBucket
-from prfaas_worker.transfer.budget import Budget
-from prfaas_worker.transfer.connections import Connections
-from prfaas_worker.transfer.connections import Giver as Port
-from prfaas_worker.transfer.counters import TransferCounters
-from prfaas_worker.transfer.door import Door, TlsDoor
-from prfaas_worker.transfer.intake import Intake
-from prfaas_worker.transfer.layout import CacheLayout, Place, block_frames, hidden_frame, layer_groups, state_frames
-from prfaas_worker.transfer.offers import Offer, Offers
-from prfaas_worker.transfer.packing import Packer
-from prfaas_worker.transfer.pull import Pull, Shared
-from prfaas_worker.transfer.sender import Sender, listen
-from prfaas_worker.transfer.traffic import Traffic
+from prfaas_worker.transfer.compression import Packer
+from prfaas_worker.transfer.data_port import DataPort, listen
+from prfaas_worker.transfer.layout import (
+    CacheLayout,
+    CachePlace,
+    block_frames,
+    hidden_frame,
+    layer_groups,
+    state_frames,
+)
+from prfaas_worker.transfer.leases import Offer, Offers
+from prfaas_worker.transfer.limits import EgressBucket, MemoryBudget, Traffic
+from prfaas_worker.transfer.link_stats import LinkMonitor
+from prfaas_worker.transfer.pull import Connections, FetchContext, Pull, SourceAddress
+from prfaas_worker.transfer.receive import ReceiveState
+from prfaas_worker.transfer.tls import PeerAuth, TlsAuth
+from prfaas_worker.transfer.transfer_log import TransferCounters
 
 MEMORY_LIMIT_MIB: int | None = 256
 """The setting that bounds what transfers hold beside the cache."""
@@ -70,7 +73,9 @@ class Caches:
         self.memory = CacheMemory(geometry, num_pages=count, num_slots=plan.copies, max_context=plan.tokens)
         self.memory.pages.fill_(1)
         self.memory.slots.fill_(1)
-        self.places = [Place(self.memory, slot, range(slot * pages, (slot + 1) * pages)) for slot in range(plan.copies)]
+        self.places = [
+            CachePlace(self.memory, slot, range(slot * pages, (slot + 1) * pages)) for slot in range(plan.copies)
+        ]
 
     def randomise(self) -> None:
         """Give it content that compresses no more than noise."""
@@ -94,7 +99,7 @@ def layout_of(caches: Caches) -> CacheLayout:
     return CacheLayout(FINGERPRINT, layer_groups(caches.layers), HIDDEN_SIZE)
 
 
-class Giver:
+class Source:
     """Gives one cache as often as it is asked to."""
 
     def __init__(self, host: str, plan: Plan):
@@ -104,8 +109,8 @@ class Giver:
         self._hidden = torch.zeros(HIDDEN_SIZE)
         layout = layout_of(self.caches)
         self._offers = Offers(layout, PORT, capacity=1000)
-        self._peer = "taker" if plan.tls else ""
-        Sender(listen(host, PORT), self._offers, traffic_of(plan, "giver"))
+        self._peer = "destination" if plan.tls else ""
+        DataPort(listen(host, PORT), self._offers, traffic_of(plan, "source"))
 
     def offer(self, tokens: int, prefill_seconds: float) -> dict[str, Any]:
         """Begin a prefill that takes so long, and return the grant; without any time it is done on return."""
@@ -138,15 +143,15 @@ class Giver:
         offer.computed(seconds)
 
 
-class Taker:
+class Destination:
     """Takes caches into its own."""
 
     def __init__(self, host: str, plan: Plan):
         self._plan = plan
-        self._port = Port(host, PORT, "giver" if plan.tls else "")
+        self._port = SourceAddress(host, PORT, "source" if plan.tls else "")
         self.caches = Caches(plan)
-        traffic = traffic_of(plan, "taker")
-        self._shared = Shared(layout_of(self.caches), Connections(traffic.door), TransferCounters(), traffic)
+        traffic = traffic_of(plan, "destination")
+        self._shared = FetchContext(layout_of(self.caches), Connections(traffic.auth), TransferCounters(), traffic)
 
     def take(self, grant: dict[str, Any], copy: int) -> int:
         """Take one cache, and return its bytes.
@@ -165,18 +170,18 @@ class Taker:
             groups=layer_groups(self.caches.layers),
             hidden_size=HIDDEN_SIZE,
         )
-        receipt = Receipt(manifest, guard=threading.Lock())
+        ledger = ReceiveLedger(manifest, guard=threading.Lock())
         _, connections, counters, traffic = self._shared
         silent_seconds = partial(connections.silent_seconds, self._port)
-        intake = Intake(receipt, self.caches.places[copy], counters.received, silent_seconds, traffic.memory)
-        Pull(self._shared, self._port, granted.token, intake).run()
-        receipt.require_whole()
-        return receipt.received_bytes
+        state = ReceiveState(ledger, self.caches.places[copy], counters.received, silent_seconds, traffic.memory)
+        Pull(self._shared, self._port, granted.token, state).run()
+        ledger.require_whole()
+        return ledger.received_bytes
 
 
 def traffic_of(plan: Plan, cluster: str) -> Traffic:
     """Return what an instance's transfers share; no cap, and noise goes through no codec."""
-    monitor = Monitor()
-    door = TlsDoor(Credentials(Path(plan.tls) / cluster)) if plan.tls else Door()
+    monitor = LinkMonitor()
+    auth = TlsAuth(Credentials(Path(plan.tls) / cluster)) if plan.tls else PeerAuth()
     limit_bytes = MEMORY_LIMIT_MIB << 20 if MEMORY_LIMIT_MIB else sys.maxsize
-    return Traffic(monitor, TokenBucket(), Budget(limit_bytes), Packer("none", monitor), door)
+    return Traffic(monitor, EgressBucket(), MemoryBudget(limit_bytes), Packer("none", monitor), auth)

@@ -1,9 +1,9 @@
 """A constrained link to measure and to test on: two network namespaces, and between them a third that is the network.
 
-    giver 10.77.0.1 -- [ rate, delay, loss ] -- 10.77.0.2 taker
+    source 10.77.0.1 -- [ rate, delay, loss ] -- 10.77.0.2 destination
 
-The bottleneck is in the middle, as on a real path: a sender that overruns it fills its queue and then loses packets,
-where a limit on the sender's own interface would only hold it back. The rate is a token bucket (tc tbf) each way. Delay
+The bottleneck is in the middle, as on a real path: a source that overruns it fills its queue and then loses packets,
+where a limit on the source's own interface would only hold it back. The rate is a token bucket (tc tbf) each way. Delay
 and loss are a program of ours (`bridge.c`), since not every kernel has netem; without them the kernel itself bridges,
 at its own speed.
 
@@ -28,7 +28,7 @@ from prfaas.errors import ConfigError
 
 GIVER, TAKER = "10.77.0.1", "10.77.0.2"
 WIRE = "wire0"
-SIDES = ("giver", "taker")
+SIDES = ("source", "destination")
 QUEUE_MILLIS = 50
 BURST_BYTES = 256 << 10
 # A program dies with the thread that started it, however that ends.
@@ -96,9 +96,9 @@ def _program(pid: int) -> str:
 class Link:
     """A link that stands, and what can be done to it."""
 
-    def __init__(self, giver: Namespace, taker: Namespace, middle: Namespace, mbps: float | None):
-        self.giver = giver
-        self.taker = taker
+    def __init__(self, source: Namespace, destination: Namespace, middle: Namespace, mbps: float | None):
+        self.source = source
+        self.destination = destination
         self._middle = middle
         self._mbps = mbps
         self.mend()
@@ -136,16 +136,16 @@ def link(
         if shutil.which(program) is None:
             raise ConfigError(f"a link needs the program {program}: install {package}")
     with ExitStack() as stack:
-        giver, taker, middle = Namespace(GIVER), Namespace(TAKER), Namespace()
-        for namespace in (giver, taker, middle):
+        source, destination, middle = Namespace(GIVER), Namespace(TAKER), Namespace()
+        for namespace in (source, destination, middle):
             stack.callback(namespace.close)
-        for side, end in zip(SIDES, (giver, taker), strict=True):
+        for side, end in zip(SIDES, (source, destination), strict=True):
             _join(middle, side, end)
         if round_trip_seconds or loss:
             stack.enter_context(_slow_bridge(middle, round_trip_seconds, loss, seed))
         else:
             _kernel_bridge(middle)
-        yield Link(giver, taker, middle, mbps)
+        yield Link(source, destination, middle, mbps)
 
 
 def _join(middle: Namespace, side: str, end: Namespace) -> None:
@@ -170,8 +170,8 @@ def _slow_bridge(middle: Namespace, round_trip_seconds: float, loss: float, seed
         raise ConfigError("a link with delay or loss compiles its bridge: install a C compiler (cc)")
     with tempfile.TemporaryDirectory() as directory:
         program = f"{directory}/bridge"
-        source = str(Path(__file__).with_name("bridge.c"))
-        subprocess.run([compiler, "-O2", "-Wall", "-o", program, source], check=True)
+        code = str(Path(__file__).with_name("bridge.c"))
+        subprocess.run([compiler, "-O2", "-Wall", "-o", program, code], check=True)
         delay_micros = str(round(round_trip_seconds * 1e6 / 2))
         command = [program, *SIDES, delay_micros, str(loss), str(seed)]
         with middle.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as bridge:

@@ -63,12 +63,12 @@ TAIL_REACH = 1.2
 
 
 class Round(NamedTuple):
-    """One round of transfers: bytes, seconds of wall clock, CPU seconds of giver and taker."""
+    """One round of transfers: bytes, seconds of wall clock, CPU seconds of source and destination."""
 
     count_bytes: int
     seconds: float
-    giver_cpu: float
-    taker_cpu: float
+    source_cpu: float
+    destination_cpu: float
 
     @property
     def mbps(self) -> float:
@@ -78,7 +78,7 @@ class Round(NamedTuple):
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds of both ends for 2^30 bytes."""
-        return (self.giver_cpu + self.taker_cpu) / self.count_bytes * GIB
+        return (self.source_cpu + self.destination_cpu) / self.count_bytes * GIB
 
 
 def say(what: str) -> None:
@@ -94,7 +94,7 @@ def secure() -> Iterator[Figure]:
     validity = identity.valid_for(datetime.datetime.now(datetime.UTC), days=1)
     authority = identity.make_authority("bench", validity)
     with tempfile.TemporaryDirectory() as directory:
-        for cluster in ("giver", "taker"):
+        for cluster in ("source", "destination"):
             pair, files = identity.issue(authority, cluster, validity), Path(directory) / cluster
             files.mkdir()
             (files / "tls.crt").write_bytes(pair.certificate)
@@ -112,12 +112,12 @@ def goodput(cases: tuple[Case, ...], tls: str = "") -> Iterator[Figure]:
         say(f"goodput, {case.name}")
         with link(case.mbps, case.round_trip_seconds, case.loss) as made:
             plan = Plan("48b", TOKENS, tls=tls if case.tls else "")
-            with ends(made, plan) as (giver, taker):
+            with ends(made, plan) as (source, destination):
                 rounds, rivals = [], []
                 for _ in range(case.rounds):
                     rivals.append(best_rival(made, 1.0 if case.mbps is None else 4.0))
-                    rounds.append(_transfer(giver, taker, case.transfers))
-                _require_equal(giver, taker)
+                    rounds.append(_transfer(source, destination, case.transfers))
+                _require_equal(source, destination)
         yield from _figures(case, rounds, rivals)
 
 
@@ -138,36 +138,36 @@ def _figures(case: Case, rounds: list[Round], rivals: list[Carried]) -> Iterator
     )
 
 
-def _transfer(giver: End, taker: End, count: int) -> Round:
-    before = giver.ask("cpu"), taker.ask("cpu")
+def _transfer(source: End, destination: End, count: int) -> Round:
+    before = source.ask("cpu"), destination.ask("cpu")
     count_bytes, seconds = 0, 0.0
     for _ in range(count):
-        grant = giver.ask("offer", tokens=giver.plan.tokens, prefill_seconds=0.0)
-        taken = taker.ask("take", grants=[grant])
+        grant = source.ask("offer", tokens=source.plan.tokens, prefill_seconds=0.0)
+        taken = destination.ask("take", grants=[grant])
         count_bytes += taken["bytes"]
         seconds += taken["seconds"]
-    after = giver.ask("cpu"), taker.ask("cpu")
+    after = source.ask("cpu"), destination.ask("cpu")
     return Round(count_bytes, seconds, after[0] - before[0], after[1] - before[1])
 
 
-def _require_equal(giver: End, taker: End) -> None:
-    if giver.ask("digest", copy=0) != taker.ask("digest", copy=0):
+def _require_equal(source: End, destination: End) -> None:
+    if source.ask("digest", copy=0) != destination.ask("digest", copy=0):
         raise InternalError("the cache that arrived is not the one that was sent")
 
 
 def tail() -> Iterator[Figure]:
-    """How long after the end of a prefill its last byte stands at the taker, on a link that is just fast enough."""
+    """How long after the end of a prefill its last byte is at the destination, on a link that is just fast enough."""
     say("from the end of prefill to the last byte")
     geometry = CacheGeometry(SHAPES["48b"])
     chunk_bytes = CHUNK_TOKENS * geometry.token_bytes
-    with link(SLOW_MBPS) as made, ends(made, Plan("48b", TOKENS)) as (giver, taker):
+    with link(SLOW_MBPS) as made, ends(made, Plan("48b", TOKENS)) as (source, destination):
         rate = best_rival(made, 3.0).mbps * 1e6 / 8
         prefill_seconds = TOKENS / CHUNK_TOKENS * chunk_bytes / rate
         found = []
         for _ in range(2):
-            grant = giver.ask("offer", tokens=TOKENS, prefill_seconds=prefill_seconds)
-            ended = taker.ask("take", grants=[grant])["ended"]
-            found.append(ended - giver.ask("prefill ended"))
+            grant = source.ask("offer", tokens=TOKENS, prefill_seconds=prefill_seconds)
+            ended = destination.ask("take", grants=[grant])["ended"]
+            found.append(ended - source.ask("prefill ended"))
     least = (chunk_bytes + geometry.state_bytes) / rate
     value = statistics.median(found)
     named = {"rival": "(last chunk + state) / rate", "rival_value": least}
@@ -179,15 +179,15 @@ def memory() -> Iterator[Figure]:
     """What many transfers at once hold beside the caches themselves, in both processes and in the kernel."""
     say(f"memory of {TOGETHER} transfers")
     plan = Plan("tiny", TINY_TOKENS, copies=TOGETHER)
-    with link(SLOW_MBPS) as made, ends(made, plan) as (giver, taker):
-        grants = [giver.ask("offer", tokens=TINY_TOKENS, prefill_seconds=0.0) for _ in range(TOGETHER)]
-        with _watching(made, giver, taker) as peaks:
-            taken = taker.ask("take", grants=grants)
+    with link(SLOW_MBPS) as made, ends(made, plan) as (source, destination):
+        grants = [source.ask("offer", tokens=TINY_TOKENS, prefill_seconds=0.0) for _ in range(TOGETHER)]
+        with _watching(made, source, destination) as peaks:
+            taken = destination.ask("take", grants=grants)
         for copy in (0, TOGETHER - 1):
-            if giver.ask("digest", copy=0) != taker.ask("digest", copy=copy):
+            if source.ask("digest", copy=0) != destination.ask("digest", copy=copy):
                 raise InternalError("a cache that arrived is not the one that was sent")
     say(f"{taken['bytes'] * 8e-6 / taken['seconds']:.0f} Mbit/s together")
-    for name in ("giver", "taker"):
+    for name in ("source", "destination"):
         yield Figure(
             name=f"memory of {TOGETHER} transfers, {name}", value=peaks[name], unit="MiB", reach=MEMORY_LIMIT_MIB
         )
@@ -197,15 +197,15 @@ def memory() -> Iterator[Figure]:
 
 
 @contextmanager
-def _watching(made: Link, giver: End, taker: End) -> Iterator[dict[str, float]]:
+def _watching(made: Link, source: End, destination: End) -> Iterator[dict[str, float]]:
     """Fill in, at the end, by how many MiB processes and sockets were larger than at the start, at most."""
     peaks: dict[str, float] = {}
     over = threading.Event()
-    begun = _held_mib(made, giver, taker)
+    begun = _held_mib(made, source, destination)
 
     def watch() -> None:
         while not over.wait(0.1):
-            for name, mib in _held_mib(made, giver, taker).items():
+            for name, mib in _held_mib(made, source, destination).items():
                 peaks[name] = max(peaks.get(name, 0.0), mib - begun[name])
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -217,9 +217,9 @@ def _watching(made: Link, giver: End, taker: End) -> Iterator[dict[str, float]]:
         thread.join()
 
 
-def _held_mib(made: Link, giver: End, taker: End) -> dict[str, float]:
-    held = {"giver": giver.pss_mib(), "taker": taker.pss_mib()}
-    for name, namespace in (("giver", made.giver), ("taker", made.taker)):
+def _held_mib(made: Link, source: End, destination: End) -> dict[str, float]:
+    held = {"source": source.pss_mib(), "destination": destination.pss_mib()}
+    for name, namespace in (("source", made.source), ("destination", made.destination)):
         # skmem: bytes of memory that hold received (r), sent (t) and queued (f) data
         found = re.findall(r"skmem:\(r(\d+),rb\d+,t(\d+),tb\d+,f(\d+),w(\d+)", namespace.run("ss", "-tnm"))
         held[f"{name}'s sockets"] = sum(int(received) + int(queued) for received, _, _, queued in found) / (1 << 20)

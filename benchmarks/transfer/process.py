@@ -1,4 +1,4 @@
-"""A giver or a taker in a process of its own, inside its namespace, asked in lines of JSON.
+"""A source or a destination in a process of its own, inside its namespace, asked in lines of JSON.
 
     python -m benchmarks.transfer.process give|take ADDRESS_OF_THE_GIVER PLAN
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.transfer.ends import Giver, Plan, Taker
+from benchmarks.transfer.ends import Destination, Plan, Source
 from benchmarks.transfer.link import Link, Namespace
 
 from prfaas.errors import PeerError
@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class End:
-    """A giver or taker as the benchmark sees it."""
+    """A source or destination as the benchmark sees it."""
 
-    def __init__(self, role: str, namespace: Namespace, giver_address: str, plan: Plan):
-        command = [sys.executable, "-m", "benchmarks.transfer.process", role, giver_address, json.dumps(plan)]
+    def __init__(self, role: str, namespace: Namespace, source_address: str, plan: Plan):
+        command = [sys.executable, "-m", "benchmarks.transfer.process", role, source_address, json.dumps(plan)]
         self._process = namespace.start(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.plan = plan
 
@@ -69,37 +69,37 @@ class End:
 
 @contextmanager
 def ends(link: Link, plan: Plan) -> Iterator[tuple[End, End]]:
-    """Start a giver and a taker at the ends of a link, ready."""
-    giver = End("give", link.giver, link.giver.address, plan)
-    taker = End("take", link.taker, link.giver.address, plan)
+    """Start a source and a destination at the ends of a link, ready."""
+    source = End("give", link.source, link.source.address, plan)
+    destination = End("take", link.destination, link.source.address, plan)
     try:
-        giver.answer(), taker.answer()
-        yield giver, taker
+        source.answer(), destination.answer()
+        yield source, destination
     finally:
-        giver.close()
-        taker.close()
+        source.close()
+        destination.close()
 
 
-def _give(giver: Giver, what: str, details: dict[str, Any]) -> Any:
+def _give(source: Source, what: str, details: dict[str, Any]) -> Any:
     if what == "offer":
-        return giver.offer(**details)
+        return source.offer(**details)
     if what == "prefill ended":
-        return giver.prefill_ended
-    return _either(giver, what, details)
+        return source.prefill_ended
+    return _either(source, what, details)
 
 
-def _take(taker: Taker, what: str, details: dict[str, Any]) -> Any:
+def _take(destination: Destination, what: str, details: dict[str, Any]) -> Any:
     if what != "take":
-        return _either(taker, what, details)
+        return _either(destination, what, details)
     grants = details["grants"]
     started = time.monotonic()
     with ThreadPoolExecutor(len(grants)) as threads:
-        taken = sum(threads.map(taker.take, grants, range(len(grants))))
+        taken = sum(threads.map(destination.take, grants, range(len(grants))))
     ended = time.monotonic()
     return {"bytes": taken, "seconds": ended - started, "ended": ended}
 
 
-def _either(end: Giver | Taker, what: str, details: dict[str, Any]) -> Any:
+def _either(end: Source | Destination, what: str, details: dict[str, Any]) -> Any:
     if what == "digest":
         return end.caches.digest(**details)
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -108,11 +108,11 @@ def _either(end: Giver | Taker, what: str, details: dict[str, Any]) -> Any:
 
 def main() -> None:
     role, address, plan = sys.argv[1], sys.argv[2], Plan(*json.loads(sys.argv[3]))
-    end = Giver(address, plan) if role == "give" else Taker(address, plan)
+    end = Source(address, plan) if role == "give" else Destination(address, plan)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         what, details = json.loads(line)
-        answer = _give(end, what, details) if isinstance(end, Giver) else _take(end, what, details)
+        answer = _give(end, what, details) if isinstance(end, Source) else _take(end, what, details)
         print(json.dumps(answer), flush=True)
 
 

@@ -45,13 +45,13 @@ def best_rival(link: Link, seconds: float, streams: int = STREAMS) -> Carried:
 
 
 def _iperf3(link: Link, seconds: float, streams: int, congestion: str) -> Carried:
-    server = link.taker.start(["iperf3", "-s", "-1", "--forceflush"], stdout=subprocess.PIPE)
+    server = link.destination.start(["iperf3", "-s", "-1", "--forceflush"], stdout=subprocess.PIPE)
     assert server.stdout is not None
     try:
         while (line := server.stdout.readline()) and "listening" not in line:
             pass
-        command = ["iperf3", "-c", link.taker.address, "-J", "-l1M", f"-P{streams}", "-t", f"{seconds:g}"]
-        said = json.loads(link.giver.run(*command, "-C", congestion))
+        command = ["iperf3", "-c", link.destination.address, "-J", "-l1M", f"-P{streams}", "-t", f"{seconds:g}"]
+        said = json.loads(link.source.run(*command, "-C", congestion))
     except BaseException:
         server.kill()
         raise
@@ -67,9 +67,9 @@ def _iperf3(link: Link, seconds: float, streams: int, congestion: str) -> Carrie
 def _sockets(link: Link, seconds: float) -> Carried:
     """Pump zeros from Python over connections with the host's settings, as iperf3 would from C."""
     command = [sys.executable, "-m", "benchmarks.transfer.rivals"]
-    arguments = [link.taker.address, str(seconds)]
-    receiver = link.taker.start([*command, "receive", *arguments], cwd=ROOT, stdout=subprocess.PIPE)
-    sender = link.giver.start([*command, "send", *arguments], cwd=ROOT, stdout=subprocess.PIPE)
+    arguments = [link.destination.address, str(seconds)]
+    receiver = link.destination.start([*command, "receive", *arguments], cwd=ROOT, stdout=subprocess.PIPE)
+    sender = link.source.start([*command, "send", *arguments], cwd=ROOT, stdout=subprocess.PIPE)
     (sent, _), (received, _) = sender.communicate(), receiver.communicate()
     count, took, cpu = json.loads(received)
     cpu += json.loads(sent)[2]

@@ -19,10 +19,17 @@ from prfaas.wire.engine import StartPrefill
 from prfaas.wire.prefill import PrefillRequest
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.models import load_model
-from prfaas_worker.transfer.layout import CacheLayout, Place, block_frames, hidden_frame, layer_groups, state_frames
-from prfaas_worker.transfer.offers import Offer, Offers
-from prfaas_worker.transfer.sender import Sender, listen
-from prfaas_worker.transfer.traffic import unlimited
+from prfaas_worker.transfer.data_port import DataPort, listen
+from prfaas_worker.transfer.layout import (
+    CacheLayout,
+    CachePlace,
+    block_frames,
+    hidden_frame,
+    layer_groups,
+    state_frames,
+)
+from prfaas_worker.transfer.leases import Offer, Offers
+from prfaas_worker.transfer.limits import unlimited
 
 SO_MAX_PACING_RATE = 47
 SOL_SOCKET = 1
@@ -37,14 +44,14 @@ class Peer:
         pages = geometry.pages_for(tokens)
         memory = CacheMemory(geometry, num_pages=pages, num_slots=1, max_context=tokens)
         memory.pages.zero_()
-        self.place = Place(memory, 0, range(pages))
+        self.place = CachePlace(memory, 0, range(pages))
         self.layers = len(model.layers)
         self.hidden = torch.zeros(model.hidden_size)
         layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
         self.offers = Offers(layout, WORKER_DATA_PORT, 1000)
         listener = listen(host, WORKER_DATA_PORT)
         listener.setsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, int(mbps * 1e6 / 8))  # accepted connections inherit it
-        Sender(listener, self.offers, unlimited())
+        DataPort(listener, self.offers, unlimited())
 
     def fill(self, offer: Offer, tokens: int) -> None:
         """Put the whole cache into an offer."""

@@ -1,8 +1,8 @@
 """Ten thousand transfers that end at a random point, for any reason, on either side: nothing is stranded.
 
-Giver and taker hold real leases of pages and slots, which go back as an engine gives them back: the giver's when the
-offer says that it ended, the taker's when the fetch has. Both memories are so small that they are reused at once: bytes
-that arrive late would be found in one of the transfers in between that end well.
+Source and destination hold real leases of pages and slots, which go back as an engine gives them back: the source's
+when the offer says that it ended, the destination's when the fetch has. Both memories are so small that they are reused
+at once: bytes that arrive late would be found in one of the transfers in between that end well.
 """
 
 import random
@@ -15,20 +15,19 @@ import pytest
 
 from prfaas.errors import PrfaasError
 from prfaas.wire.prefill import PrefillGrant
-from prfaas.wire.receipt import Receipt
+from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.transfer import offers as offers_module
-from prfaas_worker.transfer.connections import Connections, Giver
-from prfaas_worker.transfer.counters import TransferCounters
-from prfaas_worker.transfer.door import Door
-from prfaas_worker.transfer.intake import Intake
-from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, state_frames
-from prfaas_worker.transfer.offers import Offer
-from prfaas_worker.transfer.outgoing import Frame
-from prfaas_worker.transfer.pull import Pull, Shared
-from prfaas_worker.transfer.streams import Stream
+from prfaas_worker.transfer import leases as leases_module
+from prfaas_worker.transfer.layout import CachePlace, block_frames, hidden_frame, state_frames
+from prfaas_worker.transfer.leases import Offer
+from prfaas_worker.transfer.net import DataStream
+from prfaas_worker.transfer.pull import Connections, FetchContext, Pull, SourceAddress
+from prfaas_worker.transfer.receive import ReceiveState
+from prfaas_worker.transfer.send import Frame
+from prfaas_worker.transfer.tls import PeerAuth
+from prfaas_worker.transfer.transfer_log import TransferCounters
 
 from ..unit.worker.transfer_bench import (
     ATTENTION,
@@ -77,8 +76,8 @@ class Side:
                 self.cache.check_integrity()
             self._changed.notify_all()
 
-    def place(self, lease: Lease) -> Place:
-        return Place(self.memory, lease.slot, lease.pages)
+    def place(self, lease: Lease) -> CachePlace:
+        return CachePlace(self.memory, lease.slot, lease.pages)
 
     def assert_nothing_is_held(self) -> None:
         self.cache.check_integrity()
@@ -94,24 +93,24 @@ class OpeningConnections(Connections):
 
     on_open: Callable[[], None] = staticmethod(lambda: None)
 
-    def take(self, giver: Giver) -> Stream | None:
-        stream = super().take(giver)
+    def take(self, source: SourceAddress) -> DataStream | None:
+        stream = super().take(source)
         if stream is not None:
             self.on_open()
         return stream
 
-    def open(self, giver: Giver) -> Stream:
-        stream = super().open(giver)
+    def open(self, source: SourceAddress) -> DataStream:
+        stream = super().open(source)
         self.on_open()
         return stream
 
 
 class Aborts:
-    """Giver and taker in one process, and what became of their transfers."""
+    """Source and destination in one process, and what became of their transfers."""
 
     def __init__(self, port: Port):
         self.port = port
-        self.giver, self.taker = Side(), Side()
+        self.source, self.destination = Side(), Side()
         self.found: Counter[str] = Counter()
         self.ends: Counter[int] = Counter()
         self.begun = 0
@@ -120,23 +119,23 @@ class Aborts:
         port.offers.on_end = self._ended
 
     def run(self, rng: random.Random, count: int) -> None:
-        connections = OpeningConnections(Door())
+        connections = OpeningConnections(PeerAuth())
         for _ in range(count):
             self.once(rng, connections)
-        while stream := connections.take(Giver(*self.port.address)):
-            connections.drop(Giver(*self.port.address), stream)
+        while stream := connections.take(SourceAddress(*self.port.address)):
+            connections.drop(SourceAddress(*self.port.address), stream)
 
     def once(self, rng: random.Random, connections: OpeningConnections) -> None:
         """One transfer, aborted at some point, or in one of ten times not."""
-        ours = self.giver.open()
+        ours = self.source.open()
         with self._lock:
             handle, self.begun = self.begun, self.begun + 1
             self._leases[handle] = ours
         offer, grant = self.port.grant(handle)
         seed = rng.randrange(1 << 30)
-        fill(self.giver.place(ours), seed)
-        frames = frames_of(offer, self.giver.place(ours))
-        theirs = self.taker.open()
+        fill(self.source.place(ours), seed)
+        frames = frames_of(offer, self.source.place(ours))
+        theirs = self.destination.open()
         pull = self._pull(offer, grant, theirs, connections)
         reason = self._arm(rng, pull, offer, frames, connections)
         try:
@@ -144,15 +143,15 @@ class Aborts:
         except PrfaasError:
             assert reason != "no"
         else:
-            wanted = MODEL.reserved()  # the giver's pages may be others' by now
+            wanted = MODEL.reserved()  # the source's pages may be others' by now
             fill(wanted, seed)
-            assert_same_bits(MODEL, self.taker.place(theirs), wanted)
+            assert_same_bits(MODEL, self.destination.place(theirs), wanted)
             reason = f"{reason}, too late" if reason != "no" else "no"
         connections.on_open = lambda: None
-        self.taker.close(theirs)
+        self.destination.close(theirs)
         with self._lock:
             self.found[reason] += 1
-        self.port.offers.cancel(grant.transfer_id)  # what a taker asks for over HTTP when its fetch failed
+        self.port.offers.cancel(grant.transfer_id)  # what a destination asks for over HTTP when its fetch failed
 
     def _arm(
         self, rng: random.Random, pull: Pull, offer: Offer, frames: list[Frame], connections: OpeningConnections
@@ -160,10 +159,10 @@ class Aborts:
         """Put frames in, and have one thing go wrong at one point. Returns what."""
         reasons: dict[str, Callable[[], object]] = {
             "no": lambda: None,
-            "the taker cancels": pull.cancel,
-            "the giver cancels": partial(self.port.offers.cancel, offer.manifest.transfer_id),
+            "the destination cancels": pull.cancel,
+            "the source cancels": partial(self.port.offers.cancel, offer.manifest.transfer_id),
             "the engine fails": partial(offer.fail, "out of room"),
-            "connections break and the taker leaves": partial(self._leave, pull),
+            "connections break and the destination leaves": partial(self._leave, pull),
         }
         reason = rng.choice([*reasons] * 2 + [*reasons][1:] * 3)
         act = reasons[reason]
@@ -175,7 +174,7 @@ class Aborts:
             if left[0] == 0:
                 act()
 
-        pull._intake.received = received
+        pull._state.received = received
         if at == -1:
             connections.on_open = act  # type: ignore[assignment]
         if at == 0:
@@ -197,21 +196,27 @@ class Aborts:
         pull.cancel()
 
     def _pull(self, offer: Offer, grant: PrefillGrant, lease: Lease, connections: Connections) -> Pull:
-        giver = Giver(*self.port.address)
-        silent_seconds = partial(connections.silent_seconds, giver)
-        intake = Intake(
-            Receipt(offer.manifest), self.taker.place(lease), lambda _count: None, silent_seconds, TRAFFIC.memory
+        source = SourceAddress(*self.port.address)
+        silent_seconds = partial(connections.silent_seconds, source)
+        state = ReceiveState(
+            ReceiveLedger(offer.manifest),
+            self.destination.place(lease),
+            lambda _count: None,
+            silent_seconds,
+            TRAFFIC.memory,
         )
-        return Pull(Shared(self.port.layout, connections, TransferCounters(), TRAFFIC), giver, grant.token, intake)
+        return Pull(
+            FetchContext(self.port.layout, connections, TransferCounters(), TRAFFIC), source, grant.token, state
+        )
 
     def _ended(self, handle: int) -> None:
         with self._lock:
             self.ends[handle] += 1
             lease = self._leases.pop(handle)
-        self.giver.close(lease)
+        self.source.close(lease)
 
 
-def frames_of(offer: Offer, place: Place) -> list[Frame]:
+def frames_of(offer: Offer, place: CachePlace) -> list[Frame]:
     spans = [(start, min(start + 50, MODEL.tokens)) for start in range(0, MODEL.tokens, 50)]
     rows = [frame for span in spans for frame in block_frames(offer.manifest, place, 1, span)]
     return [*rows, *state_frames(offer.manifest, place, 0), hidden_frame(offer.manifest, HIDDEN)]
@@ -220,7 +225,7 @@ def frames_of(offer: Offer, place: Place) -> list[Frame]:
 def test_ten_thousand_aborts_at_random_points_strand_no_page_no_slot_no_thread_and_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(offers_module, "RESUME_SECONDS", 0.5)
+    monkeypatch.setattr(leases_module, "RESUME_SECONDS", 0.5)
     port = Port(MODEL, capacity=AT_ONCE + 1)
     before = descriptors()
     aborts = Aborts(port)
@@ -241,8 +246,8 @@ def test_ten_thousand_aborts_at_random_points_strand_no_page_no_slot_no_thread_a
     print(*(f"{count:6,d} {what}" for what, count in aborts.found.most_common()), sep="\n")
     eventually(lambda: len(aborts.ends) == ABORTS)
     assert set(aborts.ends.values()) == {1}, "every offer ended once"
-    aborts.giver.assert_nothing_is_held()
-    aborts.taker.assert_nothing_is_held()
+    aborts.source.assert_nothing_is_held()
+    aborts.destination.assert_nothing_is_held()
     eventually(lambda: not transfer_threads())
     eventually(lambda: descriptors() <= before)
     assert sum(port.outcomes().values()) == ABORTS

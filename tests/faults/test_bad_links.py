@@ -1,4 +1,4 @@
-"""A link that damages, reorders, repeats, loses and delays, between a real taker and a real giver.
+"""A link that damages, reorders, repeats, loses and delays, between a real destination and a real source.
 
 What can be mended ends with every bit in its place; what cannot ends as an error, and then nothing counts as received.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.errors import PeerError, ProtocolError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Kind
-from prfaas_worker.transfer import offers as offers_module
+from prfaas_worker.transfer import leases as leases_module
 
 from ..unit.worker.transfer_bench import SMALL, Port, Taking, assert_same_bits, compute
 from ..unit.worker.transfer_proxy import (
@@ -37,7 +37,7 @@ def over(port: Port, proxy: Proxy) -> Taking:
 
 
 def assert_mended(port: Port, down: Change = as_it_is, up: Change = as_it_is) -> int:
-    """Every bit arrives over such a link, and the giver frees its copy once. Returns how many connections it took."""
+    """Every bit arrives over such a link, and the source frees its copy once. Returns how many connections it took."""
     with Proxy(port.address, down, up) as proxy:
         taking = over(port, proxy)
         taking.whole()
@@ -49,11 +49,11 @@ def assert_mended(port: Port, down: Change = as_it_is, up: Change = as_it_is) ->
 
 
 def assert_refused(port: Port, down: Change) -> PeerError:
-    """Over such a link the transfer fails, nothing of it is used, and the giver frees its copy once."""
+    """Over such a link the transfer fails, nothing of it is used, and the source frees its copy once."""
     with Proxy(port.address, down) as proxy:
         taking = over(port, proxy)
         error = taking.failure()
-        assert not taking.receipt.whole
+        assert not taking.ledger.whole
         assert isinstance(error, PeerError)
         assert port.ends()
     port.assert_ended_once(failed=1)
@@ -70,15 +70,15 @@ def test_a_flipped_bit_in_any_field_of_any_kind_of_frame_costs_its_connection_al
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("kind", [Kind.HELLO, Kind.ACK])
 @pytest.mark.parametrize("field", HEADER_FIELDS)
-def test_a_flipped_bit_in_what_the_taker_says_costs_its_connection_alone(
+def test_a_flipped_bit_in_what_the_destination_says_costs_its_connection_alone(
     port: Port, field: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ):
     up = flip_once(kind, HEADER_FIELDS[field])
     if kind == Kind.HELLO:
         assert assert_mended(port, up=up) == 2
         return
-    monkeypatch.setattr(offers_module, "RESUME_SECONDS", 0.0)
-    with Proxy(port.address, up=up) as proxy:  # the taker has everything: it does not come back to say so again
+    monkeypatch.setattr(leases_module, "RESUME_SECONDS", 0.0)
+    with Proxy(port.address, up=up) as proxy:  # the destination has everything: it does not come back to say so again
         taking = over(port, proxy)
         taking.whole()
         assert_same_bits(SMALL, taking.place, CACHE)
@@ -149,7 +149,7 @@ def test_a_frame_lost_as_a_whole_is_noticed_at_the_end(port: Port, at: int):
         taking = over(port, proxy)
         with pytest.raises(AssertionError, match="hangs"):
             taking.whole(seconds=0.3)  # TCP does not lose frames, and who forges must not make us use what is there
-        assert not taking.receipt.whole
+        assert not taking.ledger.whole
         proxy.cut()  # the next HELLO says what is missing
         taking.whole()
         assert_same_bits(SMALL, taking.place, CACHE)

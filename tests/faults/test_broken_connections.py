@@ -1,5 +1,5 @@
-"""Transfers over connections that break: every bit is right at the end, nothing crosses twice, and the giver frees its
-copy once, also when the receiver never comes back.
+"""Transfers over connections that break: every bit is right at the end, nothing crosses twice, and the source frees its
+copy once, also when the destination never comes back.
 """
 
 import random
@@ -14,12 +14,12 @@ import pytest
 
 from prfaas.errors import UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Kind
-from prfaas_worker.transfer import offers as offers_module
+from prfaas_worker.transfer import data_port as data_port_module
+from prfaas_worker.transfer import leases as leases_module
 from prfaas_worker.transfer import pull as pull_module
-from prfaas_worker.transfer import sender as sender_module
-from prfaas_worker.transfer.connections import Connections
-from prfaas_worker.transfer.door import Door
-from prfaas_worker.transfer.offers import Offer
+from prfaas_worker.transfer.leases import Offer
+from prfaas_worker.transfer.pull import Connections
+from prfaas_worker.transfer.tls import PeerAuth
 
 from ..unit.worker.transfer_bench import (
     HIDDEN,
@@ -125,7 +125,7 @@ def test_a_link_that_resets_everything_at_once_costs_no_bit():
                 proxy.cut()
         offer.computed(0.0)
         # It misses the hidden state, which was not put in.
-        eventually(lambda: taking.receipt.received_bytes == LARGE.nbytes - 4 * len(HIDDEN))
+        eventually(lambda: taking.ledger.received_bytes == LARGE.nbytes - 4 * len(HIDDEN))
         port.offers.cancel(grant.transfer_id)
         assert "cancelled" in str(taking.failure())
         assert port.ends()
@@ -134,7 +134,7 @@ def test_a_link_that_resets_everything_at_once_costs_no_bit():
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_break_while_the_giver_computes_is_mended_before_there_is_anything_to_send(port: Port):
+def test_a_break_while_the_source_computes_is_mended_before_there_is_anything_to_send(port: Port):
     with Proxy(port.address) as proxy:
         offer, grant = port.grant()
         taking = port.take(offer, grant, at=proxy.address)
@@ -152,10 +152,10 @@ def test_a_break_while_the_giver_computes_is_mended_before_there_is_anything_to_
     port.assert_ended_once(delivered=1)
 
 
-def test_a_taker_gives_up_after_a_bounded_number_of_breaks_and_the_giver_frees(
+def test_a_destination_gives_up_after_a_bounded_number_of_breaks_and_the_source_frees(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(offers_module, "RESUME_SECONDS", 0.0)
+    monkeypatch.setattr(leases_module, "RESUME_SECONDS", 0.0)
 
     def down(seen: Seen) -> list[bytes]:
         raise CutError
@@ -168,8 +168,8 @@ def test_a_taker_gives_up_after_a_bounded_number_of_breaks_and_the_giver_frees(
     port.assert_ended_once(failed=1)
 
 
-def test_a_receiver_that_never_returns_is_freed_after_the_resume_time(port: Port, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offers_module, "RESUME_SECONDS", 0.3)
+def test_a_destination_that_never_returns_is_freed_after_the_resume_time(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(leases_module, "RESUME_SECONDS", 0.3)
     offer, grant = port.grant()
     compute(SMALL, offer, SMALL.filled())
     with closing(connect(port, hello(grant))) as sock:
@@ -182,7 +182,7 @@ def test_a_receiver_that_never_returns_is_freed_after_the_resume_time(port: Port
         assert kinds(sock) == [Kind.ABORT]
 
 
-def test_a_receiver_that_returns_in_time_gets_what_it_lacks_alone(port: Port):
+def test_a_destination_that_returns_in_time_gets_what_it_lacks_alone(port: Port):
     offer, grant = port.grant()
     compute(SMALL, offer, SMALL.filled())
     with closing(connect(port, hello(grant))) as sock:
@@ -202,12 +202,12 @@ def zip_until(sock: socket.socket, last: Kind) -> Iterator[tuple]:
 
 
 def begin_a_lease_of(seconds: float, offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once its taker is there, however long that took."""
-    monkeypatch.setattr(offers_module, "LEASE_SECONDS", seconds)
+    """Once its destination is there, however long that took."""
+    monkeypatch.setattr(leases_module, "LEASE_SECONDS", seconds)
     offer.lease_ends = time.monotonic() + seconds
 
 
-def test_a_receiver_that_shows_no_life_is_dropped_although_its_connection_stands(
+def test_a_destination_that_shows_no_life_is_dropped_although_its_connection_stands(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ):
     offer, grant = port.grant()
@@ -219,7 +219,7 @@ def test_a_receiver_that_shows_no_life_is_dropped_although_its_connection_stands
     port.assert_ended_once(failed=1)
 
 
-def test_a_receiver_that_trickles_bytes_of_a_frame_holds_nothing_beyond_its_lease(
+def test_a_destination_that_trickles_bytes_of_a_frame_holds_nothing_beyond_its_lease(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ):
     offer, grant = port.grant()
@@ -246,7 +246,7 @@ def test_a_receiver_that_trickles_bytes_of_a_frame_holds_nothing_beyond_its_leas
 
 
 def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_nobody_else(port: Port, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sender_module, "HELLO_SECONDS", 0.4)
+    monkeypatch.setattr(data_port_module, "HELLO_SECONDS", 0.4)
     offer, grant = port.grant()
     compute(SMALL, offer, SMALL.filled())
     slow = socket.create_connection(port.address, timeout=3)
@@ -266,8 +266,8 @@ def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_nobody_else(port: 
 
 
 @pytest.mark.usefixtures("patient")
-def test_kept_connections_of_a_giver_that_started_anew_are_replaced(port: Port):
-    connections = Connections(Door())
+def test_kept_connections_of_a_source_that_started_anew_are_replaced(port: Port):
+    connections = Connections(PeerAuth())
     with Proxy(port.address) as proxy:
         for handle in range(3):
             offer, grant = port.grant(handle)
@@ -278,14 +278,14 @@ def test_kept_connections_of_a_giver_that_started_anew_are_replaced(port: Port):
             assert_same_bits(SMALL, taking.place, cache)
             assert port.ends(handle)
             eventually(lambda: "fetch-data" not in transfer_threads())
-            proxy.cut()  # the taker does not read from kept connections: it finds out when it takes one
+            proxy.cut()  # the destination does not read from kept connections: it finds out when it takes one
         assert proxy.connections == 3
         port.settle()
     port.assert_ended_once(delivered=3)
 
 
 def test_a_kept_connection_that_died_silently_costs_a_second_at_most(port: Port):
-    connections = Connections(Door())
+    connections = Connections(PeerAuth())
     silent = False
 
     def up(seen: Seen) -> list[bytes]:
@@ -306,7 +306,7 @@ def test_a_kept_connection_that_died_silently_costs_a_second_at_most(port: Port)
     port.assert_ended_once(delivered=2)
 
 
-def test_a_giver_that_is_silent_on_a_new_connection_too_is_given_up(port: Port):
+def test_a_source_that_is_silent_on_a_new_connection_too_is_given_up(port: Port):
     silent = threading.Event()
 
     def down(seen: Seen) -> list[bytes]:

@@ -15,7 +15,7 @@ import pytest
 
 from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Address, FrameHeader, Kind, seal
-from prfaas.wire.receipt import Receipt
+from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import Abort, Done, message_frame
 
 from ..unit.wire.wire_bench import MANIFEST, Receiver, Sent, data_frame, header_of, sent
@@ -135,7 +135,7 @@ class Session:
         self.transfer = rng.choice(SENT)
         self.originals = frozenset(self.transfer.frames)
         self.done = decoded(self.transfer.frames[-1])
-        self.receiver = Receiver()
+        self.destination = Receiver()
         self.strange = 0
         """Accepted frames that were never sent and changed something."""
         self.wrong = 0
@@ -153,12 +153,12 @@ class Session:
         self.end()
 
     def go_on(self, frame: bytes) -> bool:
-        """Let the receiver have an honest frame, unless it came as a fuzzed one; False if that ended the transfer."""
+        """Let the destination have an honest frame, unless it came fuzzed; False if that ended the transfer."""
         header = header_of(frame)
         if header.kind in DATA_KINDS and header.sequence in self.arrived:
             return True
         try:
-            self.receiver.take(frame)
+            self.destination.take(frame)
         except ProtocolError:
             assert self.strange, "an honest frame was refused, and nothing strange had come"
             self.found["(transfers refused at an honest frame, for something strange came before)"] += 1
@@ -167,25 +167,25 @@ class Session:
 
     @property
     def arrived(self) -> set[int]:
-        return {number for first, end in self.receiver.receipt.received for number in range(first, end)}
+        return {number for first, end in self.destination.ledger.received for number in range(first, end)}
 
     def throw(self, frame: bytes) -> bool:
-        """Let the receiver have a fuzzed frame; False if that ended the transfer."""
-        before = self.receiver.receipt.received_bytes, self.receiver.receipt.done
+        """Let the destination have a fuzzed frame; False if that ended the transfer."""
+        before = self.destination.ledger.received_bytes, self.destination.ledger.done
         try:
-            self.receiver.take(frame, connection=1)
+            self.destination.take(frame, connection=1)
         except (DamagedError, UnreachableError) as error:
             self.found[type(error).__name__] += 1
-            self.receiver.receipt.lost(1)
+            self.destination.ledger.lost(1)
             return True
         except PeerError as error:
             self.found[reason_of(error)] += 1
-            if self.receiver.receipt.whole:  # it was before
+            if self.destination.ledger.whole:  # it was before
                 self.end()
             return False
         was_sent = frame in self.originals or self.says_what_was_said(frame)
         self.found["accepted: was sent" if was_sent else "accepted: the end will show"] += 1
-        changed = before != (self.receiver.receipt.received_bytes, self.receiver.receipt.done)
+        changed = before != (self.destination.ledger.received_bytes, self.destination.ledger.done)
         if changed and not was_sent:
             self.strange += 1
             self.wrong += header_of(frame).kind != Kind.DONE or account(decoded(frame)) != account(self.done)
@@ -199,8 +199,8 @@ class Session:
         return kind == Kind.KEEP_ALIVE or (kind == Kind.DONE and decoded(frame) == self.done)
 
     def end(self) -> None:
-        self.receiver.receipt.require_whole()
-        assert self.receiver.memory == self.transfer.memory
+        self.destination.ledger.require_whole()
+        assert self.destination.memory == self.transfer.memory
         assert not self.wrong
         self.found["(transfers whole, memory right)"] += 1
 
@@ -208,7 +208,7 @@ class Session:
 REASONS = (
     "after an error", "stale or foreign", "repeats sequence number", "outside of tokens", "overlaps",
     "was sent before", "no such", "the group has layers", "codec", "the manifest says", "are allowed", "unknown",
-    "no place here", "cannot be read", "gave up", "carries no cache", "the sender counted", "digest over all",
+    "no place here", "cannot be read", "gave up", "carries no cache", "the source counted", "digest over all",
 )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def test_of_a_million_fuzzed_frames_none_is_accepted_wrongly():
     assert found["(transfers whole, memory right)"] > 1000
 
 
-class Blind(Receipt):
+class Blind(ReceiveLedger):
     """Looks at no digest."""
 
     def accept(self, header, payload, land=lambda: None):
@@ -242,11 +242,11 @@ class Blind(Receipt):
         """Find everything right."""
 
 
-def test_the_fuzzing_finds_a_receiver_that_does_not_look_at_digests(monkeypatch):
+def test_the_fuzzing_finds_a_destination_that_does_not_look_at_digests(monkeypatch):
     class Careless(Receiver):
         def __init__(self) -> None:
             super().__init__()
-            self.receipt = Blind(MANIFEST)
+            self.ledger = Blind(MANIFEST)
 
     monkeypatch.setitem(globals(), "Receiver", Careless)
     rng, wrong = random.Random(1), 0
@@ -272,10 +272,10 @@ def test_a_manifest_in_which_anything_was_changed_is_refused():
             continue
         if found == MANIFEST:
             continue
-        receipt = Receipt(MANIFEST)
+        ledger = ReceiveLedger(MANIFEST)
         try:
-            receipt.require_manifest(found)
+            ledger.require_manifest(found)
         except ProtocolError:
-            assert not receipt.whole
+            assert not ledger.whole
         else:
             raise AssertionError(payload)

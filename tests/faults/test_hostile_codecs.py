@@ -1,5 +1,5 @@
-"""A giver that lies in its codecs: seals and counts its frames as it should, and puts into one of them what no encoder
-makes. The taker refuses the transfer, uses nothing of it, and takes no more memory than its own tensors explain.
+"""A source that lies in its codecs: seals and counts its frames as it should, and puts into one of them what no encoder
+makes. The destination refuses the transfer, uses nothing of it, and takes no more memory than its own tensors explain.
 """
 
 import random
@@ -15,9 +15,9 @@ from prfaas.errors import ProtocolError
 from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, seal, whole_digest
 from prfaas.wire.transfer import Done, decode_message, message_frame
-from prfaas_worker.transfer.budget import Budget
-from prfaas_worker.transfer.codecs import encode
-from prfaas_worker.transfer.layout import Place, layer_groups
+from prfaas_worker.transfer.compression import encode
+from prfaas_worker.transfer.layout import CachePlace, layer_groups
+from prfaas_worker.transfer.limits import MemoryBudget
 
 from ..unit.codecs.test_hostile_payloads import run_block, zstd_frame
 from ..unit.worker.transfer_bench import (
@@ -56,7 +56,7 @@ def port(one_port: Port) -> Iterator[Port]:
     one_port.settle()
 
 
-def numbers() -> Place:
+def numbers() -> CachePlace:
     """A cache that codecs make smaller."""
     place, rng = MODEL.reserved(), torch.Generator().manual_seed(6)
     place.memory.rows(1)["latent"].normal_(generator=rng)
@@ -163,8 +163,8 @@ LIES: dict[str, tuple[int, Payload]] = {
 }
 
 
-def over(port: Port, liar: Liar, budget: Budget) -> Iterator[Taking]:
-    """A transfer from this giver; its taker may use so much memory beside its cache."""
+def over(port: Port, liar: Liar, budget: MemoryBudget) -> Iterator[Taking]:
+    """A transfer from this source; its destination may use so much memory beside its cache."""
     with Proxy(port.address, liar) as proxy:
         offer, grant = port.grant()
         compute(MODEL, offer, CACHE)
@@ -174,33 +174,33 @@ def over(port: Port, liar: Liar, budget: Budget) -> Iterator[Taking]:
 
 @pytest.mark.parametrize("name", LIES)
 def test_what_no_encoder_makes_ends_the_transfer_and_nothing_of_it_is_used(port: Port, name: str):
-    liar, budget = Liar(*LIES[name]), Budget(LIMIT_BYTES)
+    liar, budget = Liar(*LIES[name]), MemoryBudget(LIMIT_BYTES)
     tracemalloc.start()
     try:
         for taking in over(port, liar, budget):
             error = taking.failure()
             assert isinstance(error, ProtocolError), error
             assert liar.lied == 1
-            assert not taking.receipt.whole
+            assert not taking.ledger.whole
             eventually(lambda: "fetch-data" not in transfer_threads())
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     port.assert_ended_once(failed=1)
     assert budget.used_bytes == 0
-    # Frames as this test holds them too, on their way through the giver and the middleman.
+    # Frames as this test holds them too, on their way through the source and the middleman.
     assert peak < 16 * FRAME_BYTES < BOMB_BYTES / 10
 
 
 @pytest.mark.parametrize(("codec", "payload"), [(1, lossless), (2, int8)])
-def test_the_same_giver_is_believed_when_it_does_not_lie(port: Port, codec: int, payload: Payload):
+def test_the_same_source_is_believed_when_it_does_not_lie(port: Port, codec: int, payload: Payload):
     """The control: what is refused above is refused for its payload."""
-    liar, budget = Liar(codec, payload), Budget(LIMIT_BYTES)
+    liar, budget = Liar(codec, payload), MemoryBudget(LIMIT_BYTES)
     for taking in over(port, liar, budget):
         taking.whole()
         assert liar.lied == 1
-        assert codec in taking.intake.codecs
-        assert taking.receipt.is_exact == (codec == Codec.LOSSLESS)
+        assert codec in taking.state.codecs
+        assert taking.ledger.is_exact == (codec == Codec.LOSSLESS)
         if codec == Codec.LOSSLESS:
             assert_same_bits(MODEL, taking.place, CACHE)
     assert budget.used_bytes == 0
@@ -217,10 +217,10 @@ def test_payloads_changed_anywhere_are_refused_or_give_numbers_in_their_places(p
             made[rng.randrange(len(made) if rng.random() < 0.5 else 100)] ^= 1 << rng.randrange(8)
         return bytes(made)
 
-    budget = Budget(LIMIT_BYTES)
+    budget = MemoryBudget(LIMIT_BYTES)
     for taking in over(port, Liar(1 if seed % 2 else 2, changed), budget):
         try:
             taking.whole()
         except ProtocolError:
-            assert not taking.receipt.whole
+            assert not taking.ledger.whole
     assert budget.used_bytes == 0

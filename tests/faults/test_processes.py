@@ -15,12 +15,12 @@ import pytest
 
 from prfaas.errors import UnreachableError
 from prfaas.wire.prefill import PrefillGrant
-from prfaas_worker.transfer import offers as offers_module
-from prfaas_worker.transfer.bucket import TokenBucket
+from prfaas_worker.transfer import leases as leases_module
+from prfaas_worker.transfer.limits import EgressBucket
 
 from ..unit.worker import transfer_bench as bench
 from ..unit.worker.transfer_bench import LARGE, Port, Taking, assert_same_bits, compute, eventually, transfer_threads
-from .taker_process import manifest_of
+from .destination_process import manifest_of
 
 ROOT = Path(__file__).parents[2]
 SLOW_MBPS = 100
@@ -54,53 +54,53 @@ class Process:
 
 
 @pytest.fixture
-def giver() -> Iterator[Process]:
-    process = Process("giver_process", str(SLOW_MBPS))
+def source() -> Iterator[Process]:
+    process = Process("source_process", str(SLOW_MBPS))
     yield process
     process.end()
 
 
-def take(giver: Process, seed: int) -> Taking:
-    giver.say(str(seed))
-    grant = msgspec.json.decode(giver.hear(), type=PrefillGrant)
+def take(source: Process, seed: int) -> Taking:
+    source.say(str(seed))
+    grant = msgspec.json.decode(source.hear(), type=PrefillGrant)
     there = SimpleNamespace(model=LARGE, address=("127.0.0.1", grant.data_port))
     taking = Taking(there, SimpleNamespace(manifest=manifest_of(grant)), grant)  # type: ignore[arg-type]
-    eventually(lambda: len(taking.receipt.received) > 0, seconds=20)
+    eventually(lambda: len(taking.ledger.received) > 0, seconds=20)
     return taking
 
 
-def test_a_giver_that_freezes_is_given_up_and_serves_again_when_it_thaws_and_one_that_is_killed_is_noticed_at_once(
-    giver: Process,
+def test_a_source_that_freezes_is_given_up_and_serves_again_when_it_thaws_and_one_that_is_killed_is_noticed_at_once(
+    source: Process,
 ):
-    taking = take(giver, 1)
-    giver.send(signal.SIGSTOP)
+    taking = take(source, 1)
+    source.send(signal.SIGSTOP)
     assert isinstance(taking.failure(), UnreachableError), "or it would wait for as long as that one is frozen"
-    assert not taking.receipt.whole
-    giver.send(signal.SIGCONT)
-    assert giver.hear() == "ended 1"
+    assert not taking.ledger.whole
+    source.send(signal.SIGCONT)
+    assert source.hear() == "ended 1"
     wanted = LARGE.reserved()
     bench.fill(wanted, 2)
-    taking = take(giver, 2)
+    taking = take(source, 2)
     taking.whole()
     assert_same_bits(LARGE, taking.place, wanted)
-    assert giver.hear() == "ended 2"
+    assert source.hear() == "ended 2"
     assert taking.close() == 4
 
-    taking = take(giver, 3)
-    giver.send(signal.SIGKILL)
+    taking = take(source, 3)
+    source.send(signal.SIGKILL)
     assert isinstance(taking.failure(), UnreachableError)
-    assert not taking.receipt.whole
+    assert not taking.ledger.whole
     eventually(lambda: "fetch-data" not in transfer_threads())
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_taker_that_is_killed_or_freezes_costs_its_own_transfer_alone(
+def test_a_destination_that_is_killed_or_freezes_costs_its_own_transfer_alone(
     ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(offers_module, "RESUME_SECONDS", 0.5)
-    monkeypatch.setattr(bench, "TRAFFIC", bench.TRAFFIC._replace(egress=TokenBucket(SLOW_MBPS)))
+    monkeypatch.setattr(leases_module, "RESUME_SECONDS", 0.5)
+    monkeypatch.setattr(bench, "TRAFFIC", bench.TRAFFIC._replace(egress=EgressBucket(SLOW_MBPS)))
     port = Port(LARGE)
-    victim = Process("taker_process", str(port.address[1]))
+    victim = Process("destination_process", str(port.address[1]))
     try:
         assert victim.hear() == "ready"
         offer, grant = port.grant(1)

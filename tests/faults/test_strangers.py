@@ -1,5 +1,5 @@
-"""Who talks to a data port without being the taker that it waits for: strangers, copies of what a taker said, and
-fuzzed frames. Each learns nothing and costs nobody anything.
+"""Who talks to a data port without being the destination that it waits for: strangers, copies of what a destination
+said, and fuzzed frames. Each learns nothing and costs nobody anything.
 """
 
 import random
@@ -13,9 +13,9 @@ import pytest
 from prfaas.errors import PeerError, ProtocolError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal
 from prfaas.wire.transfer import message_frame
-from prfaas_worker.transfer import offers
+from prfaas_worker.transfer import leases
 from prfaas_worker.transfer.layout import hidden_frame, layer_groups
-from prfaas_worker.transfer.offers import Offer
+from prfaas_worker.transfer.leases import Offer
 
 from ..unit.worker.transfer_bench import (
     HIDDEN,
@@ -111,7 +111,7 @@ def test_a_cache_of_another_model_is_refused_before_any_of_it_is_placed(port: Po
     error = taking.failure()
     assert isinstance(error, ProtocolError)
     assert "this instance needs" in str(error)
-    assert taking.receipt.received == ()
+    assert taking.ledger.received == ()
     assert not taking.place.memory.pages.any()
     assert not taking.place.memory.slots.any()
     port.offers.cancel(grant.transfer_id)
@@ -141,10 +141,10 @@ def fuzzed(rng: random.Random, honest: bytes) -> bytes:
             return seal(FrameHeader(rng.choice(tuple(Kind)), header.address, size)).header
 
 
-def test_thousands_of_fuzzed_frames_on_the_port_cost_the_taker_that_it_waits_for_nothing(
+def test_thousands_of_fuzzed_frames_on_the_port_cost_the_destination_that_it_waits_for_nothing(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(offers, "LEASE_SECONDS", 300)  # for as long as a busy machine takes to send them
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 300)  # for as long as a busy machine takes to send them
     rng, answers = random.Random(7), Counter[str]()
     offer, grant = port.grant()
     # A stranger may know everything but the token.
@@ -174,7 +174,7 @@ def test_thousands_of_fuzzed_frames_on_the_port_cost_the_taker_that_it_waits_for
     port.assert_ended_once(delivered=1)
 
 
-def test_a_giver_that_forges_frames_never_makes_a_taker_use_anything_else(port: Port):
+def test_a_source_that_forges_frames_never_makes_a_destination_use_anything_else(port: Port):
     rng, ends, left_out = random.Random(11), Counter[str](), [False]
 
     def down(seen: Seen) -> list[bytes]:
@@ -205,7 +205,7 @@ def test_a_giver_that_forges_frames_never_makes_a_taker_use_anything_else(port: 
             else:
                 ends["whole"] += 1
                 assert_same_bits(SMALL, taking.place, CACHE)
-            assert taking.receipt.whole == (taking.error is None)
+            assert taking.ledger.whole == (taking.error is None)
             port.offers.cancel(grant.transfer_id)
             assert port.ends(handle)
     print(ends)
@@ -214,7 +214,7 @@ def test_a_giver_that_forges_frames_never_makes_a_taker_use_anything_else(port: 
     eventually(lambda: not [name for name in transfer_threads() if name == "fetch-data"])
 
 
-def test_what_a_connected_taker_may_not_say_ends_its_transfer_alone(port: Port):
+def test_what_a_connected_destination_may_not_say_ends_its_transfer_alone(port: Port):
     for kind in sorted(set(Kind) - {Kind.KEEP_ALIVE, Kind.ACK}):
         offer, grant = port.grant(int(kind))
         with closing(connect(port, hello(grant))) as sock:

@@ -41,7 +41,7 @@ class CodecSpeed(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
 
 
-class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
+class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a choice for one link depends on."""
 
     setting: WireCodec
@@ -56,27 +56,27 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is in use on this link."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class CodecChoice(msgspec.Struct, frozen=True):
     """The codec for the next frames, and why."""
 
     codec: Codec
     reason: str
 
 
-def choose_codec(facts: LinkFacts) -> Choice:
+def choose_codec(facts: CodecFacts) -> CodecChoice:
     """Choose for one link; see the module's opening. A faster link never gets a heavier codec."""
     if facts.setting != "auto":
         return _named(Codec[facts.setting.upper()], facts)
     if Codec.LOSSLESS not in facts.peer_decodes:
-        return Choice(Codec.NONE, "the peer reads no exact codec")
+        return CodecChoice(Codec.NONE, "the peer reads no exact codec")
     if facts.delivery_mbps is None or not _is_rate(facts.delivery_mbps):
-        return Choice(Codec.NONE, "the link is not measured yet")
+        return CodecChoice(Codec.NONE, "the link is not measured yet")
     share = time_share(facts.lossless, facts.delivery_mbps, facts.cores)
     limit = 1.0 if facts.current is Codec.LOSSLESS else 1.0 - ADOPT_GAIN
     said = f"lossless takes {share:.2f} of the time at {facts.delivery_mbps:.0f} Mbit/s"
     if share < limit:
-        return Choice(Codec.LOSSLESS, said)
-    return Choice(Codec.NONE, f"{said}, want less than {limit:.2f}")
+        return CodecChoice(Codec.LOSSLESS, said)
+    return CodecChoice(Codec.NONE, f"{said}, want less than {limit:.2f}")
 
 
 def time_share(speed: CodecSpeed, delivery_mbps: float, cores: float) -> float:
@@ -124,12 +124,12 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return 0.5 ** (max(0.0, now_seconds - self.at_seconds) / HALF_LIFE_SECONDS)
 
 
-def _named(codec: Codec, facts: LinkFacts) -> Choice:
+def _named(codec: Codec, facts: CodecFacts) -> CodecChoice:
     # What INT8 cannot take, linear states above all, goes through LOSSLESS.
     needed = {Codec.NONE: (), Codec.LOSSLESS: (Codec.LOSSLESS,), Codec.INT8: (Codec.INT8, Codec.LOSSLESS)}[codec]
     if all(one in facts.peer_decodes for one in needed):
-        return Choice(codec, f"{facts.setting} was asked for")
-    return Choice(Codec.NONE, f"{facts.setting} was asked for, the peer does not read it")
+        return CodecChoice(codec, f"{facts.setting} was asked for")
+    return CodecChoice(Codec.NONE, f"{facts.setting} was asked for, the peer does not read it")
 
 
 def _is_rate(value: float) -> bool:

@@ -1,6 +1,6 @@
 """Codecs of data frames: how a payload's bytes on the wire differ from those of the tensors they stand for.
 
-A frame names its codec, so a sender may change it from frame to frame. What they do is in docs/compression.md; the
+A frame names its codec, so a source may change it from frame to frame. What they do is in docs/compression.md; the
 worker has the arithmetic.
 """
 

@@ -1,19 +1,20 @@
-"""What giver and taker say to each other at the data port: how a hybrid cache crosses between two instances.
+"""Messages of source and destination at the data port: how a hybrid cache crosses between two instances.
 
-The *giver* has a cache and a data port; the *taker* asked for it over HTTP (prefill.py), got a grant, and connects.
+The *source* has a cache and a data port; the *destination* asked for it over HTTP (prefill.py), got a grant, and
+connects.
 
-    taker -> giver  HELLO      versions, codecs, token, number of this connection, what arrived already (after a break)
-    giver -> taker  WELCOME    what was chosen, and the manifest: fingerprint, tokens, groups with names, axes, types
-    giver -> taker  BLOCK      rows of one attention layer for one token range, sent while the giver still computes
-                    STATE      all tensors of one linear layer after the last token
-                    HIDDEN     the last normed hidden state, float32, from which the taker samples the first token
-                    DONE       how many frames, how many bytes, the digest over all, and the giver's timings
-    both            KEEP_ALIVE nothing to send at the moment (giver); the taker still wants it (taker)
-                    ABORT      this transfer is over, and why
-    taker -> giver  ACK        everything arrived whole: the giver may free its copy
-    giver -> taker  FREED      it did; the connection waits for the next HELLO
+    destination    HELLO      versions, codecs, token, number of this connection, what arrived already (after a break)
+    source         WELCOME    the version, and the manifest: fingerprint, tokens, groups with names, axes, types
+                   BLOCK      rows of one attention layer for one token range, sent while the source still computes
+                   STATE      all tensors of one linear layer after the last token
+                   HIDDEN     the last normed hidden state, float32: the destination samples the first token from it
+                   DONE       how many frames, how many bytes, the digest over all, and the source's timings
+    both           KEEP_ALIVE nothing to send at the moment (source); the cache is still wanted (destination)
+                   ABORT      this transfer is over, and why
+    destination    ACK        everything arrived whole: the source may free its copy
+    source         FREED      it did; the connection waits for the next HELLO
 
-`receipt.py` and `shipment.py` hold the two halves as state machines.
+`receive_ledger.py` and `send_queue.py` hold the two halves as state machines.
 
 The payload of BLOCK and STATE is the group's tensors one after the other in manifest order, each contiguous, in the
 byte order of both machines (little endian: the manifest's dtype names it), then encoded with the frame's codec.
@@ -30,11 +31,11 @@ from prfaas.wire.frames import Address, Buffer, FrameHeader, Kind, seal
 
 VERSION: Final = 2
 KEEP_ALIVE_SECONDS: Final = 0.2
-"""Longest silence of a giver on an open data connection."""
+"""Longest silence of a source on an open data connection."""
 HEARTBEAT_SECONDS: Final = 1.0
-"""A taker shows at least this often that it still wants what comes."""
+"""A destination shows at least this often that it still wants what comes."""
 NO_PROGRESS_SECONDS: Final = 1.0
-"""A taker that saw no byte of a giver for this long counts the connection as broken."""
+"""A destination that saw no byte of a source for this long counts the connection as broken."""
 
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -105,7 +106,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame on a connection, or the next after FREED. The token is a secret: it never enters a log.
 
     `connection` numbers the connections of this transfer. What was sent on one of the `broken` and is not among
-    `received` was lost; the taker does not read from those any more.
+    `received` was lost; the destination does not read from those any more.
     """
 
     versions: tuple[int, ...] = (VERSION,)
@@ -117,14 +118,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The giver's answer: what this connection speaks, and what will come."""
+    """The source's answer: what this connection speaks, and what will come."""
 
     version: int
     manifest: Manifest
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The sender's account of one direction: data frames and their payload bytes as sent, the digest over all of them,
+    """The source's account of a transfer: data frames and their payload bytes as sent, the digest over all of them,
     compute time, compute start to first cache byte sent, and whether it stands on nothing that a codec has changed.
     """
 

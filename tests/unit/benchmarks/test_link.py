@@ -37,10 +37,10 @@ pytestmark = pytest.mark.skipif(not is_possible(), reason="network namespaces or
 
 @contextmanager
 def connected(made: Link) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection from the taker to the giver: the giver's socket, then the taker's."""
-    with made.giver.inside():
-        listener = socket.create_server((made.giver.address, PORT))
-    with listener, made.taker.inside(), socket.create_connection(listener.getsockname(), 5) as theirs:
+    """A connection from the destination to the source: the source's socket, then the destination's."""
+    with made.source.inside():
+        listener = socket.create_server((made.source.address, PORT))
+    with listener, made.destination.inside(), socket.create_connection(listener.getsockname(), 5) as theirs:
         ours, _ = listener.accept()
         with ours:
             ours.settimeout(20)
@@ -104,7 +104,7 @@ def test_a_cut_link_says_nothing_and_a_mended_one_goes_on(shape):
 def test_what_is_made_inside_stays_inside():
     with link() as made:
         outside = Path("/proc/thread-self/ns/net").readlink()
-        with made.giver.inside():
+        with made.source.inside():
             inside = Path("/proc/thread-self/ns/net").readlink()
             with ThreadPoolExecutor(1) as thread:
                 of_thread = thread.submit(lambda: Path("/proc/thread-self/ns/net").readlink()).result()
@@ -114,14 +114,14 @@ def test_what_is_made_inside_stays_inside():
 
 def test_a_program_that_fails_is_named_with_its_reason():
     with link() as made, pytest.raises(ConfigError, match=r"ip link set nothing up failed: .*nothing"):
-        made.giver.run("ip", "link", "set", "nothing", "up")
+        made.source.run("ip", "link", "set", "nothing", "up")
 
 
 MAKER = """
 import subprocess, sys, time
 from benchmarks.transfer.link import link
 with link(round_trip_seconds=0.001) as made:
-    sleeper = made.giver.start(["sleep", "1000"])
+    sleeper = made.source.start(["sleep", "1000"])
     children = open("/proc/thread-self/children").read()
     print(children, flush=True)
     time.sleep(1000)

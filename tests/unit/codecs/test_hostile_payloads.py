@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import ProtocolError
 from prfaas.wire.codecs import Codec
-from prfaas_worker.transfer.codecs import DECODABLE, decode, decode_into, encode
+from prfaas_worker.transfer.compression import DECODABLE, decode, decode_into, encode
 
 from .frames import DTYPES, packed, rows
 
@@ -135,7 +135,7 @@ def test_plane_lengths_that_do_not_add_up_are_refused(lengths):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 0.0, 3e38])
-def test_a_scale_that_no_sender_makes_is_refused(dtype, scale):
+def test_a_scale_that_no_source_makes_is_refused(dtype, scale):
     payload = bytearray(VALID[Codec.INT8, dtype])
     payload[4:8] = np.float32(scale).tobytes()
     assert not try_decode(Codec.INT8, dtype, bytes(payload))

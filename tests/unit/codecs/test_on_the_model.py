@@ -11,7 +11,7 @@ from prfaas.wire.codecs import Codec
 from prfaas.wire.transfer import TensorLayout
 from prfaas_worker.models import load_model
 from prfaas_worker.models.solo import Solo, SoloSequence
-from prfaas_worker.transfer.codecs import decode_into, encode
+from prfaas_worker.transfer.compression import decode_into, encode
 
 READ, SCORED = 512, 24
 LARGEST_BOUND, MEAN_BOUND = 1.0, 0.005

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from prfaas.routing.compression import (
     ADOPT_GAIN,
     HALF_LIFE_SECONDS,
+    CodecFacts,
     CodecSpeed,
     Estimate,
-    LinkFacts,
     choose_codec,
     time_share,
 )
@@ -25,7 +25,7 @@ SPEED = CodecSpeed(encode_mbps=8000, decode_mbps=16000, ratio=1.4)
 positive = st.floats(1e-3, 1e6)
 speeds = st.builds(CodecSpeed, encode_mbps=positive, decode_mbps=positive, ratio=st.floats(0.5, 10))
 links = st.builds(
-    LinkFacts,
+    CodecFacts,
     setting=st.just("auto"),
     delivery_mbps=positive | st.sampled_from([0.0, math.nan, math.inf, -1.0]) | st.none(),
     cores=st.floats(0, 8),
@@ -35,8 +35,8 @@ links = st.builds(
 )
 
 
-def link(delivery_mbps: float | None, *, setting="auto", current=Codec.NONE, cores=1.0, peer=ALL) -> LinkFacts:
-    return LinkFacts(
+def link(delivery_mbps: float | None, *, setting="auto", current=Codec.NONE, cores=1.0, peer=ALL) -> CodecFacts:
+    return CodecFacts(
         setting=setting,
         delivery_mbps=delivery_mbps,
         cores=cores,
@@ -46,8 +46,8 @@ def link(delivery_mbps: float | None, *, setting="auto", current=Codec.NONE, cor
     )
 
 
-def replaced(facts: LinkFacts, **changes) -> LinkFacts:
-    return LinkFacts(**{name: getattr(facts, name) for name in LinkFacts.__struct_fields__} | changes)
+def replaced(facts: CodecFacts, **changes) -> CodecFacts:
+    return CodecFacts(**{name: getattr(facts, name) for name in CodecFacts.__struct_fields__} | changes)
 
 
 @given(links)

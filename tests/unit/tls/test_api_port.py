@@ -32,7 +32,7 @@ from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState, ServedModel
 from prfaas_worker.options import parse
 from prfaas_worker.tokenizer import load_tokenizer
-from prfaas_worker.transfer.handshake import https_connection
+from prfaas_worker.transfer.tls import https_connection
 
 SECONDS = 10.0
 CREATED = datetime.datetime.now(datetime.UTC)

@@ -16,7 +16,7 @@ from prfaas.identity import KeyPair, Validity
 from prfaas_worker.credentials import Credentials
 from prfaas_worker.front.auth import credentials_of
 from prfaas_worker.options import parse
-from prfaas_worker.transfer.handshake import accept_tls, connect_tls
+from prfaas_worker.transfer.tls import accept_tls, connect_tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 YEAR = identity.valid_for(NOW, 300)

@@ -21,9 +21,8 @@ from prfaas.errors import IdentityError, PeerError, ProtocolError, UnreachableEr
 from prfaas.identity import Validity
 from prfaas_worker.credentials import Credentials
 from prfaas_worker.refusals import MIXED, is_tls
-from prfaas_worker.transfer.door import TlsDoor
-from prfaas_worker.transfer.handshake import accept_tls, connect_tls
-from prfaas_worker.transfer.streams import Stream, TlsStream
+from prfaas_worker.transfer.net import DataStream, TlsStream
+from prfaas_worker.transfer.tls import TlsAuth, accept_tls, connect_tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 SECONDS = 5.0
@@ -195,7 +194,7 @@ def test_a_tls_client_on_a_plain_port_is_told_apart_on_both_sides(sockets, hub):
     client, server = sockets()
     failed: Future[TlsStream] = ThreadPoolExecutor(1).submit(connect_tls, client, hub, SECONDS, "")
     hello = bytearray(5)
-    plain = Stream(server)
+    plain = DataStream(server)
     plain.receive_into(hello)
     assert is_tls(hello)
     plain.send([b"PFX2" + bytes(60)], lambda _sent: None)
@@ -276,7 +275,7 @@ def test_a_kept_connection_shows_what_we_have_now_or_is_made_anew(served, connec
     for changed, cluster in ((our_mount, "hub"), (their_mount, "eu")):
         if renewed == ("ours" if cluster == "hub" else "theirs"):
             changed.put(identity.issue(authority, cluster, identity.valid_for(NOW, 1)), authority)
-    assert TlsDoor(hub).is_reusable(stream) == (renewed != "ours")
+    assert TlsAuth(hub).is_reusable(stream) == (renewed != "ours")
 
 
 def test_every_refusal_is_a_peer_error():

@@ -17,13 +17,12 @@ from contextlib import suppress
 import pytest
 
 from prfaas.errors import PeerError, UnreachableError
-from prfaas_worker.transfer import streams, tcp_info
-from prfaas_worker.transfer.handshake import accept_tls, connect_tls
-from prfaas_worker.transfer.sockets import tune
-from prfaas_worker.transfer.streams import LOW_WATER_BYTES, WRITE_BYTES, Stream
+from prfaas_worker.transfer import link_stats, net
+from prfaas_worker.transfer.net import LOW_WATER_BYTES, WRITE_BYTES, DataStream, tune
+from prfaas_worker.transfer.tls import accept_tls, connect_tls
 
 SECONDS = 10.0
-Pair = tuple[Stream, Stream]
+Pair = tuple[DataStream, DataStream]
 
 
 def ignore(_sent: int) -> None:
@@ -37,7 +36,7 @@ def pair(request, sockets, hub, eu) -> Iterator[Pair]:
     if request.param == "plain":
         tune(client)
         tune(server)
-        made: Pair = Stream(client), Stream(server)
+        made: Pair = DataStream(client), DataStream(server)
     else:
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(accept_tls, server, eu, SECONDS)
@@ -53,14 +52,14 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def await_readable(stream: Stream) -> None:
+def await_readable(stream: DataStream) -> None:
     deadline = time.monotonic() + SECONDS
     while not stream.readable():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def await_taken(stream: Stream) -> None:
+def await_taken(stream: DataStream) -> None:
     """Wait until a reader leaves less in its socket than the kernel would wake it for."""
     deadline, count = time.monotonic() + 60.0, array("i", [LOW_WATER_BYTES])
     while count[0] >= LOW_WATER_BYTES:
@@ -153,7 +152,7 @@ def test_the_end_of_a_large_payload_is_taken_when_it_comes_though_nothing_follow
 ):
     size, reader = 4 * LOW_WATER_BYTES, pair[1]
     reader.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))  # no tick looks after it
-    monkeypatch.setattr(streams, "TICK_SECONDS", 3600.0)
+    monkeypatch.setattr(net, "TICK_SECONDS", 3600.0)
     thread = in_thread(lambda: reader.receive_into(bytearray(size)))
     pair[0].send([bytes(size - last_bytes)])
     await_taken(reader)  # and the reader sleeps, or is about to
@@ -212,7 +211,7 @@ def test_a_peer_is_known_inside_tls_alone_and_the_kernel_knows_what_arrived(pair
     assert known in (["", ""], ["eu", "hub"])
     pair[0].send([bytes(100_000)], ignore)
     pair[1].receive_into(bytearray(100_000))
-    assert tcp_info.read(pair[1].socket).received_bytes >= 100_000
+    assert link_stats.read_tcp_info(pair[1].socket).received_bytes >= 100_000
     assert pair[0].fileno() >= 0
 
 

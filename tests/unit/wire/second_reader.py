@@ -1,7 +1,7 @@
 """A reader of the transfer protocol written from docs/protocol.md and docs/compression.md alone, without a line of the
 product.
 
-It reads what a giver said on the connections of one transfer, in any order and with any codec, and returns the tensors.
+It reads what a source said on the connections of one transfer, in any order, with any codec; returns the tensors.
 """
 
 import json
@@ -85,7 +85,7 @@ def read(*streams: bytes) -> Cache:
     refuse(manifest["format"] == 2, "format")
     for frame in frames:
         refuse((frame.transfer_id, frame.epoch) == (manifest["transfer_id"], manifest["epoch"]), "another transfer")
-        refuse(frame.kind in (WELCOME, BLOCK, STATE, HIDDEN, DONE, KEEP_ALIVE, FREED), "not from a giver")
+        refuse(frame.kind in (WELCOME, BLOCK, STATE, HIDDEN, DONE, KEEP_ALIVE, FREED), "not from a source")
     data = sorted((frame for frame in frames if frame.kind in (BLOCK, STATE, HIDDEN)), key=lambda frame: frame.sequence)
     done = the_same([json.loads(frame.payload) for frame in frames if frame.kind == DONE])
     refuse([frame.sequence for frame in data] == list(range(done["frames"])), "sequence")

@@ -1,4 +1,4 @@
-"""Complete transfers as lists of frames, made up here byte by byte, and a receiver that takes them from no socket."""
+"""Complete transfers as lists of frames, made up byte by byte, and a destination that takes them from no socket."""
 
 import itertools
 import random
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from prfaas.errors import DamagedError, UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal, whole_digest
-from prfaas.wire.receipt import Destination, Hidden, Receipt, Rows, State
+from prfaas.wire.receive_ledger import CachePart, HiddenState, LayerRows, LayerState, ReceiveLedger
 from prfaas.wire.transfer import Done, LayerGroup, Manifest, TensorLayout, message_frame
 
 MANIFEST = Manifest(
@@ -35,7 +35,7 @@ HIDDEN_BYTES = 16
 
 
 class Sent(NamedTuple):
-    """A stream as list of whole frames, data first, then KEEP_ALIVE and DONE; and what a receiver must end with."""
+    """A stream as list of whole frames, data first, then KEEP_ALIVE and DONE; and what a destination must end with."""
 
     frames: list[bytes]
     memory: dict[object, bytes]
@@ -102,20 +102,20 @@ class Receiver:
     """What a shell does, on bytes instead of a socket: payloads land before anybody knows whether they are right."""
 
     def __init__(self, expected: Manifest = MANIFEST):
-        self.receipt = Receipt(expected)
+        self.ledger = ReceiveLedger(expected)
         self.memory: dict[object, bytes] = {}
 
     def take(self, frame: bytes, connection: int = 0) -> None:
         """Read one frame that came over a connection; a frame that ends early is a connection that ends."""
         header, payload = header_of(frame), frame[HEADER_BYTES:]
         if header.kind not in DATA_KINDS:
-            self.receipt.note(header, payload)
+            self.ledger.note(header, payload)
             return
-        place = self.receipt.claim(connection, header)
+        place = self.ledger.claim(connection, header)
         if len(payload) != header.payload_bytes:
             raise UnreachableError("cut")
         self._write(place, payload)
-        self.receipt.accept(header, [payload])
+        self.ledger.accept(header, [payload])
 
     def take_all(self, frames: Iterable[bytes]) -> None:
         for frame in frames:
@@ -126,15 +126,15 @@ class Receiver:
         try:
             self.take(frame, connection)
         except (UnreachableError, DamagedError):
-            self.receipt.lost(connection)
+            self.ledger.lost(connection)
             return False
         return True
 
-    def _write(self, place: Destination, payload: bytes) -> None:
+    def _write(self, place: CachePart, payload: bytes) -> None:
         match place:
-            case Rows(_, layer, start, _):
+            case LayerRows(_, layer, start, _):
                 self.memory |= rows_at(layer, start, payload)
-            case State(_, layer):
+            case LayerState(_, layer):
                 self.memory[layer] = payload
-            case Hidden():
+            case HiddenState():
                 self.memory["hidden"] = payload

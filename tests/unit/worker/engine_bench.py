@@ -21,8 +21,8 @@ from prfaas_worker.models.base import Batch, Chunk, Model
 from prfaas_worker.models.solo import Solo
 from prfaas_worker.transfer.fetch import Fetched
 from prfaas_worker.transfer.layout import CacheLayout, layer_groups
-from prfaas_worker.transfer.offers import Offers
-from prfaas_worker.transfer.traffic import unlimited
+from prfaas_worker.transfer.leases import Offers
+from prfaas_worker.transfer.limits import unlimited
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
 # Bytes, and tokens that end an answer, as the built-in model has them.

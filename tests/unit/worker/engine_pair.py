@@ -10,11 +10,11 @@ from prfaas.wire.engine import Failed, Granted, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
 from prfaas_worker.engine.sequences import PrefillOffered, Sequence
 from prfaas_worker.models.base import Model
-from prfaas_worker.transfer import connections
-from prfaas_worker.transfer.door import Door
+from prfaas_worker.transfer import pull
+from prfaas_worker.transfer.data_port import DataPort, listen
 from prfaas_worker.transfer.fetch import AbsentError, FetchRequest, RemoteFetch
-from prfaas_worker.transfer.pull import Shared
-from prfaas_worker.transfer.sender import Sender, listen
+from prfaas_worker.transfer.pull import FetchContext
+from prfaas_worker.transfer.tls import PeerAuth
 
 from .engine_bench import TRAFFIC, Bench
 from .transfer_bench import eventually, transfer_threads
@@ -23,14 +23,14 @@ FAR = 1_000_000
 """Handles of requests for another engine."""
 
 
-class Giver(Bench):
+class Source(Bench):
     """An engine with a data port."""
 
     def __init__(self, model: Model, **how: Any):
         super().__init__(model, **how)
         listener = listen("127.0.0.1", 0)
         self.offers._data_port = listener.getsockname()[1]
-        Sender(listener, self.offers, TRAFFIC)
+        DataPort(listener, self.offers, TRAFFIC)
         self.answers: queue.SimpleQueue[Granted | Failed] = queue.SimpleQueue()
         self.asked = 0
 
@@ -77,23 +77,23 @@ class Giver(Bench):
 class FetchWithoutHttp(RemoteFetch):
     """A fetch that asks an engine of this process."""
 
-    giver: Giver
+    source: Source
 
     def _ask(self) -> PrefillGrant:
-        return self.giver.grant(self._wanted)
+        return self.source.grant(self._wanted)
 
     def _release(self, grant: PrefillGrant) -> None:
-        self.giver.offers.cancel(grant.transfer_id)
+        self.source.offers.cancel(grant.transfer_id)
 
 
-class Taker(Bench):
-    """An engine whose fetches go to a giver, wherever they should go."""
+class Destination(Bench):
+    """An engine whose fetches go to a source, wherever they should go."""
 
-    def __init__(self, model: Model, giver: Giver, **how: Any):
+    def __init__(self, model: Model, source: Source, **how: Any):
         super().__init__(model, **how)
-        self.giver = giver
-        self.connections = connections.Connections(Door())
-        self.shared = Shared(self.offers._layout, self.connections, self.offers.counters, TRAFFIC)
+        self.source = source
+        self.connections = pull.Connections(PeerAuth())
+        self.shared = FetchContext(self.offers._layout, self.connections, self.offers.counters, TRAFFIC)
 
     def prepare(self, sequence: Sequence, *, is_prefix: bool) -> Any:
         generate = sequence.request.generate
@@ -106,22 +106,22 @@ class Taker(Bench):
         )
         wanted = FetchRequest(sequence.request.handle, body, "http://127.0.0.1:1")
         fetch = FetchWithoutHttp(wanted, self.engine.runner.place(sequence.held), self.shared)
-        fetch.giver = self.giver
+        fetch.source = self.source
         self.fetches.append(fetch)
         return fetch
 
     def close(self) -> None:
         """Close the connections that were kept for the next transfer."""
         eventually(lambda: "fetch-data" not in transfer_threads())
-        giver = connections.Giver("127.0.0.1", self.giver.offers._data_port)
-        while stream := self.connections.take(giver):
-            self.connections.drop(giver, stream)
+        source = pull.SourceAddress("127.0.0.1", self.source.offers._data_port)
+        while stream := self.connections.take(source):
+            self.connections.drop(source, stream)
 
     def run_with(self, done: Callable[[], bool], seconds: float = 120) -> None:
         """Step both until that is so and both are at rest."""
         deadline = time.monotonic() + seconds
-        while not done() or list(self.engine.requests) or list(self.giver.engine.requests):
+        while not done() or list(self.engine.requests) or list(self.source.engine.requests):
             assert time.monotonic() < deadline, "it takes too long"
-            busy = self.step() | self.giver.step()
+            busy = self.step() | self.source.step()
             if not busy:
                 time.sleep(0.001)

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from prfaas_worker.options import parse
-from prfaas_worker.transfer.bucket import TokenBucket
-from prfaas_worker.transfer.egress_file import EgressFile
-from prfaas_worker.transfer.traffic import traffic_of
+from prfaas_worker.transfer.limits import EgressBucket, EgressFile, traffic_of
 
 
 @pytest.fixture
@@ -21,7 +19,7 @@ def options(*flags: str):
 
 
 def test_the_file_overrides_the_flag_while_it_exists(path: Path):
-    bucket = TokenBucket(50)
+    bucket = EgressBucket(50)
     file = EgressFile(path, bucket, otherwise=50)
     assert bucket.mbps == 50
     for content, mbps in ((b"400\n", 400), (b"200", 200)):
@@ -35,7 +33,7 @@ def test_the_file_overrides_the_flag_while_it_exists(path: Path):
 
 def test_what_somebody_set_by_hand_stays_until_the_file_changes(path: Path):
     path.write_bytes(b"400")
-    bucket = TokenBucket()
+    bucket = EgressBucket()
     file = EgressFile(path, bucket, otherwise=None)
     bucket.set_mbps(10)
     file.look()
@@ -48,7 +46,7 @@ def test_what_somebody_set_by_hand_stays_until_the_file_changes(path: Path):
 @pytest.mark.parametrize("content", [b"", b"0", b"-5", b"1.5", b"800mbit", b"\xff", "\u0665".encode(), b"9" * 63])
 def test_what_is_no_cap_changes_nothing_but_the_log(path: Path, caplog: pytest.LogCaptureFixture, content: bytes):
     path.write_bytes(b"400")
-    bucket = TokenBucket()
+    bucket = EgressBucket()
     file = EgressFile(path, bucket, otherwise=None)
     path.write_bytes(content)
     with caplog.at_level(logging.ERROR):
@@ -60,7 +58,7 @@ def test_what_is_no_cap_changes_nothing_but_the_log(path: Path, caplog: pytest.L
 
 def test_a_file_that_cannot_be_read_changes_nothing(path: Path):
     path.mkdir()
-    bucket = TokenBucket(9)
+    bucket = EgressBucket(9)
     EgressFile(path, bucket, otherwise=9)
     assert bucket.mbps == 9
 

@@ -13,10 +13,10 @@ from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.sequences import Phase, Sequence
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
-from prfaas_worker.transfer import offers
+from prfaas_worker.transfer import leases
 
 from .engine_bench import alone
-from .engine_pair import Giver, Taker
+from .engine_pair import Destination, Source
 
 SYSTEM = (b"You are a careful assistant that answers in Python. " * 5)[:192]
 
@@ -31,42 +31,42 @@ def models() -> tuple[Model, Model]:
 @pytest.fixture(autouse=True)
 def long_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lease ends because a machine takes long for the steps of an engine."""
-    monkeypatch.setattr(offers, "LEASE_SECONDS", 600)
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 600)
 
 
 @pytest.fixture
-def pair(models: tuple[Model, Model]) -> Iterator[tuple[Giver, Taker]]:
-    giver = Giver(models[0], num_pages=64)
-    taker = Taker(models[1], giver, num_pages=64)
-    yield giver, taker
-    taker.close()
-    giver.assert_nothing_is_held()
-    taker.assert_nothing_is_held()
+def pair(models: tuple[Model, Model]) -> Iterator[tuple[Source, Destination]]:
+    source = Source(models[0], num_pages=64)
+    destination = Destination(models[1], source, num_pages=64)
+    yield source, destination
+    destination.close()
+    source.assert_nothing_is_held()
+    destination.assert_nothing_is_held()
 
 
 def prompt_of(tail: bytes) -> bytes:
     return SYSTEM + tail + b" and so on until the end"
 
 
-def teach(bench: Giver | Taker, prompt: bytes) -> None:
+def teach(bench: Source | Destination, prompt: bytes) -> None:
     """Let an engine serve a prompt, so that its states and rows are cached."""
     bench.ask(prompt, max_tokens=1)
     bench.run()
 
 
-def told(bench: Taker, handle: int) -> Started:
+def told(bench: Destination, handle: int) -> Started:
     return next(one for one in bench.said if isinstance(one, Started) and one.handle == handle)
 
 
 def test_a_prefix_of_another_engine_is_bit_by_bit_what_is_computed_here(pair, models):
-    giver, taker = pair
-    teach(giver, SYSTEM + b"x")
+    source, destination = pair
+    teach(source, SYSTEM + b"x")
     prompt = prompt_of(b"first")
-    handle = taker.ask(prompt, prefix_url="http://127.0.0.1:1", logprobs=3)
-    taker.run_with(lambda: bool(taker.ends(handle)))
-    assert taker.tokens(handle) == alone(models[1], prompt, 6)
-    assert told(taker, handle).cached_tokens == len(SYSTEM)
-    assert taker.engine.stats.prompt_tokens == len(prompt) - len(SYSTEM)
+    handle = destination.ask(prompt, prefix_url="http://127.0.0.1:1", logprobs=3)
+    destination.run_with(lambda: bool(destination.ends(handle)))
+    assert destination.tokens(handle) == alone(models[1], prompt, 6)
+    assert told(destination, handle).cached_tokens == len(SYSTEM)
+    assert destination.engine.stats.prompt_tokens == len(prompt) - len(SYSTEM)
     # The same rows and states, as the two caches hold them.
     rows = [[bench.memory.read_pages([page]) for page in pages_of(bench, prompt)] for bench in pair]
     assert rows[0] == rows[1]
@@ -74,94 +74,94 @@ def test_a_prefix_of_another_engine_is_bit_by_bit_what_is_computed_here(pair, mo
     assert states[0] == states[1]
 
 
-def chain_of(bench: Giver | Taker, prompt: bytes) -> list[bytes]:
+def chain_of(bench: Source | Destination, prompt: bytes) -> list[bytes]:
     chain = BlockChain(chain_root(bench.engine.runner.model.fingerprint, ""))
     chain.extend(list(prompt))
     return chain.hashes
 
 
-def pages_of(bench: Giver | Taker, prompt: bytes) -> list[int]:
+def pages_of(bench: Source | Destination, prompt: bytes) -> list[int]:
     """Pages of the system prompt's rows."""
     return bench.engine.cache._blocks.match(chain_of(bench, prompt), 3).pages
 
 
-def state_of(bench: Giver | Taker, prompt: bytes) -> tuple[int, ...]:
+def state_of(bench: Source | Destination, prompt: bytes) -> tuple[int, ...]:
     return bench.engine.cache._blocks.state_pages(chain_of(bench, prompt)[2])
 
 
 def test_rows_that_are_here_do_not_cross_again(pair):
-    giver, taker = pair
-    teach(taker, SYSTEM[:128] + b"x")
-    teach(giver, SYSTEM + b"x")
-    first = taker.ask(prompt_of(b"first"), prefix_url="http://127.0.0.1:1")
-    taker.run_with(lambda: bool(taker.ends(first)))
-    manifest = taker.fetches[0]._intake.receipt.expected
+    source, destination = pair
+    teach(destination, SYSTEM[:128] + b"x")
+    teach(source, SYSTEM + b"x")
+    first = destination.ask(prompt_of(b"first"), prefix_url="http://127.0.0.1:1")
+    destination.run_with(lambda: bool(destination.ends(first)))
+    manifest = destination.fetches[0]._state.ledger.expected
     assert (manifest.start_token, manifest.end_token) == (128, 192)
-    assert taker.engine.stats.prefix_tokens == 64
+    assert destination.engine.stats.prefix_tokens == 64
 
 
 def test_nothing_longer_is_a_404_and_holds_nothing(pair):
-    giver, _ = pair
-    teach(giver, SYSTEM + b"x")
-    answers = [giver.ask_prefix(SYSTEM + b"y", 192), giver.ask_prefix(b"z" * 100), giver.ask_prefix(b"z")]
+    source, _ = pair
+    teach(source, SYSTEM + b"x")
+    answers = [source.ask_prefix(SYSTEM + b"y", 192), source.ask_prefix(b"z" * 100), source.ask_prefix(b"z")]
     assert [(answer.status, answer.code) for answer in answers] == [(404, "prefix_not_found")] * 3
-    assert isinstance(giver.ask_prefix(SYSTEM + b"y", 191), Granted)
-    giver.offers.cancel(next(iter(giver.offers._offers)))
-    giver.step()
+    assert isinstance(source.ask_prefix(SYSTEM + b"y", 191), Granted)
+    source.offers.cancel(next(iter(source.offers._offers)))
+    source.step()
 
 
 def test_a_prefix_is_less_than_the_prompt(pair):
-    giver, _ = pair
-    teach(giver, SYSTEM + b"x")
-    assert isinstance(giver.ask_prefix(SYSTEM), Failed), "the state stands where the prompt ends: a token must be left"
+    source, _ = pair
+    teach(source, SYSTEM + b"x")
+    assert isinstance(source.ask_prefix(SYSTEM), Failed), "the state stands where the prompt ends: a token must be left"
 
 
 def test_a_prefix_takes_no_slot_that_somebody_was_promised(models):
-    giver = Giver(models[0], max_running=3)
-    teach(giver, SYSTEM + b"x")
-    handle = giver.ask(b"some prompt", choices=3, max_tokens=3)
-    giver.engine._handle_events(wait=False)
-    giver.engine._admit(next(iter(giver.engine.requests)))  # two slots are free, for its other choices
-    answer = giver.ask_prefix(SYSTEM + b"y")
+    source = Source(models[0], max_running=3)
+    teach(source, SYSTEM + b"x")
+    handle = source.ask(b"some prompt", choices=3, max_tokens=3)
+    source.engine._handle_events(wait=False)
+    source.engine._admit(next(iter(source.engine.requests)))  # two slots are free, for its other choices
+    answer = source.ask_prefix(SYSTEM + b"y")
     assert isinstance(answer, Failed)
     assert (answer.status, answer.code) == (503, "overloaded")
-    giver.run()
-    assert len(giver.tokens(handle, 2)) == 3
-    giver.assert_nothing_is_held()
+    source.run()
+    assert len(source.tokens(handle, 2)) == 3
+    source.assert_nothing_is_held()
 
 
 def test_a_prefix_takes_no_page_that_a_stream_needs_next(models):
-    giver = Giver(models[0], num_pages=5)
-    teach(giver, b"x" * 65)  # a block, and a state
-    giver.ask(b"y" * 60, max_tokens=30, ignore_eos=True)
+    source = Source(models[0], num_pages=5)
+    teach(source, b"x" * 65)  # a block, and a state
+    source.ask(b"y" * 60, max_tokens=30, ignore_eos=True)
     for _ in range(3):
-        giver.step()
-    free = giver.engine.cache.free_pages
-    taken = giver.engine.cache.open((), 64 * (free - 1), 0)
+        source.step()
+    free = source.engine.cache.free_pages
+    taken = source.engine.cache.open((), 64 * (free - 1), 0)
     assert taken is not None
-    answer = giver.ask_prefix(b"x" * 65)
-    giver.engine.cache.close(taken.lease)
+    answer = source.ask_prefix(b"x" * 65)
+    source.engine.cache.close(taken.lease)
     assert isinstance(answer, Failed)
     assert answer.status in (404, 503)
-    giver.run()
-    giver.assert_nothing_is_held()
+    source.run()
+    source.assert_nothing_is_held()
 
 
 def test_a_prefix_that_nobody_takes_is_freed_when_its_lease_ends(pair):
-    giver, _ = pair
-    teach(giver, SYSTEM + b"x")
-    assert isinstance(giver.ask_prefix(SYSTEM + b"y"), Granted)
-    assert giver.engine.cache.free_slots == giver.memory.num_slots - 1
-    for offer in giver.offers._offers.values():
+    source, _ = pair
+    teach(source, SYSTEM + b"x")
+    assert isinstance(source.ask_prefix(SYSTEM + b"y"), Granted)
+    assert source.engine.cache.free_slots == source.memory.num_slots - 1
+    for offer in source.offers._offers.values():
         offer.lease_ends = 0.0
-    giver.offers.expire()
-    giver.step()
+    source.offers.expire()
+    source.step()
 
 
-def test_what_is_computed_on_lossy_rows_stays_out_of_the_takers_cache_too(pair, monkeypatch: pytest.MonkeyPatch):
-    giver, taker = pair
-    teach(taker, SYSTEM + b"x")
-    cached = taker.engine.cache.stats().cached_pages
+def test_what_is_computed_on_lossy_rows_stays_out_of_the_destinations_cache_too(pair, monkeypatch: pytest.MonkeyPatch):
+    source, destination = pair
+    teach(destination, SYSTEM + b"x")
+    cached = destination.engine.cache.stats().cached_pages
     real = RemoteCaches.start_fetch
 
     def begin(remote: RemoteCaches, sequence: Sequence) -> None:
@@ -170,24 +170,24 @@ def test_what_is_computed_on_lossy_rows_stays_out_of_the_takers_cache_too(pair, 
         sequence.is_exact = False
 
     monkeypatch.setattr(RemoteCaches, "start_fetch", begin)
-    handle = taker.ask(prompt_of(b"first"), prefill_url="http://127.0.0.1:1", max_tokens=80, ignore_eos=True)
-    taker.run_with(lambda: bool(taker.ends(handle)))
-    assert giver.engine.cache.stats().cached_pages == 0
-    assert taker.engine.cache.stats().cached_pages == cached, "P said so"
+    handle = destination.ask(prompt_of(b"first"), prefill_url="http://127.0.0.1:1", max_tokens=80, ignore_eos=True)
+    destination.run_with(lambda: bool(destination.ends(handle)))
+    assert source.engine.cache.stats().cached_pages == 0
+    assert destination.engine.cache.stats().cached_pages == cached, "P said so"
 
 
 def test_a_prefill_that_is_on_its_way_keeps_its_pages_when_streams_want_them(models, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 2))
-    giver = Giver(models[0], num_pages=6)
-    stream = giver.ask(b"def f(", max_tokens=150, ignore_eos=True)
-    while len(giver.tokens(stream)) < 50:
-        giver.step()
-    giver.grant_prefill(list(b"x" * 200), 0)  # all pages but the next one of the stream
-    while list(giver.engine.requests)[-1].phase is not Phase.DELIVERING:
-        giver.step()
-    assert giver.engine.stats.preemptions == 0
-    assert len(giver.tokens(stream)) < 150, "the stream waits for a page"
-    giver.offers.cancel(next(iter(giver.offers._offers)))
-    giver.run()
-    assert len(giver.tokens(stream)) == 150
-    giver.assert_nothing_is_held()
+    source = Source(models[0], num_pages=6)
+    stream = source.ask(b"def f(", max_tokens=150, ignore_eos=True)
+    while len(source.tokens(stream)) < 50:
+        source.step()
+    source.grant_prefill(list(b"x" * 200), 0)  # all pages but the next one of the stream
+    while list(source.engine.requests)[-1].phase is not Phase.DELIVERING:
+        source.step()
+    assert source.engine.stats.preemptions == 0
+    assert len(source.tokens(stream)) < 150, "the stream waits for a page"
+    source.offers.cancel(next(iter(source.offers._offers)))
+    source.run()
+    assert len(source.tokens(stream)) == 150
+    source.assert_nothing_is_held()

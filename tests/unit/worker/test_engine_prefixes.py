@@ -274,7 +274,7 @@ def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(
             bring(model, fetch)
             bench.run()
             assert bench.engine.stats.prompt_tokens == len(prompt) - len(SHARED)
-            assert offer.outgoing.shipment.queued_bytes > 0
+            assert offer.send_state.queue.queued_bytes > 0
             bench.offers.end(offer, "delivered")
             bench.step()
         bench.assert_nothing_is_held()
@@ -288,5 +288,5 @@ def test_what_a_prefill_computes_on_lossy_rows_is_told_to_be_so(model: Model):
     bench.step()
     bring(model, bench.fetches[0], is_exact=False)
     bench.run()
-    assert not offer.outgoing._is_exact
+    assert not offer.send_state._is_exact
     assert bench.engine.cache.stats().cached_pages == 0

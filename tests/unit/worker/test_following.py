@@ -145,24 +145,24 @@ async def test_one_transfer_id_leads_through_the_response_and_the_logs_of_all_th
         "D": ["transfer received"],
         "P": ["transfer sent"],
     }, "one line a side tells the story"
-    (gateway,), (taker,), (giver,) = ends.values()
-    assert {line["request_id"] for line in (gateway, taker, giver)} == {"follow-me/1"}
+    (gateway,), (destination,), (source,) = ends.values()
+    assert {line["request_id"] for line in (gateway, destination, source)} == {"follow-me/1"}
     assert (gateway["decision"], gateway["outcome"], gateway["cluster"], gateway["pool"]) == (
         "offload",
         "ok",
         "eu",
         "far",
     )
-    assert (taker["outcome"], giver["outcome"], taker["breaks"], giver["breaks"]) == (
+    assert (destination["outcome"], source["outcome"], destination["breaks"], source["breaks"]) == (
         "delivered",
         "delivered",
         "0",
         "0",
     )
-    assert taker["bytes"] == giver["bytes"] == headers["x-prfaas-kv-bytes"]
-    assert float(taker["mbps"]) > 0
-    assert 0 < float(taker["flow_seconds"]) <= float(taker["seconds"])
-    assert taker["trace_id"] == giver["trace_id"] == gateway["trace_id"]
+    assert destination["bytes"] == source["bytes"] == headers["x-prfaas-kv-bytes"]
+    assert float(destination["mbps"]) > 0
+    assert 0 < float(destination["flow_seconds"]) <= float(destination["seconds"])
+    assert destination["trace_id"] == source["trace_id"] == gateway["trace_id"]
 
 
 async def test_the_steps_of_a_transfer_are_there_for_who_asks_for_them(system):
@@ -333,7 +333,7 @@ async def test_a_transfer_that_fails_is_an_error_with_its_reason_everywhere(syst
     assert "refused with HTTP 404" in end["reason"]
 
 
-async def test_a_giver_that_gives_up_is_named_on_its_own_side_too(system):
+async def test_a_source_that_gives_up_is_named_on_its_own_side_too(system):
     trace_id, _, context = trace_context()
     headers = context | {"x-prfaas-prefill-url": system.prefill.url}
     request = asyncio.ensure_future(ask(system.decode.url, PROMPT * 12, **headers))
@@ -348,7 +348,7 @@ async def test_a_giver_that_gives_up_is_named_on_its_own_side_too(system):
     assert (status, headers.get("x-prfaas-transfer-id")) == (502, transfer_id)
     spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", *REMOTE)
     reasons = {span.name: span.error for span in spans}
-    assert reasons["prefill"] == "the receiver does not want it any more"
+    assert reasons["prefill"] == "the destination does not want it any more"
     assert "the prefill was cancelled" in (reasons["transfer"] or ""), reasons
     assert {span.attributes.get("transfer_id") for span in spans} == {transfer_id}
 

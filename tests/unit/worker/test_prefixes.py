@@ -32,43 +32,43 @@ async def difference(client: Any, worker: Any, before: dict[str, float], name: s
 
 
 async def test_a_prefix_from_another_worker_gives_the_logprobs_of_a_local_prefill(client, pair):
-    source, taker = pair
+    source, destination = pair
     # What a server says first to everyone, and two questions.
     system, one, other = text_of(1000, seed=5), text_of(100, seed=6), text_of(90, seed=7)
     local = await ask(client, source, prompt=system + one, cache_salt="given")
-    before = await client.metrics(taker)
-    fetched = await ask(client, taker, source, prompt=system + one + "?", cache_salt="given")
+    before = await client.metrics(destination)
+    fetched = await ask(client, destination, source, prompt=system + one + "?", cache_salt="given")
     mine = await ask(client, source, prompt=system + one + "?", cache_salt="alone")
     assert (await choices(fetched))[0]["logprobs"] == (await choices(mine))[0]["logprobs"]
     assert (await choices(local))[0]["text"]
     cached = int(fetched.headers["x-prfaas-cached-tokens"])
     assert cached == 1088, "the last block of the prompt that was known there"
     assert int(fetched.headers["x-prfaas-kv-bytes"]) > 1000
-    assert await difference(client, taker, before, PROMPT_TOKENS) == len(system + one + "?") + 1 - cached
-    assert await difference(client, taker, before, fetches("fetched")) == 1
-    assert await difference(client, taker, before, "prfaas_prefix_fetched_tokens_total") == cached
+    assert await difference(client, destination, before, PROMPT_TOKENS) == len(system + one + "?") + 1 - cached
+    assert await difference(client, destination, before, fetches("fetched")) == 1
+    assert await difference(client, destination, before, "prfaas_prefix_fetched_tokens_total") == cached
     # The second time it is here.
-    again = await ask(client, taker, source, prompt=system + one + other, cache_salt="given")
+    again = await ask(client, destination, source, prompt=system + one + other, cache_salt="given")
     assert int(again.headers["x-prfaas-cached-tokens"]) >= 1024
     assert int(again.headers["x-prfaas-kv-bytes"]) == 0
     await client.eventually(source, **IDLE)
-    await client.eventually(taker, **IDLE)
+    await client.eventually(destination, **IDLE)
 
 
 async def test_many_at_once_make_one_transfer(client, pair):
-    source, taker = pair
+    source, destination = pair
     prompt = text_of(3000, seed=8)
     await ask(client, source, prompt=prompt, cache_salt="many")
-    before, sent = await client.metrics(taker), await client.metrics(source)
+    before, sent = await client.metrics(destination), await client.metrics(source)
     asks = {"prompt": prompt + "?", "cache_salt": "many"}
-    answers = await asyncio.gather(*(ask(client, taker, source, **asks) for _ in range(6)))
+    answers = await asyncio.gather(*(ask(client, destination, source, **asks) for _ in range(6)))
     found = [(await choices(answer))[0]["logprobs"]["tokens"] for answer in answers]
     assert found == found[:1] * 6
-    assert await difference(client, taker, before, fetches("fetched")) == 1
+    assert await difference(client, destination, before, fetches("fetched")) == 1
     delivered = 'prfaas_transfers_total{direction="send",outcome="delivered"}'
     assert await difference(client, source, sent, delivered) == 1
     assert {int(answer.headers["x-prfaas-cached-tokens"]) for answer in answers} == {3000 // 64 * 64}
-    await client.eventually(taker, **IDLE)
+    await client.eventually(destination, **IDLE)
     await client.eventually(source, **IDLE)
 
 
@@ -78,31 +78,33 @@ async def test_many_at_once_make_one_transfer(client, pair):
     ids=["absent", "silent", "damaged"],
 )
 async def test_a_source_that_fails_costs_two_seconds_at_most(client, pair, change: dict[str, int], outcome: str):
-    source, taker = pair
+    source, destination = pair
     salt, prompt = f"fails {change}", text_of(1000, seed=9)
     await ask(client, source, prompt=prompt, cache_salt=salt)
     began = time.monotonic()
     wanted = await ask(client, source, prompt=prompt + "?", cache_salt=f"none of it {change}")
     undisturbed_seconds = time.monotonic() - began
-    before = await client.metrics(taker)
+    before = await client.metrics(destination)
     async with proxied(source, {}, **change) as url:
         began = time.monotonic()
-        answer = await ask(client, taker, url if change else "http://127.0.0.1:9", prompt=prompt + "?", cache_salt=salt)
+        answer = await ask(
+            client, destination, url if change else "http://127.0.0.1:9", prompt=prompt + "?", cache_salt=salt
+        )
         seconds = time.monotonic() - began
     assert seconds < 4 + undisturbed_seconds
     assert (await choices(answer))[0]["logprobs"] == (await choices(wanted))[0]["logprobs"]
     assert answer.headers["x-prfaas-cached-tokens"] == "0"
-    assert await difference(client, taker, before, fetches(outcome)) == 1
-    await client.eventually(taker, **IDLE)
+    assert await difference(client, destination, before, fetches(outcome)) == 1
+    await client.eventually(destination, **IDLE)
     await client.eventually(source, **IDLE)
 
 
 async def test_who_has_nothing_longer_says_so(client, pair):
-    source, taker = pair
-    before = await client.metrics(taker)
-    answer = await ask(client, taker, source, prompt=text_of(300, seed=10), cache_salt="nothing")
+    source, destination = pair
+    before = await client.metrics(destination)
+    answer = await ask(client, destination, source, prompt=text_of(300, seed=10), cache_salt="nothing")
     assert answer.status == 200
-    assert await difference(client, taker, before, fetches("absent")) == 1
+    assert await difference(client, destination, before, fetches("absent")) == 1
     body = {"request_id": "r", "model": "tiny", "token_ids": [1] * 200}
     async with client.session.post(f"{source.url}/v1/prefixes", json=body) as refused:
         assert (refused.status, (await refused.json())["error"]["code"]) == (404, "prefix_not_found")
@@ -112,9 +114,9 @@ async def test_who_has_nothing_longer_says_so(client, pair):
 
 
 async def test_addresses_and_lengths_are_checked(client, pair):
-    source, taker = pair
+    source, destination = pair
     for url in ["ftp://127.0.0.1:80", "http://127.0.0.1", "nonsense"]:
-        answer = await ask(client, taker, url, prompt="x")
+        answer = await ask(client, destination, url, prompt="x")
         assert (answer.status, (await answer.json())["error"]["param"]) == (400, "x-prfaas-prefix-url")
     body = {"request_id": "r", "model": "tiny", "token_ids": [1, 2, 3]}
     for fields, param in (({"prefix_url": "nonsense"}, "prefix_url"),):
@@ -142,14 +144,14 @@ async def test_a_prefill_instance_takes_a_prefix_from_a_third(client, pair, laun
 
 
 async def test_a_client_that_leaves_while_its_prefix_comes_frees_both(client, pair):
-    source, taker = pair
+    source, destination = pair
     prompt = text_of(1000, seed=13)
     await ask(client, source, prompt=prompt, cache_salt="leaves")
-    before = await client.metrics(taker)
+    before = await client.metrics(destination)
     async with proxied(source, {}, stall_after=2000) as url:
-        request = asyncio.ensure_future(ask(client, taker, url, prompt=prompt + "?", cache_salt="leaves"))
-        await client.eventually(taker, prfaas_requests_running=1)
+        request = asyncio.ensure_future(ask(client, destination, url, prompt=prompt + "?", cache_salt="leaves"))
+        await client.eventually(destination, prfaas_requests_running=1)
         request.cancel()
-        await client.eventually(taker, **IDLE)
+        await client.eventually(destination, **IDLE)
         await client.eventually(source, **IDLE)
-    assert await difference(client, taker, before, fetches("cancelled")) == 1
+    assert await difference(client, destination, before, fetches("cancelled")) == 1

@@ -6,7 +6,7 @@ import torch
 
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-from prfaas_worker.transfer.staging import Span, Staging
+from prfaas_worker.transfer.layout import Staging, TokenSpan
 
 LAYERS = (
     LayerSpec(
@@ -51,7 +51,7 @@ def received(staging, sent):
     return rooms
 
 
-@pytest.mark.parametrize("span", [Span(0, 1), Span(63, 65), Span(64, 128), Span(5, 150)])
+@pytest.mark.parametrize("span", [TokenSpan(0, 1), TokenSpan(63, 65), TokenSpan(64, 128), TokenSpan(5, 150)])
 def test_rows_go_out_and_land_elsewhere_byte_by_byte(span, memory, staging):
     rows = memory.rows(2)["latent"][PAGES].flatten(0, 1)
     sent = staging.read_rows(2, PAGES, span, staging.mark())
@@ -85,7 +85,7 @@ def test_a_state_goes_out_and_lands_layer_by_layer(memory, staging):
 
 def test_rows_of_a_wrong_page_are_not_the_same(memory, staging):
     """The check itself."""
-    span = Span(5, 100)
+    span = TokenSpan(5, 100)
     right = staging.read_rows(1, PAGES, span, staging.mark())
     wrong = staging.read_rows(1, [PAGES[0], PAGES[2], PAGES[1]], span, staging.mark())
     assert bytes(right["latent"]) != bytes(wrong["latent"])

@@ -1,5 +1,5 @@
 """The data port between real sockets: a cache arrives bit for bit while it is still being filled, strangers learn
-nothing, and every way a transfer can end frees the sender's side, once.
+nothing, and every way a transfer can end frees the source's side, once.
 """
 
 import itertools
@@ -14,9 +14,9 @@ import torch
 from prfaas.errors import CapacityError, PeerError
 from prfaas.wire.frames import HEADER_BYTES, Address, Kind
 from prfaas.wire.transfer import Abort, Welcome, message_frame
-from prfaas_worker.transfer import offers as offers_module
-from prfaas_worker.transfer.connections import Connections
-from prfaas_worker.transfer.door import Door
+from prfaas_worker.transfer import leases as leases_module
+from prfaas_worker.transfer.pull import Connections
+from prfaas_worker.transfer.tls import PeerAuth
 
 from .transfer_bench import (
     HIDDEN,
@@ -53,7 +53,7 @@ def port(only_port: Port) -> Iterator[Port]:
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("connect_first", [True, False])
-def test_a_cache_arrives_bit_for_bit_whether_the_receiver_comes_early_or_late(
+def test_a_cache_arrives_bit_for_bit_whether_the_destination_comes_early_or_late(
     port: Port, connect_first: bool, staged: bool
 ):
     offer, grant = port.grant()
@@ -66,9 +66,9 @@ def test_a_cache_arrives_bit_for_bit_whether_the_receiver_comes_early_or_late(
         compute(SMALL, offer, cache)
     done = taking.whole()
     assert_same_bits(SMALL, taking.place, cache)
-    assert torch.equal(taking.intake.hidden, HIDDEN)
+    assert torch.equal(taking.state.hidden, HIDDEN)
     assert done.prefill_seconds == 0.25
-    assert taking.receipt.received_bytes == done.payload_bytes == SMALL.nbytes
+    assert taking.ledger.received_bytes == done.payload_bytes == SMALL.nbytes
     assert port.ends()
     assert port.offers.status(grant.transfer_id) is None
     assert taking.close() == 1
@@ -89,7 +89,7 @@ def test_a_large_cache_is_striped_over_four_connections_and_freed_once():
     port.assert_ended_once(delivered=1)
 
 
-def test_rows_that_the_receiver_has_are_not_sent(port: Port):
+def test_rows_that_the_destination_has_are_not_sent(port: Port):
     offer, grant = port.grant(start_token=800)
     cache = SMALL.filled()
     compute(SMALL, offer, cache)
@@ -115,7 +115,7 @@ def test_frames_leave_while_later_ones_do_not_exist_yet(port: Port):
 def test_silence_is_filled_with_keep_alives(port: Port):
     _, grant = port.grant()
     with closing(connect(port, hello(grant))) as sock:
-        sock.settimeout(0.9)  # a receiver gives up after 1.0 s
+        sock.settimeout(0.9)  # a destination gives up after 1.0 s
         found = [header.kind for header, _ in itertools.islice(frames(sock), 4)]
         assert found == [Kind.WELCOME, *[Kind.KEEP_ALIVE] * 3]
     port.offers.cancel(grant.transfer_id)
@@ -123,7 +123,7 @@ def test_silence_is_filled_with_keep_alives(port: Port):
 
 
 def test_a_connection_serves_one_transfer_after_another(port: Port):
-    connections, names = Connections(Door()), set()
+    connections, names = Connections(PeerAuth()), set()
     for handle in range(3):
         offer, grant = port.grant(handle)
         compute(SMALL, offer, SMALL.filled())
@@ -131,11 +131,11 @@ def test_a_connection_serves_one_transfer_after_another(port: Port):
         taking.whole()
         assert port.ends(handle)
         eventually(lambda: "fetch-data" not in transfer_threads())
-        kept = connections.take(taking.giver)
+        kept = connections.take(taking.source)
         assert kept is not None
-        assert connections.take(taking.giver) is None
+        assert connections.take(taking.source) is None
         names.add(kept.socket.getsockname())
-        connections.keep(taking.giver, kept)
+        connections.keep(taking.source, kept)
     assert len(names) == 1, "the very same connection"
     assert taking.close() == 1
     port.assert_ended_once(delivered=3)
@@ -174,7 +174,7 @@ def test_a_hello_that_says_more_arrived_than_was_sent_is_refused_and_the_transfe
     assert port.ends()
 
 
-def test_a_receiver_of_another_version_is_told_so(port: Port):
+def test_a_destination_of_another_version_is_told_so(port: Port):
     _, grant = port.grant()
     with closing(connect(port, hello(grant, versions=(1, 77)))) as sock:
         ((_, payload),) = frames(sock)
@@ -196,7 +196,7 @@ def test_garbage_on_the_data_port_closes_that_connection_alone(port: Port, garba
     assert port.outcomes() == {}
 
 
-def test_a_cancelled_prefill_tells_its_receiver_why(port: Port):
+def test_a_cancelled_prefill_tells_its_destination_why(port: Port):
     offer, grant = port.grant()
     taking = port.take(offer, grant)
     eventually(lambda: offer.connected)
@@ -206,7 +206,7 @@ def test_a_cancelled_prefill_tells_its_receiver_why(port: Port):
     port.assert_ended_once(cancelled=1)
 
 
-def test_an_error_of_the_engine_reaches_the_receiver(port: Port):
+def test_an_error_of_the_engine_reaches_the_destination(port: Port):
     offer, grant = port.grant()
     offer.fail("out of room")
     error = port.take(offer, grant).failure()
@@ -216,14 +216,14 @@ def test_an_error_of_the_engine_reaches_the_receiver(port: Port):
     port.assert_ended_once(failed=1)
 
 
-def test_a_receiver_that_gives_up_ends_the_offer_at_once(port: Port):
+def test_a_destination_that_gives_up_ends_the_offer_at_once(port: Port):
     offer, grant = port.grant(5)
     with closing(connect(port, hello(grant))) as sock:
         assert kinds(sock, 1) == [Kind.WELCOME]
         sock.sendall(message_frame(Kind.ABORT, address_of(grant), Abort("no room here")))
         assert port.ends(5, seconds=4)
     put_chunk(SMALL, offer, SMALL.filled(), 0, SMALL.tokens)  # the engine has not heard yet: nothing is kept
-    assert offer.outgoing.shipment.queued_bytes == 0
+    assert offer.send_state.queue.queued_bytes == 0
     port.assert_ended_once(failed=1)
 
 
@@ -232,7 +232,7 @@ def test_a_fetch_that_is_cancelled_ends_at_once_and_touches_nothing_afterwards(p
     taking = port.take(offer, grant)
     eventually(lambda: offer.connected)
     put_chunk(SMALL, offer, SMALL.filled(), 0, 300)
-    eventually(lambda: len(taking.receipt.received) > 0)
+    eventually(lambda: len(taking.ledger.received) > 0)
     taking.pull.cancel()
     assert "cancelled" in str(taking.failure(seconds=4))
     taking.place.memory.pages.zero_()
@@ -252,7 +252,7 @@ def test_an_acknowledgement_of_another_epoch_is_none(port: Port):
     port.assert_ended_once(failed=1)
 
 
-def test_an_acknowledgement_frees_the_sender_even_if_the_receiver_is_gone_the_next_moment(port: Port):
+def test_an_acknowledgement_frees_the_source_even_if_the_destination_is_gone_the_next_moment(port: Port):
     offer, grant = port.grant(start_token=SMALL.tokens - 1)
     offer.computing()
     offer.computed(0.0)
@@ -275,7 +275,7 @@ def test_nothing_is_acknowledged_before_it_was_sent(port: Port):
 
 
 def test_an_offer_that_nobody_takes_expires(port: Port, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offers_module, "LEASE_SECONDS", 0)
+    monkeypatch.setattr(leases_module, "LEASE_SECONDS", 0)
     _, grant = port.grant(9)
     assert port.ends(9)
     with closing(connect(port, hello(grant))) as sock:
@@ -291,7 +291,7 @@ def test_no_more_offers_are_open_than_there_is_room_for(port: Port):
     for offer, grant in granted:
         port.offers.cancel(grant.transfer_id)
         port.offers.cancel(grant.transfer_id)  # the second one counts for nothing
-        assert offer.outgoing.shipment.queued_bytes == 0
+        assert offer.send_state.queue.queued_bytes == 0
     assert port.outcomes() == {"cancelled": 4}
     port.offers.cancel(port.grant(5)[1].transfer_id)
 

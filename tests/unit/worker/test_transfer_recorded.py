@@ -14,13 +14,12 @@ import torch
 
 from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Kind, parse_header, seal
-from prfaas.wire.receipt import Receipt
+from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import VERSION, Done, Welcome
 from prfaas_worker.cache.memory import bytes_of
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-from prfaas_worker.transfer.codecs import decode
-from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, state_frames
-from prfaas_worker.transfer.packing import Packer
+from prfaas_worker.transfer.compression import Packer, decode
+from prfaas_worker.transfer.layout import CachePlace, block_frames, hidden_frame, state_frames
 
 from ..wire import second_reader
 from ..wire.second_reader import Cache, RefusedError
@@ -54,7 +53,7 @@ START = 70
 STEP = 40
 
 
-def cache() -> Place:
+def cache() -> CachePlace:
     """Content that needs no generator: the same everywhere and for ever."""
     place = MODEL.reserved(2, 0, 4)
     for tensor in (place.memory.pages, place.memory.slots):
@@ -62,7 +61,7 @@ def cache() -> Place:
     return place
 
 
-def numbers() -> Place:
+def numbers() -> CachePlace:
     """Numbers that every type holds exactly and codecs make smaller; the same everywhere and for ever."""
     place = CODED.reserved(2, 0, 4)
     for layer, spec in enumerate(CODED.layers):
@@ -71,8 +70,8 @@ def numbers() -> Place:
     return place
 
 
-def spoken(port: Port, model: Model, place: Place, start_token: int, codecs: tuple[int, ...] = (0,)) -> bytes:
-    """What a giver says on a transfer's only connection, from WELCOME to DONE, KEEP_ALIVEs left out."""
+def spoken(port: Port, model: Model, place: CachePlace, start_token: int, codecs: tuple[int, ...] = (0,)) -> bytes:
+    """What a source says on a transfer's only connection, from WELCOME to DONE, KEEP_ALIVEs left out."""
     offer, grant = port.grant(start_token=start_token)
     compute(model, offer, place, step=STEP)
     stream = b""
@@ -87,7 +86,7 @@ def spoken(port: Port, model: Model, place: Place, start_token: int, codecs: tup
 
 
 def coded(name: str) -> bytes:
-    """What a giver says that uses a codec wherever it can."""
+    """What a source says that uses a codec wherever it can."""
     traffic = TRAFFIC._replace(packer=Packer(name, TRAFFIC.monitor))  # type: ignore[arg-type]
     return spoken(Port(CODED, traffic=traffic), CODED, numbers(), START, codecs=(0, 1, 2))
 
@@ -96,7 +95,7 @@ def recorded(name: str) -> Path:
     return RECORDED.with_stem(f"{RECORDED.stem}_{name}")
 
 
-def assert_cache(found: Cache, model: Model, place: Place, start_token: int) -> None:
+def assert_cache(found: Cache, model: Model, place: CachePlace, start_token: int) -> None:
     """Every bit is where it belongs, and nothing else is there."""
     rows, states = {}, {}
     for layer, spec in enumerate(model.layers):
@@ -148,7 +147,7 @@ def test_the_second_reader_gets_of_every_codec_what_the_product_gets(name: str, 
 
 
 def read_by_the_product(stream: bytes) -> tuple[dict[tuple[int, str], bytes], dict[tuple[int, str], bytes]]:
-    """Rows and states of a stream, as a taker's memory holds them."""
+    """Rows and states of a stream, as a destination's memory holds them."""
     welcome, *others = split(stream)
     manifest = msgspec.json.decode(welcome[HEADER_BYTES:], type=Welcome).manifest
     rows: dict[tuple[int, str], bytes] = {}
@@ -216,15 +215,15 @@ def test_what_was_recorded_is_what_is_sent_today_unless_the_version_changed():
 
 def test_the_product_reads_what_was_recorded():
     welcome, *others = split(RECORDED.read_bytes())
-    receipt = Receipt(msgspec.json.decode(welcome[HEADER_BYTES:], type=Welcome).manifest)
+    ledger = ReceiveLedger(msgspec.json.decode(welcome[HEADER_BYTES:], type=Welcome).manifest)
     for frame in others:
         header, payload = parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]
         if header.kind in DATA_KINDS:
-            receipt.claim(0, header)
-            receipt.accept(header, [payload])
+            ledger.claim(0, header)
+            ledger.accept(header, [payload])
         else:
-            receipt.note(header, payload)
-    done = receipt.require_whole()
+            ledger.note(header, payload)
+    done = ledger.require_whole()
     assert done == msgspec.json.decode(others[-1][HEADER_BYTES:], type=Done)
 
 

@@ -15,8 +15,8 @@ from prfaas import identity
 from prfaas.errors import PeerError
 from prfaas.identity import KeyPair
 from prfaas_worker.credentials import Credentials
-from prfaas_worker.transfer.asking import Api
-from prfaas_worker.transfer.door import TlsDoor
+from prfaas_worker.transfer.fetch import SourceApi
+from prfaas_worker.transfer.tls import TlsAuth
 
 from ..tls.mounts import Mount
 from .conftest import Client, Worker
@@ -151,7 +151,7 @@ def assert_refused_with(gone: KeyPair, eu: Secure, hub: Secure) -> None:
 
 
 def call(credentials: Credentials, url: str) -> int:
-    return Api(url, "", TlsDoor(credentials)).call(("GET", "/v1/role"), b"", lambda _sock: None)[0]
+    return SourceApi(url, "", TlsAuth(credentials)).call(("GET", "/v1/role"), b"", lambda _sock: None)[0]
 
 
 def by_prefix(one: Secure, cluster: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Both ends of a transfer over real sockets, without engines: caches with random content, a data port, takers."""
+"""Both ends of a transfer over real sockets, without engines: caches with random content, a data port, destinations."""
 
 import queue
 import socket
@@ -16,22 +16,28 @@ from prfaas.errors import PrfaasError
 from prfaas.wire.engine import StartPrefill
 from prfaas.wire.frames import HEADER_BYTES, Address, FrameHeader, Kind, parse_header
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest
-from prfaas.wire.receipt import Receipt
+from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import Done, Hello, message_frame
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-from prfaas_worker.transfer import intake, pull, sender
-from prfaas_worker.transfer.codecs import DECODABLE
-from prfaas_worker.transfer.connections import Connections, Giver
-from prfaas_worker.transfer.counters import TransferCounters
-from prfaas_worker.transfer.door import Door
-from prfaas_worker.transfer.intake import Intake
-from prfaas_worker.transfer.layout import CacheLayout, Place, block_frames, hidden_frame, layer_groups, state_frames
-from prfaas_worker.transfer.offers import Offer, Offers
-from prfaas_worker.transfer.pull import Pull, Shared
-from prfaas_worker.transfer.sender import Sender, listen
-from prfaas_worker.transfer.staging import Staging
-from prfaas_worker.transfer.traffic import Traffic, unlimited
+from prfaas_worker.transfer import data_port, pull, receive
+from prfaas_worker.transfer.compression import DECODABLE
+from prfaas_worker.transfer.data_port import DataPort, listen
+from prfaas_worker.transfer.layout import (
+    CacheLayout,
+    CachePlace,
+    Staging,
+    block_frames,
+    hidden_frame,
+    layer_groups,
+    state_frames,
+)
+from prfaas_worker.transfer.leases import Offer, Offers
+from prfaas_worker.transfer.limits import Traffic, unlimited
+from prfaas_worker.transfer.pull import Connections, FetchContext, Pull, SourceAddress
+from prfaas_worker.transfer.receive import ReceiveState
+from prfaas_worker.transfer.tls import PeerAuth
+from prfaas_worker.transfer.transfer_log import TransferCounters
 
 FINGERPRINT = "f" * 64
 HIDDEN = torch.arange(16, dtype=torch.float32)
@@ -63,14 +69,14 @@ class Model(NamedTuple):
         states = sum(len(group.layers) * group.nbytes for group in groups if group.kind == "linear")
         return rows * self.tokens + states + 4 * len(HIDDEN)
 
-    def reserved(self, *pages: int) -> Place:
+    def reserved(self, *pages: int) -> CachePlace:
         """Memory of its own with room for one sequence in these pages, in order unless they are given."""
         memory = CacheMemory(CacheGeometry(self.layers), num_pages=self.pages + 3, num_slots=2, max_context=self.tokens)
         memory.pages.zero_()
         memory.slots.zero_()
-        return Place(memory, 1, pages or range(self.pages))
+        return CachePlace(memory, 1, pages or range(self.pages))
 
-    def filled(self) -> Place:
+    def filled(self) -> CachePlace:
         """A cache with random content everywhere, its pages in no order."""
         place = self.reserved(*(n * 7 % (self.pages + 3) for n in range(self.pages)))
         place.memory.pages.random_(0, 256, generator=torch.Generator().manual_seed(3))
@@ -85,7 +91,7 @@ LARGE = Model((LINEAR, WIDE, WIDE), 640)
 """Large enough for four connections: 15 MiB."""
 
 
-def fill(place: Place, seed: int) -> None:
+def fill(place: CachePlace, seed: int) -> None:
     """Put random content into a sequence's pages and slot, always the same for a seed."""
     rng = torch.Generator().manual_seed(seed)
     for page in place.pages:
@@ -93,12 +99,12 @@ def fill(place: Place, seed: int) -> None:
     place.memory.slots[place.slot].random_(0, 256, generator=rng)
 
 
-def through_staging(place: Place) -> Place:
+def through_staging(place: CachePlace) -> CachePlace:
     """The same cache, reached as an accelerator's is."""
     return place._replace(staging=Staging(place.memory))
 
 
-def bits_of(model: Model, place: Place, start_token: int = 0) -> list[torch.Tensor]:
+def bits_of(model: Model, place: CachePlace, start_token: int = 0) -> list[torch.Tensor]:
     """Rows from a token on and states of every layer, as bits: random floats may be no numbers."""
     found: list[torch.Tensor] = []
     for index, spec in enumerate(model.layers):
@@ -110,7 +116,7 @@ def bits_of(model: Model, place: Place, start_token: int = 0) -> list[torch.Tens
     return found
 
 
-def assert_same_bits(model: Model, found: Place, wanted: Place, start_token: int = 0) -> None:
+def assert_same_bits(model: Model, found: CachePlace, wanted: CachePlace, start_token: int = 0) -> None:
     mine, theirs = bits_of(model, found, start_token), bits_of(model, wanted, start_token)
     assert len(mine) == len(theirs) > 0
     for ours, other in zip(mine, theirs, strict=True):
@@ -133,7 +139,7 @@ class Port:
         self.layout = CacheLayout(FINGERPRINT, layer_groups(model.layers), len(HIDDEN))
         self.address: tuple[str, int] = listener.getsockname()
         self.offers = Offers(self.layout, self.address[1], capacity)
-        Sender(listener, self.offers, traffic or TRAFFIC)
+        DataPort(listener, self.offers, traffic or TRAFFIC)
         self.takings: list[Taking] = []
         self.renew()
 
@@ -146,12 +152,12 @@ class Port:
         self.offers.on_end = self.ended.put
 
     def settle(self) -> None:
-        """Close what takers kept."""
+        """Close what destinations kept."""
         while self.takings:
             self.takings.pop().close()
 
     def take(self, offer: Offer, grant: PrefillGrant, **how: Any) -> "Taking":
-        """Start a taker; see Taking."""
+        """Start a destination; see Taking."""
         self.takings.append(Taking(self, offer, grant, **how))
         return self.takings[-1]
 
@@ -171,7 +177,7 @@ class Port:
         assert self.ended.empty()
 
 
-def put_chunk(model: Model, offer: Offer, cache: Place, start: int, end: int) -> None:
+def put_chunk(model: Model, offer: Offer, cache: CachePlace, start: int, end: int) -> None:
     """Put what an engine puts for one chunk of the prompt."""
     mark = cache.staging.mark() if cache.staging else None
     for index in range(len(model.layers)):
@@ -182,7 +188,7 @@ def put_chunk(model: Model, offer: Offer, cache: Place, start: int, end: int) ->
                 offer.put(frame)
 
 
-def compute(model: Model, offer: Offer, cache: Place, step: int = 300) -> None:
+def compute(model: Model, offer: Offer, cache: CachePlace, step: int = 300) -> None:
     """Put what an engine puts for a whole prompt."""
     offer.computing()
     for start in range(0, model.tokens, step):
@@ -192,7 +198,7 @@ def compute(model: Model, offer: Offer, cache: Place, step: int = 300) -> None:
 
 
 class Taking:
-    """A taker in a thread of its own. Its connections are its own too, unless they are given."""
+    """A destination in a thread of its own. Its connections are its own too, unless they are given."""
 
     def __init__(
         self,
@@ -203,21 +209,21 @@ class Taking:
         at: tuple[str, int] | None = None,
         connections: Connections | None = None,
         staged: bool = False,
-        place: Place | None = None,
+        place: CachePlace | None = None,
         traffic: Traffic | None = None,
     ):
         traffic = traffic or TRAFFIC
         host, number = at or port.address
-        self.giver = Giver(host, number)
-        self.connections = connections or Connections(Door())
+        self.source = SourceAddress(host, number)
+        self.connections = connections or Connections(PeerAuth())
         place = place or port.model.reserved()
         self.place = through_staging(place) if staged else place
         self.counters = TransferCounters()
-        self.receipt = Receipt(offer.manifest, DECODABLE, guard=threading.Lock())
-        silent_seconds = partial(self.connections.silent_seconds, self.giver)
-        self.intake = Intake(self.receipt, self.place, self.counters.received, silent_seconds, traffic.memory)
-        shared = Shared(port.layout, self.connections, self.counters, traffic)
-        self.pull = Pull(shared, self.giver, grant.token, self.intake)
+        self.ledger = ReceiveLedger(offer.manifest, DECODABLE, guard=threading.Lock())
+        silent_seconds = partial(self.connections.silent_seconds, self.source)
+        self.state = ReceiveState(self.ledger, self.place, self.counters.received, silent_seconds, traffic.memory)
+        shared = FetchContext(port.layout, self.connections, self.counters, traffic)
+        self.pull = Pull(shared, self.source, grant.token, self.state)
         self.error: PrfaasError | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -233,7 +239,7 @@ class Taking:
         self._join(seconds)
         if self.error is not None:
             raise self.error
-        return self.receipt.require_whole()
+        return self.ledger.require_whole()
 
     def failure(self, seconds: float = 60) -> PrfaasError:
         """Wait for the end, which must be an error."""
@@ -245,14 +251,14 @@ class Taking:
         """Close the connections that were kept for the next transfer, and count them."""
         eventually(lambda: "fetch-data" not in transfer_threads())
         closed = 0
-        while stream := self.connections.take(self.giver):
-            self.connections.drop(self.giver, stream)
+        while stream := self.connections.take(self.source):
+            self.connections.drop(self.source, stream)
             closed += 1
         return closed
 
     def _join(self, seconds: float) -> None:
         self._thread.join(seconds)
-        assert not self._thread.is_alive(), "the taker hangs"
+        assert not self._thread.is_alive(), "the destination hangs"
 
 
 def address_of(grant: PrefillGrant) -> Address:
@@ -264,7 +270,7 @@ def hello(grant: PrefillGrant, **fields: object) -> bytes:
 
 
 def connect(port: Port, first: bytes) -> socket.socket:
-    """A taker by hand: a connection on which something was said."""
+    """A destination by hand: a connection on which something was said."""
     sock = socket.create_connection(port.address, timeout=3)
     sock.sendall(first)
     return sock
@@ -299,11 +305,11 @@ def kinds(sock: socket.socket, count: int | None = None) -> list[Kind]:
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no connection count as broken because a machine was slow."""
     for module, name in (
-        (intake, "NO_PROGRESS_SECONDS"),
-        (intake, "STARVED_SECONDS"),
+        (receive, "NO_PROGRESS_SECONDS"),
+        (receive, "STARVED_SECONDS"),
         (pull, "NO_PROGRESS_SECONDS"),
         (pull, "GONE_SECONDS"),
-        (sender, "HELLO_SECONDS"),
+        (data_port, "HELLO_SECONDS"),
     ):
         monkeypatch.setattr(module, name, 30.0)
 

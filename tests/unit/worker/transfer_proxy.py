@@ -1,4 +1,4 @@
-"""A middleman between a taker and a giver's data port, who sees frames and does with them what a test says."""
+"""A middleman between a destination and a source's data port, who sees frames and does with them what a test says."""
 
 import random
 import socket
@@ -43,14 +43,14 @@ def as_it_is(seen: Seen) -> Sequence[bytes]:
 
 
 class Proxy:
-    """Relays connections; `down` sees what the giver says, `up` what the taker does, each returns what to pass on.
+    """Relays connections; `down` sees what the source says, `up` what the destination says; each returns what passes.
 
     A frame may be passed on later too: whoever returns nothing keeps it. Ends are passed on like frames. CutError ends
     both directions, so that everything passed on before still arrives.
     """
 
-    def __init__(self, giver: tuple[str, int], down: Change = as_it_is, up: Change = as_it_is):
-        self._giver = giver
+    def __init__(self, source: tuple[str, int], down: Change = as_it_is, up: Change = as_it_is):
+        self._source = source
         self._down = down
         self._up = up
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -94,39 +94,41 @@ class Proxy:
     def _accept(self) -> None:
         while True:
             try:
-                taker, _ = self._listener.accept()
+                destination, _ = self._listener.accept()
             except ConnectionAbortedError:  # it left before its turn came
                 continue
             except OSError:
                 return
             number = self.connections
             try:
-                giver = socket.create_connection(self._giver, 3)
+                source = socket.create_connection(self._source, 3)
             except OSError:
-                taker.close()
+                destination.close()
                 self.connections += 1
                 continue
-            giver.settimeout(None)  # a giver that is slow to answer is none that is gone
+            source.settimeout(None)  # a source that is slow to answer is none that is gone
             with self._lock:
                 closed = self._closed
                 if not closed:
-                    self._sockets |= {taker, giver}
+                    self._sockets |= {destination, source}
                     self.connections += 1  # whoever sees it counted can cut it
             if closed:  # nobody would cut it any more
-                taker.close()
-                giver.close()
+                destination.close()
+                source.close()
                 return
-            self._start(self._relay, number, taker, giver)
+            self._start(self._relay, number, destination, source)
 
-    def _relay(self, number: int, taker: socket.socket, giver: socket.socket) -> None:
-        up = threading.Thread(target=self._pump, args=(number, taker, giver, self._up), name="proxy", daemon=True)
+    def _relay(self, number: int, destination: socket.socket, source: socket.socket) -> None:
+        up = threading.Thread(
+            target=self._pump, args=(number, destination, source, self._up), name="proxy", daemon=True
+        )
         up.start()
-        self._pump(number, giver, taker, self._down)
+        self._pump(number, source, destination, self._down)
         up.join()
         with self._lock:
-            self._sockets -= {taker, giver}
-        taker.close()
-        giver.close()
+            self._sockets -= {destination, source}
+        destination.close()
+        source.close()
 
     def _pump(self, number: int, source: socket.socket, sink: socket.socket, change: Change) -> None:
         index = 0
@@ -143,7 +145,7 @@ class Proxy:
                 sink.sendall(cut.last)
             with suppress(OSError):
                 source.shutdown(socket.SHUT_RDWR)
-        except (OSError, PrfaasError):  # the end, or a frame that its sender gave up in the middle
+        except (OSError, PrfaasError):  # the end, or a frame that its source gave up in the middle
             pass
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)

@@ -50,8 +50,8 @@ def _run(options: Options, front: socket.socket) -> None:
     from prfaas_worker.engine.assembly import assemble, max_context
     from prfaas_worker.engine.ipc import FrontMessages, Outbox, serve_front
     from prfaas_worker.models import load_model
-    from prfaas_worker.transfer.sender import Sender
-    from prfaas_worker.transfer.traffic import traffic_of
+    from prfaas_worker.transfer.data_port import DataPort
+    from prfaas_worker.transfer.limits import traffic_of
 
     try:
         model, directory = load_model(options.model_source, options.threads or None, options.device, options.dtype)
@@ -63,7 +63,7 @@ def _run(options: Options, front: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the front may have failed for the same reason, and be gone
             front.sendall(encode_batch([StartFailed(str(error))]))
         sys.exit(1)
-    Sender(listener, offers, traffic)
+    DataPort(listener, offers, traffic)
     ready = Ready(model.fingerprint, str(directory), model.vocab_size, max_context(model, options), options.data_port)
     outbox.put([ready])
     serve_front(front, engine, FrontMessages(engine, offers, traffic, outbox))
@@ -71,7 +71,7 @@ def _run(options: Options, front: socket.socket) -> None:
 
 
 def _listen(options: Options) -> socket.socket:
-    from prfaas_worker.transfer.sender import listen
+    from prfaas_worker.transfer.data_port import listen
 
     try:
         return listen(options.host, options.data_port)

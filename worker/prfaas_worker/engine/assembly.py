@@ -24,12 +24,10 @@ from prfaas_worker.engine.sequences import Event, OfferEnded
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer
-from prfaas_worker.transfer.connections import Connections
-from prfaas_worker.transfer.layout import CacheLayout, layer_groups
-from prfaas_worker.transfer.offers import Offers
-from prfaas_worker.transfer.pull import Shared
-from prfaas_worker.transfer.staging import Staging
-from prfaas_worker.transfer.traffic import Traffic
+from prfaas_worker.transfer.layout import CacheLayout, Staging, layer_groups
+from prfaas_worker.transfer.leases import Offers
+from prfaas_worker.transfer.limits import Traffic
+from prfaas_worker.transfer.pull import Connections, FetchContext
 
 MIB = 1 << 20
 CPU_CACHE_MIB = 1024
@@ -53,7 +51,7 @@ def assemble(
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
     offers = _offers(layout, options, inbox, outbox)
-    shared = Shared(layout, Connections(traffic.door), offers.counters, traffic)
+    shared = FetchContext(layout, Connections(traffic.auth), offers.counters, traffic)
     engine = EngineLoop(
         inbox=inbox,
         runner=runner,

@@ -38,9 +38,9 @@ from prfaas.wire.engine import (
 from prfaas.wire.headers import CODE_OVERLOADED
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.sequences import PrefillOffered
-from prfaas_worker.transfer.offers import Offers
-from prfaas_worker.transfer.sockets import receive_into
-from prfaas_worker.transfer.traffic import Traffic
+from prfaas_worker.transfer.leases import Offers
+from prfaas_worker.transfer.limits import Traffic
+from prfaas_worker.transfer.net import receive_into
 
 log = logging.getLogger(__name__)
 

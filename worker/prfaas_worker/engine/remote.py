@@ -36,8 +36,8 @@ from prfaas_worker.engine.schedule import ScheduleFacts
 from prfaas_worker.engine.sequences import Event, FetchEnded, Phase, Sequence
 from prfaas_worker.transfer.fetch import AbsentError, Fetched, FetchRequest, RemoteFetch
 from prfaas_worker.transfer.layout import prefix_frames
-from prfaas_worker.transfer.offers import Offer, Offers
-from prfaas_worker.transfer.pull import Shared
+from prfaas_worker.transfer.leases import Offer, Offers
+from prfaas_worker.transfer.pull import FetchContext
 
 Outcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
 """The ways in which a request for a prefix ends."""
@@ -49,7 +49,7 @@ class Fetcher:
 
     runner: Runner
     model_name: str
-    shared: Shared
+    shared: FetchContext
 
     def prepare(self, sequence: Sequence, *, is_prefix: bool) -> RemoteFetch:
         """Return the fetch of a sequence's prompt, or of a cached prefix of it."""

@@ -15,11 +15,10 @@ from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.engine.sequences import EngineRequest, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
-from prfaas_worker.transfer.layout import Place, block_frames, hidden_frame, state_frames
-from prfaas_worker.transfer.offers import Offer
-from prfaas_worker.transfer.staging import Mark, Staging
+from prfaas_worker.transfer.layout import CachePlace, DeviceMark, Staging, block_frames, hidden_frame, state_frames
+from prfaas_worker.transfer.leases import Offer
 
-Export = Callable[[int, Mark | None], None]
+Export = Callable[[int, DeviceMark | None], None]
 """Sends a computed layer of a prefill to another instance."""
 
 
@@ -46,9 +45,9 @@ class Runner:
         self._staging = staging
         model.bind(memory)
 
-    def place(self, lease: Lease) -> Place:
+    def place(self, lease: Lease) -> CachePlace:
         """Return where transfers find a sequence's cache."""
-        return Place(self.memory, lease.slot, lease.pages, self._staging)
+        return CachePlace(self.memory, lease.slot, lease.pages, self._staging)
 
     def run(self, work: StepWork) -> StepResult:
         """Compute a step; each finished layer of a prefill for another instance is sent at once.
@@ -118,7 +117,7 @@ class Runner:
         span = sequence.computed_tokens, sequence.computed_tokens + tokens
         last = tokens == sequence.remaining_tokens
 
-        def export(layer: int, mark: Mark | None) -> None:
+        def export(layer: int, mark: DeviceMark | None) -> None:
             _send_rows(offer, place, layer, span, mark)
             if last:
                 for frame in state_frames(offer.manifest, place, layer, mark):
@@ -143,6 +142,6 @@ def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, token
     return seconds
 
 
-def _send_rows(offer: Offer, place: Place, layer: int, span: tuple[int, int], mark: Mark | None) -> None:
+def _send_rows(offer: Offer, place: CachePlace, layer: int, span: tuple[int, int], mark: DeviceMark | None) -> None:
     for frame in block_frames(offer.manifest, place, layer, span, mark):
         offer.put(frame)

@@ -18,7 +18,7 @@ from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence
 from prfaas_worker.transfer.fetch import Fetched, RemoteFetch
-from prfaas_worker.transfer.offers import Offer
+from prfaas_worker.transfer.leases import Offer
 
 Part = Literal["grammar", "cache", "prefix"]
 """What a request may have to wait for before it can be admitted."""

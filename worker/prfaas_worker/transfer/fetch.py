@@ -1,16 +1,18 @@
-"""A decode instance fetches a prompt's cache: asks the Prefill-as-a-Service API, receives the frames, acknowledges.
+"""Fetches a prompt's cache or a cached prefix: asks the source's API, receives the frames, acknowledges.
 
 Each fetch is a thread that ends within about a second of anything that goes wrong on the way. The payload lands in the
-pages and the slot of a sequence that does not use them before the receipt says that it is whole; they must stay that
-sequence's until the fetch has ended, even when it was cancelled.
+pages and the slot of a sequence that does not use them before the ledger says that the cache is whole; they must stay
+that sequence's until the fetch has ended, even when it was cancelled.
 """
 
+import http.client
 import logging
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,23 +22,54 @@ from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableErro
 from prfaas.wire.engine import Cached, Outcome
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
-from prfaas.wire.receipt import Receipt
+from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.trace import NO_TRACE, TraceContext
 from prfaas.wire.transfer import Done, Manifest
-from prfaas_worker.transfer.asking import CREATED, NOT_FOUND, Api
-from prfaas_worker.transfer.codecs import DECODABLE
-from prfaas_worker.transfer.connections import Giver
-from prfaas_worker.transfer.intake import Intake
-from prfaas_worker.transfer.layout import Place
-from prfaas_worker.transfer.pull import Pull, Shared
-from prfaas_worker.transfer.story import Carried, Story, Subject
+from prfaas_worker.transfer.compression import DECODABLE
+from prfaas_worker.transfer.layout import CachePlace
+from prfaas_worker.transfer.pull import FetchContext, Pull, SourceAddress
+from prfaas_worker.transfer.receive import ReceiveState
+from prfaas_worker.transfer.tls import CONNECT_SECONDS, PeerAuth
+from prfaas_worker.transfer.transfer_log import TransferLog, TransferSubject, TransferTotals
 
 log = logging.getLogger(__name__)
 
-
+CREATED: Final = http.client.CREATED
+NOT_FOUND: Final = http.client.NOT_FOUND
+MAX_ANSWER_BYTES = 1 << 16
 PREFIX_SILENCE_SECONDS = 2.0
 """All silences of a prefix's fetch together: it can be computed instead."""
 _TICK_SECONDS = 0.25
+
+
+class SourceApi(NamedTuple):
+    """Another instance's API: its URL, the cluster that must answer there, empty for any, and how to get in."""
+
+    url: str
+    cluster: str
+    auth: PeerAuth
+    trace: TraceContext = NO_TRACE
+
+    def call(self, line: tuple[str, str], body: bytes, hold: Callable[[socket.socket], None]) -> tuple[int, bytes]:
+        """Make one call, `line` being method and path; `hold` gets the connected socket. Returns status and body.
+
+        Raises:
+            PeerError: somebody else is there.
+            UnreachableError: there is no answer, or `hold` gave the call up.
+
+        """
+        target = urlsplit(self.url)
+        address = target.hostname or "", target.port or http.client.HTTP_PORT
+        try:
+            sock = socket.create_connection(address, CONNECT_SECONDS)
+            hold(sock)
+            with closing(self.auth.http(sock, address, self.cluster)) as connection:
+                headers = {"content-type": "application/json", "connection": "close", **self.trace.headers()}
+                connection.request(*line, body, headers)
+                response = connection.getresponse()
+                return response.status, response.read(MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise UnreachableError(f"no answer to {' '.join(line)}: {error!r}") from error
 
 
 class AbsentError(PeerError):
@@ -73,28 +106,28 @@ class Fetched(NamedTuple):
 class RemoteFetch:
     """One fetch into `place`. `on_end(result or error)` is called once, from its thread, which then touches nothing."""
 
-    def __init__(self, wanted: FetchRequest, place: Place, shared: Shared):
+    def __init__(self, wanted: FetchRequest, place: CachePlace, shared: FetchContext):
         self._wanted = wanted
         self._place = place
         self._shared = shared
-        self._api = Api(wanted.url, wanted.cluster, shared.traffic.door, wanted.trace)
+        self._api = SourceApi(wanted.url, wanted.cluster, shared.traffic.auth, wanted.trace)
         self._body = wanted.body
         self._is_prefix = isinstance(wanted.body, PrefixRequest)
         self._what: Cached = "prefix" if self._is_prefix else "prefill"
-        subject = Subject(wanted.handle, wanted.body.request_id, wanted.cluster, wanted.trace, self._what)
-        self._story = Story("receive", subject)
-        self._intake: Intake | None = None
+        subject = TransferSubject(wanted.handle, wanted.body.request_id, wanted.cluster, wanted.trace, self._what)
+        self._log = TransferLog("receive", subject)
+        self._state: ReceiveState | None = None
         self._grant: PrefillGrant | None = None
         self._pull: Pull | None = None
         self._socket: socket.socket | None = None
-        self._giver: Giver | None = None
+        self._source: SourceAddress | None = None
         self._cancelled = False
         self._over = threading.Event()
 
     @property
     def transfer_id(self) -> str:
         """Empty until it was granted."""
-        return self._story.transfer_id
+        return self._log.transfer_id
 
     def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
         """Begin, in a thread of its own."""
@@ -136,7 +169,7 @@ class RemoteFetch:
             result = PeerError(f"{self._what} at {self._wanted.url} failed: {error!r}")
         self._over.set()
         if outcome is not None:
-            told = self._story.end("cancelled" if self._cancelled else outcome, reason, self._carried)
+            told = self._log.end("cancelled" if self._cancelled else outcome, reason, self._totals)
             self._shared.counters.ended(told)
         on_end(result)
         if outcome != "delivered" and self._grant is not None:
@@ -146,8 +179,8 @@ class RemoteFetch:
         """Give a fetch up whose silences together are too long."""
         left_seconds = PREFIX_SILENCE_SECONDS
         while not self._over.wait(_TICK_SECONDS):
-            giver = self._giver
-            if giver is None or self._shared.connections.silent_seconds(giver) > _TICK_SECONDS:
+            source = self._source
+            if source is None or self._shared.connections.silent_seconds(source) > _TICK_SECONDS:
                 left_seconds -= _TICK_SECONDS
             if left_seconds <= 0:
                 log.info("fetch of %s: %s is silent for too long", self._body.request_id, self._wanted.url)
@@ -155,34 +188,36 @@ class RemoteFetch:
 
     def _fetch(self) -> Fetched:
         grant = self._grant = self._ask()
-        self._story.transfer_id = grant.transfer_id
-        self._story.mark("granted", tokens=grant.end_token, start_token=self._body.start_token)
-        giver = self._giver = Giver(urlsplit(self._wanted.url).hostname or "", grant.data_port, self._wanted.cluster)
-        receipt = Receipt(self._expected(grant), DECODABLE, guard=threading.Lock())
+        self._log.transfer_id = grant.transfer_id
+        self._log.mark("granted", tokens=grant.end_token, start_token=self._body.start_token)
+        source = self._source = SourceAddress(
+            urlsplit(self._wanted.url).hostname or "", grant.data_port, self._wanted.cluster
+        )
+        ledger = ReceiveLedger(self._expected(grant), DECODABLE, guard=threading.Lock())
         _, connections, counters, traffic = self._shared
-        silent_seconds = partial(connections.silent_seconds, giver)
-        intake = Intake(receipt, self._place, counters.received, silent_seconds, traffic.memory)
-        self._intake = intake
-        pull = self._pull = Pull(self._shared, giver, grant.token, intake)
-        pull.on_broken = self._story.broke
+        silent_seconds = partial(connections.silent_seconds, source)
+        state = ReceiveState(ledger, self._place, counters.received, silent_seconds, traffic.memory)
+        self._state = state
+        pull = self._pull = Pull(self._shared, source, grant.token, state)
+        pull.on_broken = self._log.broke
         if self._over.is_set():  # it may have come before it could see the pull
             raise UnreachableError("cancelled")
         pull.run()
-        done = receipt.require_whole()
+        done = ledger.require_whole()
         return Fetched(
             tokens=grant.end_token,
-            hidden=intake.hidden,
+            hidden=state.hidden,
             done=done,
-            received_bytes=receipt.received_bytes,
-            transfer_seconds=intake.seconds,
-            is_exact=receipt.is_exact and done.is_exact,
+            received_bytes=ledger.received_bytes,
+            transfer_seconds=state.seconds,
+            is_exact=ledger.is_exact and done.is_exact,
             transfer_id=grant.transfer_id,
         )
 
     @property
-    def _carried(self) -> Carried:
-        intake = self._intake
-        return Carried(intake.receipt.received_bytes, intake.seconds, intake.codecs) if intake else Carried()
+    def _totals(self) -> TransferTotals:
+        state = self._state
+        return TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs) if state else TransferTotals()
 
     def _ask(self) -> PrefillGrant:
         body = self._body

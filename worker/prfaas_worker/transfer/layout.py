@@ -1,24 +1,155 @@
-"""Between a sequence's cache and the frames of prfaas.wire.transfer: which bytes stand where."""
+"""Maps a sequence's cache to the frames of prfaas.wire.transfer: which bytes stand where.
+
+On a CPU transfers read and write the cache's own memory. An accelerator's goes through `Staging`, for sockets read and
+write host memory only. Its copies run on a stream of their own, so that they overlap the step; what they read must be
+finished first. The step's thread marks a point of its work (`mark`), and a transfer's thread waits for that mark on the
+device, then for its copy on the host. Host memory is pinned: torch keeps it for reuse, so allocating it anew each time
+is cheap. Rows and states travel in the order of a layer's specification, each tensor's bytes contiguous.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from prfaas.errors import InternalError
 from prfaas.wire.frames import Address, FrameHeader, Kind
-from prfaas.wire.receipt import Rows, State
+from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.transfer import LayerGroup, Manifest, TensorLayout
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-from prfaas_worker.transfer.outgoing import Frame
-from prfaas_worker.transfer.staging import Mark, Span, Staging
+from prfaas_worker.transfer.send import Frame
 
 BLOCK_BYTES = 4 << 20
 """Rows of one layer leave in frames of about this size at most: small enough to interleave layers on a slow link."""
 MAX_PIECES = 512
 """Most pieces of memory in a frame: the kernel takes 1,024 at once."""
+
+
+class TokenSpan(NamedTuple):
+    """Tokens `start` up to `end` of a sequence."""
+
+    start: int
+    end: int
+
+
+class DeviceMark:
+    """A point in the work of the thread that made it."""
+
+    def __init__(self, event: "torch.cuda.Event | None"):
+        self.event = event
+
+
+class Staging:
+    """Moves rows and states of one memory. Any thread may use it; each call returns when its bytes are there."""
+
+    def __init__(self, memory: CacheMemory):
+        self._memory = memory
+        self._is_gpu = memory.device.type == "cuda"
+        self._stream = torch.cuda.Stream(memory.device) if self._is_gpu else None
+
+    def mark(self) -> DeviceMark:
+        """Remember what was given to the device so far; called in `on_layer`, on the thread that runs the model."""
+        if not self._is_gpu:
+            return DeviceMark(None)
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._memory.device))
+        return DeviceMark(event)
+
+    @torch.inference_mode()
+    def read_rows(self, layer: int, pages: Sequence[int], span: TokenSpan, after: DeviceMark) -> dict[str, memoryview]:
+        """Bytes of a layer's rows.
+
+        Args:
+            layer: its index.
+            pages: all pages of the sequence up to `span.end`, in order.
+            span: the tokens.
+            after: the mark that was made when they stood in the pages.
+
+        Returns:
+            By tensor name, read-only once the caller has it; contiguous, tokens first.
+
+        """
+        page_tokens = self._memory.geometry.page_tokens
+        first, last = span.start // page_tokens, -(-span.end // page_tokens)
+        with self._aside(after):
+            index = self._device_index(pages[first:last])
+            parts = {
+                name: rows[index].flatten(0, 1)[span.start - first * page_tokens : span.end - first * page_tokens]
+                for name, rows in self._memory.rows(layer).items()
+            }
+            return self._to_host(parts)
+
+    @torch.inference_mode()
+    def read_state(self, layer: int, slot: int, after: DeviceMark) -> dict[str, memoryview]:
+        """Bytes of one layer's state in a slot, by tensor name; the sequence may not go on before this returns."""
+        with self._aside(after):
+            return self._to_host({name: state[slot] for name, state in self._memory.states(layer).items()})
+
+    def room(self, nbytes: int) -> memoryview:
+        """Pinned host memory to receive into; it lives as long as the view."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_gpu).numpy().data
+
+    @torch.inference_mode()
+    def land_rows(self, layer: int, pages: Sequence[int], span: TokenSpan, received: dict[str, memoryview]) -> None:
+        """Put received rows into the pages of a sequence; they stand there on return.
+
+        Args:
+            layer: its index.
+            pages: all pages of the sequence up to `span.end`, in order.
+            span: the tokens.
+            received: by tensor name, as `read_rows` gives them.
+
+        """
+        page_tokens = self._memory.geometry.page_tokens
+        with self._aside(DeviceMark(None)):
+            at = torch.arange(span.start, span.end, device=self._memory.device)
+            table = self._device_index(pages)
+            for spec in self._memory.geometry.layers[layer].rows:
+                given = self._to_device(received[spec.name]).view(spec.torch_dtype).view(-1, *spec.shape)
+                self._memory.rows(layer)[spec.name][table[at // page_tokens], at % page_tokens] = given
+            self._finish()
+
+    @torch.inference_mode()
+    def land_state(self, layer: int, slot: int, received: dict[str, memoryview]) -> None:
+        """Put one layer's received state into a slot; it stands there on return."""
+        with self._aside(DeviceMark(None)):
+            for spec in self._memory.geometry.layers[layer].state:
+                given = self._to_device(received[spec.name]).view(spec.torch_dtype).view(spec.shape)
+                self._memory.states(layer)[spec.name][slot] = given
+            self._finish()
+
+    def _aside(self, after: DeviceMark) -> "torch.cuda.StreamContext":
+        """Run what follows on the copying stream, behind a mark."""
+        if self._stream is not None and after.event is not None:
+            self._stream.wait_event(after.event)
+        return torch.cuda.stream(self._stream)
+
+    def _device_index(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor(list(pages), dtype=torch.int64).to(self._memory.device)
+
+    def _to_host(self, parts: dict[str, Tensor]) -> dict[str, memoryview]:
+        """Copy to pinned memory, and wait for it."""
+        flat = {name: part.reshape(-1).view(torch.uint8) for name, part in parts.items()}
+        host = {
+            name: torch.empty(part.shape, dtype=torch.uint8, pin_memory=self._is_gpu) for name, part in flat.items()
+        }
+        for name, part in flat.items():
+            host[name].copy_(part, non_blocking=True)
+        self._finish()
+        return {name: part.numpy().data for name, part in host.items()}
+
+    def _to_device(self, data: memoryview) -> Tensor:
+        return torch.frombuffer(data, dtype=torch.uint8).to(self._memory.device, non_blocking=True)
+
+    def _finish(self) -> None:
+        """Wait, on the host, for this thread's copies."""
+        if self._stream is not None:
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._stream)
+            done.synchronize()
 
 
 class CacheLayout(NamedTuple):
@@ -41,7 +172,7 @@ class CacheLayout(NamedTuple):
         )
 
 
-class Place(NamedTuple):
+class CachePlace(NamedTuple):
     """Where a sequence's cache stands: its state slot and its pages in order of its tokens.
 
     On the CPU transfers read and write that memory itself; an accelerator's goes through `staging`.
@@ -68,7 +199,7 @@ def layer_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
 
 
 def block_frames(
-    manifest: Manifest, place: Place, layer: int, span: tuple[int, int], after: Mark | None = None
+    manifest: Manifest, place: CachePlace, layer: int, span: tuple[int, int], after: DeviceMark | None = None
 ) -> Iterator[Frame]:
     """Frames for a layer's rows of tokens span[0] up to span[1], as far as the manifest asks for them.
 
@@ -82,22 +213,22 @@ def block_frames(
     step = max(1, min(BLOCK_BYTES // layout.nbytes, pages * place.memory.geometry.page_tokens))
     for start in range(max(span[0], manifest.start_token), span[1], step):
         tokens = min(step, span[1] - start)
-        rows = Rows(group, layer, start, tokens)
+        rows = LayerRows(group, layer, start, tokens)
         where = {"group": group, "layer": layer, "start_token": start, "tokens": tokens}
         header = FrameHeader(Kind.BLOCK, manifest.address, tokens * layout.nbytes, **where)
-        yield _frame(header, place, layout, partial(_outgoing, manifest, place, rows, after))
+        yield _frame(header, place, layout, partial(_payload, manifest, place, rows, after))
 
 
-def state_frames(manifest: Manifest, place: Place, layer: int, after: Mark | None = None) -> Iterator[Frame]:
+def state_frames(manifest: Manifest, place: CachePlace, layer: int, after: DeviceMark | None = None) -> Iterator[Frame]:
     """The frame of a layer's state, if it has one. The sequence may not go on until it is sent."""
     group = _group_of(manifest, layer, "linear")
     if group is not None:
         header = FrameHeader(Kind.STATE, manifest.address, manifest.groups[group].nbytes, group=group, layer=layer)
-        load = partial(_outgoing, manifest, place, State(group, layer), after)
+        load = partial(_payload, manifest, place, LayerState(group, layer), after)
         yield _frame(header, place, manifest.groups[group], load)
 
 
-def prefix_frames(manifest: Manifest, place: Place) -> Iterator[Frame]:
+def prefix_frames(manifest: Manifest, place: CachePlace) -> Iterator[Frame]:
     """Frames for all that a manifest without a hidden state asks for, of a cache that is computed."""
     mark = place.staging.mark() if place.staging else None
     for layer in range(len(place.memory.geometry.layers)):
@@ -111,49 +242,53 @@ def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
     return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda: (payload,))
 
 
-def room_for(manifest: Manifest, place: Place, part: Rows | State) -> tuple[memoryview, ...]:
+def room_for(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState) -> tuple[memoryview, ...]:
     """Memory to receive rows or a state into, in manifest order, in as many pieces as it takes; `land` follows."""
     if place.staging is None:
         return _in_place(manifest, place, part)
-    count = part.tokens if isinstance(part, Rows) else 1
+    count = part.tokens if isinstance(part, LayerRows) else 1
     return tuple(place.staging.room(count * tensor.nbytes) for tensor in manifest.groups[part.group].tensors)
 
 
-def land(manifest: Manifest, place: Place, part: Rows | State, received: Sequence[memoryview]) -> None:
+def land(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState, received: Sequence[memoryview]) -> None:
     """Put what was received into `room_for` where it belongs, if it does not stand there already."""
     if place.staging is None:
         return
     names = [tensor.name for tensor in manifest.groups[part.group].tensors]
     by_name = dict(zip(names, received, strict=True))
-    if isinstance(part, State):
+    if isinstance(part, LayerState):
         place.staging.land_state(part.layer, place.slot, by_name)
     else:
-        span = Span(part.start_token, part.start_token + part.tokens)
+        span = TokenSpan(part.start_token, part.start_token + part.tokens)
         place.staging.land_rows(part.layer, place.pages, span, by_name)
 
 
-def _frame(header: FrameHeader, place: Place, layout: LayerGroup, load: Callable[[], tuple[memoryview, ...]]) -> Frame:
+def _frame(
+    header: FrameHeader, place: CachePlace, layout: LayerGroup, load: Callable[[], tuple[memoryview, ...]]
+) -> Frame:
     copied_bytes = header.payload_bytes if place.staging else 0
     return Frame(header, load, copied_bytes, layout.tensors, header.tokens or 1)
 
 
-def _outgoing(manifest: Manifest, place: Place, part: Rows | State, after: Mark | None) -> tuple[memoryview, ...]:
+def _payload(
+    manifest: Manifest, place: CachePlace, part: LayerRows | LayerState, after: DeviceMark | None
+) -> tuple[memoryview, ...]:
     if place.staging is None:
         return _in_place(manifest, place, part)
     if after is None:
         raise InternalError("staged rows were not marked when they were computed")
-    if isinstance(part, State):
+    if isinstance(part, LayerState):
         found = place.staging.read_state(part.layer, place.slot, after)
     else:
-        span = Span(part.start_token, part.start_token + part.tokens)
+        span = TokenSpan(part.start_token, part.start_token + part.tokens)
         found = place.staging.read_rows(part.layer, place.pages, span, after)
     return tuple(found[tensor.name] for tensor in manifest.groups[part.group].tensors)
 
 
-def _in_place(manifest: Manifest, place: Place, part: Rows | State) -> tuple[memoryview, ...]:
+def _in_place(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState) -> tuple[memoryview, ...]:
     """The cache's own memory for rows or a state."""
     tensors = manifest.groups[part.group].tensors
-    if isinstance(part, State):
+    if isinstance(part, LayerState):
         return tuple(place.memory.state_bytes(part.layer, tensor.name, place.slot) for tensor in tensors)
     end = part.start_token + part.tokens
     if end > len(place.pages) * place.memory.geometry.page_tokens:

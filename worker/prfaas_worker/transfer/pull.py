@@ -1,8 +1,9 @@
-"""Fetching over several connections: each has a thread that connects, says HELLO, and reads until all is there.
+"""Fetches a cache over several connections: each has a thread that connects, says HELLO, and reads until all is there.
 
-When a connection breaks, or damage came over it, its thread opens another and says which frames arrived; the giver
-sends the rest again. Only what no new connection can mend ends the transfer: the giver gave up, is not to be reached,
-or breaks the protocol.
+When a connection breaks, or damage came over it, its thread opens another and says which frames arrived; the source
+sends the rest again. Only what no new connection can mend ends the transfer: the source gave up, is not to be reached,
+or breaks the protocol. Connections are kept for the next transfer: their congestion window is open and their handshake
+is done. A kept connection may have died unnoticed; its next user finds out at once, and asks for a fresh one.
 """
 
 import logging
@@ -29,19 +30,22 @@ from prfaas.wire.transfer import (
     decode_message,
     message_frame,
 )
-from prfaas_worker.transfer import tcp_info
-from prfaas_worker.transfer.codecs import DECODABLE
-from prfaas_worker.transfer.connections import Connections, Giver
-from prfaas_worker.transfer.counters import TransferCounters
-from prfaas_worker.transfer.delivery import receive_message
-from prfaas_worker.transfer.intake import Intake, Reception
+from prfaas_worker.transfer.compression import DECODABLE
 from prfaas_worker.transfer.layout import CacheLayout
-from prfaas_worker.transfer.sockets import NEAR_SECONDS
-from prfaas_worker.transfer.streams import Stream
-from prfaas_worker.transfer.traffic import Traffic
+from prfaas_worker.transfer.limits import Traffic
+from prfaas_worker.transfer.link_stats import read_tcp_info
+from prfaas_worker.transfer.net import NEAR_SECONDS, DataStream, connect_tcp
+from prfaas_worker.transfer.receive import ReceiveLoop, ReceiveState
+from prfaas_worker.transfer.send import receive_message
+from prfaas_worker.transfer.tls import CONNECT_SECONDS, PeerAuth
+from prfaas_worker.transfer.transfer_log import TransferCounters
 
 log = logging.getLogger(__name__)
 
+KEEP_SECONDS = 20.0
+"""Less than a source waits for the next HELLO."""
+KEEP_AT_MOST = 8
+"""Idle connections to one source."""
 NEAR_STRIPES, NEAR_TLS_STRIPES, FAR_STRIPES = 1, 2, 4
 """Most connections of a transfer: near, one is enough and threads cost, unless they encrypt; far, windows are what is
 short."""
@@ -50,7 +54,103 @@ STRIPE_BYTES = 4 << 20
 MAX_BREAKS = 16
 """Breaks that one transfer survives."""
 GONE_SECONDS = 2 * NO_PROGRESS_SECONDS
-"""A giver that was silent for this long, on a new connection too, is gone."""
+"""A source that was silent for this long, on a new connection too, is gone."""
+
+
+class SourceAddress(NamedTuple):
+    """A data port, and the cluster that must answer there; empty when that is not known."""
+
+    host: str
+    port: int
+    cluster: str = ""
+
+
+class _Idle(NamedTuple):
+    stream: DataStream
+    until: float
+
+
+class Connections:
+    """Opens and keeps connections."""
+
+    def __init__(self, auth: PeerAuth):
+        self._auth = auth
+        self._lock = threading.Lock()
+        self._idle: dict[SourceAddress, list[_Idle]] = {}
+        self._used: dict[SourceAddress, set[DataStream]] = {}
+
+    def take(self, source: SourceAddress) -> DataStream | None:
+        """Return a kept connection, if there is one."""
+        with self._lock:
+            self._sweep()
+            kept = self._idle.get(source)
+            if not kept:
+                return None
+            stream = kept.pop().stream
+            self._used.setdefault(source, set()).add(stream)
+        if self._auth.is_reusable(stream):
+            return stream
+        self.drop(source, stream)
+        return None
+
+    def open(self, source: SourceAddress) -> DataStream:
+        """Return a fresh connection.
+
+        Raises:
+            PeerError: nobody, or somebody else, answers there.
+
+        """
+        try:
+            sock = connect_tcp(source.host, source.port, CONNECT_SECONDS)
+        except OSError as error:
+            raise UnreachableError(f"cannot connect to {source.host}:{source.port}: {error}") from error
+        try:
+            stream = self._auth.connect(sock, source.cluster)
+        except BaseException:
+            sock.close()
+            raise
+        with self._lock:
+            self._used.setdefault(source, set()).add(stream)
+        return stream
+
+    def keep(self, source: SourceAddress, stream: DataStream) -> None:
+        """Keep a connection whose transfer ended well."""
+        with self._lock:
+            self._forget(source, stream)
+            self._sweep()
+            kept = self._idle.setdefault(source, [])
+            if len(kept) < KEEP_AT_MOST:
+                kept.append(_Idle(stream, time.monotonic() + KEEP_SECONDS))
+                return
+        stream.close()
+
+    def drop(self, source: SourceAddress, stream: DataStream) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._forget(source, stream)
+        stream.close()
+
+    def silent_seconds(self, source: SourceAddress) -> float:
+        """How long none of the connections to a source brought a byte."""
+        with self._lock:
+            heard = [stream.heard_at for stream in self._used.get(source, ())]
+        return time.monotonic() - max(heard) if heard else float("inf")
+
+    def _forget(self, source: SourceAddress, stream: DataStream) -> None:
+        used = self._used.get(source, set())
+        used.discard(stream)
+        if not used:
+            self._used.pop(source, None)
+
+    def _sweep(self) -> None:
+        """Close what was kept for too long; under the lock."""
+        now = time.monotonic()
+        for source, kept in list(self._idle.items()):
+            for idle in [one for one in kept if one.until < now]:
+                kept.remove(idle)
+                idle.stream.close()
+            if not kept:
+                del self._idle[source]
 
 
 def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -> int:
@@ -60,7 +160,7 @@ def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -
     return min(most, 1 + nbytes // STRIPE_BYTES)
 
 
-class Shared(NamedTuple):
+class FetchContext(NamedTuple):
     """What all fetches of an instance share."""
 
     layout: CacheLayout
@@ -70,14 +170,14 @@ class Shared(NamedTuple):
 
 
 class Pull:
-    """One transfer from one giver; `run` is called once."""
+    """One transfer from one source; `run` is called once."""
 
-    def __init__(self, shared: Shared, giver: Giver, token: str, intake: Intake):
+    def __init__(self, shared: FetchContext, source: SourceAddress, token: str, state: ReceiveState):
         self._shared = shared
         self._connections = shared.connections
-        self._giver = giver
+        self._source = source
         self._token = token
-        self._intake = intake
+        self._state = state
         self.on_broken: Callable[[int, str], None] = lambda _breaks, _reason: None
         """Called with the breaks so far, and why, when another connection takes over."""
         self._changed = threading.Condition()
@@ -86,24 +186,24 @@ class Pull:
         self._is_wide = False
         self._numbers = 0
         self._breaks = 0
-        self._welcomed: dict[int, Stream] = {}
+        self._welcomed: dict[int, DataStream] = {}
         self._heard_at = time.monotonic()
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, DataStream] = {}
 
     def run(self) -> None:
-        """Receive everything. On return, and on error, no thread touches the intake's memory any more.
+        """Receive everything. On return, and on error, no thread touches the state's memory any more.
 
         Raises:
             PeerError: it cannot be had.
 
         """
-        self._intake.on_whole = self._finish
+        self._state.on_whole = self._finish
         self._start_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._whole or self._failure)
             if self._whole:
                 return
-            self._intake.stop.set()
+            self._state.stop.set()
             for stream in self._streams.values():
                 stream.shutdown()
             self._changed.wait_for(lambda: not self._streams)
@@ -116,14 +216,14 @@ class Pull:
     def _start_thread(self) -> None:
         threading.Thread(target=self._carry, name="fetch-data", daemon=True).start()
 
-    def _widen(self, stream: Stream) -> None:
-        """Start the other connections, once the first one shows how far the giver is."""
+    def _widen(self, stream: DataStream) -> None:
+        """Start the other connections, once the first one shows how far the source is."""
         with self._changed:
             if self._is_wide:
                 return
             self._is_wide = True
-        round_trip_seconds = tcp_info.read(stream.socket).rtt_seconds or 0.0
-        nbytes, is_encrypted = self._intake.receipt.expected.nbytes, stream.peer is not None
+        round_trip_seconds = read_tcp_info(stream.socket).rtt_seconds or 0.0
+        nbytes, is_encrypted = self._state.ledger.expected.nbytes, stream.peer is not None
         for _ in range(stripes_for(nbytes, round_trip_seconds, is_encrypted=is_encrypted) - 1):
             self._start_thread()
 
@@ -132,7 +232,7 @@ class Pull:
         connected = False
         while not self._over:
             try:
-                stream = self._connections.take(self._giver) or self._connections.open(self._giver)
+                stream = self._connections.take(self._source) or self._connections.open(self._source)
             except PeerError as error:
                 # Without this stripe the others do, unless something was lost on it that only a HELLO brings back.
                 if connected or self._alone or not isinstance(error, UnreachableError):
@@ -148,35 +248,35 @@ class Pull:
             else:
                 return
 
-    def _receive(self, stream: Stream) -> None:
+    def _receive(self, stream: DataStream) -> None:
         """Receive over one connection, and keep it if it ends well."""
         well = False
         with self._changed:
             number, self._numbers = self._numbers, self._numbers + 1
             self._streams[number] = stream
         try:
-            info = partial(tcp_info.read, stream.socket)
-            with self._shared.traffic.monitor.watch(info, lambda: 0, self._giver.cluster):
+            info = partial(read_tcp_info, stream.socket)
+            with self._shared.traffic.monitor.watch(info, lambda: 0, self._source.cluster):
                 self._greet(stream, number)
                 self._widen(stream)
                 with self._changed:
                     self._welcomed[number] = stream
-                Reception(stream, number, self._intake).run()
+                ReceiveLoop(stream, number, self._state).run()
             well = True
         finally:
-            self._intake.lost(number)
-            (self._connections.keep if well else self._connections.drop)(self._giver, stream)
+            self._state.lost(number)
+            (self._connections.keep if well else self._connections.drop)(self._source, stream)
             with self._changed:
                 self._heard_at = self._last_heard_at
                 self._welcomed.pop(number, None)
                 del self._streams[number]
                 self._changed.notify_all()
 
-    def _greet(self, stream: Stream, number: int) -> None:
+    def _greet(self, stream: DataStream, number: int) -> None:
         self._impatient(0.0)
-        receipt = self._intake.receipt
-        broken = self._intake.broken  # before what was received: nothing more comes from these
-        received = receipt.received
+        ledger = self._state.ledger
+        broken = self._state.broken  # before what was received: nothing more comes from these
+        received = ledger.received
         hello = Hello(
             codecs=DECODABLE,
             token=self._token,
@@ -184,19 +284,19 @@ class Pull:
             broken=broken,
             received=received,
         )
-        stream.send([message_frame(Kind.HELLO, receipt.expected.address, hello)])
+        stream.send([message_frame(Kind.HELLO, ledger.expected.address, hello)])
         self._await_welcome(stream)
 
-    def _await_welcome(self, stream: Stream) -> None:
+    def _await_welcome(self, stream: DataStream) -> None:
         """Read the answer to HELLO; a word that was on its way from the transfer before is of no interest."""
-        expected = self._intake.receipt.expected
+        expected = self._state.ledger.expected
         while True:
             header, payload = receive_message(stream, self._impatient, MAX_MESSAGE_BYTES)
             if header.address == expected.address and header.kind == Kind.ABORT:
                 raise PeerError(decode_message(header, payload, Abort).message)
             if header.address == expected.address and header.kind == Kind.WELCOME:
                 welcome = decode_message(header, payload, Welcome)
-                self._intake.receipt.require_manifest(welcome.manifest)
+                self._state.ledger.require_manifest(welcome.manifest)
                 return
             if header.kind not in (Kind.KEEP_ALIVE, Kind.FREED):
                 raise ProtocolError(f"{header.describe()} for {header.address} where WELCOME was due")
@@ -237,5 +337,5 @@ class Pull:
 
     def _fail(self, error: PrfaasError) -> None:
         with self._changed:
-            self._failure = self._failure or self._intake.gave_up or error
+            self._failure = self._failure or self._state.gave_up or error
             self._changed.notify_all()

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from prfaas.errors import ProtocolError
 from prfaas.wire.transfer import Buffer
-from prfaas_worker.transfer.codecs.pieces import Tensor, Words
+from prfaas_worker.transfer.codecs import Tensor, Words
 
 LEVELS = 127
 STRIP_ELEMENTS = 1 << 20
 """Rows pass through float32 in strips of this many elements."""
 
 
-class Kind(NamedTuple):
+class FloatKind(NamedTuple):
     """One type's arithmetic: its largest value, its relative rounding, and what values near zero may be off by."""
 
     largest: float
@@ -34,9 +34,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "bfloat16": Kind((2 - 2**-7) * 2.0**127, 2.0**-8, 2.0**-126),
-    "float16": Kind(65504.0, 2.0**-11, 2.0**-24),
-    "float32": Kind((2 - 2**-23) * 2.0**127, 2.0**-24, 2.0**-126),
+    "bfloat16": FloatKind((2 - 2**-7) * 2.0**127, 2.0**-8, 2.0**-126),
+    "float16": FloatKind(65504.0, 2.0**-11, 2.0**-24),
+    "float32": FloatKind((2 - 2**-23) * 2.0**127, 2.0**-24, 2.0**-126),
 }
 # The smallest float32 of full precision: no channel's scale is less, an empty one's neither.
 _LEAST_SCALE = np.float32(2.0**-126)

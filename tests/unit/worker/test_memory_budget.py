@@ -9,8 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import CapacityError
-from prfaas_worker.transfer.budget import Budget
-from prfaas_worker.transfer.stop import Stop, StoppedError
+from prfaas_worker.transfer.limits import MemoryBudget, Stop, StoppedError
 
 LIMIT = 100
 
@@ -18,7 +17,7 @@ LIMIT = 100
 class Asker:
     """One request, waiting in a thread of its own."""
 
-    def __init__(self, budget: Budget, size: int):
+    def __init__(self, budget: MemoryBudget, size: int):
         self.size, self.stop, self.outcome = size, Stop(), "waiting"
         self._budget = budget
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -36,7 +35,7 @@ class Scene:
     """A budget beside the model of it: after every act the two must come to agree."""
 
     def __init__(self) -> None:
-        self.budget = Budget(LIMIT)
+        self.budget = MemoryBudget(LIMIT)
         self.waiting: list[Asker] = []
         self.held: list[Asker] = []
         self.stopped: list[Asker] = []
@@ -103,7 +102,7 @@ def test_it_always_gives_what_fits_to_whoever_asked_first_and_to_nobody_before_h
 
 
 def test_many_threads_stay_within_the_limit_and_all_come_through():
-    budget, lock, holding, seen = Budget(LIMIT), threading.Lock(), [], []
+    budget, lock, holding, seen = MemoryBudget(LIMIT), threading.Lock(), [], []
     rng = random.Random(5)
     work = [[(rng.randint(1, 130), rng.random() < 0.2) for _ in range(60)] for _ in range(12)]
 
@@ -149,7 +148,7 @@ def test_a_request_beyond_the_limit_waits_until_it_is_alone_and_then_is_served()
 
 
 def test_a_wait_that_takes_too_long_says_what_to_do_and_leaves_the_line():
-    budget = Budget(LIMIT)
+    budget = MemoryBudget(LIMIT)
     budget.acquire(90, Stop())
     with pytest.raises(CapacityError, match="--transfer-memory-mib"):
         budget.acquire(20, Stop(), timeout_seconds=0.01)
@@ -159,7 +158,7 @@ def test_a_wait_that_takes_too_long_says_what_to_do_and_leaves_the_line():
 
 
 def test_nothing_costs_nothing():
-    budget = Budget(LIMIT)
+    budget = MemoryBudget(LIMIT)
     budget.acquire(LIMIT, Stop())
     budget.acquire(0, Stop())
     assert budget.used_bytes == LIMIT

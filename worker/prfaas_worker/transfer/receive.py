@@ -1,6 +1,6 @@
 """What arrives in one direction of a transfer: any number of connections read frames straight into the cache.
 
-The receipt says where a frame belongs and when everything is there. The memory is a sequence's that does not use it
+The ledger says where a frame belongs and when everything is there. The memory is a sequence's that does not use it
 before; it must stay that sequence's until no connection reads into it any more.
 """
 
@@ -21,51 +21,50 @@ from prfaas.wire.frames import (
     Kind,
     verify,
 )
-from prfaas.wire.receipt import Destination, Hidden, Receipt
+from prfaas.wire.receive_ledger import CachePart, HiddenState, ReceiveLedger
 from prfaas.wire.transfer import HEARTBEAT_SECONDS, NO_PROGRESS_SECONDS, Abort, message_frame
 from prfaas_worker.cache.memory import bytes_of
-from prfaas_worker.transfer.budget import Budget
-from prfaas_worker.transfer.codecs import decode_into
-from prfaas_worker.transfer.delivery import receive_header
-from prfaas_worker.transfer.layout import Place, land, room_for
-from prfaas_worker.transfer.stop import Stop, StoppedError
-from prfaas_worker.transfer.streams import Stream
+from prfaas_worker.transfer.compression import decode_into
+from prfaas_worker.transfer.layout import CachePlace, land, room_for
+from prfaas_worker.transfer.limits import MemoryBudget, Stop, StoppedError
+from prfaas_worker.transfer.net import DataStream
+from prfaas_worker.transfer.send import receive_header
 
 STARVED_SECONDS = 5.0
-"""A connection without a byte for this long is given up even while others of the same giver carry some."""
+"""A connection without a byte for this long is given up even while others of the same source carry some."""
 
 
-class Intake:
+class ReceiveState:
     """One incoming direction, shared by its connections.
 
     Args:
-        receipt: what has to arrive.
+        ledger: what has to arrive.
         place: where it belongs.
         received: hears of the bytes of every frame.
-        giver_silent_seconds: how long no connection to this giver brought anything.
+        source_silent_seconds: how long no connection to this source brought anything.
         memory: what frames may use beside the place.
 
     """
 
     def __init__(
         self,
-        receipt: Receipt,
-        place: Place,
+        ledger: ReceiveLedger,
+        place: CachePlace,
         received: Callable[[int], None],
-        giver_silent_seconds: Callable[[], float],
-        memory: Budget,
+        source_silent_seconds: Callable[[], float],
+        memory: MemoryBudget,
     ):
-        self.receipt = receipt
+        self.ledger = ledger
         self.place = place
-        self.hidden = torch.empty(receipt.expected.hidden_size, dtype=torch.float32)
+        self.hidden = torch.empty(ledger.expected.hidden_size, dtype=torch.float32)
         self.received = received
-        self.giver_silent_seconds = giver_silent_seconds
+        self.source_silent_seconds = source_silent_seconds
         self.memory = memory
         self.stop = Stop()
         self.on_whole: Callable[[], None] = lambda: None
         """Called when everything is there, perhaps by several connections, from their threads."""
         self.gave_up: PeerError | None = None
-        """Why a connection gave up for all, noted before the sender hears of it and tells the others."""
+        """Why a connection gave up for all, noted before the source hears of it and tells the others."""
         self.codecs: set[int] = set()
         """Of the frames that arrived."""
         self._broken: list[int] = []
@@ -78,7 +77,7 @@ class Intake:
 
     def lost(self, connection: int) -> None:
         """Note that a connection is through with this, whole or broken."""
-        self.receipt.lost(connection)
+        self.ledger.lost(connection)
         self._broken.append(connection)
 
     @property
@@ -89,7 +88,7 @@ class Intake:
     @property
     def is_whole(self) -> bool:
         """Everything is there."""
-        return self.receipt.whole
+        return self.ledger.whole
 
     @property
     def seconds(self) -> float:
@@ -97,39 +96,39 @@ class Intake:
         return time.monotonic() - self._first if self._first is not None else 0.0
 
 
-class Reception:
-    """Reads one connection of an intake."""
+class ReceiveLoop:
+    """Reads one connection of an state."""
 
-    def __init__(self, stream: Stream, connection: int, intake: Intake):
+    def __init__(self, stream: DataStream, connection: int, state: ReceiveState):
         self._stream = stream
         self._connection = connection
-        self._intake = intake
+        self._state = state
         self._spoke = time.monotonic()
         self._acknowledged = False
 
     def run(self) -> None:
-        """Receive until the sender freed its copy; whichever connection finds everything there says so, once it is.
+        """Receive until the source freed its copy; whichever connection finds everything there says so, once it is.
 
-        Whoever calls tells the intake afterwards that the connection is `lost`, also when it ended well.
+        Whoever calls tells the state afterwards that the connection is `lost`, also when it ended well.
 
         Raises:
             UnreachableError, DamagedError: this connection is of no use any more; another may be.
-            PeerError: the sender gave up, or sent anything that is not this transfer.
+            PeerError: the source gave up, or sent anything that is not this transfer.
 
         """
-        receipt = self._intake.receipt
+        ledger = self._state.ledger
         try:
             while not self._receive():
-                if not self._acknowledged and receipt.whole:
-                    receipt.require_whole()
-                    self._intake.on_whole()
+                if not self._acknowledged and ledger.whole:
+                    ledger.require_whole()
+                    self._state.on_whole()
                     self._say(Kind.ACK)
                     self._acknowledged = True
                 self._show_life()
         except (UnreachableError, DamagedError):
             raise
         except PeerError as error:
-            self._intake.gave_up = self._intake.gave_up or error
+            self._state.gave_up = self._state.gave_up or error
             with suppress(PeerError):
                 self._say(Kind.ABORT, Abort(str(error)[:4096]))
             raise
@@ -144,49 +143,49 @@ class Reception:
             raise ProtocolError(f"{header.describe()} of {header.payload_bytes} bytes where a message was due")
         payload = bytearray(header.payload_bytes)
         self._stream.receive_into(payload, on_wait=self._wait)
-        if header.kind == Kind.FREED and self._intake.receipt.whole and header.address == self._address:
+        if header.kind == Kind.FREED and self._state.ledger.whole and header.address == self._address:
             verify(header, [payload])
             return True
-        self._intake.receipt.note(header, payload)
+        self._state.ledger.note(header, payload)
         return False
 
     def _take(self, header: FrameHeader) -> None:
-        intake = self._intake
-        intake.begins()
-        place = intake.receipt.claim(self._connection, header)
+        state = self._state
+        state.begins()
+        place = state.ledger.claim(self._connection, header)
         with self._memory(self._copied_bytes(header, place)):
             room = self._room(place)
             payload = [memoryview(bytearray(header.payload_bytes))] if header.codec else room
             self._stream.receive_into(*payload, on_wait=self._wait)
-            intake.receipt.accept(header, payload, lambda: self._land(header, place, payload, room))
-        intake.codecs.add(header.codec)
-        intake.received(HEADER_BYTES + header.payload_bytes)
+            state.ledger.accept(header, payload, lambda: self._land(header, place, payload, room))
+        state.codecs.add(header.codec)
+        state.received(HEADER_BYTES + header.payload_bytes)
 
-    def _copied_bytes(self, header: FrameHeader, place: Destination) -> int:
+    def _copied_bytes(self, header: FrameHeader, place: CachePart) -> int:
         """Memory that a frame takes beside its place: a codec's payload, its planes, and the tensors made of them."""
-        if isinstance(place, Hidden):
+        if isinstance(place, HiddenState):
             return 0
         tensors_bytes = header.payload_bytes
         if header.codec:
-            tensors_bytes = (header.tokens or 1) * self._intake.receipt.expected.groups[place.group].nbytes
-        staged_bytes = tensors_bytes if self._intake.place.staging else 0
+            tensors_bytes = (header.tokens or 1) * self._state.ledger.expected.groups[place.group].nbytes
+        staged_bytes = tensors_bytes if self._state.place.staging else 0
         return staged_bytes + (header.payload_bytes + 2 * tensors_bytes if header.codec else 0)
 
-    def _land(self, header: FrameHeader, place: Destination, payload: list[memoryview], room: list[memoryview]) -> None:
+    def _land(self, header: FrameHeader, place: CachePart, payload: list[memoryview], room: list[memoryview]) -> None:
         """Put a payload that is known to be right where it belongs."""
-        if isinstance(place, Hidden):
+        if isinstance(place, HiddenState):
             return
-        expected = self._intake.receipt.expected
+        expected = self._state.ledger.expected
         if header.codec:
             decode_into(Codec(header.codec), expected.groups[place.group].tensors, header.tokens or 1, payload[0], room)
-        land(expected, self._intake.place, place, room)
+        land(expected, self._state.place, place, room)
 
     @contextmanager
     def _memory(self, count_bytes: int) -> Iterator[None]:
-        """Hold memory for a frame while the block runs; the sender waits meanwhile."""
+        """Hold memory for a frame while the block runs; the source waits meanwhile."""
         while True:
             try:
-                self._intake.memory.acquire(count_bytes, self._intake.stop, HEARTBEAT_SECONDS)
+                self._state.memory.acquire(count_bytes, self._state.stop, HEARTBEAT_SECONDS)
                 break
             except CapacityError:
                 self._show_life()
@@ -195,20 +194,20 @@ class Reception:
         try:
             yield
         finally:
-            self._intake.memory.release(count_bytes)
+            self._state.memory.release(count_bytes)
 
-    def _room(self, place: Destination) -> list[memoryview]:
+    def _room(self, place: CachePart) -> list[memoryview]:
         """Return the memory that a claimed frame's payload is read into."""
-        if isinstance(place, Hidden):
-            return [bytes_of(self._intake.hidden)]
-        return list(room_for(self._intake.receipt.expected, self._intake.place, place))
+        if isinstance(place, HiddenState):
+            return [bytes_of(self._state.hidden)]
+        return list(room_for(self._state.ledger.expected, self._state.place, place))
 
     def _wait(self, silent_seconds: float) -> None:
         """Show life, or find out that there is none left at the other end."""
-        if self._intake.stop.is_set:
+        if self._state.stop.is_set:
             raise UnreachableError("cancelled")
-        giver_silent_seconds = min(silent_seconds, self._intake.giver_silent_seconds())
-        if giver_silent_seconds > NO_PROGRESS_SECONDS or silent_seconds > STARVED_SECONDS:
+        source_silent_seconds = min(silent_seconds, self._state.source_silent_seconds())
+        if source_silent_seconds > NO_PROGRESS_SECONDS or silent_seconds > STARVED_SECONDS:
             raise UnreachableError(f"the peer sent no byte for {silent_seconds:.1f} s: given up")
         self._show_life()
 
@@ -222,4 +221,4 @@ class Reception:
 
     @property
     def _address(self) -> Address:
-        return self._intake.receipt.expected.address
+        return self._state.ledger.expected.address

@@ -1,6 +1,6 @@
-"""A giver in a process of its own, for tests that kill or freeze it.
+"""A source in a process of its own, for tests that kill or freeze it.
 
-    python -m tests.faults.giver_process MBPS
+    python -m tests.faults.source_process MBPS
 
 For every line on standard input it grants a cache, whose bytes are drawn from the seed on that line, and sends it at
 this rate; it prints the grant, later the handle of each offer that ended. It ends with standard input.
@@ -10,15 +10,15 @@ import sys
 
 import msgspec
 
-from prfaas_worker.transfer import offers
-from prfaas_worker.transfer.bucket import TokenBucket
+from prfaas_worker.transfer import leases
+from prfaas_worker.transfer.limits import EgressBucket
 
 from ..unit.worker import transfer_bench as bench
 
 
 def main() -> None:
-    offers.RESUME_SECONDS = 0.5
-    bench.TRAFFIC = bench.TRAFFIC._replace(egress=TokenBucket(float(sys.argv[1])))
+    leases.RESUME_SECONDS = 0.5
+    bench.TRAFFIC = bench.TRAFFIC._replace(egress=EgressBucket(float(sys.argv[1])))
     port = bench.Port(bench.LARGE)
     port.offers.on_end = lambda handle: print(f"ended {handle}", flush=True)
     for line in sys.stdin:

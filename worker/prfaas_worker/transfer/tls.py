@@ -1,7 +1,7 @@
-"""From a connected socket to a stream whose peer is known: TLS handshakes with an end, on both sides of a connection.
+"""How the two ends of a connection prove who they are: inside TLS with certificates that name clusters, or not at all.
 
-A handshake's peer is a stranger, who may send a byte now and then for ever. So the whole of it has one deadline, and it
-runs in the connection's own thread, never in the one that accepts.
+The peer of a handshake is a stranger, who may send a byte now and then for ever. So a handshake has one deadline, and
+runs in the connection's own thread, never in the thread that accepts.
 """
 
 import http.client
@@ -15,12 +15,16 @@ from typing import Final
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
 from prfaas_worker.credentials import Contexts, Credentials
 from prfaas_worker.refusals import explain
-from prfaas_worker.transfer.sockets import tune
-from prfaas_worker.transfer.streams import Peer, TlsStream
+from prfaas_worker.transfer.net import DataStream, ProvenPeer, TlsStream, plain, tune
 
 # RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
 _ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
 _DRAIN_BYTES: Final = 1 << 16
+HANDSHAKE_SECONDS: Final = 2.0
+CONNECT_SECONDS: Final = 1.5
+"""Long enough for one SYN to be lost and repeated."""
+ANSWER_SECONDS: Final = 2.0
+"""The API answers from a process that computes nothing."""
 
 
 def accept_tls(sock: socket.socket, credentials: Credentials, seconds: float) -> TlsStream:
@@ -116,7 +120,8 @@ def _step(tls: ssl.SSLSocket, deadline: float) -> bool:
 def _prove(tls: ssl.SSLSocket, credentials: Credentials, contexts: Contexts, expected_cluster: str) -> TlsStream:
     try:
         certificate = tls.getpeercert(binary_form=True) or b""
-        peer = Peer(credentials.check(certificate), certificate, contexts.files.authorities, contexts.files.generation)
+        files = contexts.files
+        peer = ProvenPeer(credentials.check(certificate), certificate, files.authorities, files.generation)
         if expected_cluster not in ("", peer.cluster):
             raise IdentityError(
                 f"the peer is of cluster {peer.cluster!r} and {expected_cluster!r} was expected; "
@@ -126,3 +131,85 @@ def _prove(tls: ssl.SSLSocket, credentials: Credentials, contexts: Contexts, exp
         tls.close()
         raise
     return TlsStream(tls, peer)
+
+
+class PeerAuth:
+    """In plain: nobody knows who is there."""
+
+    cluster = ""
+    """Our own, as peers know it."""
+
+    def accept(self, sock: socket.socket) -> DataStream:
+        """Make a stream of a connection to our port.
+
+        Raises:
+            PeerError: with TLS, whoever is there proves nothing, or takes too long.
+
+        """
+        return plain(sock)
+
+    def connect(self, sock: socket.socket, _cluster: str, /) -> DataStream:
+        """Make a stream of a connection to a peer of this cluster, of any if that is empty.
+
+        Raises:
+            PeerError: with TLS, it is another, or proves nothing, or takes too long.
+
+        """
+        return plain(sock)
+
+    def check(self, stream: DataStream) -> None:
+        """Judge a connection anew that was made a while ago.
+
+        Raises:
+            IdentityError: its certificate is not good any more.
+
+        """
+
+    def is_reusable(self, _stream: DataStream, /) -> bool:
+        """Tell whether a connection that we made a while ago may carry another transfer, or a new one must be made.
+
+        With other credentials of our own it must: the peer may not trust any more what the old handshake has shown.
+        """
+        return True
+
+    def http(self, sock: socket.socket, address: tuple[str, int], _cluster: str, /) -> http.client.HTTPConnection:
+        """Return an HTTP connection over a connected socket; raises as `connect`."""
+        connection = http.client.HTTPConnection(*address)
+        sock.settimeout(ANSWER_SECONDS)
+        connection.sock = sock
+        return connection
+
+
+class TlsAuth(PeerAuth):
+    """Inside TLS 1.3, with the credentials of that moment."""
+
+    def __init__(self, credentials: Credentials):
+        self._credentials = credentials
+        self.cluster = credentials.cluster
+
+    def accept(self, sock: socket.socket) -> DataStream:
+        """See PeerAuth."""
+        return accept_tls(sock, self._credentials, HANDSHAKE_SECONDS)
+
+    def connect(self, sock: socket.socket, cluster: str, /) -> DataStream:
+        """See PeerAuth."""
+        return connect_tls(sock, self._credentials, HANDSHAKE_SECONDS, cluster)
+
+    def check(self, stream: DataStream) -> None:
+        """See PeerAuth."""
+        if stream.peer is not None:
+            self._credentials.check(stream.peer.certificate, stream.peer.authorities)
+
+    def is_reusable(self, stream: DataStream, /) -> bool:
+        """See PeerAuth."""
+        if stream.peer is None or stream.peer.generation != self._credentials.now().files.generation:
+            return False
+        try:
+            self.check(stream)
+        except IdentityError:
+            return False
+        return True
+
+    def http(self, sock: socket.socket, address: tuple[str, int], cluster: str, /) -> http.client.HTTPConnection:
+        """See PeerAuth."""
+        return https_connection(address, sock, self._credentials, ANSWER_SECONDS, cluster)

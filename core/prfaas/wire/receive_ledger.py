@@ -1,15 +1,15 @@
-"""The receiving half of a transfer as a state machine without sockets: what may come, where it goes, when it is whole.
+"""The destination's half of a transfer as a state machine without sockets: what may come, where, and when it is whole.
 
-The receiver knows from its own model what has to arrive, so it builds the manifest it expects before the first byte.
-For each data frame the shell asks `claim(connection, header)` for the payload's destination, reads exactly that many
-bytes into it, and hands header and payload to `accept`, which checks the digest. A place can be claimed once: two
-connections never write to one place. What a broken connection had claimed but not delivered is free again after `lost`.
-Damage costs its connection alone; whatever else is wrong raises ProtocolError and breaks the receipt for good: nothing
-of it may be used. Being whole is final too: what a peer says afterwards costs its connection, not what arrived. With a
-guard any thread may call; digests are computed outside of it.
+The destination knows from its own model what has to arrive, so it builds the manifest it expects before the first byte.
+For each data frame the shell asks `claim(connection, header)` for the payload's place, reads exactly that many bytes
+into it, and hands header and payload to `accept`, which checks the digest. A place can be claimed once: two connections
+never write to one place. What a broken connection had claimed but not delivered is free again after `lost`. Damage
+costs its connection only; whatever else is wrong raises ProtocolError and breaks the ledger for good: nothing of it may
+be used. Being whole is final too: what the source says afterwards costs its connection, not what arrived. With a guard
+any thread may call; digests are computed outside of it.
 
 Invariant: `whole` is true only if every attention row, every linear state, the hidden state and DONE arrived once each,
-undamaged, for this transfer, epoch and manifest, and the sender's digest over all frames is ours.
+undamaged, for this transfer, epoch and manifest, and the source's digest over all frames is ours.
 """
 
 from bisect import bisect_right
@@ -33,7 +33,7 @@ NO_GUARD = nullcontext()
 """For one thread alone."""
 
 
-class Rows(NamedTuple):
+class LayerRows(NamedTuple):
     """Attention rows of one layer, tokens `start_token` up to `start_token + tokens`."""
 
     group: int
@@ -42,28 +42,28 @@ class Rows(NamedTuple):
     tokens: int
 
 
-class State(NamedTuple):
+class LayerState(NamedTuple):
     """All tensors of one linear layer."""
 
     group: int
     layer: int
 
 
-class Hidden(NamedTuple):
+class HiddenState(NamedTuple):
     """The hidden state, float32."""
 
 
-Destination = Rows | State | Hidden
-Place = tuple[int, int]  # group, layer
+CachePart = LayerRows | LayerState | HiddenState
+GroupLayer = tuple[int, int]  # group, layer
 
 
 class _Claim(NamedTuple):
     connection: int
-    place: Destination
+    place: CachePart
 
 
-class Receipt:
-    """Keeps account of one incoming direction; see the module's opening for how to drive it.
+class ReceiveLedger:
+    """Keeps account of one transfer; see the module's opening for how to drive it.
 
     Args:
         expected: what has to arrive.
@@ -90,11 +90,11 @@ class Receipt:
         self._claims: dict[int, _Claim] = {}
         self._digests: dict[int, int] = {}
         # Claimed token ranges of each attention layer, as sorted starts with their ends.
-        self._starts: dict[Place, list[int]] = {}
-        self._ends: dict[Place, list[int]] = {}
-        self._rows_left: dict[Place, int] = {}
-        self._states_left: set[Place] = set()
-        self._states_claimed: set[Place] = set()
+        self._starts: dict[GroupLayer, list[int]] = {}
+        self._ends: dict[GroupLayer, list[int]] = {}
+        self._rows_left: dict[GroupLayer, int] = {}
+        self._states_left: set[GroupLayer] = set()
+        self._states_claimed: set[GroupLayer] = set()
         self._hidden_left = expected.hidden_size > 0
         self._hidden_claimed = False
         for index, group in enumerate(expected.groups):
@@ -104,7 +104,7 @@ class Receipt:
                 elif expected.tokens:
                     self._rows_left[index, layer] = expected.tokens
 
-    def claim(self, connection: int, header: FrameHeader) -> Destination:
+    def claim(self, connection: int, header: FrameHeader) -> CachePart:
         """Say where the payload of this data frame goes, and reserve the place.
 
         Raises:
@@ -127,7 +127,7 @@ class Receipt:
 
         Raises:
             DamagedError: the digest is wrong. The claim stays until `lost` frees it.
-            ProtocolError: it was the last, and the sender's account is another.
+            ProtocolError: it was the last, and the source's account is another.
 
         """
         verify(header, payload)
@@ -135,13 +135,13 @@ class Receipt:
         with self._judging():
             place = self._claims.pop(header.sequence).place
             match place:
-                case Rows(group, layer, _, tokens):
+                case LayerRows(group, layer, _, tokens):
                     self._rows_left[group, layer] -= tokens
                     if self._rows_left[group, layer] == 0:
                         del self._rows_left[group, layer]
-                case State(group, layer):
+                case LayerState(group, layer):
                     self._states_left.remove((group, layer))
-                case Hidden():
+                case HiddenState():
                     self._hidden_left = False
             self._digests[header.sequence] = header.digest
             self.is_exact &= Codec(header.codec).is_exact
@@ -154,7 +154,7 @@ class Receipt:
         Raises:
             DamagedError: the digest is wrong.
             ProtocolError: it has no place here, cannot be read, or is an account that does not agree with ours.
-            PeerError: the sender gave up, with its reason.
+            PeerError: the source gave up, with its reason.
 
         """
         verify(header, [payload])
@@ -165,7 +165,7 @@ class Receipt:
 
     @contextmanager
     def _judging(self) -> Generator[None]:
-        """Hold the lock; what is found wrong meanwhile breaks the receipt for good."""
+        """Hold the lock; what is found wrong meanwhile breaks the ledger for good."""
         with self._lock:
             try:
                 yield
@@ -183,7 +183,7 @@ class Receipt:
                     self._unclaim(claim.place)
 
     def require_manifest(self, found: Manifest) -> None:
-        """Check what the sender says will come.
+        """Check what the source says will come.
 
         Raises:
             ProtocolError: it is not what this instance needs.
@@ -211,7 +211,7 @@ class Receipt:
             return self._whole
 
     def require_whole(self) -> Done:
-        """Return the sender's account of a whole transfer.
+        """Return the source's account of a whole transfer.
 
         Raises:
             ProtocolError: something is missing or was wrong.
@@ -224,17 +224,17 @@ class Receipt:
             return self.done
 
     def _compare(self) -> None:
-        """Hold what arrived against the sender's account, once everything is there: if it agrees, this is whole."""
+        """Hold what arrived against the source's account, once everything is there: if it agrees, this is whole."""
         done = self.done
         if done is None or self._broken or self._missing():
             return
         if (done.frames, done.payload_bytes) != (len(self._digests), self.received_bytes):
             raise ProtocolError(
-                f"{len(self._digests)} frames of {self.received_bytes} bytes arrived, the sender counted "
+                f"{len(self._digests)} frames of {self.received_bytes} bytes arrived, the source counted "
                 f"{done.frames} of {done.payload_bytes}"
             )
         if whole_digest(self._digests.get(number, 0) for number in range(done.frames)) != done.digest:
-            raise ProtocolError("the digest over all frames is not the sender's: nothing of them is used")
+            raise ProtocolError("the digest over all frames is not the source's: nothing of them is used")
         self._whole = True
 
     def _missing(self) -> str:
@@ -255,7 +255,7 @@ class Receipt:
                 f"{header.describe()} is for {header.address}, want {self.expected.address}: stale or foreign"
             )
 
-    def _claim(self, header: FrameHeader) -> Destination:
+    def _claim(self, header: FrameHeader) -> CachePart:
         match header.kind:
             case Kind.BLOCK:
                 return self._claim_rows(header)
@@ -266,7 +266,7 @@ class Receipt:
             case _:
                 raise ProtocolError(f"{header.describe()} carries no cache")
 
-    def _claim_rows(self, header: FrameHeader) -> Rows:
+    def _claim_rows(self, header: FrameHeader) -> LayerRows:
         place = self._place(header, "attention")
         end = header.start_token + header.tokens
         if not (self.expected.start_token <= header.start_token < end <= self.expected.end_token):
@@ -280,36 +280,36 @@ class Receipt:
             raise ProtocolError(f"{header.describe()} overlaps rows that were sent before")
         starts.insert(at, header.start_token)
         ends.insert(at, end)
-        return Rows(*place, header.start_token, header.tokens)
+        return LayerRows(*place, header.start_token, header.tokens)
 
-    def _claim_state(self, header: FrameHeader) -> State:
+    def _claim_state(self, header: FrameHeader) -> LayerState:
         place = self._place(header, "linear")
         self._require_size(header, self.expected.groups[header.group].nbytes)
         if place in self._states_claimed:
             raise ProtocolError(f"{header.describe()} was sent before")
         self._states_claimed.add(place)
-        return State(*place)
+        return LayerState(*place)
 
-    def _claim_hidden(self, header: FrameHeader) -> Hidden:
+    def _claim_hidden(self, header: FrameHeader) -> HiddenState:
         if not self.expected.hidden_size:
             raise ProtocolError(f"{header.describe()}: a prefix has none")
         self._require_size(header, self.expected.hidden_size * 4)
         if self._hidden_claimed:
             raise ProtocolError(f"{header.describe()} was sent before")
         self._hidden_claimed = True
-        return Hidden()
+        return HiddenState()
 
-    def _unclaim(self, place: Destination) -> None:
+    def _unclaim(self, place: CachePart) -> None:
         match place:
-            case Rows(group, layer, start_token, _):
+            case LayerRows(group, layer, start_token, _):
                 at = self._starts[group, layer].index(start_token)
                 del self._starts[group, layer][at], self._ends[group, layer][at]
-            case State(group, layer):
+            case LayerState(group, layer):
                 self._states_claimed.remove((group, layer))
-            case Hidden():
+            case HiddenState():
                 self._hidden_claimed = False
 
-    def _place(self, header: FrameHeader, kind: str) -> Place:
+    def _place(self, header: FrameHeader, kind: str) -> GroupLayer:
         groups = self.expected.groups
         if header.group >= len(groups) or groups[header.group].kind != kind:
             raise ProtocolError(f"{header.describe()}: the manifest has no such {kind} group")

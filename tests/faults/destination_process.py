@@ -1,6 +1,6 @@
-"""A taker in a process of its own, for tests that kill or freeze it.
+"""A destination in a process of its own, for tests that kill or freeze it.
 
-    python -m tests.faults.taker_process PORT < GRANT
+    python -m tests.faults.destination_process PORT < GRANT
 
 Says "ready" when it can take a grant, "begins" when the first frame is there, and "whole" at a good end.
 """
@@ -18,7 +18,7 @@ from ..unit.worker import transfer_bench as bench
 
 
 def manifest_of(grant: PrefillGrant) -> Manifest:
-    """What a taker expects that knows the model."""
+    """What a destination expects that knows the model."""
     return Manifest(
         fingerprint=bench.FINGERPRINT,
         transfer_id=grant.transfer_id,
@@ -33,9 +33,9 @@ def manifest_of(grant: PrefillGrant) -> Manifest:
 def main() -> None:
     print("ready", flush=True)
     grant = msgspec.json.decode(sys.stdin.readline(), type=PrefillGrant)
-    giver = SimpleNamespace(model=bench.LARGE, address=("127.0.0.1", int(sys.argv[1])))
-    taking = bench.Taking(giver, SimpleNamespace(manifest=manifest_of(grant)), grant)  # type: ignore[arg-type]
-    bench.eventually(lambda: taking.receipt.received_bytes > 0, seconds=20)
+    source = SimpleNamespace(model=bench.LARGE, address=("127.0.0.1", int(sys.argv[1])))
+    taking = bench.Taking(source, SimpleNamespace(manifest=manifest_of(grant)), grant)  # type: ignore[arg-type]
+    bench.eventually(lambda: taking.ledger.received_bytes > 0, seconds=20)
     print("begins", flush=True)
     taking.whole(seconds=60)
     print("whole", flush=True)

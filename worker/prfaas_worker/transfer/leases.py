@@ -1,9 +1,9 @@
-"""Caches that this instance gives to others, from the grant until they are delivered or given up.
+"""Leases of the caches that this instance offers to others, from the grant until they are delivered or given up.
 
-An offer is a lease. Until its receiver connects it lives `LEASE_SECONDS`; while connected, for as long as the receiver
-shows life; without a connection after one broke, `RESUME_SECONDS`, in which it may come back. ABORT, DELETE and an end
-on this side end it at once. Every way an offer ends passes through `end`, once. Its frames view the cache's own pages,
-so `on_end` waits until no connection sends them any more.
+Until its destination connects, an offer lives `LEASE_SECONDS`; while connected, for as long as the destination shows
+life; without a connection after one broke, `RESUME_SECONDS`, in which the destination may come back. ABORT, DELETE and
+an end on this side end it at once. Every way an offer ends passes through `end`, once. Its frames view the cache's own
+pages, so `on_end` waits until no connection sends them any more.
 """
 
 import hmac
@@ -17,16 +17,15 @@ from prfaas.wire.engine import StartPrefill, StartPrefix
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillState, PrefillStatus
 from prfaas.wire.transfer import Hello, Manifest
-from prfaas_worker.transfer.counters import Outcome, TransferCounters
 from prfaas_worker.transfer.layout import CacheLayout
-from prfaas_worker.transfer.outgoing import Frame, Outgoing
-from prfaas_worker.transfer.story import Story, Subject
-from prfaas_worker.transfer.streams import Stream
+from prfaas_worker.transfer.net import DataStream
+from prfaas_worker.transfer.send import Frame, SendState
+from prfaas_worker.transfer.transfer_log import Outcome, TransferCounters, TransferLog, TransferSubject
 
 LEASE_SECONDS = 10
 RESUME_SECONDS = 5.0
 DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
-"""A receiver that takes less on average once everything is computed is not worth its pages: 1 Mbit/s."""
+"""A destination that takes less on average once everything is computed is not worth its pages: 1 Mbit/s."""
 DELIVERY_GRACE_SECONDS = 30.0
 
 
@@ -37,50 +36,50 @@ class Offer:
         self.message = message
         self.manifest = manifest
         self.token = token
-        self.outgoing = Outgoing(manifest.address, self.heard)
+        self.send_state = SendState(manifest.address, self.heard)
         what = "prefill" if isinstance(message, StartPrefill) else "prefix"
-        subject = Subject(message.handle, message.request.request_id, message.identity, message.trace, what)
-        self.story = Story("send", subject, manifest.transfer_id)
+        subject = TransferSubject(message.handle, message.request.request_id, message.identity, message.trace, what)
+        self.log = TransferLog("send", subject, manifest.transfer_id)
         self.lease_ends = time.monotonic() + LEASE_SECONDS
         self.must_end = float("inf")
-        """Monotonic seconds: how long a receiver that takes a byte now and then may hold on."""
+        """Monotonic seconds: how long a destination that takes a byte now and then may hold on."""
         self.state: PrefillState = "waiting"
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, DataStream] = {}
         self.was_connected = False
         self.ended = False
 
     @property
     def connected(self) -> bool:
-        """Whether a receiver has a connection."""
+        """Whether a destination has a connection."""
         return bool(self.streams)
 
     def heard(self) -> None:
-        """Note that the receiver shows life."""
+        """Note that the destination shows life."""
         self.lease_ends = time.monotonic() + LEASE_SECONDS
 
     def computing(self) -> None:
         """Note that the first chunk starts now."""
-        self.outgoing.compute_started = time.monotonic()
-        self.story.mark("computing")
+        self.send_state.compute_started = time.monotonic()
+        self.log.mark("computing")
         self.state = "computing"
 
     def put(self, frame: Frame) -> None:
         """Have a frame sent; never blocks."""
-        self.outgoing.put(frame)
+        self.send_state.put(frame)
 
     def computed(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that every frame was put in; not `is_exact` if it was computed on what came through a lossy codec."""
         self.must_end = _patience(self.manifest)
         self.state = "sending"
-        self.story.mark("computed")
-        self.outgoing.finish(prefill_seconds, is_exact=is_exact)
+        self.log.mark("computed")
+        self.send_state.finish(prefill_seconds, is_exact=is_exact)
 
     def fail(self, message: str) -> None:
         """Note that the prefill cannot be computed; its connections, or its lease, end it."""
-        self.outgoing.fail(message)
+        self.send_state.fail(message)
 
     def is_late(self, now: float) -> bool:
-        """Tell whether the receiver did not connect, come back, or show life in time."""
+        """Tell whether the destination did not connect, come back, or show life in time."""
         return now > self.must_end or now > self.lease_ends
 
 
@@ -121,7 +120,7 @@ class Offers:
             is_prefix = isinstance(message, StartPrefix)
             manifest = self._layout.manifest(address, message.request.start_token, end_token, is_prefix=is_prefix)
             offer = self._offers[manifest.transfer_id] = Offer(message, manifest, token)
-        offer.story.mark("granted", tokens=end_token, start_token=manifest.start_token)
+        offer.log.mark("granted", tokens=end_token, start_token=manifest.start_token)
         return offer, PrefillGrant(
             transfer_id=manifest.transfer_id,
             token=token,
@@ -131,7 +130,7 @@ class Offers:
             expires_seconds=LEASE_SECONDS,
         )
 
-    def connect(self, address: Address, hello: Hello, peer: str, stream: Stream) -> Offer:
+    def connect(self, address: Address, hello: Hello, peer: str, stream: DataStream) -> Offer:
         """Bind a connection to the offer whose token it presented; `disconnect` follows in every case.
 
         Raises:
@@ -146,15 +145,15 @@ class Offers:
                 raise PeerError(
                     f"no prefill {address.transfer_id} with this token and epoch: ended, expired or foreign"
                 )
-            offer.outgoing.shipment.connect(hello.connection, hello.broken, hello.received)
+            offer.send_state.queue.connect(hello.connection, hello.broken, hello.received)
             offer.heard()
             stale = [stream for number, stream in offer.streams.items() if number in hello.broken]
             offer.streams[hello.connection] = stream
             offer.was_connected = True
         for other in stale:
             other.shutdown()
-        offer.story.mark("connected", connection=hello.connection)
-        offer.story.broke(len(set(hello.broken)), f"connection {hello.connection} takes over")
+        offer.log.mark("connected", connection=hello.connection)
+        offer.log.broke(len(set(hello.broken)), f"connection {hello.connection} takes over")
         return offer
 
     def disconnect(self, offer: Offer, connection: int) -> None:
@@ -174,8 +173,8 @@ class Offers:
                 return
             offer.ended = True
             released = not offer.streams
-        reason = "" if outcome == "delivered" else offer.outgoing.failure or reason
-        self.counters.ended(offer.story.end(outcome, reason, offer.outgoing.carried))
+        reason = "" if outcome == "delivered" else offer.send_state.failure or reason
+        self.counters.ended(offer.log.end(outcome, reason, offer.send_state.totals))
         offer.fail(f"the prefill was {outcome}")  # its connections tell, and are through with it then
         if released:
             self.on_end(offer.message.handle)
@@ -185,16 +184,16 @@ class Offers:
         with self._lock:
             offer = self._offers.get(transfer_id)
         if offer is not None:
-            self.end(offer, "cancelled", "the receiver does not want it any more")
+            self.end(offer, "cancelled", "the destination does not want it any more")
 
     def expire(self) -> None:
-        """End offers whose receiver did not connect, or come back, or show life, in time."""
+        """End offers whose destination did not connect, or come back, or show life, in time."""
         now = time.monotonic()
         with self._lock:
             late = [offer for offer in self._offers.values() if offer.is_late(now)]
         for offer in late:
             if offer.was_connected:
-                self.end(offer, "failed", "the receiver was silent or slow for too long, or did not come back")
+                self.end(offer, "failed", "the destination was silent or slow for too long, or did not come back")
             else:
                 self.end(offer, "expired", f"nobody connected within {LEASE_SECONDS} s")
 

@@ -1,12 +1,14 @@
-"""One transfer's story, told once: as it happens to the log, and as a whole to the front, for its metrics and spans.
+"""Logs each transfer with one line at its end, and counts it with one event for the front's metrics and spans.
 
-A transfer without trouble leaves one INFO line on each side, its end. What else happens is DEBUG, but a connection that
-broke: that is rare, and says why a transfer took so long. Every line carries the ids of request and transfer.
+A transfer without trouble leaves one INFO line on each side. What else happens is DEBUG, but a connection that broke:
+that is rare, and says why a transfer took so long. Every line carries the ids of request and transfer.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from prfaas.telemetry.logs import line
@@ -20,7 +22,7 @@ Mark = Literal["granted", "computing", "connected", "first_byte", "computed"]
 _ENDS = {"send": "transfer sent", "receive": "transfer received"}
 
 
-class Subject(NamedTuple):
+class TransferSubject(NamedTuple):
     """Whose transfer it is: the front's handle and the request's id, the peer's cluster, what is transferred."""
 
     handle: int
@@ -30,7 +32,7 @@ class Subject(NamedTuple):
     what: Cached = "prefill"
 
 
-class Carried(NamedTuple):
+class TransferTotals(NamedTuple):
     """What has travelled: payload bytes, the time since the first of them, and the codecs of the frames."""
 
     payload_bytes: int = 0
@@ -38,12 +40,12 @@ class Carried(NamedTuple):
     codecs: Iterable[int] = ()
 
 
-class Story:
-    """Begins when a giver grants or a taker asks. Any thread may tell."""
+class TransferLog:
+    """Begins when a source grants or a destination asks. Any thread may tell."""
 
-    def __init__(self, direction: Direction, subject: Subject, transfer_id: str = ""):
+    def __init__(self, direction: Direction, subject: TransferSubject, transfer_id: str = ""):
         self.transfer_id = transfer_id
-        """Empty until a taker knows it."""
+        """Empty until a destination knows it."""
         self.breaks = 0
         self._direction: Direction = direction
         self._subject = subject
@@ -62,7 +64,7 @@ class Story:
             self.breaks = breaks
             log.info(self._line("transfer resumes", breaks=breaks, reason=reason))
 
-    def end(self, outcome: Outcome, reason: str, carried: Carried) -> TransferEnded:
+    def end(self, outcome: Outcome, reason: str, carried: TransferTotals) -> TransferEnded:
         """Tell the log how it ended, and return the whole; `reason` is empty where it was delivered."""
         seconds, (payload_bytes, flow_seconds, codecs) = time.monotonic() - self._began, carried
         if flow_seconds:
@@ -112,3 +114,39 @@ class Story:
             peer=self._subject.peer,
             **fields,
         )
+
+
+class TransferCounters:
+    """Transfers by direction and outcome, and cache bytes that went over data connections, since the start.
+
+    `on_end` hears of every transfer that ended, from its thread.
+    """
+
+    def __init__(self) -> None:
+        self.on_end: Callable[[TransferEnded], None] = lambda _transfer: None
+        self._lock = threading.Lock()
+        self._ended: Counter[tuple[Direction, Outcome]] = Counter()
+        self._sent_bytes = 0
+        self._received_bytes = 0
+
+    def ended(self, transfer: TransferEnded) -> None:
+        """Count a transfer that ended."""
+        with self._lock:
+            self._ended[transfer.direction, transfer.outcome] += 1
+        self.on_end(transfer)
+
+    def sent(self, count_bytes: int) -> None:
+        """Count bytes given to the kernel."""
+        with self._lock:
+            self._sent_bytes += count_bytes
+
+    def received(self, count_bytes: int) -> None:
+        """Count bytes taken from the kernel."""
+        with self._lock:
+            self._received_bytes += count_bytes
+
+    def snapshot(self) -> tuple[list[tuple[str, str, int]], int, int]:
+        """Return (direction, outcome, count) rows, bytes sent and bytes received."""
+        with self._lock:
+            rows = [(direction, outcome, count) for (direction, outcome), count in sorted(self._ended.items())]
+            return rows, self._sent_bytes, self._received_bytes

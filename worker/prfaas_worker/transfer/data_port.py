@@ -1,8 +1,8 @@
 """The data port: one thread accepts, one thread a connection sends.
 
-A receiver proves with its HELLO that it holds an open offer; then frames leave as the engine puts them in, while later
-layers and chunks still compute. When a transfer is over its connections wait for the next HELLO. Whoever is silent,
-gone or wrong costs one thread for a moment.
+A destination proves with its HELLO that it holds an open offer; then frames leave as the engine puts them in, while
+later layers and chunks still compute. When a transfer is over its connections wait for the next HELLO. A peer that is
+silent, gone or wrong costs one thread for a moment.
 """
 
 import logging
@@ -15,12 +15,11 @@ from functools import partial
 from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.frames import Address, Kind
 from prfaas.wire.transfer import VERSION, Abort, Hello, Welcome, decode_message, message_frame
-from prfaas_worker.transfer import tcp_info
-from prfaas_worker.transfer.delivery import Channel, Delivery, receive_message
-from prfaas_worker.transfer.offers import Offer, Offers
-from prfaas_worker.transfer.sockets import CUBIC, use_congestion
-from prfaas_worker.transfer.streams import Stream
-from prfaas_worker.transfer.traffic import Traffic
+from prfaas_worker.transfer.leases import Offer, Offers
+from prfaas_worker.transfer.limits import Traffic
+from prfaas_worker.transfer.link_stats import read_tcp_info
+from prfaas_worker.transfer.net import CUBIC, DataStream, use_congestion
+from prfaas_worker.transfer.send import SendChannel, SendLoop, receive_message
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Sender:
+class DataPort:
     """Serves the data port from its own threads until the process ends."""
 
     def __init__(
@@ -74,7 +73,7 @@ class Sender:
 
     def _serve(self, sock: socket.socket, host: str) -> None:
         try:
-            with sock, closing(self._traffic.door.accept(sock)) as stream:
+            with sock, closing(self._traffic.auth.accept(sock)) as stream:
                 self._transfer(stream, HELLO_SECONDS)
                 while True:
                     self._transfer(stream, IDLE_SECONDS)
@@ -89,7 +88,7 @@ class Sender:
         finally:
             self._free.release()
 
-    def _transfer(self, stream: Stream, patience_seconds: float) -> None:
+    def _transfer(self, stream: DataStream, patience_seconds: float) -> None:
         """Wait for a HELLO and serve what it asks for, to its end."""
         address, hello = _await_hello(stream, patience_seconds)
         try:
@@ -97,7 +96,7 @@ class Sender:
                 raise ProtocolError(
                     f"HELLO speaks versions {hello.versions}, this instance {VERSION}: upgrade one side"
                 )
-            self._traffic.door.check(stream)
+            self._traffic.auth.check(stream)
             cluster = stream.peer.cluster if stream.peer else ""
             offer = self._offers.connect(address, hello, cluster, stream)
         except PeerError as error:
@@ -109,25 +108,25 @@ class Sender:
         finally:
             self._offers.disconnect(offer, hello.connection)
 
-    def _deliver(self, stream: Stream, offer: Offer, hello: Hello) -> None:
+    def _deliver(self, stream: DataStream, offer: Offer, hello: Hello) -> None:
         traffic, sent = self._traffic, self._offers.counters.sent
-        channel = Channel(stream, hello.connection, offer.message.identity, hello.codecs)
+        channel = SendChannel(stream, hello.connection, offer.message.identity, hello.codecs)
         try:
             welcome = Welcome(version=VERSION, manifest=offer.manifest)
             stream.send([message_frame(Kind.WELCOME, offer.manifest.address, welcome)])
-            info = partial(tcp_info.read, stream.socket)
-            with traffic.monitor.watch(info, offer.outgoing.queued_bytes, offer.message.identity):
-                Delivery(channel, offer.outgoing, traffic, sent).run()
+            info = partial(read_tcp_info, stream.socket)
+            with traffic.monitor.watch(info, offer.send_state.queued_bytes, offer.message.identity):
+                SendLoop(channel, offer.send_state, traffic, sent).run()
         except (UnreachableError, DamagedError):
-            raise  # the receiver may come back
+            raise  # the destination may come back
         except Exception as error:
             self._offers.end(offer, "failed", str(error) or repr(error))
             raise
         self._offers.end(offer, "delivered")
 
 
-def _await_hello(stream: Stream, patience_seconds: float) -> tuple[Address, Hello]:
-    """Read the next HELLO; what the receiver said of the transfer before it is of no interest any more."""
+def _await_hello(stream: DataStream, patience_seconds: float) -> tuple[Address, Hello]:
+    """Read the next HELLO; what the destination said of the transfer before it is of no interest any more."""
     deadline = time.monotonic() + patience_seconds
 
     def hurry(_silent_seconds: float) -> None:
@@ -139,4 +138,4 @@ def _await_hello(stream: Stream, patience_seconds: float) -> tuple[Address, Hell
         if header.kind == Kind.HELLO:
             return header.address, decode_message(header, payload, Hello)
         if header.kind not in (Kind.ACK, Kind.KEEP_ALIVE):
-            raise ProtocolError(f"{header.describe()} from a receiver, want HELLO")
+            raise ProtocolError(f"{header.describe()} from a destination, want HELLO")

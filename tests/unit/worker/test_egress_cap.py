@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas_worker.transfer.bucket import (
+from prfaas_worker.transfer.limits import (
     BYTES_PER_MBIT,
     DEPTH_SECONDS,
     GRANT_SECONDS,
     MIN_GRANT_BYTES,
     Credit,
-    TokenBucket,
+    EgressBucket,
+    Stop,
+    StoppedError,
 )
-from prfaas_worker.transfer.stop import Stop, StoppedError
 
 WINDOW_SECONDS = 2.0
 
@@ -73,14 +74,14 @@ def test_a_bucket_starts_empty_and_a_pause_saves_up_no_more_than_the_depth():
 
 
 def test_without_a_cap_everything_is_granted_at_once():
-    bucket = TokenBucket()
+    bucket = EgressBucket()
     assert (bucket.mbps, bucket.take(1 << 40, Stop())) == (None, 1 << 40)
 
 
 class Senders:
     """Threads that take from a bucket until stopped, and what each was granted."""
 
-    def __init__(self, bucket: TokenBucket, count: int, piece_bytes: int):
+    def __init__(self, bucket: EgressBucket, count: int, piece_bytes: int):
         self.stop = Stop()
         self.grants: list[tuple[int, int]] = []
         self._bucket, self._piece_bytes = bucket, piece_bytes
@@ -107,9 +108,9 @@ class Senders:
 
 def test_threads_together_never_get_more_than_the_cap_and_look_no_more_often_than_they_are_served(monkeypatch):
     looks = []
-    real = TokenBucket._delay_seconds
-    monkeypatch.setattr(TokenBucket, "_delay_seconds", lambda self, count: looks.append(1) or real(self, count))
-    bucket = TokenBucket(80)
+    real = EgressBucket._delay_seconds
+    monkeypatch.setattr(EgressBucket, "_delay_seconds", lambda self, count: looks.append(1) or real(self, count))
+    bucket = EgressBucket(80)
     senders = Senders(bucket, 6, 1 << 20)
     while len(senders.grants) < 40:
         time.sleep(0.01)
@@ -122,14 +123,14 @@ def test_threads_together_never_get_more_than_the_cap_and_look_no_more_often_tha
 
 def test_turns_go_round(monkeypatch):
     """With all in line before the first is served, each is served once before any is served again."""
-    bucket = TokenBucket(80)
-    monkeypatch.setattr(TokenBucket, "_delay_seconds", lambda _self, _count: float("inf"))
+    bucket = EgressBucket(80)
+    monkeypatch.setattr(EgressBucket, "_delay_seconds", lambda _self, _count: float("inf"))
     senders = Senders(bucket, 5, 1000)
     while len(bucket._line) < 5:
         time.sleep(0.001)
     opened = threading.Semaphore(0)
     monkeypatch.setattr(
-        TokenBucket, "_delay_seconds", lambda _self, _count: 0.0 if opened.acquire(blocking=False) else float("inf")
+        EgressBucket, "_delay_seconds", lambda _self, _count: 0.0 if opened.acquire(blocking=False) else float("inf")
     )
     for served in range(1, 21):
         while len(bucket._line) < 5:  # whoever was served has come back
@@ -147,7 +148,7 @@ def test_turns_go_round(monkeypatch):
 
 @pytest.mark.parametrize("mbps", [None, 400])
 def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
-    bucket = TokenBucket(1)
+    bucket = EgressBucket(1)
     real = Credit.delay_seconds
     monkeypatch.setattr(
         Credit,
@@ -171,7 +172,7 @@ def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
 
 
 def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
-    bucket, stop = TokenBucket(1), Stop()
+    bucket, stop = EgressBucket(1), Stop()
     monkeypatch.setattr(Credit, "delay_seconds", lambda _self, _count, _now: 1e6)
     ended: list[Exception] = []
 
@@ -198,7 +199,7 @@ def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
     assert (len(ended), len(bucket._line)) == (2, 0)
 
 
-class Granting(TokenBucket):
+class Granting(EgressBucket):
     """A bucket that grants what it was told to."""
 
     def __init__(self, grants: list[int]):
@@ -222,7 +223,7 @@ def test_portions_are_the_parts_in_order_as_granted_and_no_copies(sizes, grants)
 
 
 def test_without_a_cap_there_is_one_portion_and_of_nothing_none():
-    bucket = TokenBucket()
+    bucket = EgressBucket()
     assert list(bucket.portions([b"ab", b"", b"c"], Stop())) == [[b"ab", b"c"]]
     assert list(bucket.portions([b""], Stop())) == []
 

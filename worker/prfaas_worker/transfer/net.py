@@ -1,4 +1,4 @@
-"""A data connection as the transfer code sees it: whole buffers in and out, plain or inside TLS, a word on every wait.
+"""Data connections over TCP, plain or inside TLS: whole buffers in and out, and a callback on every wait.
 
 Plain TCP moves memory without copies: the kernel gathers and scatters. TLS cannot, since every byte is encrypted on its
 way; OpenSSL makes records of 16 KiB, so pieces smaller than that are first gathered into one buffer (a call for each
@@ -11,20 +11,28 @@ inside the call that moves the bytes, all but the end of a frame at once: pollin
 thread uses a stream; any may cut it.
 """
 
+import logging
 import select
 import socket
 import ssl
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Final, NamedTuple
 
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.wire.frames import Buffer
 from prfaas_worker.refusals import explain, is_alert
-from prfaas_worker.transfer.sockets import tune
+from prfaas_worker.transfer.link_stats import read_tcp_info
 
+log = logging.getLogger(__name__)
+
+CUBIC, BBR = "cubic", "bbr"
+NEAR_SECONDS = 0.002
+"""A peer within this round trip is in the same site."""
 TICK_SECONDS: Final = 0.2
 _TICK: Final = struct.pack("@ll", 0, int(TICK_SECONDS * 1e6))  # struct timeval
 STALL_SECONDS: Final = 5.0
@@ -41,6 +49,73 @@ OnWait = Callable[[float], None]
 OnSent = Callable[[int], None]
 
 
+def use_congestion(sock: socket.socket, name: str) -> None:
+    """Have a congestion control, if the kernel has it; connections that a listener accepts begin with the listener's.
+
+    BBR paces what it sends, and the kernel goes on pacing when another takes over: a timer for each segment, half of
+    what a near transfer costs. So a connection that may turn out to be near must not begin with it.
+    """
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError as error:
+        log.debug("congestion control stays as it is: no %s (%s)", name, error)
+
+
+def connect_tcp(host: str, port: int, timeout_seconds: float) -> socket.socket:
+    """Return a socket connected to the first address of a host that answers, and begun with what suits a near peer.
+
+    Raises:
+        OSError: none does.
+
+    """
+    failure: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            use_congestion(sock, CUBIC)
+            sock.settimeout(timeout_seconds)
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure
+
+
+def tune(sock: socket.socket) -> None:
+    """Set what the data path needs whatever the host's defaults are; the socket is connected.
+
+    Small frames are not held back. To a near peer CUBIC; to a far one BBR, which keeps a path with a loss in a thousand
+    full where CUBIC reaches a third of it. Buffers are the kernel's, which grows them as the path needs.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    use_congestion(sock, CUBIC if (read_tcp_info(sock).rtt_seconds or 0.0) < NEAR_SECONDS else BBR)
+
+
+def receive_into(sock: socket.socket, *buffers: Buffer) -> None:
+    """Fill writable buffers, one after the other, in as few calls as the kernel allows.
+
+    Raises:
+        UnreachableError: the peer closed or broke the connection, or sent nothing for the socket's timeout.
+
+    """
+    left = deque(memoryview(buffer) for buffer in buffers if len(buffer))
+    try:
+        while left:
+            received = sock.recvmsg_into(list(islice(left, _MAX_PIECES)))[0]
+            if received == 0:
+                raise UnreachableError("the peer closed the connection before everything was sent")
+            while left and received >= len(left[0]):
+                received -= len(left.popleft())
+            if received:
+                left[0] = left[0][received:]
+    except TimeoutError as error:
+        raise UnreachableError(f"the peer sent no byte for {sock.gettimeout()} s: given up") from error
+    except OSError as error:
+        raise UnreachableError(f"the connection broke while receiving: {error}") from error
+
+
 def give_up(silent_seconds: float) -> None:
     """Wait for `STALL_SECONDS`.
 
@@ -52,7 +127,7 @@ def give_up(silent_seconds: float) -> None:
         raise UnreachableError(f"the peer moved no byte for {silent_seconds:.1f} s: given up")
 
 
-class Peer(NamedTuple):
+class ProvenPeer(NamedTuple):
     """Whom a handshake has proven: cluster, certificate (DER), and the authorities by which that was judged; and with
     which generation of our own credentials.
     """
@@ -63,10 +138,10 @@ class Peer(NamedTuple):
     generation: int = 0
 
 
-class Stream:
+class DataStream:
     """A connection to a peer, without TLS."""
 
-    peer: Peer | None = None
+    peer: ProvenPeer | None = None
     """Who is at the other end; None without TLS, when nobody knows."""
 
     def __init__(self, sock: socket.socket):
@@ -187,19 +262,19 @@ class Stream:
         return bool(poller.poll(timeout_seconds * 1000))
 
 
-class TlsStream(Stream):
+class TlsStream(DataStream):
     """A connection to a peer inside TLS, after the handshake."""
 
     socket: ssl.SSLSocket
 
-    def __init__(self, sock: ssl.SSLSocket, peer: Peer):
+    def __init__(self, sock: ssl.SSLSocket, peer: ProvenPeer):
         super().__init__(sock)
         self.peer = peer
         sock.setblocking(False)  # OpenSSL wants to be called again with what it could not send: waits are our own
         self._gathered = memoryview(bytearray())
 
     def send(self, parts: Sequence[Buffer], on_sent: OnSent = lambda _sent: None, on_wait: OnWait = give_up) -> None:
-        """Send all parts, small ones gathered; see Stream."""
+        """Send all parts, small ones gathered; see DataStream."""
         for piece in self._pieces(parts):
             super().send([piece], on_sent, on_wait)
 
@@ -266,10 +341,10 @@ class TlsStream(Stream):
             yield self._gathered[:filled]
 
 
-def plain(sock: socket.socket) -> Stream:
+def plain(sock: socket.socket) -> DataStream:
     """Return a stream over a connected socket, tuned."""
     tune(sock)
-    return Stream(sock)
+    return DataStream(sock)
 
 
 def _front(left: list[memoryview], count_bytes: int) -> list[memoryview]:

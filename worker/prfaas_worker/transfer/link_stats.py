@@ -1,14 +1,16 @@
-"""What the data connections say of the links below them, by peer cluster: delivery, delay, and who holds whom up.
+"""Measures the links below the data connections, by peer cluster: delivery, delay, and which side holds up the other.
 
 An idle link says nothing about its capacity, so bytes and seconds count as *backlogged* only while at least one
 connection to that peer had unsent bytes at both ends of a short interval. The ratio of the two counters' rates is then
-the rate that the path gave us, the only honest measure of its capacity that a sender has.
+the rate that the path gave us, the only honest measure of its capacity that a source has.
 
 What is hard is that connections come and go between two samples, are kept for several transfers, and number hundreds:
 each is read at both ends of its watch, only what it added counts, and no label but the peer's name ever leaves here.
 """
 
 import contextlib
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +21,12 @@ import msgspec
 
 from prfaas.names import HUB
 from prfaas.wire.stats import LinkStats
-from prfaas_worker.transfer.tcp_info import TcpInfo
 
+# u32 tcpi_rtt 68 (us), total_retrans 100; u64 bytes_acked 120, bytes_received 128; u32 notsent_bytes 144, min_rtt 148
+# (us); u64 delivery_rate 160 (bytes/s), busy_time 168, rwnd_limited 176, sndbuf_limited 184 (us).
+_LAYOUT: Final = struct.Struct("=68xI28xI16xQQ8xII8xQQQQ")
+_UNKNOWN_MICROS: Final = 0xFFFFFFFF
+_MICRO: Final = 1e-6
 SAMPLE_SECONDS: Final = 0.02
 SHOWN_SECONDS: Final = 15.0
 """How long delays and rates are shown after the last connection: most transfers begin and end between two scrapes."""
@@ -36,9 +42,50 @@ COUNTED: Final = (
     "sndbuf_limited_seconds",
 )
 """What the kernel counts from a connection's start."""
+BYTES_PER_MBIT: Final = 125_000
+RENEW_SECONDS: Final = 0.25
+"""How often a link's figures are looked at, and how much waiting they must cover."""
 
 
-class Sample(NamedTuple):
+class TcpInfo(NamedTuple):
+    """One connection at one moment; round trips are None before the first.
+
+    Counted from its start: bytes that the peer acknowledged (`sent`), bytes received, segments sent again (under BBR no
+    sign of congestion), time with data under way (`busy`), and of that, time in which the peer's window or our own send
+    buffer kept more from leaving.
+    """
+
+    rtt_seconds: float | None
+    min_rtt_seconds: float | None
+    retransmits: int
+    sent_bytes: int
+    received_bytes: int
+    unsent_bytes: int
+    delivery_rate_bytes_per_second: int
+    busy_seconds: float
+    rwnd_limited_seconds: float
+    sndbuf_limited_seconds: float
+
+
+def read_tcp_info(sock: socket.socket) -> TcpInfo:
+    """Ask the kernel; an older one leaves zeros where it does not know. OSError when the socket is closed."""
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAYOUT.size).ljust(_LAYOUT.size, b"\0")
+    rtt, retransmits, acked, received, unsent, min_rtt, rate, busy, rwnd, sndbuf = _LAYOUT.unpack(raw)
+    return TcpInfo(
+        rtt_seconds=rtt * _MICRO if rtt else None,
+        min_rtt_seconds=min_rtt * _MICRO if min_rtt not in (0, _UNKNOWN_MICROS) else None,
+        retransmits=retransmits,
+        sent_bytes=acked,
+        received_bytes=received,
+        unsent_bytes=unsent,
+        delivery_rate_bytes_per_second=rate,
+        busy_seconds=busy * _MICRO,
+        rwnd_limited_seconds=rwnd * _MICRO,
+        sndbuf_limited_seconds=sndbuf * _MICRO,
+    )
+
+
+class LinkReading(NamedTuple):
     """All connections to a peer at one moment: bytes waiting to be sent, and bytes delivered so far."""
 
     seconds: float
@@ -53,7 +100,7 @@ class Backlogged(NamedTuple):
     seconds: float
 
 
-def backlogged_between(before: Sample, after: Sample) -> Backlogged:
+def backlogged_between(before: LinkReading, after: LinkReading) -> Backlogged:
     """Return what an interval adds to the counters: nothing unless data waited at both ends of it."""
     if not (before.unsent_bytes and after.unsent_bytes):
         return Backlogged(0, 0.0)
@@ -82,7 +129,7 @@ class _Peer:
     def __init__(self, name: str, now_seconds: float):
         self.connections: list[_Connection] = []
         self._stats = LinkStats(peer=name)
-        self._last = Sample(now_seconds, 0, 0)
+        self._last = LinkReading(now_seconds, 0, 0)
 
     def sample(self, now_seconds: float) -> None:
         """Read every connection."""
@@ -98,7 +145,7 @@ class _Peer:
         # Connections of one transfer share its queue: it counts once.
         queues = {connection.queued_bytes for connection in self.connections}
         unsent_bytes = sum(info.unsent_bytes for info in infos) + sum(queued() for queued in queues)
-        sample = Sample(now_seconds, unsent_bytes, added["sent_bytes"])
+        sample = LinkReading(now_seconds, unsent_bytes, added["sent_bytes"])
         backlogged = backlogged_between(self._last, sample)
         self._last = sample
         self._stats = msgspec.structs.replace(
@@ -134,7 +181,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-class Monitor:
+class LinkMonitor:
     """Samples the data connections, in a thread of its own, while there are any.
 
     The hub and the unnamed peer exist from the start, so that a rate sees the first transfer too.
@@ -191,3 +238,43 @@ class Monitor:
                 for peer in self._peers.values():
                     peer.sample(now_seconds)
             time.sleep(SAMPLE_SECONDS)
+
+
+class _Rate(NamedTuple):
+    """Totals of the monitor when they were last used, the rate up to there, and when to look again."""
+
+    backlogged_bytes: int
+    backlogged_seconds: float
+    mbps: float | None
+    renew_at: float
+
+
+class LinkRates:
+    """LinkRates of all links of an instance. Any thread may call."""
+
+    def __init__(self, monitor: LinkMonitor):
+        self._monitor = monitor
+        self._lock = threading.Lock()
+        self._rates: dict[str, _Rate] = {}
+
+    def mbps(self, peer: str) -> float | None:
+        """Return what the link to a peer cluster delivers, in Mbit/s; None before data waited for long enough."""
+        now = time.monotonic()
+        with self._lock:
+            rate = self._rates.get(peer) or _Rate(0, 0.0, None, 0.0)
+            if now >= rate.renew_at:
+                rate = self._rates[peer] = self._renewed(peer, rate)._replace(renew_at=now + RENEW_SECONDS)
+            return rate.mbps
+
+    def round_trip_seconds(self, peer: str) -> float | None:
+        """Return the least round trip to it of the last minutes; None while there were no connections lately."""
+        return next((one.min_rtt_seconds for one in self._monitor.links() if one.peer == peer), None)
+
+    def _renewed(self, peer: str, rate: _Rate) -> _Rate:
+        """Take the rate anew, when data waited for long enough since the last time."""
+        stats = next((one for one in self._monitor.links() if one.peer == peer), None)
+        if stats is None or stats.backlogged_seconds - rate.backlogged_seconds < RENEW_SECONDS:
+            return rate
+        delivered = stats.backlogged_bytes - rate.backlogged_bytes
+        mbps = delivered / BYTES_PER_MBIT / (stats.backlogged_seconds - rate.backlogged_seconds)
+        return _Rate(stats.backlogged_bytes, stats.backlogged_seconds, mbps, rate.renew_at)

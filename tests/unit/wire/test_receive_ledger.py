@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_DATA_BYTES, FrameHeader, Kind, parse_header
-from prfaas.wire.receipt import Hidden, Receipt, Rows, State
+from prfaas.wire.receive_ledger import HiddenState, LayerRows, LayerState, ReceiveLedger
 from prfaas.wire.transfer import Abort, message_frame
 
 from .wire_bench import (
@@ -48,45 +48,45 @@ def is_data(frame: bytes) -> bool:
 @given(transfers, st.randoms())
 def test_frames_in_any_order_end_whole_with_exactly_the_sent_bytes(transfer: Sent, rng):
     rng.shuffle(transfer.frames)
-    receiver = Receiver()
+    destination = Receiver()
     needed_left = sum(map(is_needed, transfer.frames))
     for frame in transfer.frames:
-        assert receiver.receipt.whole == (needed_left == 0)
-        receiver.take(frame)
+        assert destination.ledger.whole == (needed_left == 0)
+        destination.take(frame)
         needed_left -= is_needed(frame)
-    assert receiver.receipt.require_whole().prefill_seconds == 2.0
-    assert receiver.memory == transfer.memory
-    assert receiver.receipt.received == ((0, sum(map(is_data, transfer.frames))),)
+    assert destination.ledger.require_whole().prefill_seconds == 2.0
+    assert destination.memory == transfer.memory
+    assert destination.ledger.received == ((0, sum(map(is_data, transfer.frames))),)
 
 
 @given(transfers, st.data())
 def test_a_data_frame_that_comes_twice_is_refused(transfer: Sent, data: st.DataObject):
     twice = data.draw(st.sampled_from([frame for frame in transfer.frames if is_data(frame)]))
-    receiver = Receiver()
-    receiver.take(twice)
+    destination = Receiver()
+    destination.take(twice)
     with pytest.raises(ProtocolError, match="repeats sequence number"):
-        receiver.take(twice, connection=1)
-    assert not receiver.receipt.whole
+        destination.take(twice, connection=1)
+    assert not destination.ledger.whole
 
 
 @given(transfers, st.data())
 def test_a_place_that_is_sent_twice_under_another_number_is_refused(transfer: Sent, data: st.DataObject):
     twice = data.draw(st.sampled_from([frame for frame in transfer.frames if is_data(frame)]))
-    receiver = Receiver()
-    receiver.take(twice)
+    destination = Receiver()
+    destination.take(twice)
     with pytest.raises(ProtocolError, match="before"):
-        receiver.take(data_frame(header_of(twice)._replace(sequence=1000), twice[HEADER_BYTES:]))
-    assert not receiver.receipt.whole
+        destination.take(data_frame(header_of(twice)._replace(sequence=1000), twice[HEADER_BYTES:]))
+    assert not destination.ledger.whole
 
 
 @given(transfers, st.data())
 def test_a_frame_left_out_is_named_as_missing(transfer: Sent, data: st.DataObject):
     lost = data.draw(st.sampled_from([frame for frame in transfer.frames if is_needed(frame)]))
-    receiver = Receiver()
-    receiver.take_all(frame for frame in transfer.frames if frame is not lost)
-    assert not receiver.receipt.whole
+    destination = Receiver()
+    destination.take_all(frame for frame in transfer.frames if frame is not lost)
+    assert not destination.ledger.whole
     with pytest.raises(ProtocolError, match=r"without (rows|\d linear|the hidden|DONE).*not used"):
-        receiver.receipt.require_whole()
+        destination.ledger.require_whole()
 
 
 @given(transfers, st.data())
@@ -95,48 +95,48 @@ def test_a_flipped_bit_is_noticed_and_mended_by_sending_the_frame_again(transfer
     damaged = bytearray(transfer.frames[at])
     bit = data.draw(st.integers(0, 8 * len(damaged) - 1))
     damaged[bit // 8] ^= 1 << bit % 8
-    receiver = Receiver()
-    receiver.take_all(transfer.frames[:at])
+    destination = Receiver()
+    destination.take_all(transfer.frames[:at])
     with pytest.raises(DamagedError):
-        receiver.take(bytes(damaged))
-    receiver.receipt.lost(0)
-    assert not receiver.receipt.whole or not is_needed(transfer.frames[at])
+        destination.take(bytes(damaged))
+    destination.ledger.lost(0)
+    assert not destination.ledger.whole or not is_needed(transfer.frames[at])
     for frame in transfer.frames[at:]:
-        receiver.take(frame, connection=1)
-    receiver.receipt.require_whole()
-    assert receiver.memory == transfer.memory
+        destination.take(frame, connection=1)
+    destination.ledger.require_whole()
+    assert destination.memory == transfer.memory
 
 
 @given(transfers, st.data())
 def test_a_stream_that_is_cut_anywhere_is_never_whole(transfer: Sent, data: st.DataObject):
-    receiver = Receiver()
+    destination = Receiver()
     at = data.draw(st.integers(0, len(transfer.frames) - 1))
-    receiver.take_all(transfer.frames[:at])
+    destination.take_all(transfer.frames[:at])
     last = transfer.frames[at]
     with pytest.raises((UnreachableError, DamagedError)):
-        receiver.take(last[: data.draw(st.integers(0, len(last) - 1))])
-    assert not receiver.receipt.whole
+        destination.take(last[: data.draw(st.integers(0, len(last) - 1))])
+    assert not destination.ledger.whole
 
 
 @pytest.mark.parametrize("frame", COMPLETE.frames[:-2])
 def test_what_a_broken_connection_had_claimed_is_free_for_another_and_for_nobody_before(frame: bytes):
-    receipt = Receipt(MANIFEST)
-    place = receipt.claim(0, header_of(frame))
-    receipt.lost(1)  # another connection's claims are its own
-    receipt.lost(0)
-    assert receipt.claim(2, header_of(frame)) == place
+    ledger = ReceiveLedger(MANIFEST)
+    place = ledger.claim(0, header_of(frame))
+    ledger.lost(1)  # another connection's claims are its own
+    ledger.lost(0)
+    assert ledger.claim(2, header_of(frame)) == place
     with pytest.raises(ProtocolError, match="repeats"):
-        receipt.claim(3, header_of(frame))
-    assert receipt.received == ()
+        ledger.claim(3, header_of(frame))
+    assert ledger.received == ()
 
 
 def test_what_arrived_over_a_connection_stays_when_it_breaks():
-    receiver = Receiver()
-    receiver.take_all(COMPLETE.frames[:3])
-    receiver.receipt.lost(0)
-    assert receiver.receipt.received == ((0, 3),)
+    destination = Receiver()
+    destination.take_all(COMPLETE.frames[:3])
+    destination.ledger.lost(0)
+    assert destination.ledger.received == ((0, 3),)
     with pytest.raises(ProtocolError, match="repeats"):
-        receiver.take(COMPLETE.frames[1], connection=1)
+        destination.take(COMPLETE.frames[1], connection=1)
 
 
 def readdressed(frame: bytes, **changes: object) -> bytes:
@@ -148,10 +148,10 @@ def readdressed(frame: bytes, **changes: object) -> bytes:
 @pytest.mark.parametrize("at", range(len(COMPLETE.frames)))
 @pytest.mark.parametrize("changes", [{"epoch": 40}, {"epoch": 42}, {"transfer_id": "f" * 32}])
 def test_a_frame_of_another_epoch_or_transfer_is_refused(at: int, changes: dict[str, object]):
-    receiver = Receiver()
+    destination = Receiver()
     with pytest.raises(ProtocolError, match="stale or foreign"):
-        receiver.take(readdressed(COMPLETE.frames[at], **changes))
-    assert receiver.memory == {}
+        destination.take(readdressed(COMPLETE.frames[at], **changes))
+    assert destination.memory == {}
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_a_frame_of_another_epoch_or_transfer_is_refused(at: int, changes: dict[
     ],
 )
 def test_a_manifest_that_differs_in_any_field_is_refused_and_the_field_named(field: str, value: object):
-    receiver = Receiver()
+    destination = Receiver()
     with pytest.raises(ProtocolError, match=f"manifest field {field}"):
-        receiver.receipt.require_manifest(msgspec.structs.replace(MANIFEST, **{field: value}))
+        destination.ledger.require_manifest(msgspec.structs.replace(MANIFEST, **{field: value}))
     with pytest.raises(ProtocolError, match="after an error"):
-        receiver.take(COMPLETE.frames[0])
+        destination.take(COMPLETE.frames[0])
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_tensor_that_is_not_ours_in_name_axes_type_or_shape_is_refused(changes
     swapped = msgspec.structs.replace(tensors[0], **changes)
     groups = (msgspec.structs.replace(MANIFEST.groups[0], tensors=(swapped, tensors[1])), MANIFEST.groups[1])
     with pytest.raises(ProtocolError, match="manifest field groups"):
-        Receipt(MANIFEST).require_manifest(msgspec.structs.replace(MANIFEST, groups=groups))
+        ReceiveLedger(MANIFEST).require_manifest(msgspec.structs.replace(MANIFEST, groups=groups))
 
 
 @pytest.mark.parametrize(
@@ -207,29 +207,29 @@ def test_a_tensor_that_is_not_ours_in_name_axes_type_or_shape_is_refused(changes
     ],
 )
 def test_a_frame_that_the_manifest_has_no_place_for_is_refused(frame: bytes, why: str):
-    receiver = Receiver()
+    destination = Receiver()
     with pytest.raises(ProtocolError, match=why):
-        receiver.take(frame)
-    assert receiver.memory == {}
+        destination.take(frame)
+    assert destination.memory == {}
 
 
 @pytest.mark.parametrize(("start", "tokens"), [(4, 1), (3, 2), (5, 2), (2, 9), (4, 3)])
 def test_rows_that_overlap_earlier_rows_are_refused(start: int, tokens: int):
-    receiver = Receiver()
-    receiver.take(block(2, 4, bytes(12), 0))
-    receiver.take(block(3, start, bytes(6 * tokens), 1))  # another layer's rows are another place
+    destination = Receiver()
+    destination.take(block(2, 4, bytes(12), 0))
+    destination.take(block(3, start, bytes(6 * tokens), 1))  # another layer's rows are another place
     with pytest.raises(ProtocolError, match="overlaps"):
-        receiver.take(block(2, start, bytes(6 * tokens), 2))
+        destination.take(block(2, start, bytes(6 * tokens), 2))
 
 
 def test_after_an_error_nothing_is_taken_any_more():
-    receiver = Receiver()
+    destination = Receiver()
     with pytest.raises(ProtocolError):
-        receiver.take(block(2, 1, bytes(6)))
+        destination.take(block(2, 1, bytes(6)))
     for frame in COMPLETE.frames:
         with pytest.raises(ProtocolError, match="after an error"):
-            receiver.take(frame)
-    assert not receiver.receipt.whole
+            destination.take(frame)
+    assert not destination.ledger.whole
 
 
 @pytest.mark.parametrize(
@@ -238,68 +238,68 @@ def test_after_an_error_nothing_is_taken_any_more():
     ids=["another frame", "a frame again", "a message out of place"],
 )
 def test_what_is_wrong_after_everything_arrived_is_refused_and_takes_nothing_back(late: bytes):
-    receiver = Receiver()
-    receiver.take_all(COMPLETE.frames)
-    done = receiver.receipt.require_whole()
+    destination = Receiver()
+    destination.take_all(COMPLETE.frames)
+    done = destination.ledger.require_whole()
     with pytest.raises(ProtocolError):
-        receiver.take(late)
-    assert receiver.receipt.require_whole() == done
+        destination.take(late)
+    assert destination.ledger.require_whole() == done
 
 
 def test_a_frame_that_was_on_its_way_when_another_was_wrong_makes_nothing_whole():
-    receiver = Receiver()
+    destination = Receiver()
     *most, last = [frame for frame in COMPLETE.frames if is_needed(frame)]
-    receipt = receiver.receipt
-    receiver.take_all([*most[1:], last])
+    ledger = destination.ledger
+    destination.take_all([*most[1:], last])
     header, payload = header_of(most[0]), most[0][HEADER_BYTES:]
-    receipt.claim(0, header)
+    ledger.claim(0, header)
     with pytest.raises(ProtocolError):
-        receiver.take(block(2, 1, bytes(6)))
-    receipt.accept(header, [payload])
-    assert not receipt.whole
+        destination.take(block(2, 1, bytes(6)))
+    ledger.accept(header, [payload])
+    assert not ledger.whole
 
 
-def test_a_sender_that_gives_up_is_quoted():
-    receiver = Receiver()
+def test_a_source_that_gives_up_is_quoted():
+    destination = Receiver()
     with pytest.raises(PeerError, match="gave up: out of memory"):
-        receiver.take(message_frame(Kind.ABORT, MANIFEST.address, Abort("out of memory")))
-    assert not receiver.receipt.whole
+        destination.take(message_frame(Kind.ABORT, MANIFEST.address, Abort("out of memory")))
+    assert not destination.ledger.whole
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"payload_bytes": 1}, "the sender counted 7 of 1$"),
-        ({"frames": 6}, "the sender counted 6 of"),
+        ({"payload_bytes": 1}, "the source counted 7 of 1$"),
+        ({"frames": 6}, "the source counted 6 of"),
         ({"digest": "0" * 32}, "digest over all frames"),
     ],
 )
-def test_a_sender_that_counted_otherwise_is_not_believed(changes: dict[str, object], why: str):
+def test_a_source_that_counted_otherwise_is_not_believed(changes: dict[str, object], why: str):
     transfer = sent(1, [5])
     wrong = msgspec.structs.replace(done_of(transfer.frames[:-2]), **changes)
     done = message_frame(Kind.DONE, MANIFEST.address, wrong)
     for frames in ([*transfer.frames[:-1], done], [done, *transfer.frames[:-1]]):
-        receiver = Receiver()
+        destination = Receiver()
         with pytest.raises(ProtocolError, match=why):
-            receiver.take_all(frames)
-        assert not receiver.receipt.whole
+            destination.take_all(frames)
+        assert not destination.ledger.whole
         with pytest.raises(ProtocolError, match="not used"):
-            receiver.receipt.require_whole()
+            destination.ledger.require_whole()
 
 
 def test_the_account_may_come_again_after_a_break_and_may_not_change():
-    receiver = Receiver()
-    receiver.take(COMPLETE.frames[-1], connection=0)
-    receiver.take(COMPLETE.frames[-1], connection=1)
+    destination = Receiver()
+    destination.take(COMPLETE.frames[-1], connection=0)
+    destination.take(COMPLETE.frames[-1], connection=1)
     other = msgspec.structs.replace(done_of(COMPLETE.frames[:-2]), payload_bytes=3)
     with pytest.raises(ProtocolError, match="said something else"):
-        receiver.take(message_frame(Kind.DONE, MANIFEST.address, other))
+        destination.take(message_frame(Kind.DONE, MANIFEST.address, other))
 
 
 @pytest.mark.parametrize(
     ("changes", "kinds"),
     [
-        ({"start_token": 11}, {Kind.STATE, Kind.HIDDEN}),  # the receiver has every row
+        ({"start_token": 11}, {Kind.STATE, Kind.HIDDEN}),  # the destination has every row
         ({"hidden_size": 0}, {Kind.BLOCK, Kind.STATE}),  # a prefix, from which nothing is sampled
     ],
 )
@@ -310,27 +310,29 @@ def test_a_transfer_without_rows_or_without_a_hidden_state_needs_the_rest_only(
     frames = [
         data_frame(header_of(frame)._replace(sequence=at), frame[HEADER_BYTES:]) for at, frame in enumerate(frames)
     ]
-    receiver = Receiver(msgspec.structs.replace(MANIFEST, **changes))
-    receiver.take_all([*frames, message_frame(Kind.DONE, MANIFEST.address, done_of(frames))])
-    assert receiver.receipt.require_whole().frames == len(frames)
+    destination = Receiver(msgspec.structs.replace(MANIFEST, **changes))
+    destination.take_all([*frames, message_frame(Kind.DONE, MANIFEST.address, done_of(frames))])
+    assert destination.ledger.require_whole().frames == len(frames)
     refused = next(frame for frame in COMPLETE.frames if is_data(frame) and header_of(frame).kind not in kinds)
     with pytest.raises(ProtocolError):
-        receiver.take(data_frame(header_of(refused)._replace(sequence=99), refused[HEADER_BYTES:]))
+        destination.take(data_frame(header_of(refused)._replace(sequence=99), refused[HEADER_BYTES:]))
 
 
 def test_an_agreed_codec_makes_a_payload_smaller_and_never_empty():
-    receipt = Receipt(MANIFEST, codecs=(0, 1))
+    ledger = ReceiveLedger(MANIFEST, codecs=(0, 1))
     for number, (header, place) in enumerate(
         [
-            (FrameHeader(Kind.BLOCK, MANIFEST.address, 1, 1, 2, 5, 1), Rows(1, 2, 5, 1)),
-            (FrameHeader(Kind.STATE, MANIFEST.address, STATE_BYTES - 1, 0, 1), State(0, 1)),
-            (FrameHeader(Kind.HIDDEN, MANIFEST.address, HIDDEN_BYTES - 1), Hidden()),
+            (FrameHeader(Kind.BLOCK, MANIFEST.address, 1, 1, 2, 5, 1), LayerRows(1, 2, 5, 1)),
+            (FrameHeader(Kind.STATE, MANIFEST.address, STATE_BYTES - 1, 0, 1), LayerState(0, 1)),
+            (FrameHeader(Kind.HIDDEN, MANIFEST.address, HIDDEN_BYTES - 1), HiddenState()),
         ]
     ):
-        assert receipt.claim(0, header._replace(codec=1, sequence=number)) == place
+        assert ledger.claim(0, header._replace(codec=1, sequence=number)) == place
     for size in (0, STATE_BYTES, STATE_BYTES + 1):
         with pytest.raises(ProtocolError, match="the manifest says"):
-            Receipt(MANIFEST, codecs=(0, 1)).claim(0, FrameHeader(Kind.STATE, MANIFEST.address, size, 0, 1, codec=1))
+            ReceiveLedger(MANIFEST, codecs=(0, 1)).claim(
+                0, FrameHeader(Kind.STATE, MANIFEST.address, size, 0, 1, codec=1)
+            )
 
 
 def test_a_frame_that_stands_for_more_than_a_frame_may_hold_is_refused_however_few_bytes_travel():
@@ -338,7 +340,7 @@ def test_a_frame_that_stands_for_more_than_a_frame_may_hold_is_refused_however_f
     tokens = MAX_DATA_BYTES // ROW_BYTES
     expected = msgspec.structs.replace(MANIFEST, end_token=MANIFEST.start_token + tokens + 1)
     for count, refused in ((tokens, False), (tokens + 1, True)):
-        receipt = Receipt(expected, codecs=(0, 1))
+        ledger = ReceiveLedger(expected, codecs=(0, 1))
         header = FrameHeader(Kind.BLOCK, MANIFEST.address, 100, 1, 2, MANIFEST.start_token, count, codec=1)
         with pytest.raises(ProtocolError, match="stands for") if refused else nullcontext():
-            receipt.claim(0, header)
+            ledger.claim(0, header)

@@ -1,9 +1,9 @@
-"""The sending half of a transfer as a state machine without sockets: which frame leaves next, and what must again.
+"""The source's half of a transfer as a state machine without sockets: which frame leaves next, and what must again.
 
 The engine adds items in order; any connection takes the next, so that a slow one holds up only what it carries. An item
 stays on its connection's list until the transfer ends, for nothing says that it arrived. When a connection breaks, what
-it carried is uncertain until the receiver's next HELLO says what arrived (`connect`); the rest leaves again under its
-old sequence number. DONE leaves when everything else did. With a guard, a lock, any thread may call.
+it carried is uncertain until the destination's next HELLO says what arrived (`connect`); the rest leaves again under
+its old sequence number. DONE leaves when everything else did. With a guard, a lock, any thread may call.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from prfaas.errors import InternalError, ProtocolError, UnreachableError
 from prfaas.wire.frames import whole_digest
-from prfaas.wire.receipt import NO_GUARD
+from prfaas.wire.receive_ledger import NO_GUARD
 from prfaas.wire.transfer import Done, Ranges, in_ranges
 
 Item = TypeVar("Item")
@@ -23,21 +23,21 @@ MAX_CONNECTIONS = 64
 """Most connections that one transfer may use in its life, replacements included."""
 
 
-class Next(Enum):
+class NextStep(Enum):
     """What a connection has to do when there is no item for it."""
 
     WAIT = "wait"
     DONE = "done"
 
 
-class Parcel(NamedTuple, Generic[Item]):
+class NumberedItem(NamedTuple, Generic[Item]):
     """An item with its sequence number."""
 
     sequence: int
     item: Item
 
 
-class Shipment(Generic[Item]):
+class SendQueue(Generic[Item]):
     """The frames of one direction of one transfer; `guard` is a lock, where several threads call."""
 
     def __init__(self, guard: AbstractContextManager[object] = NO_GUARD):
@@ -55,7 +55,7 @@ class Shipment(Generic[Item]):
         """Append an item of `nbytes` bytes; never blocks."""
         with self._lock:
             if self._finished:
-                raise InternalError("an item was added to a shipment that is finished")
+                raise InternalError("an item was added to a queue that is finished")
             self._pending.append(len(self._items))
             self._pending_bytes += nbytes
             self._items.append((item, nbytes))
@@ -66,9 +66,9 @@ class Shipment(Generic[Item]):
             self._finished = True
 
     def connect(self, connection: int, broken: Collection[int], received: Ranges) -> None:
-        """Take note of a new connection, and of what arrived over those that the receiver counts as broken.
+        """Take note of a new connection, and of what arrived over those that the destination counts as broken.
 
-        Only the receiver can say so: what we sent may still stand in its buffers when the connection breaks for us.
+        Only the destination can say so: what we sent may still stand in its buffers when the connection breaks for us.
 
         Raises:
             ProtocolError: a number was used before or never, there were too many, or frames arrived that never left.
@@ -93,27 +93,27 @@ class Shipment(Generic[Item]):
         with self._lock:
             self._lose(connection)
 
-    def take(self, connection: int) -> Parcel[Item] | Next:
+    def take(self, connection: int) -> NumberedItem[Item] | NextStep:
         """Return what this connection sends next: an item, DONE, or nothing yet.
 
         Raises:
-            UnreachableError: the receiver counts this connection as broken.
+            UnreachableError: the destination counts this connection as broken.
 
         """
         with self._lock:
             if connection in self._lost:
-                raise UnreachableError("the receiver does not read from this connection any more")
+                raise UnreachableError("the destination does not read from this connection any more")
             if self._pending:
                 number = self._pending.popleft()
                 item, nbytes = self._items[number]
                 self._pending_bytes -= nbytes
                 self._carried[connection].append(number)
-                return Parcel(number, item)
+                return NumberedItem(number, item)
             uncertain = any(self._carried.get(other) for other in self._lost)
             if self._finished and len(self._sealed) == len(self._items) and not uncertain and self._done_by is None:
                 self._done_by = connection
-                return Next.DONE
-            return Next.WAIT
+                return NextStep.DONE
+            return NextStep.WAIT
 
     def sealed(self, sequence: int, digest: int, payload_bytes: int) -> None:
         """Note a frame's digest and size, before it leaves.

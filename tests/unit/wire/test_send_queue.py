@@ -1,7 +1,7 @@
 """The sending half against the receiving half, over connections that break at any moment: every frame is placed once.
 
 A schedule is drawn: connections open, their HELLOs arrive in any order, frames leave, wait in buffers, arrive, get
-damaged or cut, and either end notices a break before the other. However it goes, the receiver never sees a frame for
+damaged or cut, and either end notices a break before the other. However it goes, the destination never sees a frame for
 the second time, and once connections hold for long enough everything is there, DONE last.
 """
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import InternalError, ProtocolError, UnreachableError
 from prfaas.wire.frames import Kind
-from prfaas.wire.shipment import MAX_CONNECTIONS, Next, Parcel, Shipment
+from prfaas.wire.send_queue import MAX_CONNECTIONS, NextStep, NumberedItem, SendQueue
 from prfaas.wire.transfer import Ranges, message_frame
 
 from .wire_bench import MANIFEST, Receiver, header_of, sent
@@ -29,20 +29,20 @@ class Connection:
 
     hello: tuple[tuple[int, ...], Ranges] | None
     told: tuple[int, ...]
-    giver_serves: bool = False
-    taker_reads: bool = True
+    source_serves: bool = False
+    destination_reads: bool = True
     on_its_way: deque[bytes] = field(default_factory=deque)
     cut: bool = False
     """Nothing new gets through; what is on its way may still arrive."""
 
 
 class Link:
-    """A giver, a taker, and what happens between them, one event a call, as `rng` says."""
+    """A source, a destination, and what happens between them, one event a call, as `rng` says."""
 
-    def __init__(self, shipment: Shipment[bytes], rng: random.Random):
-        self.shipment = shipment
+    def __init__(self, queue: SendQueue[bytes], rng: random.Random):
+        self.queue = queue
         self.rng = rng
-        self.receiver = Receiver()
+        self.destination = Receiver()
         self.transfer = sent(rng.randrange(1000), rng.sample(range(3, 11), rng.randrange(5)))
         self.to_add = self.transfer.frames[:-2]
         self.connections: list[Connection] = []
@@ -50,13 +50,13 @@ class Link:
 
     @property
     def broken(self) -> tuple[int, ...]:
-        """Connections that the taker does not read from any more."""
-        return tuple(number for number, one in enumerate(self.connections) if not one.taker_reads)
+        """Connections that the destination does not read from any more."""
+        return tuple(number for number, one in enumerate(self.connections) if not one.destination_reads)
 
     def open(self) -> None:
-        """The taker opens a connection; its HELLO is on the way."""
+        """The destination opens a connection; its HELLO is on the way."""
         if len(self.connections) < MAX_CONNECTIONS:
-            self.connections.append(Connection((self.broken, self.receiver.receipt.received), self.broken))
+            self.connections.append(Connection((self.broken, self.destination.ledger.received), self.broken))
 
     def greet(self) -> None:
         """Some HELLO arrives, not always the oldest."""
@@ -65,43 +65,43 @@ class Link:
             broken, received = one.hello or ((), ())
             one.hello = None
             try:
-                self.shipment.connect(number, broken, received)
+                self.queue.connect(number, broken, received)
             except ProtocolError:
                 assert number in self.broken, "only a connection that was given up meanwhile may be refused"
             else:
-                one.giver_serves = True
+                one.source_serves = True
 
     def add(self) -> None:
         if self.to_add:
             frame = self.to_add.pop(0)
-            self.shipment.add(frame, len(frame))
+            self.queue.add(frame, len(frame))
             if not self.to_add:
-                self.shipment.finish()
+                self.queue.finish()
 
     def send(self) -> None:
-        for number in self._any_of(lambda one: one.giver_serves):
+        for number in self._any_of(lambda one: one.source_serves):
             one = self.connections[number]
             try:
-                found = self.shipment.take(number)
+                found = self.queue.take(number)
             except UnreachableError:
                 assert number in self.broken
-                self.giver_breaks(number)
+                self.source_breaks(number)
                 return
-            if isinstance(found, Parcel):
+            if isinstance(found, NumberedItem):
                 header = header_of(found.item)
-                self.shipment.sealed(found.sequence, header.digest, header.payload_bytes)
+                self.queue.sealed(found.sequence, header.digest, header.payload_bytes)
                 self._dispatch(one, found.item)
-            elif found is Next.DONE:
+            elif found is NextStep.DONE:
                 self.dones += 1
-                self._dispatch(one, message_frame(Kind.DONE, MANIFEST.address, self.shipment.done(2.0, 0.5)))
+                self._dispatch(one, message_frame(Kind.DONE, MANIFEST.address, self.queue.done(2.0, 0.5)))
 
     def arrive(self) -> None:
-        for number in self._any_of(lambda one: one.taker_reads and bool(one.on_its_way)):
+        for number in self._any_of(lambda one: one.destination_reads and bool(one.on_its_way)):
             self._read(number, self.connections[number].on_its_way.popleft())
 
     def damage(self) -> None:
         """The next frame of a connection arrives with a flipped bit, or only in part."""
-        for number in self._any_of(lambda one: one.taker_reads and bool(one.on_its_way)):
+        for number in self._any_of(lambda one: one.destination_reads and bool(one.on_its_way)):
             frame = bytearray(self.connections[number].on_its_way.popleft())
             at = self.rng.randrange(len(frame))
             if self.rng.random() < 0.5:
@@ -110,22 +110,22 @@ class Link:
                 del frame[at:]
             self._read(number, bytes(frame))
 
-    def giver_breaks(self, number: int | None = None) -> None:
-        """The giver notices a break; what left before is still on its way."""
-        for at in self._any_of(lambda one: one.giver_serves) if number is None else [number]:
-            self.shipment.lost(at)
-            self.connections[at].giver_serves = False
+    def source_breaks(self, number: int | None = None) -> None:
+        """The source notices a break; what left before is still on its way."""
+        for at in self._any_of(lambda one: one.source_serves) if number is None else [number]:
+            self.queue.lost(at)
+            self.connections[at].source_serves = False
             self.connections[at].cut = True
 
-    def taker_breaks(self, number: int | None = None) -> None:
-        """The taker notices a break, and hears no more from there."""
-        for at in self._any_of(lambda one: one.taker_reads) if number is None else [number]:
-            self.receiver.receipt.lost(at)
-            self.connections[at].taker_reads = False
+    def destination_breaks(self, number: int | None = None) -> None:
+        """The destination notices a break, and hears no more from there."""
+        for at in self._any_of(lambda one: one.destination_reads) if number is None else [number]:
+            self.destination.ledger.lost(at)
+            self.connections[at].destination_reads = False
 
     def run(self, faults: int) -> None:
         """Let anything happen, `faults` breaks among it; then let everything come through."""
-        faulty = [self.damage, self.giver_breaks, self.taker_breaks]
+        faulty = [self.damage, self.source_breaks, self.destination_breaks]
         sound = [self.open, self.greet, self.add, self.add, self.send, self.send, self.arrive, self.arrive]
         while faults:
             event = self.rng.choice([*faulty, *sound, *sound])
@@ -134,35 +134,35 @@ class Link:
         while self.to_add:
             self.add()
         for _ in range(1000):
-            if self.receiver.receipt.whole:
+            if self.destination.ledger.whole:
                 break
             if self._owes_a_connection:
                 self.open()
             self.greet()
             self.send()
             self.arrive()
-            self._ends_reach_the_taker()
-        self.receiver.receipt.require_whole()
-        assert self.receiver.memory == self.transfer.memory
+            self._ends_reach_the_destination()
+        self.destination.ledger.require_whole()
+        assert self.destination.memory == self.transfer.memory
 
     @property
     def _owes_a_connection(self) -> bool:
         """Whether no HELLO that can still arrive tells of the latest break."""
-        told = [one.told for one in self.connections if one.taker_reads and not one.cut]
+        told = [one.told for one in self.connections if one.destination_reads and not one.cut]
         return not told or not set(self.broken) <= set().union(*told)
 
-    def _ends_reach_the_taker(self) -> None:
+    def _ends_reach_the_destination(self) -> None:
         for number, one in enumerate(self.connections):
-            if one.cut and one.taker_reads and not one.on_its_way:
-                self.taker_breaks(number)
+            if one.cut and one.destination_reads and not one.on_its_way:
+                self.destination_breaks(number)
 
     def _dispatch(self, one: Connection, frame: bytes) -> None:
         if not one.cut:
             one.on_its_way.append(frame)
 
     def _read(self, number: int, frame: bytes) -> None:
-        if not self.receiver.take_or_break(frame, number):
-            self.connections[number].taker_reads = False
+        if not self.destination.take_or_break(frame, number):
+            self.connections[number].destination_reads = False
 
     def _any_of(self, wanted: Callable[[Connection], bool]) -> list[int]:
         found = [number for number, one in enumerate(self.connections) if wanted(one)]
@@ -175,17 +175,17 @@ seeds = st.integers(0, 2**64)
 @settings(max_examples=400)
 @given(seeds, st.integers(0, 20))
 def test_over_connections_that_break_at_any_moment_every_frame_is_placed_exactly_once(seed: int, faults: int):
-    Link(Shipment(), random.Random(seed)).run(faults)
+    Link(SendQueue(), random.Random(seed)).run(faults)
 
 
-class Forgetful(Shipment[bytes]):
+class Forgetful(SendQueue[bytes]):
     """Sends everything again that a broken connection carried, whether it arrived or not."""
 
     def connect(self, connection: int, broken: Collection[int], received: Ranges) -> None:
         super().connect(connection, broken, received and ())
 
 
-class Trusting(Shipment[bytes]):
+class Trusting(SendQueue[bytes]):
     """Believes that what it sent has arrived."""
 
     def connect(self, connection: int, broken: Collection[int], received: Ranges) -> None:
@@ -193,7 +193,7 @@ class Trusting(Shipment[bytes]):
 
 
 @pytest.mark.parametrize("wrong", [Forgetful, Trusting])
-def test_the_schedules_find_a_sender_that_repeats_or_loses_frames(wrong: type[Shipment[bytes]]):
+def test_the_schedules_find_a_source_that_repeats_or_loses_frames(wrong: type[SendQueue[bytes]]):
     def fails(seed: int) -> bool:
         try:
             Link(wrong(), random.Random(seed)).run(8)
@@ -204,71 +204,71 @@ def test_the_schedules_find_a_sender_that_repeats_or_loses_frames(wrong: type[Sh
     assert sum(map(fails, range(40))) > 10
 
 
-def shipped(count: int, connections: int) -> Shipment[int]:
-    """A shipment whose items left over connections 0, 1, .. in turn."""
-    shipment: Shipment[int] = Shipment()
+def shipped(count: int, connections: int) -> SendQueue[int]:
+    """A queue whose items left over connections 0, 1, .. in turn."""
+    queue: SendQueue[int] = SendQueue()
     for number in range(connections):
-        shipment.connect(number, (), ())
+        queue.connect(number, (), ())
     for item in range(count):
-        shipment.add(item, 10)
+        queue.add(item, 10)
     for item in range(count):
-        assert shipment.take(item % connections) == Parcel(item, item)
-        shipment.sealed(item, item, 10)
-    return shipment
+        assert queue.take(item % connections) == NumberedItem(item, item)
+        queue.sealed(item, item, 10)
+    return queue
 
 
-def drained(shipment: Shipment[int], connection: int) -> list[int]:
+def drained(queue: SendQueue[int], connection: int) -> list[int]:
     found = []
-    while isinstance(parcel := shipment.take(connection), Parcel):
+    while isinstance(parcel := queue.take(connection), NumberedItem):
         found.append(parcel.sequence)
     return found
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_hellos_of_connections_that_opened_together_may_arrive_in_any_order(order: tuple[int, ...]):
-    shipment = shipped(9, 3)  # connection n carried n, n + 3, n + 6
+    queue = shipped(9, 3)  # connection n carried n, n + 3, n + 6
     # Each was written a moment later than the one before: it knows of more breaks, and of more that arrived.
     hellos = [(3, (0,), ((0, 2),)), (4, (0, 1), ((0, 2), (4, 5))), (5, (0, 1, 2), ((0, 3), (4, 5)))]
     for at in order:
-        shipment.connect(*hellos[at])
-    assert sorted(drained(shipment, 5)) == [3, 5, 6, 7, 8]
-    assert shipment.queued_bytes == 0
+        queue.connect(*hellos[at])
+    assert sorted(drained(queue, 5)) == [3, 5, 6, 7, 8]
+    assert queue.queued_bytes == 0
 
 
 def test_what_was_lost_leaves_before_what_is_new_and_in_order():
-    shipment = shipped(6, 2)
-    shipment.add(6, 10)
-    shipment.connect(2, (1, 0), ((0, 1), (3, 4)))
-    assert shipment.queued_bytes == 50
-    assert drained(shipment, 2) == [1, 2, 4, 5, 6]
+    queue = shipped(6, 2)
+    queue.add(6, 10)
+    queue.connect(2, (1, 0), ((0, 1), (3, 4)))
+    assert queue.queued_bytes == 50
+    assert drained(queue, 2) == [1, 2, 4, 5, 6]
 
 
 def test_done_leaves_once_and_again_only_when_the_connection_that_had_it_broke():
-    shipment = shipped(2, 2)
-    assert shipment.take(0) is Next.WAIT  # more may be added
-    shipment.finish()
-    assert [shipment.take(0), shipment.take(0), shipment.take(1)] == [Next.DONE, Next.WAIT, Next.WAIT]
-    shipment.connect(2, (0,), ((0, 2),))
-    assert [shipment.take(1), shipment.take(2)] == [Next.DONE, Next.WAIT]
-    assert shipment.done(1.0, 0.5).frames == 2
+    queue = shipped(2, 2)
+    assert queue.take(0) is NextStep.WAIT  # more may be added
+    queue.finish()
+    assert [queue.take(0), queue.take(0), queue.take(1)] == [NextStep.DONE, NextStep.WAIT, NextStep.WAIT]
+    queue.connect(2, (0,), ((0, 2),))
+    assert [queue.take(1), queue.take(2)] == [NextStep.DONE, NextStep.WAIT]
+    assert queue.done(1.0, 0.5).frames == 2
 
 
 def test_done_waits_for_what_a_broken_connection_may_have_lost():
-    shipment = shipped(2, 2)
-    shipment.finish()
-    shipment.lost(0)
-    assert shipment.take(1) is Next.WAIT
-    shipment.connect(2, (0,), ((1, 2),))
-    assert shipment.take(1) == Parcel(0, 0)
-    assert shipment.take(2) is Next.DONE
+    queue = shipped(2, 2)
+    queue.finish()
+    queue.lost(0)
+    assert queue.take(1) is NextStep.WAIT
+    queue.connect(2, (0,), ((1, 2),))
+    assert queue.take(1) == NumberedItem(0, 0)
+    assert queue.take(2) is NextStep.DONE
 
 
-def test_a_connection_that_the_receiver_gave_up_carries_nothing_any_more():
-    shipment = shipped(2, 2)
-    shipment.add(2, 10)
-    shipment.connect(2, (0,), ((0, 2),))
+def test_a_connection_that_the_destination_gave_up_carries_nothing_any_more():
+    queue = shipped(2, 2)
+    queue.add(2, 10)
+    queue.connect(2, (0,), ((0, 2),))
     with pytest.raises(UnreachableError):
-        shipment.take(0)
+        queue.take(0)
 
 
 @pytest.mark.parametrize(
@@ -285,24 +285,26 @@ def test_a_connection_that_the_receiver_gave_up_carries_nothing_any_more():
 def test_a_hello_that_cannot_be_true_is_refused_and_changes_nothing(
     connection: int, broken: tuple[int, ...], received: Ranges
 ):
-    shipment = shipped(2, 2)
-    shipment.connect(8, (9,), ((0, 2),))
+    queue = shipped(2, 2)
+    queue.connect(8, (9,), ((0, 2),))
     with pytest.raises(ProtocolError):
-        shipment.connect(connection, broken, received)
-    shipment.finish()
-    assert [shipment.take(0), shipment.take(1)] == [Next.DONE, Next.WAIT], "both still serve, and nothing leaves again"
+        queue.connect(connection, broken, received)
+    queue.finish()
+    assert [queue.take(0), queue.take(1)] == [NextStep.DONE, NextStep.WAIT], (
+        "both still serve, and nothing leaves again"
+    )
 
 
 def test_a_frame_that_changed_between_two_sendings_is_our_own_error():
-    shipment = shipped(2, 1)
-    shipment.connect(1, (0,), ())
-    shipment.take(1)
+    queue = shipped(2, 1)
+    queue.connect(1, (0,), ())
+    queue.take(1)
     with pytest.raises(InternalError, match="changed between two sendings"):
-        shipment.sealed(0, 99, 10)
+        queue.sealed(0, 99, 10)
 
 
 def test_nothing_is_added_after_the_end():
-    shipment = shipped(2, 1)
-    shipment.finish()
+    queue = shipped(2, 1)
+    queue.finish()
     with pytest.raises(InternalError):
-        shipment.add(3, 10)
+        queue.add(3, 10)

@@ -10,10 +10,16 @@ from functools import partial
 import pytest
 
 from prfaas.wire.stats import LinkStats
-from prfaas_worker.transfer import accounting
-from prfaas_worker.transfer.accounting import Backlogged, Monitor, Sample, backlogged_between
-from prfaas_worker.transfer.sockets import tune
-from prfaas_worker.transfer.tcp_info import TcpInfo, read
+from prfaas_worker.transfer import link_stats
+from prfaas_worker.transfer.link_stats import (
+    Backlogged,
+    LinkMonitor,
+    LinkReading,
+    TcpInfo,
+    backlogged_between,
+    read_tcp_info,
+)
+from prfaas_worker.transfer.net import tune
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -21,14 +27,16 @@ Pair = tuple[socket.socket, socket.socket]
 @pytest.mark.parametrize(
     ("before", "after", "added"),
     [
-        (Sample(1.0, 500, 1000), Sample(1.5, 300, 1200), Backlogged(200, 0.5)),
-        (Sample(1.0, 500, 1000), Sample(1.5, 500, 1000), Backlogged(0, 0.5)),  # a dead link delivers nothing
-        (Sample(1.0, 0, 1000), Sample(1.5, 300, 1200), Backlogged(0, 0.0)),
-        (Sample(1.0, 500, 1000), Sample(1.5, 0, 1500), Backlogged(0, 0.0)),
-        (Sample(1.0, 0, 1000), Sample(1.5, 0, 1000), Backlogged(0, 0.0)),
+        (LinkReading(1.0, 500, 1000), LinkReading(1.5, 300, 1200), Backlogged(200, 0.5)),
+        (LinkReading(1.0, 500, 1000), LinkReading(1.5, 500, 1000), Backlogged(0, 0.5)),  # a dead link delivers nothing
+        (LinkReading(1.0, 0, 1000), LinkReading(1.5, 300, 1200), Backlogged(0, 0.0)),
+        (LinkReading(1.0, 500, 1000), LinkReading(1.5, 0, 1500), Backlogged(0, 0.0)),
+        (LinkReading(1.0, 0, 1000), LinkReading(1.5, 0, 1000), Backlogged(0, 0.0)),
     ],
 )
-def test_an_interval_counts_only_if_data_waited_at_both_its_ends(before: Sample, after: Sample, added: Backlogged):
+def test_an_interval_counts_only_if_data_waited_at_both_its_ends(
+    before: LinkReading, after: LinkReading, added: Backlogged
+):
     assert backlogged_between(before, after) == added
 
 
@@ -56,13 +64,13 @@ class Kernel:
 
 
 @pytest.fixture
-def monitor(monkeypatch: pytest.MonkeyPatch) -> Monitor:
+def monitor(monkeypatch: pytest.MonkeyPatch) -> LinkMonitor:
     """A monitor that samples only where a watch begins and ends."""
-    monkeypatch.setattr(accounting, "SAMPLE_SECONDS", 1e6)
-    return Monitor()
+    monkeypatch.setattr(link_stats, "SAMPLE_SECONDS", 1e6)
+    return LinkMonitor()
 
 
-def link(monitor: Monitor, peer: str) -> LinkStats:
+def link(monitor: LinkMonitor, peer: str) -> LinkStats:
     (found,) = [one for one in monitor.links() if one.peer == peer]
     return found
 
@@ -78,11 +86,11 @@ def test_the_data_path_does_not_depend_on_the_hosts_congestion_control(connectio
 
 def test_the_kernel_tells_what_the_peer_has_and_what_still_waits(connection: Pair):
     ours, theirs = connection
-    before, theirs_before = read(ours), read(theirs)
+    before, theirs_before = read_tcp_info(ours), read_tcp_info(theirs)
     ours.sendall(bytes(5000))
     theirs.recv(5000, socket.MSG_WAITALL)
-    assert read(theirs).received_bytes - theirs_before.received_bytes == 5000
-    after = read(ours)
+    assert read_tcp_info(theirs).received_bytes - theirs_before.received_bytes == 5000
+    after = read_tcp_info(ours)
     assert after.sent_bytes - before.sent_bytes == 5000
     assert after.rtt_seconds is not None
     assert after.min_rtt_seconds is not None
@@ -95,7 +103,7 @@ def test_the_kernel_tells_what_the_peer_has_and_what_still_waits(connection: Pai
             filled += ours.send(bytes(1 << 16))
         except BlockingIOError:
             break
-    assert 0 < read(ours).unsent_bytes <= filled
+    assert 0 < read_tcp_info(ours).unsent_bytes <= filled
 
 
 def test_the_peers_full_window_is_told_from_our_own_buffer(connection: Pair):
@@ -103,12 +111,12 @@ def test_the_peers_full_window_is_told_from_our_own_buffer(connection: Pair):
     ours.settimeout(0.05)
     with pytest.raises(TimeoutError):
         ours.sendall(bytes(64 << 20))
-    info = read(ours)
+    info = read_tcp_info(ours)
     assert info.rwnd_limited_seconds > info.sndbuf_limited_seconds
     assert info.rwnd_limited_seconds <= info.busy_seconds
 
 
-def test_of_a_kept_connection_only_what_each_watch_added_counts(monitor: Monitor):
+def test_of_a_kept_connection_only_what_each_watch_added_counts(monitor: LinkMonitor):
     kernel = Kernel(sent_bytes=10_000, retransmits=3, busy_seconds=9.0)
     for total in (11_000, 12_500):
         with monitor.watch(kernel, nothing, "hub"):
@@ -119,7 +127,7 @@ def test_of_a_kept_connection_only_what_each_watch_added_counts(monitor: Monitor
     assert found.busy_seconds == 0
 
 
-def test_peers_are_counted_apart_and_the_hub_and_the_unknown_from_the_start(monitor: Monitor):
+def test_peers_are_counted_apart_and_the_hub_and_the_unknown_from_the_start(monitor: LinkMonitor):
     assert [one.peer for one in monitor.links()] == ["", "hub"]
     kernels = {peer: Kernel(rtt_seconds=0.01) for peer in ("", "hub", "eu")}
     with ExitStack() as stack:
@@ -129,17 +137,17 @@ def test_peers_are_counted_apart_and_the_hub_and_the_unknown_from_the_start(moni
     assert [(one.peer, one.sent_bytes) for one in monitor.links()] == [("", 1), ("eu", 3), ("hub", 2)]
 
 
-def test_peers_beyond_a_number_share_one_name(monitor: Monitor):
+def test_peers_beyond_a_number_share_one_name(monitor: LinkMonitor):
     for number in range(200):
         kernel = Kernel()
         with monitor.watch(kernel, nothing, f"peer-{number}"):
             kernel.move(sent_bytes=1)
     links = monitor.links()
-    assert len(links) == accounting.MAX_PEERS + 1
-    assert link(monitor, accounting.OTHERS).sent_bytes == 200 - (accounting.MAX_PEERS - 2)
+    assert len(links) == link_stats.MAX_PEERS + 1
+    assert link(monitor, link_stats.OTHERS).sent_bytes == 200 - (link_stats.MAX_PEERS - 2)
 
 
-def test_delays_are_means_rates_sums_and_the_least_delay_the_least(monitor: Monitor):
+def test_delays_are_means_rates_sums_and_the_least_delay_the_least(monitor: LinkMonitor):
     kernels = [
         Kernel(rtt_seconds=0.02, min_rtt_seconds=0.01, delivery_rate_bytes_per_second=100, unsent_bytes=5),
         Kernel(rtt_seconds=0.06, min_rtt_seconds=0.03, delivery_rate_bytes_per_second=200, unsent_bytes=6),
@@ -160,7 +168,7 @@ class Queue:
         return 100
 
 
-def test_connections_that_share_a_queue_count_it_once(monitor: Monitor):
+def test_connections_that_share_a_queue_count_it_once(monitor: LinkMonitor):
     shared, own = Queue(), Queue()
     with ExitStack() as stack:
         for queue in (shared, shared, shared, own):
@@ -171,40 +179,42 @@ def test_connections_that_share_a_queue_count_it_once(monitor: Monitor):
     assert link(monitor, "hub").unsent_bytes == 0
 
 
-def test_delays_and_rates_fade_some_time_after_the_last_connection(monitor: Monitor, monkeypatch: pytest.MonkeyPatch):
+def test_delays_and_rates_fade_some_time_after_the_last_connection(
+    monitor: LinkMonitor, monkeypatch: pytest.MonkeyPatch
+):
     kernel = Kernel(rtt_seconds=0.02, min_rtt_seconds=0.01, delivery_rate_bytes_per_second=9, sent_bytes=1)
     with monitor.watch(kernel, nothing):
         kernel.move(sent_bytes=5)
     found = link(monitor, "")
     assert (found.rtt_seconds, found.delivery_rate_bytes_per_second, found.connections) == (0.02, 9, 0)
-    monkeypatch.setattr(accounting, "SHOWN_SECONDS", 0.0)
+    monkeypatch.setattr(link_stats, "SHOWN_SECONDS", 0.0)
     found = link(monitor, "")
     assert (found.rtt_seconds, found.min_rtt_seconds, found.delivery_rate_bytes_per_second) == (None, None, None)
     assert found.sent_bytes == 4
 
 
-def test_a_socket_closed_under_the_monitor_disturbs_nobody(monitor: Monitor, connection: Pair):
+def test_a_socket_closed_under_the_monitor_disturbs_nobody(monitor: LinkMonitor, connection: Pair):
     ours, theirs = connection
-    with monitor.watch(partial(read, ours), nothing, "hub"):
+    with monitor.watch(partial(read_tcp_info, ours), nothing, "hub"):
         ours.sendall(bytes(100))
         theirs.recv(100, socket.MSG_WAITALL)
         with monitor.watch(Kernel(), nothing, "hub"):
             pass
         ours.close()
     assert link(monitor, "hub").sent_bytes == 100
-    with pytest.raises(OSError, match="descriptor"), monitor.watch(partial(read, ours), nothing):
+    with pytest.raises(OSError, match="descriptor"), monitor.watch(partial(read_tcp_info, ours), nothing):
         pass
     assert link(monitor, "").connections == 0
 
 
-def test_a_receiver_that_reads_slowly_makes_a_backlog_and_its_end_clears_it(connection: Pair):
+def test_a_destination_that_reads_slowly_makes_a_backlog_and_its_end_clears_it(connection: Pair):
     ours, theirs = connection
-    monitor = Monitor()
+    monitor = LinkMonitor()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     size_bytes, received_bytes = 2 << 20, 0
     sending = threading.Thread(target=ours.sendall, args=(bytes(size_bytes),), daemon=True)
     grown = threading.Event()
-    with monitor.watch(partial(read, ours), lambda: 100, "hub"):
+    with monitor.watch(partial(read_tcp_info, ours), lambda: 100, "hub"):
         sending.start()
         while link(monitor, "hub").backlogged_seconds < 0.05:
             received_bytes += len(theirs.recv(1 << 12))
@@ -220,8 +230,8 @@ def test_a_receiver_that_reads_slowly_makes_a_backlog_and_its_end_clears_it(conn
 
 
 def test_connections_may_come_and_go_from_many_threads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(accounting, "SAMPLE_SECONDS", 0.0005)
-    monitor = Monitor()
+    monkeypatch.setattr(link_stats, "SAMPLE_SECONDS", 0.0005)
+    monitor = LinkMonitor()
 
     def transfer(peer: str) -> None:
         kernel = Kernel(sent_bytes=7)

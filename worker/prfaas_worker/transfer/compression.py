@@ -1,0 +1,190 @@
+"""Compresses the cache on the wire: between the bytes of a frame's tensors and those of its payload.
+
+    encode(codec, layouts, items, parts)         -> the codec that was used, and the payload in buffers
+    decode_into(codec, layouts, items, payload, room)
+    decode(codec, layouts, items, payload)       -> each tensor's bytes
+
+A frame's tensors stand one after the other, each contiguous [items, *shape]: a BLOCK of n tokens has n items, a STATE
+has one. `parts` and `room` are that memory in pieces, each of whole items of one tensor, as the cache's pages give it.
+
+What is hard: a codec must never cost more than it saves, and a payload may come from anyone. So a frame that does not
+get smaller travels as it is, and **a payload with a codec is smaller than its tensors**; every size is known from the
+layouts before the first byte is decoded, memory is bounded by the tensors', and whatever does not fit is a
+ProtocolError. The functions have no state: any thread may call any of them, and zstd and numpy release the GIL for the
+bulk of the work. Encoded buffers belong to the caller, but those of Codec.NONE are `parts` themselves.
+
+`Packer` chooses the codec for each link by `prfaas.routing.compression`. What a link delivers while data waits comes
+from `LinkRates`, what a codec does here from a short probe at the start and then from every frame that goes through it.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from prfaas.errors import ProtocolError
+from prfaas.routing.compression import CodecFacts, CodecSpeed, Estimate, WireCodec, choose_codec
+from prfaas.wire.codecs import Codec
+from prfaas.wire.transfer import Buffer, TensorLayout
+from prfaas_worker.transfer.codecs import cut, int8, lossless, size_bytes
+from prfaas_worker.transfer.link_stats import RENEW_SECONDS, LinkMonitor, LinkRates
+
+DECODABLE = (Codec.NONE, Codec.LOSSLESS, Codec.INT8)
+"""What this version reads, for the handshake."""
+CORES = 0.5
+"""What codecs may take of the cores: the others compute."""
+UNKNOWN = CodecSpeed(encode_mbps=1.0, decode_mbps=1.0, ratio=1.0)
+TOKENS, CHANNELS = 1024, 512
+ROUNDS = 3
+
+
+class Encoded(NamedTuple):
+    """A frame's payload, and the codec that it really went through."""
+
+    codec: Codec
+    buffers: Sequence[Buffer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+
+def encode(codec: Codec, layouts: Sequence[TensorLayout], items: int, parts: Sequence[Buffer]) -> Encoded:
+    """Encode one frame with `codec`, or with a lesser one where that does not serve it.
+
+    INT8 gives way to LOSSLESS for linear states, for rows with values that are not finite or nearly overflow, and for a
+    few tokens that its scales would make larger; LOSSLESS gives way to NONE when nothing shrinks.
+
+    Raises:
+        InternalError: the parts are not the tensors' memory.
+
+    """
+    tensors = cut(layouts, items, parts)
+    raw_bytes = size_bytes(layouts, items)
+    if codec is Codec.INT8 and all(layout.axes[0] == "token" for layout in layouts):
+        payload = int8.encode(tensors, raw_bytes)
+        if payload is not None:
+            return Encoded(Codec.INT8, payload)
+    if codec is not Codec.NONE:
+        payload = lossless.encode(tensors, raw_bytes)
+        if payload is not None:
+            return Encoded(Codec.LOSSLESS, payload)
+    return Encoded(Codec.NONE, parts)
+
+
+def decode_into(
+    codec: Codec, layouts: Sequence[TensorLayout], items: int, payload: Buffer, room: Sequence[memoryview]
+) -> None:
+    """Decode one frame into `room`, whose bytes are undefined when this raises.
+
+    Raises:
+        ProtocolError: the payload is not one that `encode` makes for these tensors.
+        InternalError: the room is not the tensors' memory.
+
+    """
+    wire = memoryview(payload).cast("B")
+    tensors = cut(layouts, items, room)
+    raw_bytes = size_bytes(layouts, items)
+    if codec is Codec.NONE:
+        if wire.nbytes != raw_bytes:
+            raise ProtocolError(f"payload of {wire.nbytes} bytes for tensors of {raw_bytes}, sent as they are")
+        for tensor in tensors:
+            for piece in tensor.pieces:
+                piece[:], wire = wire[: piece.nbytes], wire[piece.nbytes :]
+        return
+    if wire.nbytes >= raw_bytes:
+        raise ProtocolError(f"payload of {wire.nbytes} bytes in {codec.name} for tensors of {raw_bytes}: not smaller")
+    if codec is Codec.INT8:
+        int8.decode_into(wire, tensors)
+    else:
+        lossless.decode_into(wire, tensors)
+
+
+def decode(codec: Codec, layouts: Sequence[TensorLayout], items: int, payload: Buffer) -> list[memoryview]:
+    """Decode one frame into memory of its own: each tensor's bytes, [items, *shape].
+
+    Raises:
+        ProtocolError: the payload is not one that `encode` makes for these tensors.
+
+    """
+    room = [memoryview(bytearray(items * layout.nbytes)) for layout in layouts]
+    decode_into(codec, layouts, items, payload, room)
+    return room
+
+
+class _Link(NamedTuple):
+    """What was chosen for a link, and until when."""
+
+    codec: Codec
+    renew_at: float
+
+
+class Packer:
+    """Chooses for all links of an instance. Any thread may call."""
+
+    def __init__(self, setting: WireCodec, monitor: LinkMonitor):
+        self._setting: WireCodec = setting
+        self.rates = LinkRates(monitor)
+        self._lock = threading.Lock()
+        self._links: dict[str, _Link] = {}
+        speed = probe() if setting == "auto" else UNKNOWN
+        self._lossless = Estimate(start=speed, at_seconds=time.monotonic())
+
+    def codec(self, peer: str, decodable: tuple[int, ...]) -> Codec:
+        """Return the codec for the next frame to a peer cluster that reads these."""
+        if self._setting == "none":
+            return Codec.NONE
+        now = time.monotonic()
+        with self._lock:
+            link = self._links.get(peer) or _Link(Codec.NONE, 0.0)
+            if now < link.renew_at and link.codec in decodable:
+                return link.codec
+            facts = CodecFacts(
+                setting=self._setting,
+                delivery_mbps=self.rates.mbps(peer),
+                cores=CORES,
+                lossless=self._lossless.speed(now),
+                peer_decodes=decodable,
+                current=link.codec,
+            )
+            codec = choose_codec(facts).codec
+            self._links[peer] = _Link(codec, now + RENEW_SECONDS)
+            return codec
+
+    def pack(self, codec: Codec, layouts: Sequence[TensorLayout], items: int, payload: Sequence[memoryview]) -> Encoded:
+        """Encode one frame, and learn from it."""
+        began = time.thread_time()
+        packed = encode(codec, layouts, items, payload)
+        if packed.codec is Codec.LOSSLESS:
+            seconds, raw_bytes = time.thread_time() - began, sum(len(part) for part in payload)
+            with self._lock:
+                self._lossless = self._lossless.observe(raw_bytes, packed.nbytes, seconds, time.monotonic())
+        return packed
+
+
+def probe() -> CodecSpeed:
+    """Measure bfloat16 rows of normal numbers, 1 MiB, in this thread's CPU time: the median of a few rounds."""
+    layouts = [TensorLayout("probe", ("token", "channel"), (CHANNELS,), "bfloat16")]
+    numbers = np.random.default_rng(0).standard_normal((TOKENS, CHANNELS), dtype=np.float32)
+    rows = (numbers.view(np.uint32) >> 16).astype(np.uint16).data.cast("B")
+    encoded = encode(Codec.LOSSLESS, layouts, TOKENS, [rows])
+    payload = b"".join(encoded.buffers)
+    megabits = rows.nbytes * 8 / 1e6
+    return CodecSpeed(
+        encode_mbps=megabits / _cpu_seconds(lambda: encode(Codec.LOSSLESS, layouts, TOKENS, [rows])),
+        decode_mbps=megabits / _cpu_seconds(lambda: decode(encoded.codec, layouts, TOKENS, payload)),
+        ratio=rows.nbytes / len(payload),
+    )
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(ROUNDS):
+        started = time.thread_time()
+        work()
+        taken.append(time.thread_time() - started)
+    return statistics.median(taken)

@@ -1,0 +1,380 @@
+"""The bounds that all transfers of an instance share: egress, memory, and the first-come order of threads that wait.
+
+The egress cap is one token bucket for all connections that send:
+
+    credit(t) = min(depth, credit(t0) + rate * (t - t0) - bytes granted since),    depth = 40 ms of the rate
+
+In any window of T seconds at most rate * T + depth bytes are granted, 2 % too much in 2 s; and a thread that wakes up
+to 30 ms late costs nothing, because the credit waited for it. Fair among connections: they wait in one line, and each
+turn grants at most 10 ms of the rate, after which a connection stands at the end again. With many in line turns are
+shorter, so that each comes round in a quarter of a second and no peer takes the silence for an end. The cap counts what
+is given to TCP. Headers below it (about 4 % at an MTU of 1,500) come on top.
+
+The memory budget bounds what transfers use beside the cache: staging, buffers that TLS gathers in, room for codecs. A
+connection's thread asks before it loads a frame and gives back when the frame is sent or placed, so that a thousand
+transfers over a slow link hold no more than the limit. A thread that holds some must not ask for more: two such threads
+would wait for each other. So a thread asks once a frame, for all that the frame needs.
+"""
+
+import logging
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from prfaas.errors import CapacityError, PrfaasError
+from prfaas.wire.transfer import Buffer
+from prfaas_worker.credentials import Credentials
+from prfaas_worker.options import Options
+from prfaas_worker.transfer.compression import Packer
+from prfaas_worker.transfer.link_stats import LinkMonitor
+from prfaas_worker.transfer.tls import PeerAuth, TlsAuth
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_MBIT: Final = 125_000
+DEPTH_SECONDS: Final = 0.04
+GRANT_SECONDS: Final = 0.01
+ROUND_SECONDS: Final = 0.25
+MIN_GRANT_BYTES: Final = 4096
+_MIN_PAUSE_SECONDS: Final = 1e-6
+LOOK_SECONDS: Final = 1.0
+MAX_MBPS: Final = 100_000_000
+_MAX_BYTES: Final = 64
+MIB = 1 << 20
+
+
+class StoppedError(PrfaasError):
+    """The wait was for a transfer that has been ended here."""
+
+
+class Stop:
+    """Set once, by any thread, for all that wait with it; what they hold is theirs to give back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._wakes: list[Callable[[], None]] = []
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """End all waits, the present and the later ones; setting it again changes nothing."""
+        with self._lock:
+            self._is_set = True
+            wakes = list(self._wakes)
+        for wake in wakes:
+            wake()
+
+    @contextmanager
+    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Have `wake` called, from the thread that sets this, if it is set while the block runs."""
+        with self._lock:
+            self._wakes.append(wake)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakes.remove(wake)
+
+
+class Fifo:
+    """A line with a lock. What decides whether the first may go changes under `lock` alone, and then `wake` is due."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._places: deque[threading.Condition] = deque()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def wake(self) -> None:
+        """Let the first look again; under `lock`."""
+        if self._places:
+            self._places[0].notify()
+
+    @contextmanager
+    def turn(self, delay_seconds: Callable[[], float], stop: Stop, timeout_seconds: float = math.inf) -> Iterator[None]:
+        """Wait in the line until first and let go, then run the block under `lock`.
+
+        `delay_seconds` is asked under `lock` by the first: 0 lets it go, more is when it will ask again, infinity until
+        it is woken.
+
+        Raises:
+            StoppedError: `stop` was set.
+            TimeoutError: `timeout_seconds` have passed.
+
+        """
+        place = threading.Condition(self.lock)
+        with stop.waking(lambda: self._wake_place(place)), self.lock:
+            self._places.append(place)
+            try:
+                self._await(place, delay_seconds, stop, time.monotonic() + timeout_seconds)
+                yield
+            finally:
+                self._places.remove(place)
+                self.wake()
+
+    def _await(
+        self, place: threading.Condition, delay_seconds: Callable[[], float], stop: Stop, deadline: float
+    ) -> None:
+        while True:
+            if stop.is_set:
+                raise StoppedError("the transfer was ended here")
+            pause_seconds = delay_seconds() if self._places[0] is place else math.inf
+            if pause_seconds <= 0:
+                return
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:
+                raise TimeoutError(f"still in line behind {self._places.index(place)} others")
+            pause_seconds = min(pause_seconds, left_seconds)
+            place.wait(None if math.isinf(pause_seconds) else pause_seconds)
+
+    def _wake_place(self, place: threading.Condition) -> None:
+        with self.lock:
+            place.notify()
+
+
+class MemoryBudget:
+    """At most `limit_bytes` held at a time, given in the order of asking; a larger request is served alone."""
+
+    def __init__(self, limit_bytes: int):
+        self.limit_bytes = limit_bytes
+        self._line = Fifo()
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held now."""
+        return self._used_bytes
+
+    @property
+    def waiting(self) -> int:
+        """Threads that wait."""
+        return len(self._line)
+
+    def acquire(self, count_bytes: int, stop: Stop, timeout_seconds: float = math.inf) -> None:
+        """Wait until so many bytes may be held; they are until `release`.
+
+        Raises:
+            StoppedError: `stop` was set. Nothing is held.
+            CapacityError: others held on to theirs for `timeout_seconds`. Nothing is held.
+
+        """
+        if not count_bytes:
+            return
+        try:
+            with self._line.turn(lambda: self._delay_seconds(count_bytes), stop, timeout_seconds):
+                self._used_bytes += count_bytes
+        except TimeoutError as error:
+            raise CapacityError(
+                f"no {count_bytes} of the {self.limit_bytes} bytes that transfers may use came free within "
+                f"{timeout_seconds} s ({error}): raise --transfer-memory-mib, or see which peers are slow"
+            ) from error
+
+    def release(self, count_bytes: int) -> None:
+        """Give bytes back that `acquire` let have."""
+        with self._line.lock:
+            self._used_bytes -= count_bytes
+            self._line.wake()
+
+    def _delay_seconds(self, count_bytes: int) -> float:
+        fits = self._used_bytes + count_bytes <= self.limit_bytes or not self._used_bytes
+        return 0.0 if fits else math.inf
+
+
+class Credit:
+    """The arithmetic of a bucket that starts empty; whoever asks says what time it is, in monotonic seconds."""
+
+    def __init__(self, rate_bytes_per_second: float, now_seconds: float):
+        self.rate_bytes_per_second = rate_bytes_per_second
+        self.depth_bytes = max(MIN_GRANT_BYTES, rate_bytes_per_second * DEPTH_SECONDS)
+        self._bytes = 0.0
+        self._at_seconds = now_seconds
+
+    def grant_bytes(self, in_line: int) -> int:
+        """Return the most that one turn grants while so many are in line."""
+        seconds = min(GRANT_SECONDS, ROUND_SECONDS / max(1, in_line))
+        return int(max(MIN_GRANT_BYTES, self.rate_bytes_per_second * seconds))
+
+    def at(self, now_seconds: float) -> float:
+        """Return the bytes that may be sent now."""
+        earned = (now_seconds - self._at_seconds) * self.rate_bytes_per_second
+        return min(self.depth_bytes, self._bytes + earned)
+
+    def delay_seconds(self, count_bytes: int, now_seconds: float) -> float:
+        """Return how long until there is credit for so many bytes, 0 when there is."""
+        missing = count_bytes - self.at(now_seconds)
+        return max(missing / self.rate_bytes_per_second, _MIN_PAUSE_SECONDS) if missing > 0 else 0.0
+
+    def spend(self, count_bytes: int, now_seconds: float) -> None:
+        """Take bytes out."""
+        self._bytes = self.at(now_seconds) - count_bytes
+        self._at_seconds = now_seconds
+
+
+class EgressBucket:
+    """Lets connections send `mbps` million bits a second together; None: as much as they like.
+
+    Its callers are the threads of connections. It never holds a lock while it waits, and waits for nothing but time.
+    """
+
+    def __init__(self, mbps: int | None = None):
+        self._line = Fifo()
+        self._mbps: int | None = None
+        self._credit: Credit | None = None
+        self.set_mbps(mbps)
+
+    @property
+    def mbps(self) -> int | None:
+        """The cap in force."""
+        return self._mbps
+
+    def set_mbps(self, mbps: int | None) -> None:
+        """Change the cap, for those who wait as well. What was saved up under the old one is gone."""
+        with self._line.lock:
+            if mbps != self._mbps:
+                self._mbps = mbps
+                self._credit = None if mbps is None else Credit(mbps * BYTES_PER_MBIT, time.monotonic())
+                self._line.wake()
+
+    def portions(self, parts: Sequence[Buffer], stop: Stop) -> Iterator[list[memoryview]]:
+        """Yield all parts, without a copy, in portions that may be sent when they are yielded; all at once uncapped.
+
+        Raises:
+            StoppedError: `stop` was set, and there is a cap.
+
+        """
+        whole = [memoryview(part) for part in parts if len(part)]
+        if self._credit is None:
+            if whole:
+                yield whole
+            return
+        left = deque(whole)
+        left_bytes = sum(map(len, left))
+        while left_bytes:
+            granted = self.take(left_bytes, stop)
+            left_bytes -= granted
+            yield _cut(left, granted)
+
+    def take(self, count_bytes: int, stop: Stop) -> int:
+        """Wait until some of `count_bytes` may be sent; return how many, at least 1.
+
+        Raises:
+            StoppedError: `stop` was set.
+
+        """
+        if self._credit is None:
+            return count_bytes
+        with self._line.turn(lambda: self._delay_seconds(count_bytes), stop):
+            if self._credit is None:
+                return count_bytes
+            granted = min(count_bytes, self._credit.grant_bytes(len(self._line)))
+            self._credit.spend(granted, time.monotonic())
+            return granted
+
+    def _delay_seconds(self, count_bytes: int) -> float:
+        credit = self._credit
+        if credit is None:
+            return 0.0
+        return credit.delay_seconds(min(count_bytes, credit.grant_bytes(len(self._line))), time.monotonic())
+
+
+def _cut(left: deque[memoryview], count_bytes: int) -> list[memoryview]:
+    """Take the first bytes out of `left`, as views."""
+    portion: list[memoryview] = []
+    while count_bytes:
+        part = left.popleft()
+        portion.append(part[:count_bytes])
+        if len(part) > count_bytes:
+            left.appendleft(part[count_bytes:])
+        count_bytes -= len(portion[-1])
+    return portion
+
+
+class EgressFile:
+    """Keeps a bucket at what the file says in Mbit/s: a whole number from 1; without the file at `otherwise`."""
+
+    def __init__(self, path: Path, bucket: EgressBucket, otherwise: int | None):
+        self._path = path
+        self._bucket = bucket
+        self._otherwise = otherwise
+        self._seen: bytes | None = None
+        self.look()
+
+    def start(self) -> None:
+        """Look every second, in a thread that ends with the process."""
+        threading.Thread(target=self._run, name="egress-file", daemon=True).start()
+
+    def look(self) -> None:
+        """Read the file and act if it has changed. What is no number changes nothing but the log."""
+        try:
+            found = self._read()
+        except OSError as error:
+            log.warning("egress file %s cannot be read, the cap stays as it is: %s", self._path, error)
+            return
+        if found == self._seen:
+            return
+        self._seen = found
+        text = b"" if found is None else found.strip()
+        if found is not None and not (text.isdigit() and 1 <= int(text) <= MAX_MBPS):
+            log.error(
+                "egress file %s holds %r, the cap stays %s: write Mbit/s as a whole number from 1 to %d",
+                *(self._path, text, self._bucket.mbps, MAX_MBPS),
+            )
+            return
+        self._bucket.set_mbps(self._otherwise if found is None else int(text))
+        log.info("egress cap: %s Mbit/s", self._bucket.mbps)
+
+    def _read(self) -> bytes | None:
+        try:
+            with self._path.open("rb") as file:
+                return file.read(_MAX_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            self.look()
+
+
+class Traffic(NamedTuple):
+    """One of each in an engine process."""
+
+    monitor: LinkMonitor
+    egress: EgressBucket
+    memory: MemoryBudget
+    packer: Packer
+    auth: PeerAuth
+
+
+def traffic_of(options: Options) -> Traffic:
+    """Return what the options ask for, with the cap in force; a file of it is followed from now on.
+
+    Raises:
+        ConfigError: they ask for credentials that cannot be used.
+
+    """
+    mbps = options.egress_mbps or None
+    egress = EgressBucket(mbps)
+    if options.egress_file:
+        EgressFile(Path(options.egress_file), egress, otherwise=mbps).start()
+    memory_bytes = options.transfer_memory_mib * MIB
+    monitor = LinkMonitor()
+    auth = TlsAuth(Credentials(Path(options.tls_dir))) if options.tls_dir else PeerAuth()
+    return Traffic(monitor, egress, MemoryBudget(memory_bytes), Packer(options.wire_codec, monitor), auth)
+
+
+def unlimited() -> Traffic:
+    """Return what never holds anything up."""
+    monitor = LinkMonitor()
+    return Traffic(monitor, EgressBucket(), MemoryBudget(sys.maxsize), Packer("none", monitor), PeerAuth())

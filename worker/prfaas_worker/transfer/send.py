@@ -1,0 +1,371 @@
+"""Sends a cache: the queue of its frames, and the loop that each connection of the transfer runs.
+
+The engine's thread puts frames in while it computes; the threads of the connections take them out. A connection that
+waits polls its socket and its wake-up together, so that it hears its peer as soon as it hears the engine. Between two
+frames, and while there is none, it listens to the destination, which may want no more, or have everything.
+"""
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import (
+    DATA_KINDS,
+    HEADER_BYTES,
+    MAX_HELLO_BYTES,
+    Address,
+    FrameHeader,
+    Kind,
+    parse_header,
+    seal,
+    verify,
+)
+from prfaas.wire.send_queue import NextStep, NumberedItem, SendQueue
+from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, Abort, Done, TensorLayout, decode_message, message_frame
+from prfaas_worker.refusals import MIXED, is_tls
+from prfaas_worker.transfer.limits import Stop, StoppedError, Traffic
+from prfaas_worker.transfer.net import DataStream, OnWait, give_up
+from prfaas_worker.transfer.transfer_log import TransferTotals
+
+
+class Frame(NamedTuple):
+    """A frame to send. `load` gives its payload, in the thread that sends it.
+
+    The payload is the cache's own memory, which its lease keeps until the transfer ends, or a copy of `copied_bytes`:
+    `items` rows or states of each of these tensors, or what no codec knows.
+    """
+
+    header: FrameHeader
+    load: Callable[[], tuple[memoryview, ...]]
+    copied_bytes: int = 0
+    tensors: tuple[TensorLayout, ...] = ()
+    items: int = 1
+
+
+class WakeUp:
+    """Wakes one thread that polls; ringing never blocks and is harmless after `close`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptor: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return -1 if self._descriptor is None else self._descriptor
+
+    def ring(self) -> None:
+        """Wake the thread, now or when it polls next."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.eventfd_write(self._descriptor, 1)
+
+    def hush(self) -> None:
+        """Forget what rang so far; the caller looks for work afterwards."""
+        with self._lock:
+            if self._descriptor is not None:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._descriptor)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+
+class SendState:
+    """Frames of one direction. `put`, `finish` and `fail` come from the engine's thread, the rest from connections.
+
+    Args:
+        address: transfer and epoch of every frame.
+        heard: called whenever the peer shows that it lives.
+
+    """
+
+    def __init__(self, address: Address, heard: Callable[[], None]):
+        self.address = address
+        self.heard = heard
+        self.queue: SendQueue[Frame] = SendQueue(threading.Lock())
+        self.failure: str | None = None
+        self.acknowledged = False
+        self.codecs: dict[int, Codec] = {}
+        """By sequence number: a frame that leaves again is the same."""
+        self.stop = Stop()
+        """Set with the failure: ends what a connection waits for on this side."""
+        self.compute_started = time.monotonic()
+        self._prefill_seconds = 0.0
+        self._is_exact = True
+        self._paced_bytes = 0
+        self._first_sent: float | None = None
+        self._lock = threading.Lock()
+        self._bells: set[WakeUp] = set()
+
+    def put(self, frame: Frame) -> None:
+        """Append a frame; never blocks. After a failure it is dropped."""
+        if self.failure is None:
+            self.queue.add(frame, frame.header.payload_bytes)
+            self._ring()
+
+    def finish(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
+        """Everything was put in; `prefill_seconds` is the compute time behind it, on a cache that `is_exact`."""
+        self._prefill_seconds, self._is_exact = prefill_seconds, is_exact
+        self.queue.finish()
+        self._ring()
+
+    def fail(self, message: str) -> None:
+        """End it, unless everything arrived already: connections send ABORT with this reason."""
+        if not self.acknowledged:
+            self.failure = self.failure or message
+            self.stop.set()
+        self._ring()
+
+    def acknowledge(self) -> None:
+        """Everything arrived: connections send FREED."""
+        self.acknowledged = True
+        self._ring()
+
+    def enter(self) -> WakeUp:
+        """Return the bell of a connection that serves this from now on."""
+        bell = WakeUp()
+        with self._lock:
+            self._bells.add(bell)
+        return bell
+
+    def leave(self, bell: WakeUp) -> None:
+        """Take a connection's bell back."""
+        with self._lock:
+            self._bells.discard(bell)
+        bell.close()
+
+    def queued_bytes(self) -> int:
+        """Bytes that no connection has taken yet, or that wait for the egress cap."""
+        return self.queue.queued_bytes + self._paced_bytes
+
+    def paced(self, count_bytes: int) -> None:
+        """Note bytes that a connection has in hand, or as a negative count, that it gave to the kernel."""
+        with self._lock:
+            self._paced_bytes += count_bytes
+
+    def begins(self) -> None:
+        """Note that a data frame begins to leave: the kernel takes its first bytes at once."""
+        if self._first_sent is None:
+            self._first_sent = time.monotonic()
+
+    @property
+    def totals(self) -> TransferTotals:
+        """What left so far."""
+        flow_seconds = time.monotonic() - self._first_sent if self._first_sent is not None else 0.0
+        return TransferTotals(self.queue.left_bytes, flow_seconds, set(self.codecs.values()))
+
+    @property
+    def account(self) -> Done:
+        """Everything that left, and when the first of it did."""
+        first = self._first_sent if self._first_sent is not None else time.monotonic()
+        done = self.queue.done(self._prefill_seconds, first - self.compute_started)
+        return msgspec.structs.replace(done, is_exact=self._is_exact)
+
+    def _ring(self) -> None:
+        with self._lock:
+            for bell in self._bells:
+                bell.ring()
+
+
+class SendChannel(NamedTuple):
+    """A connection that serves a transfer: its number, the peer's cluster, and what was agreed on with it."""
+
+    stream: DataStream
+    connection: int
+    peer: str = ""
+    codecs: tuple[int, ...] = (Codec.NONE,)
+
+
+class SendLoop:
+    """Sends an outgoing's frames over one connection; `on_sent(bytes)` hears of every piece that the kernel took."""
+
+    def __init__(self, channel: SendChannel, state: SendState, traffic: Traffic, on_sent: Callable[[int], None]):
+        self._channel = channel
+        self._stream = channel.stream
+        self._connection = channel.connection
+        self._state = state
+        self._traffic = traffic
+        self._on_sent = on_sent
+
+    def run(self) -> None:
+        """Send until the peer acknowledged everything, over whichever connection.
+
+        Raises:
+            UnreachableError, DamagedError: this connection is of no use any more.
+            PeerError: the peer gave up, breaks the protocol, or was told that we gave up.
+
+        """
+        bell = self._state.enter()
+        try:
+            while not self._state.acknowledged:
+                self._step(bell)
+            self._say(Kind.FREED)
+        except (UnreachableError, DamagedError):
+            if not self._state.acknowledged:  # what breaks afterwards took nothing with it
+                raise
+        except ProtocolError as error:
+            with suppress(PeerError):
+                self._say(Kind.ABORT, Abort(str(error)))
+            raise
+        finally:
+            self._state.queue.lost(self._connection)
+            self._state.leave(bell)
+
+    def _step(self, bell: WakeUp) -> None:
+        out = self._state
+        if out.failure is not None:
+            self._say(Kind.ABORT, Abort(out.failure))
+            raise PeerError(f"given up: {out.failure}")
+        while self._stream.readable():
+            self._hear()
+            if out.acknowledged:
+                return
+        found = out.queue.take(self._connection)
+        if found is NextStep.WAIT:
+            bell.hush()  # before looking again: what is put in after that look rings again
+            found = out.queue.take(self._connection)
+        match found:
+            case NumberedItem(sequence, frame):
+                self._send(sequence, frame)
+            case NextStep.DONE:
+                self._say(Kind.DONE, out.account)
+            case NextStep.WAIT if not out.acknowledged and not self._wait(bell):
+                self._say(Kind.KEEP_ALIVE)
+
+    def _send(self, sequence: int, frame: Frame) -> None:
+        codec = self._codec(sequence) if frame.tensors else Codec.NONE
+        held_bytes = frame.copied_bytes + (frame.header.payload_bytes if codec else 0)
+        if not self._await_memory(held_bytes):
+            return  # it failed meanwhile: the next step says so
+        try:
+            self._send_loaded(sequence, frame, codec)
+        finally:
+            self._traffic.memory.release(held_bytes)
+
+    def _codec(self, sequence: int) -> Codec:
+        """Return the codec that a frame goes through, the same each time that it leaves."""
+        chosen = self._traffic.packer.codec(self._channel.peer, self._channel.codecs)
+        return self._state.codecs.setdefault(sequence, chosen)
+
+    def _send_loaded(self, sequence: int, frame: Frame, codec: Codec) -> None:
+        payload = frame.load()
+        header = frame.header._replace(sequence=sequence)
+        if codec:
+            packed = self._traffic.packer.pack(codec, frame.tensors, frame.items, payload)
+            payload = tuple(memoryview(part).cast("B") for part in packed.buffers)
+            header = header._replace(codec=packed.codec, payload_bytes=packed.nbytes)
+        sealed = seal(header, payload)
+        self._state.queue.sealed(sequence, sealed.digest, header.payload_bytes)
+        self._pace([memoryview(sealed.header), *payload])
+
+    def _await_memory(self, count_bytes: int) -> bool:
+        """Hold memory for a frame, and meanwhile keep the connection alive; False when the transfer is over."""
+        while True:
+            try:
+                self._traffic.memory.acquire(count_bytes, self._state.stop, KEEP_ALIVE_SECONDS)
+            except CapacityError:
+                self._say(Kind.KEEP_ALIVE)
+            except StoppedError:
+                return False
+            else:
+                return True
+
+    def _pace(self, parts: list[memoryview]) -> None:
+        """Send a frame, in portions as the egress cap lets them go."""
+        left_bytes = sum(map(len, parts))
+        self._state.paced(left_bytes)
+        try:
+            for portion in self._traffic.egress.portions(parts, self._state.stop):
+                self._state.begins()
+                self._stream.send(portion, self._on_data, self._on_wait)
+                portion_bytes = sum(map(len, portion))
+                self._state.paced(-portion_bytes)
+                left_bytes -= portion_bytes
+        except StoppedError as error:
+            raise UnreachableError(f"given up in the middle of a frame: {self._state.failure}") from error
+        finally:
+            self._state.paced(-left_bytes)
+
+    def _on_data(self, count_bytes: int) -> None:
+        self._state.heard()  # its kernel's buffers end where it does not read
+        self._on_sent(count_bytes)
+
+    def _on_wait(self, silent_seconds: float) -> None:
+        if self._state.failure is not None:
+            raise UnreachableError(f"given up in the middle of a frame: {self._state.failure}")
+        give_up(silent_seconds)
+
+    def _say(self, kind: Kind, message: Abort | Done | None = None) -> None:
+        self._stream.send([message_frame(kind, self._state.address, message)], self._on_sent)
+
+    def _wait(self, bell: WakeUp) -> bool:
+        """Wait for work or for the peer; False when neither came."""
+        if self._stream.readable():
+            return True
+        poller = select.poll()
+        poller.register(bell, select.POLLIN)
+        poller.register(self._stream, select.POLLIN | select.POLLRDHUP)
+        return bool(poller.poll(KEEP_ALIVE_SECONDS * 1000))
+
+    def _hear(self) -> None:
+        header, payload = receive_message(self._stream, self._on_wait)
+        if header.address != self._state.address:
+            raise ProtocolError(f"{header.describe()} for {header.address}, want {self._state.address}")
+        match header.kind:
+            case Kind.KEEP_ALIVE:
+                self._state.heard()
+            case Kind.ACK if self._state.queue.all_left:
+                self._state.acknowledge()
+            case Kind.ABORT:
+                raise PeerError(f"the destination gave up: {decode_message(header, payload, Abort).message}")
+            case _:
+                raise ProtocolError(f"{header.describe()} from a destination has no place here")
+
+
+def receive_message(
+    stream: DataStream, on_wait: OnWait = give_up, limit_bytes: int = MAX_HELLO_BYTES
+) -> tuple[FrameHeader, bytes]:
+    """Read one small frame, of `limit_bytes` at most.
+
+    Raises:
+        UnreachableError: the connection broke, or `on_wait` gave it up.
+        ProtocolError: it is no message, or damaged.
+
+    """
+    header = receive_header(stream, on_wait)
+    if header.payload_bytes > limit_bytes or header.kind in DATA_KINDS:
+        raise ProtocolError(f"{header.describe()} of {header.payload_bytes} bytes where a message was due")
+    payload = bytearray(header.payload_bytes)
+    stream.receive_into(payload, on_wait=on_wait)
+    verify(header, [payload])
+    return header, bytes(payload)
+
+
+def receive_header(stream: DataStream, on_wait: OnWait) -> FrameHeader:
+    """Read the next frame's header.
+
+    Raises:
+        UnreachableError: the connection broke, or `on_wait` gave it up.
+        ProtocolError: it is none of ours, or damaged.
+
+    """
+    raw = bytearray(HEADER_BYTES)
+    stream.receive_into(raw, on_wait=on_wait)
+    try:
+        return parse_header(raw)
+    except DamagedError as error:
+        if stream.peer is None and is_tls(raw):
+            raise ProtocolError(f"the peer speaks TLS; {MIXED}") from error
+        raise
