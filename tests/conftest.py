@@ -17,7 +17,7 @@ settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-LOGGERS = ("", *OURS, "prfaas_operator")
+LOGGERS = ("", *OURS)
 
 # Files that share something that takes long to start, and so run in one process of pytest-xdist.
 TOGETHER = ("tests/e2e/", "tests/sandbox/")

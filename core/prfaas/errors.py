@@ -70,3 +70,8 @@ class CapacityError(PrfaasError):
 
 class InternalError(PrfaasError):
     """A promise of our own code is broken."""
+
+
+def install_extra(extra: str) -> str:
+    """Return how an extra is installed, for the error of a feature that needs it."""
+    return f"run in a checkout of prfaas: pip install '.[{extra}]'"

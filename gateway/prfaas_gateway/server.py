@@ -8,7 +8,6 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -26,9 +25,9 @@ from prfaas_gateway.dashboard import Dashboard, RequestHistory
 from prfaas_gateway.dispatch import Dispatcher
 from prfaas_gateway.engines import Engines
 from prfaas_gateway.kv.manager import KvManager
-from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics
 from prfaas_gateway.openai import UNREADABLE, error_response, model_card
+from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.table import RoleTeller, follow_configmap, follow_file, read_file
 from prfaas_gateway.upstream import GatewayCredentials, Upstream
@@ -41,21 +40,6 @@ KEPT_SECONDS: Final = 1.0
 LOOK_SECONDS: Final = 0.05
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class GatewayConfig(NamedTuple):
-    """What the command line says. The table comes from `routes_file`, or else from `policy` in `namespace`."""
-
-    host: str
-    port: int
-    policy: str = ""
-    namespace: str = ""
-    routes_file: Path | None = None
-    control_socket: Path | None = None
-    tls_dir: Path | None = None
-    keys_dir: Path | None = None
-    drain_seconds: float = 30.0
-    limits: Limits = Limits()
 
 
 class RunningGateway(NamedTuple):
@@ -71,7 +55,7 @@ class RunningGateway(NamedTuple):
         return self.parts.state
 
 
-async def run(config: GatewayConfig) -> None:
+async def run(config: GatewayOptions) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
     Raises:
@@ -89,7 +73,7 @@ async def run(config: GatewayConfig) -> None:
         await _drain(running, config)
 
 
-async def _drain(running: RunningGateway, config: GatewayConfig) -> None:
+async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
     """Take new connections while others learn that we leave; then serve the open ones until nothing comes any more."""
     running.state.draining = True
     await asyncio.sleep(config.limits.linger_seconds)
@@ -104,7 +88,7 @@ async def _drain(running: RunningGateway, config: GatewayConfig) -> None:
 
 
 @asynccontextmanager
-async def serving(config: GatewayConfig) -> AsyncIterator[RunningGateway]:
+async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
     """Serve while the block runs; leaving it takes nothing new and waits `drain_seconds` for what is in flight."""
     state, metrics, history = GatewayState(config.limits), GatewayMetrics(), RequestHistory()
     tracing = tracing_from_environment("prfaas-gateway", {"prfaas.policy": config.policy})
@@ -135,7 +119,7 @@ async def serving(config: GatewayConfig) -> AsyncIterator[RunningGateway]:
 
 
 @asynccontextmanager
-async def _listening(config: GatewayConfig, parts: GatewayParts) -> AsyncIterator[RunningGateway]:
+async def _listening(config: GatewayOptions, parts: GatewayParts) -> AsyncIterator[RunningGateway]:
     """Serve both applications while the block runs."""
     dispatcher = Dispatcher(parts)
     # Cancelling the handler is how a client that leaves aborts its request at once, on the worker too.
@@ -156,7 +140,7 @@ async def _listening(config: GatewayConfig, parts: GatewayParts) -> AsyncIterato
         await control.cleanup()
 
 
-async def _listen(public: web.AppRunner, control: web.AppRunner, config: GatewayConfig) -> None:
+async def _listen(public: web.AppRunner, control: web.AppRunner, config: GatewayOptions) -> None:
     try:
         await public.setup()
         await web.TCPSite(public, config.host, config.port, backlog=1024).start()
@@ -170,7 +154,7 @@ async def _listen(public: web.AppRunner, control: web.AppRunner, config: Gateway
 
 
 @asynccontextmanager
-async def _following(config: GatewayConfig, state: GatewayState) -> AsyncIterator[None]:
+async def _following(config: GatewayOptions, state: GatewayState) -> AsyncIterator[None]:
     """Follow the table in the background while the block runs."""
     if config.routes_file is not None:
         state.set_table(read_file(config.routes_file))  # a file that cannot be read is a mistake on the command line

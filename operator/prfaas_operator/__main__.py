@@ -1,227 +1,33 @@
-"""The operator's process: connect to the hub, follow it, keep every object until SIGTERM."""
+"""The `prfaas-operator` command."""
 
 import asyncio
-import contextlib
 import logging
-import os
-import sys
-from collections.abc import AsyncIterator
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from collections.abc import Sequence
 
-import kopf
-import typer
-
-from prfaas.errors import ConfigError, PrfaasError
-from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
-from prfaas.telemetry.tracing import Tracing, tracing_from_environment
-from prfaas_operator import http, logs, metrics
-from prfaas_operator.clusters.client import ClusterClient, Gate
-from prfaas_operator.clusters.connect import connect_hub, connect_member, hub_session
-from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL
-from prfaas_operator.controller import handlers
-from prfaas_operator.controller.children import Children
-from prfaas_operator.controller.hub import HubView
-from prfaas_operator.controller.loop import Controller
-from prfaas_operator.controller.queue import ReconcileQueue
-from prfaas_operator.election import Election, Ending
-from prfaas_operator.plan.certificates import (
-    DEFAULT_AUTHORITY_HOURS,
-    DEFAULT_CERTIFICATE_HOURS,
-    DEFAULT_SETTLE_SECONDS,
-    CertificateMode,
-    CertificateSettings,
-    settings_of,
-)
-from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
-from prfaas_operator.reconcile.certificates import Certificates
-from prfaas_operator.reconcile.longloop import PolicyBalancer
-from prfaas_operator.reconcile.member import MemberReconciler, SecretGuard, TokenRenewal
-from prfaas_operator.reconcile.members import Connect, Members
-from prfaas_operator.reconcile.policy import PolicyReconciler
-from prfaas_operator.reconcile.pool import PoolReconciler
-from prfaas_operator.reconcile.roles import SharedRoles
+from prfaas.console import begin_logs, read_options, run_program
+from prfaas.errors import PrfaasError
+from prfaas_operator import logs
+from prfaas_operator.options import HELP, OperatorOptions
 
 log = logging.getLogger(__name__)
 
-SYNC_SECONDS: Final = 60.0
-SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the operator; exit 0 after SIGTERM, 1 with a log line for an error of ours, 2 for a wrong flag."""
+    options = read_options(OperatorOptions, "prfaas-operator", HELP, arguments)
+    begin_logs("prfaas-operator", lambda: logs.configure("operator", options.log_format))
 
-class OperatorOptions(NamedTuple):
-    """What the process was started with, beside where it listens."""
+    def serve() -> int:
+        from prfaas_operator import serve as process  # here, so that flags are read where an extra is missing
 
-    namespace: str
-    leader_elect: bool
-    member_token_days: int
-    certificates: CertificateSettings
-
-
-def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo | None:
-    """Give kopf the same hub that our own client uses; called again when the API server refuses the old token."""
-    if os.environ.get("KUBECONFIG"):
-        return kopf.login_with_kubeconfig(settings=settings)
-    host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
-    return kopf.ConnectionInfo(
-        # By address, because a cluster's DNS may be down or missing.
-        server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
-        ca_path=str(SERVICE_ACCOUNT / "ca.crt"),
-        token=(SERVICE_ACCOUNT / "token").read_text().strip(),
-    )
-
-
-class _Operator(NamedTuple):
-    """The parts of a working operator that its process starts and ends."""
-
-    controller: Controller
-    members: Members
-    certificates: Certificates
-
-
-def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tracing: Tracing) -> _Operator:
-    """Put the operator together; all of its state can be lost and is read anew."""
-    view = HubView(hub, ReconcileQueue())
-    members = Members(connect, view.queue)
-    certificates = Certificates(view, members, options.certificates)
-    children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
-    secrets = SecretGuard(view)
-    pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view))
-    policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view))
-    clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))
-    reconciles = {
-        MEMBER_CLUSTER: clusters.reconcile,
-        PREFILL_POOL: pools.reconcile_prefill,
-        DECODE_POOL: pools.reconcile_decode,
-        POLICY: policies.reconcile,
-    }
-    return _Operator(Controller(view, children, reconciles, tracing), members, certificates)
-
-
-@contextlib.asynccontextmanager
-async def running(
-    hub: ClusterClient, connect: Connect, options: OperatorOptions, health: http.Health
-) -> AsyncIterator[_Operator]:
-    """Follow the hub's pods and children, and close every connection in the end."""
-    tracing = tracing_from_environment("prfaas-operator", {"k8s.pod.name": os.environ.get("POD_NAME", "")})
-    operator = assemble(hub, connect, options, tracing)
-    view = operator.controller.hub
-    health.obstacle = view.queue.stuck
-    tasks = [asyncio.create_task(informer.run()) for informer in view.informers]
-    try:
         try:
-            async with asyncio.timeout(SYNC_SECONDS):
-                for informer in view.informers:
-                    await informer.synced.wait()
-        except TimeoutError:
-            raise ConfigError(f"the hub's objects could not be listed in {SYNC_SECONDS:g} s") from None
-        tasks.append(asyncio.create_task(operator.certificates.run()))
-        yield operator
-    finally:
-        health.obstacle = http.no_obstacle
-        tracing.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            asyncio.run(process.serve(options))
+        except (PrfaasError, OSError) as error:
+            log.error("%s", error)
+            return 1
+        return 0
 
-
-async def lead(options: OperatorOptions, gate: Gate, health: http.Health, ending: Ending, term: asyncio.Event) -> None:
-    """Reconcile until `term` is set."""
-    hub = connect_hub(options.namespace, gate)
-    try:
-        is_served = partial(hub.check_served, (MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY))
-        await is_served()  # at once, with a message that says which kind is missing or may not be read
-        again = True
-        while again and not term.is_set():
-            async with running(hub, partial(connect_member, gate=gate), options, health) as operator:
-                operate = partial(_operate, operator, options.namespace, health, ending)
-                again = await handlers.follow(operate, term)
-            if again:
-                await handlers.until_served(is_served, term)
-    finally:
-        await hub.close()
-
-
-async def _operate(
-    operator: _Operator, namespace: str, health: http.Health, ending: Ending, stop: asyncio.Event
-) -> None:
-    """Have kopf follow our kinds until `stop` is set."""
-    registry = handlers.register(operator.controller, operator.members.close)
-    kopf.on.login(registry=registry)(login)
-    others = asyncio.all_tasks()
-    tasks = await kopf.spawn_tasks(
-        registry=registry,
-        settings=handlers.settings(),
-        standalone=True,
-        namespaces=[namespace],
-        stop_flag=stop,
-        ready_flag=health.ready,
-    )
-    # kopf has put its own handlers there, which lose a signal that comes while it is ending already.
-    ending.listen()
-    await kopf.run_tasks(tasks, ignored=others)
-
-
-async def serve(options: OperatorOptions, endpoints: http.Endpoints) -> None:
-    """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
-    health, ending = http.Health(), Ending()
-    ending.listen()
-    async with http.serving(endpoints, health):
-        if not options.leader_elect:
-            metrics.LEADER.set(1)
-            await lead(options, Gate(lambda: True, metrics.count_request), health, ending, ending.term)
-            return
-        # A Lease waits behind no other call: it has connections of its own.
-        async with hub_session() as session:
-            election = Election(session, options.namespace, health.ready)
-            gate = Gate(election.may_write, metrics.count_request)
-            await election.run(partial(lead, options, gate, health, ending), ending)
-
-
-def run(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
-    namespace: Annotated[str, typer.Option(help="Namespace of the hub to work in.")],
-    host: Annotated[str, typer.Option(help="Address to serve health and metrics on.")] = "127.0.0.1",
-    metrics_port: Annotated[int, typer.Option(min=1, max=65535)] = OPERATOR_METRICS_PORT,
-    health_port: Annotated[int, typer.Option(min=1, max=65535)] = OPERATOR_HEALTH_PORT,
-    leader_elect: Annotated[
-        bool, typer.Option(help="Work only while this replica holds the Lease prfaas-operator.")
-    ] = False,
-    member_token_days: Annotated[
-        int, typer.Option(min=1, max=3650, help="Days that tokens for member clusters are asked for.")
-    ] = DEFAULT_TOKEN_DAYS,
-    log_format: Annotated[logs.LogFormat, typer.Option(help="How log lines are written.")] = logs.LogFormat.TEXT,
-    certificates: Annotated[
-        CertificateMode, typer.Option(help="Who issues the clusters' certificates.")
-    ] = CertificateMode.OPERATOR,
-    certificate_issuer: Annotated[
-        str, typer.Option(help="With --certificates Issuer: cert-manager's KIND.GROUP/NAME.")
-    ] = "",
-    certificate_hours: Annotated[
-        float, typer.Option(min=0.001, help="Life of a certificate; it is renewed when two thirds are over.")
-    ] = DEFAULT_CERTIFICATE_HOURS,
-    authority_hours: Annotated[
-        float, typer.Option(min=0.001, help="Life of the authority that signs them; likewise replaced.")
-    ] = DEFAULT_AUTHORITY_HOURS,
-    certificate_settle_seconds: Annotated[
-        float, typer.Option(min=1, help="Longest time until every pod has read a Secret that was written.")
-    ] = DEFAULT_SETTLE_SECONDS,
-) -> None:
-    """Reconcile the prfaas resources of one namespace. Example: prfaas-operator --namespace prfaas."""
-    try:
-        logs.configure(log_format)
-        terms = (certificate_hours, authority_hours, certificate_settle_seconds)
-        options = OperatorOptions(
-            namespace, leader_elect, member_token_days, settings_of(certificates, certificate_issuer, *terms)
-        )
-        asyncio.run(serve(options, http.Endpoints(host, metrics_port, health_port)))
-    except (PrfaasError, OSError) as error:
-        log.error("%s", error)
-        sys.exit(1)
-
-
-def main() -> None:
-    """Run the `prfaas-operator` command."""
-    typer.run(run)
+    run_program("prfaas-operator", serve, extra="operator")
 
 
 if __name__ == "__main__":

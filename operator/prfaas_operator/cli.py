@@ -13,6 +13,7 @@ from rich.text import Text
 
 from prfaas.api import MemberCluster
 from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
+from prfaas.console import TableOrJson, new_app
 from prfaas_operator import join as work
 from prfaas_operator.check import check, is_well
 from prfaas_operator.clusters.connect import KubeContext
@@ -21,7 +22,7 @@ from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
 from prfaas_operator.plan.reading import read
 from prfaas_operator.render.account import Registration
 
-app = typer.Typer(help="Register member clusters in the hub.", no_args_is_help=True, rich_markup_mode=None)
+app = new_app(help="Register member clusters in the hub.", no_args_is_help=True)
 
 
 class Addressing(StrEnum):
@@ -29,13 +30,6 @@ class Addressing(StrEnum):
 
     POD_IP = "PodIP"
     HOST_IP = "HostIP"
-
-
-class OutputForm(StrEnum):
-    """How results are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the member cluster; the hub's if not given.")]
@@ -50,7 +44,6 @@ TokenDays = Annotated[
     ),
 ]
 WaitSeconds = Annotated[float, typer.Option(min=0, help="How long to wait for the operator.")]
-OutputFormat = Annotated[OutputForm, typer.Option("--output", "-o", help="How to print the result.")]
 
 
 @app.command("join")
@@ -72,7 +65,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     region: Annotated[str, typer.Option(help="Free text.")] = "",
     token_days: TokenDays = DEFAULT_TOKEN_DAYS,
     wait_seconds: WaitSeconds = 30,
-    output: OutputFormat = OutputForm.TABLE,
+    output: TableOrJson = "table",
 ) -> None:
     """Register a member cluster. Example: prfaas cluster join prefill-eu --context eu --link-mbps 1000."""
     if context is None and kubeconfig is None:
@@ -84,7 +77,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     hub = KubeContext(hub_kubeconfig, hub_context, namespace)
     live = asyncio.run(work.join(hub, target, registration, server, token_days, wait_seconds))
     cluster = read(MemberCluster, live)
-    if output is OutputForm.JSON:
+    if output == "json":
         typer.echo(json.dumps(_facts(cluster, ())))
     else:
         status = cluster.status
@@ -97,13 +90,13 @@ def list_members(
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    output: OutputFormat = OutputForm.TABLE,
+    output: TableOrJson = "table",
 ) -> None:
     """List member clusters and the pools that run in them. Example: prfaas cluster list -o json."""
     rows = [
         _facts(*member) for member in asyncio.run(work.members(KubeContext(hub_kubeconfig, hub_context, namespace)))
     ]
-    if output is OutputForm.JSON:
+    if output == "json":
         typer.echo(json.dumps(rows))
         return
     table = Table("NAME", "READY", "REACHABLE", "VERSION", "LINK MBIT/S", "POOLS", "WHY", box=None)
@@ -143,12 +136,12 @@ def check_members(
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    output: OutputFormat = OutputForm.TABLE,
+    output: TableOrJson = "table",
 ) -> None:
     """Tell whether members can be used, question by question; exit code 1 if not. Example: prfaas cluster check eu."""
     reports = asyncio.run(check(KubeContext(hub_kubeconfig, hub_context, namespace), name))
     well = all(is_well(report.findings) for report in reports)
-    if output is OutputForm.JSON:
+    if output == "json":
         found = {report.cluster: [finding._asdict() for finding in report.findings] for report in reports}
         typer.echo(json.dumps({"well": well, "clusters": found}))
     else:

@@ -11,8 +11,8 @@ from rich.live import Live
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
 from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
+from prfaas.console import TableOrJson, new_app
 from prfaas.errors import PeerError
-from prfaas_operator.cli import OutputForm
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, open_context
@@ -21,7 +21,7 @@ from prfaas_operator.status_view import NamespaceObjects, Overview, drawn, lines
 
 WATCH_SECONDS: Final = 1.0
 
-app = typer.Typer(help="Show what runs where, and what is wrong.", invoke_without_command=True, rich_markup_mode=None)
+app = new_app()
 
 
 async def look(hub: ClusterClient) -> Overview:
@@ -34,17 +34,18 @@ async def look(hub: ClusterClient) -> Overview:
     return overview(seen, hub.now())
 
 
-@app.callback()
+@app.command()
 def status(
     context: HubContext = None,
     kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C, showing what changes.")] = False,
-    output: Annotated[
-        OutputForm, typer.Option("--output", "-o", help="table, or json (with --watch one line a change).")
-    ] = OutputForm.TABLE,
+    output: TableOrJson = "table",
 ) -> None:
-    """Show both clusters, pools, link, threshold and what is wrong. Example: prfaas status --watch."""
+    """Show both clusters, pools, link, threshold and what is wrong. Example: prfaas status --watch.
+
+    With --watch and -o json every change is one line.
+    """
     target = KubeContext(kubeconfig, context, namespace)
     console = Console()
     try:
@@ -54,14 +55,14 @@ def status(
             raise
 
 
-async def _once(target: KubeContext, console: Console, output: OutputForm) -> None:
+async def _once(target: KubeContext, console: Console, output: str) -> None:
     async with open_context(target) as there:
         view = await look(there.cluster)
     _show(view, console, output)
 
 
-def _show(view: Overview, console: Console, output: OutputForm) -> None:
-    if output is OutputForm.JSON:
+def _show(view: Overview, console: Console, output: str) -> None:
+    if output == "json":
         typer.echo(json.dumps(view.to_dict()))
     elif console.is_terminal:
         console.print(drawn(view, _title(view)))
@@ -73,10 +74,10 @@ def _title(view: Overview) -> str:
     return f"prfaas in namespace {view.namespace}, {datetime.now():%H:%M:%S}"
 
 
-async def _follow(target: KubeContext, console: Console, output: OutputForm) -> None:
+async def _follow(target: KubeContext, console: Console, output: str) -> None:
     """Show the present state again and again; an API server that does not answer is said, and waited for."""
     async with open_context(target) as there:
-        if output is OutputForm.JSON or not console.is_terminal:
+        if output == "json" or not console.is_terminal:
             await _follow_changes(there.cluster, console, output)
             return
         view = await look(there.cluster)
@@ -90,7 +91,7 @@ async def _follow(target: KubeContext, console: Console, output: OutputForm) -> 
                 await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _follow_changes(hub: ClusterClient, console: Console, output: OutputForm) -> None:
+async def _follow_changes(hub: ClusterClient, console: Console, output: str) -> None:
     known: Overview | None = None
     while True:
         view = await look(hub)

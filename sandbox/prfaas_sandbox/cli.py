@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from contextlib import AsyncExitStack
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, PeerError
 from prfaas_sandbox.api import connect
 from prfaas_sandbox.credentials import read_kubeconfig
@@ -27,23 +27,13 @@ from prfaas_sandbox.tools import ensure_tools
 DOWN_TIMEOUT_SECONDS = 15.0
 POLL_SECONDS = 0.1
 
-app = typer.Typer(
+app = new_app(
     help="Two real Kubernetes control planes with process nodes and a shaped link. Example: prfaas sandbox up",
     no_args_is_help=True,
 )
 
 StateOption = Annotated[Path, typer.Option("--state", help="Folder of the sandbox's sockets, kubeconfigs and logs.")]
 DEFAULT_STATE = Path(".prfaas/sandbox")
-
-
-class OutputFormat(StrEnum):
-    """Formats of what a command prints."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="Format of the output.")]
 
 
 @app.command()
@@ -112,11 +102,11 @@ def down(state: StateOption = DEFAULT_STATE) -> None:
 
 
 @app.command()
-def status(state: StateOption = DEFAULT_STATE, output: OutputOption = OutputFormat.TEXT) -> None:
+def status(state: StateOption = DEFAULT_STATE, output: TextOrJson = "text") -> None:
     """Show what runs and where; exit code 1 when nothing does. Example: prfaas sandbox status -o json."""
     description = _describe(StateFolder(state.absolute()))
     found = asyncio.run(_inspect(StateFolder(state.absolute()), description))
-    if output is OutputFormat.JSON:
+    if output == "json":
         typer.echo(json.dumps(found, indent=2, default=str))
         return
     _show(description, found["link_mbps"])

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
 from prfaas.api import PrfaaSPolicy
-from prfaas_operator import __main__ as operator
-from prfaas_operator.logs import LogFormat
+from prfaas.console import read_options
+from prfaas_operator.options import OperatorOptions
 from prfaas_operator.render import gateway
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +71,7 @@ def test_operator_can_gain_and_write_nothing(hub):
 
 def test_operator_is_started_by_flags_that_it_knows(hub):
     assert container(hub)["command"] == ["prfaas-operator"]
-    command = typer.main.get_command(_app())
-    context = command.make_context("prfaas-operator", list(container(hub)["args"]))
+    options = read_options(OperatorOptions, "prfaas-operator", "", list(container(hub)["args"]))
     chosen = {
         "namespace": "$(POD_NAMESPACE)",
         "host": "$(POD_IP)",
@@ -81,15 +79,9 @@ def test_operator_is_started_by_flags_that_it_knows(hub):
         "health_port": 8081,
         "leader_elect": True,
         "member_token_days": 30,
-        "log_format": LogFormat.TEXT,
+        "log_format": "text",
     }
-    assert chosen.items() <= context.params.items()
-
-
-def _app() -> typer.Typer:
-    app = typer.Typer()
-    app.command()(operator.run)
-    return app
+    assert chosen.items() <= options._asdict().items()
 
 
 def test_every_variable_of_the_arguments_is_set(hub):

@@ -1,25 +1,21 @@
 """`prfaas-worker`: read the flags and serve."""
 
-import sys
-
-from prfaas.errors import ConfigError
-from prfaas_worker.front.server import run
-from prfaas_worker.logs import configure_logs
+from prfaas.console import begin_logs, run_program
+from prfaas.telemetry.logs import configure_logs
 from prfaas_worker.options import parse
 
 
 def main() -> None:
     """Run one worker until it is told to stop."""
     options = parse()
-    try:
-        configure_logs(options, "front")
-        code = run(options)
-    except ConfigError as error:
-        sys.stderr.write(f"prfaas-worker: {error}\n")
-        code = 2
-    except KeyboardInterrupt:  # a second Ctrl-C: somebody does not want to wait for the requests that still run
-        code = 130
-    sys.exit(code)
+    begin_logs("prfaas-worker", lambda: configure_logs(f"{options.place} front", options.log_format))
+
+    def serve() -> int:
+        from prfaas_worker.front.server import run  # here, so that flags are read where an extra is missing
+
+        return run(options)
+
+    run_program("prfaas-worker", serve, extra="worker", config_code=2)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from prfaas.console import TableOrJson
 from prfaas.errors import ConfigError
 
 SHARED = {"report"}  # what benchmarks have in common is none itself
@@ -15,7 +16,7 @@ SHARED = {"report"}  # what benchmarks have in common is none itself
 def bench(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Which; without it they are listed.", show_default=False)] = None,
-    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+    output: TableOrJson = "table",
 ) -> None:
     """Measure a part against its rival in the same run. Example: prfaas bench gateway -o json.
 
@@ -33,8 +34,6 @@ def bench(
         return
     if name not in names:
         raise ConfigError(f"no benchmark is called {name!r}; there are: {', '.join(names)}")
-    if output not in ("table", "json"):
-        raise ConfigError(f"--output is {output!r}; it can be table or json")
     command = [sys.executable, "-m", f"benchmarks.{name}", "-o", output, *context.args]
     raise typer.Exit(subprocess.run(command, cwd=root, check=False).returncode)
 

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
+from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, IdentityError
 
 AUTHORITY: Final = "ca.crt"
@@ -20,7 +21,7 @@ AUTHORITY_KEY: Final = "ca.key"
 CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
 
-app = typer.Typer(
+app = new_app(
     help="Make certificates that say which cluster an instance is of. Example: prfaas certs init --out ca",
     no_args_is_help=True,
 )
@@ -77,14 +78,12 @@ def issue(
 @app.command()
 def show(
     directory: Annotated[Path, typer.Argument(help="Directory with tls.crt, tls.key and ca.crt.")],
-    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
+    output: TextOrJson = "text",
 ) -> None:
     """Tell whose certificate it is and until when; exit code 1 if peers would refuse it.
 
     Example: prfaas certs show prefill-eu -o json.
     """
-    if output not in ("text", "json"):
-        raise ConfigError(f"--output is {output!r}; it can be text or json")
     shown = _judge(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
     if output == "json":
         typer.echo(msgspec.json.encode(shown))

@@ -6,20 +6,19 @@ import msgspec
 import typer
 from rich.console import Console
 
-from prfaas.cli.plots import draw_runs
+from prfaas.cli.plots import check_plot, draw_runs
 from prfaas.cli.simulate import (
     WIDTH,
     File,
     Load,
-    Output,
     Plot,
     Rate,
     Trace,
-    check_output,
     echo_json,
     table,
     with_progress,
 )
+from prfaas.console import TableOrJson
 from prfaas.errors import ConfigError
 from prfaas.simulate.outcome import Result
 from prfaas.simulate.scenario import POLICIES, PolicyName
@@ -31,11 +30,11 @@ def compare(
     trace: Trace = None,
     rate: Rate = None,
     within_slo: Annotated[bool, typer.Option(help="Also find the rate at which P90 keeps slo.ttftMillis.")] = False,
-    output: Output = "table",
+    output: TableOrJson = "table",
     plot: Plot = None,
 ) -> None:
     """Serve a load under every policy. Example: prfaas compare -f examples/simulate.yaml."""
-    check_output(output, plot)
+    check_plot(plot)
     loaded = Load(file, trace, rate)
     slo_millis = loaded.file.slo.ttft_millis
     if within_slo and slo_millis is None:

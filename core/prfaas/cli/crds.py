@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from prfaas.api import crd
+from prfaas.console import new_app
 from prfaas.errors import ConfigError
 
 # The chart carries its own copy, because Helm packages nothing from outside a chart's folder.
 DIRECTORIES = (Path("crds"), Path("charts/prfaas/files/crds"))
 
-app = typer.Typer(help="Generate the CustomResourceDefinitions. Example: prfaas crds write", no_args_is_help=True)
+app = new_app(help="Generate the CustomResourceDefinitions. Example: prfaas crds write", no_args_is_help=True)
 
 Directories = Annotated[
     list[Path] | None,

@@ -20,7 +20,8 @@ from prfaas.capacity.comparison import Comparison, Figures, compare
 from prfaas.capacity.equalcost import Bought, EqualCost
 from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas.cli.plots import check_plot, draw_plan
-from prfaas.errors import ConfigError
+from prfaas.console import TableOrJson
+from prfaas.errors import ConfigError, install_extra
 from prfaas.simulate import traces
 
 TITLES = {
@@ -52,7 +53,7 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="The system; see docs/capacity.md.", show_default=False)
     ] = None,
-    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+    output: TableOrJson = "table",
     plot: Annotated[Path | None, typer.Option(help="Also draw it, as PNG or HTML.", show_default=False)] = None,
     from_cluster: Annotated[
         bool, typer.Option("--from-cluster", help="Plan what a running installation measures, in place of a file.")
@@ -65,8 +66,6 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     namespace: HubNamespace = "prfaas",
 ) -> None:
     """Find the best threshold and split into prefill and decode. Example: prfaas plan -f examples/paper.yaml."""
-    if output not in ("table", "json"):
-        raise ConfigError(f"--output is {output!r}; it can be table or json")
     if (file is None) != from_cluster:
         raise ConfigError("give either --file with a system, or --from-cluster for what is installed")
     check_plot(plot)
@@ -88,7 +87,7 @@ def _installed(kubeconfig: Path | None, context: str | None, namespace: str, pol
     try:
         source = next(iter(entry_points(group=PLAN_SOURCES, name="cluster"))).load()
     except (StopIteration, ImportError) as error:
-        raise ConfigError("--from-cluster needs the operator's part: pip install 'prfaas[operator]'") from error
+        raise ConfigError(f"--from-cluster needs the operator's part; {install_extra('operator')}") from error
     return source(kubeconfig, context, namespace, policy)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prfaas.capacity.comparison import Comparison
-from prfaas.errors import ConfigError
+from prfaas.errors import ConfigError, install_extra
 from prfaas.simulate.outcome import Result
 from prfaas.simulate.scenario import PolicyName
 
@@ -74,7 +74,7 @@ def _figure(rows: int, height: float) -> "tuple[Figure, Any]":
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; run: pip install 'prfaas[dev]'") from error
+        raise ConfigError(f"--plot needs matplotlib; {install_extra('plot')}") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 

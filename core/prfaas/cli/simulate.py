@@ -18,6 +18,7 @@ from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.workload import Workload
 from prfaas.cli.plan import load
 from prfaas.cli.plots import check_plot, draw_runs
+from prfaas.console import TableOrJson
 from prfaas.errors import ConfigError
 from prfaas.simulate import setup as setups
 from prfaas.simulate import traces
@@ -25,14 +26,13 @@ from prfaas.simulate.arrivals import at_rate, poisson, sharing
 from prfaas.simulate.outcome import Result, Tally
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.run import simulate as serve
-from prfaas.simulate.scenario import POLICIES, PolicyName
+from prfaas.simulate.scenario import PolicyName
 from prfaas.simulate.setup import Setup
 
 WIDTH = 110
 File = Annotated[Path, typer.Option("--file", "-f", help="The system, with a simulation section.", show_default=False)]
 Trace = Annotated[Path | None, typer.Option(help="Serve this trace instead of random prompts.", show_default=False)]
 Rate = Annotated[float | None, typer.Option(help="Requests a second, for the file's own rate.", show_default=False)]
-Output = Annotated[str, typer.Option("--output", "-o", help="table or json.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw what happened, as PNG or HTML.", show_default=False)]
 TIMES = (("ttft_seconds", "TTFT"), ("ttft_offloaded_seconds", "offloaded"), ("ttft_local_seconds", "local"))
 # Key, what it is called, and its digits.
@@ -119,20 +119,6 @@ def _planned_for(file: PlanFile, trace: list[Arrival]) -> PlanFile:
     )
 
 
-def policy_named(name: str) -> PolicyName:
-    """Return the policy of this name; raises ConfigError when there is none."""
-    if name not in POLICIES:
-        raise ConfigError(f"--policy is {name!r}; it can be {', '.join(POLICIES)}")
-    return name
-
-
-def check_output(output: str, plot: Path | None) -> None:
-    """Refuse what cannot be written, before minutes of simulation."""
-    if output not in ("table", "json"):
-        raise ConfigError(f"--output is {output!r}; it can be table or json")
-    check_plot(plot)
-
-
 def with_progress(loaded: Load, policy: PolicyName, rate_per_second: float) -> Result:
     """Serve everything, with a bar where somebody watches."""
     if not sys.stderr.isatty():
@@ -145,23 +131,22 @@ def with_progress(loaded: Load, policy: PolicyName, rate_per_second: float) -> R
 def simulate(
     file: File,
     trace: Trace = None,
-    policy: Annotated[str, typer.Option(help=", ".join(POLICIES))] = "threshold",
+    policy: Annotated[PolicyName, typer.Option(help="How requests are routed.")] = "threshold",
     rate: Rate = None,
-    output: Output = "table",
+    output: TableOrJson = "table",
     plot: Plot = None,
 ) -> None:
     """Serve a load in virtual time. Example: prfaas simulate -f examples/simulate.yaml --policy static."""
-    check_output(output, plot)
-    chosen = policy_named(policy)
+    check_plot(plot)
     loaded = Load(file, trace, rate)
-    result = with_progress(loaded, chosen, loaded.rate_per_second)
+    result = with_progress(loaded, policy, loaded.rate_per_second)
     if plot is not None:
-        draw_runs(plot, {chosen: result})
+        draw_runs(plot, {policy: result})
     if output == "json":
-        echo_json({"policy": chosen, "arrivals_per_second": loaded.rate_per_second, **msgspec.to_builtins(result)})
+        echo_json({"policy": policy, "arrivals_per_second": loaded.rate_per_second, **msgspec.to_builtins(result)})
     else:
         console = Console(width=WIDTH, highlight=False)
-        console.print(table({chosen: result}, loaded))
+        console.print(table({policy: result}, loaded))
 
 
 def echo_json(document: object) -> None:

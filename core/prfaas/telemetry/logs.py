@@ -1,8 +1,9 @@
-"""One form of log lines for gateway and workers: time, level and place, then words, then key=value pairs.
+"""One form of log lines for every process: time, level and place, then words, then key=value pairs.
 
     2026-11-02 10:00:00,000 INFO hub/decode/d-1 decode engine: transfer received request_id=r1 bytes=9731072 ...
 
 The pairs are logfmt, which log collectors split without a rule of ours: a value that is no plain word is a JSON string.
+In JSON the same stands in `time`, `level`, `place`, `logger` and `message`, one object a line.
 No secret has a place in a line: grants, tokens and keys are never values.
 """
 
@@ -11,14 +12,17 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Final, Literal
 
 from prfaas.errors import ConfigError
 
+LogFormat = Literal["text", "json"]
+FORMAT_VARIABLE: Final = "PRFAAS_LOG_FORMAT"
 LEVEL_VARIABLE: Final = "PRFAAS_LOG_LEVEL"
 LEVELS: Final[Mapping[str, int]] = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING}
-OURS: Final = ("prfaas", "prfaas_gateway", "prfaas_worker")
+OURS: Final = ("prfaas", "prfaas_gateway", "prfaas_operator", "prfaas_scheduler", "prfaas_worker")
 """Packages whose lines the level is about: nobody wants to see what libraries say while they search for an error."""
 MAX_VALUE_CHARACTERS: Final = 500
 
@@ -26,25 +30,76 @@ MAX_VALUE_CHARACTERS: Final = 500
 _PLAIN: Final = re.compile(r"[!#-<>-\[\]-~]+")
 
 Value = str | int | float | None
+KeysOf = Callable[[logging.LogRecord], Mapping[str, str]]
 
 
-def configure_logs(place: str) -> None:
+def no_keys(_record: logging.LogRecord) -> Mapping[str, str]:
+    """Return the keys that are added to a line: none."""
+    return {}
+
+
+def configure_logs(place: str, log_format: LogFormat = "text", keys_of: KeysOf = no_keys) -> logging.Handler:
     """Log to standard error, from INFO up, or from what the environment variable PRFAAS_LOG_LEVEL says.
 
+    Args:
+        place: what the process is, in every line.
+        log_format: how lines are written.
+        keys_of: what else a record is about, added to its line.
+
+    Returns:
+        The one handler, for filters.
+
     Raises:
-        ConfigError: it says something else than a level.
+        ConfigError: PRFAAS_LOG_LEVEL is no level.
 
     """
     wanted = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
     if wanted not in LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE} is {wanted!r}: set it to {', '.join(LEVELS)}, or not at all")
-    place = place.replace("%", "%%")
-    form = f"%(asctime)s %(levelname)s {place}: %(message)s"
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
-    # Nobody prints these either.
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter((JsonFormatter if log_format == "json" else TextFormatter)(place, keys_of))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # Nobody prints these.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     for name in OURS:
         logging.getLogger(name).setLevel(LEVELS[wanted])
+    return handler
+
+
+class TextFormatter(logging.Formatter):
+    """Writes time, level, place, words and keys."""
+
+    def __init__(self, place: str, keys_of: KeysOf = no_keys):
+        super().__init__(f"%(asctime)s %(levelname)s {place.replace('%', '%%')}: %(message)s")
+        self._keys_of = keys_of
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
+        """Return the line without a traceback."""
+        words, keys = super().formatMessage(record), self._keys_of(record)
+        return line(words, **keys) if keys else words
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes one JSON object a line, with a traceback in `exception` where there is one."""
+
+    def __init__(self, place: str, keys_of: KeysOf = no_keys):
+        super().__init__()
+        self._place = place
+        self._keys_of = keys_of
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "place": self._place,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._keys_of(record),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
 
 
 def tell(log: logging.Logger, text: str) -> None:

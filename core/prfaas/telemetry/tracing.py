@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Literal, Self
 
+from prfaas.errors import install_extra
 from prfaas.wire.trace import TraceContext
 
 log = logging.getLogger(__name__)
@@ -83,5 +84,5 @@ def tracing_from_environment(service: str, attributes: Mapping[str, str]) -> Tra
 
         return OtlpTracing(service, {name: value for name, value in attributes.items() if value})
     except Exception as error:  # whatever is wrong with it, requests are served
-        log.warning("no traces: %r; install prfaas[otel], or unset %s", error, " and ".join(ENDPOINTS))
+        log.warning("no traces: %r; %s, or unset %s", error, install_extra("otel"), " and ".join(ENDPOINTS))
         return OFF

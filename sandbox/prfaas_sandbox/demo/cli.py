@@ -8,10 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-app = typer.Typer(rich_markup_mode=None)
+from prfaas.console import new_app
+from prfaas.errors import ConfigError
+
+app = new_app()
 
 
-@app.callback(invoke_without_command=True)
+@app.command()
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave everything running afterwards, until Ctrl-C.")] = False,
     state: Annotated[
@@ -26,7 +29,10 @@ def demo(
 
     console = Console(soft_wrap=not sys.stdout.isatty())  # a log keeps its lines whole
     results = DemoResults()
-    state.mkdir(parents=True, exist_ok=True)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--state {state} cannot be made: {error.strerror}; name another folder") from error
     try:
         asyncio.run(run(DemoDisplay(results, console), state=state, keep=keep))
     except KeyboardInterrupt:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, PeerError, PrfaasError
-from prfaas_sandbox.cli import OutputFormat, OutputOption
 from prfaas_sandbox.demo.install import ExampleInstallation, repository_root
 from prfaas_sandbox.kind import clusters
 from prfaas_sandbox.kind.docker import daemon_answers, inspect
@@ -21,9 +21,7 @@ from prfaas_sandbox.progress import console, progress
 DEFAULT_LINK_MBPS = 100.0
 STATE = Path(".prfaas/kind")
 
-app = typer.Typer(
-    help="Two kind clusters in Docker, prfaas in containers. Example: prfaas kind up", no_args_is_help=True
-)
+app = new_app(help="Two kind clusters in Docker, prfaas in containers. Example: prfaas kind up", no_args_is_help=True)
 
 LinkOption = Annotated[float, typer.Option("--link-mbps", help="Rate of the link, each way.")]
 
@@ -79,11 +77,11 @@ def link(mbps: Annotated[float, typer.Argument(help="New rate in Mbit/s, each wa
 
 @app.command("status")
 def status(
-    output: OutputOption = OutputFormat.TEXT,
+    output: TextOrJson = "text",
 ) -> None:
     """Show what runs and where; exit code 1 when nothing does. Example: prfaas kind status -o json."""
     found = asyncio.run(_status())
-    if output is OutputFormat.JSON:
+    if output == "json":
         typer.echo(json.dumps(found, indent=2))
         return
     for cluster in found["clusters"]:

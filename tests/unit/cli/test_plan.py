@@ -139,5 +139,5 @@ def test_a_running_installation_is_planned_like_a_file(monkeypatch, paper):
 
 def test_without_the_operators_part_no_cluster_is_planned(monkeypatch):
     monkeypatch.setattr("prfaas.cli.plan.entry_points", lambda **_: [])
-    with pytest.raises(ConfigError, match=r"pip install 'prfaas\[operator\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[operator\]'"):
         run("--from-cluster")

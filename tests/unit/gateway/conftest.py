@@ -16,7 +16,8 @@ from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.server import GatewayConfig, RunningGateway, serving
+from prfaas_gateway.options import GatewayOptions
+from prfaas_gateway.server import RunningGateway, serving
 
 Reply = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 QUICK = Limits(connect_seconds=5, eject_seconds=0.1, eject_max_seconds=0.4, linger_seconds=0.05, idle_seconds=5)
@@ -120,10 +121,14 @@ class World:
             await self.workers[name].start()
             self.stack.push_async_callback(self.workers[name].stop)
         self.write_table(**table)
-        config = GatewayConfig(
-            "127.0.0.1", 0, routes_file=self.routes_file, control_socket=self.control_socket, limits=limits
+        config = GatewayOptions(
+            "127.0.0.1",
+            0,
+            routes_file=self.routes_file,
+            control_socket=self.control_socket,
+            keys_dir=keys_dir,
+            limits=limits,
         )
-        config = config._replace(keys_dir=keys_dir)
         self.client = await self.stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         self.running = await self.stack.enter_async_context(serving(config._replace(drain_seconds=2)))
 

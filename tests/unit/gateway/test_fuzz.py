@@ -23,7 +23,8 @@ from prfaas.names import HUB
 from prfaas.wire import headers, openapi
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.server import GatewayConfig, serving
+from prfaas_gateway.options import GatewayOptions
+from prfaas_gateway.server import serving
 
 GOOD = b'{"model":"m","prompt":"x"}'
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -57,7 +58,7 @@ def port(tmp_path_factory) -> Iterator[int]:
         routes = folder / "routes.json"
         routes.write_bytes(encode(_table(f"http://127.0.0.1:{worker.addresses[0][1]}")))
         async with serving(
-            GatewayConfig("127.0.0.1", 0, routes_file=routes, limits=LIMITS, drain_seconds=1)
+            GatewayOptions("127.0.0.1", 0, routes_file=routes, limits=LIMITS, drain_seconds=1)
         ) as running:
             found.append(running.port)
             ready.set()

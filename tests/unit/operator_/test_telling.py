@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prfaas.kube.session import ObjectKind
+from prfaas.telemetry.logs import JsonFormatter, TextFormatter
 from prfaas_operator import logs, metrics
 from prfaas_operator.clusters.kinds import DECODE_POOL, Object
 from prfaas_operator.controller import events
@@ -81,18 +82,19 @@ def about_a_pool() -> None:
 
 
 def test_a_json_line_names_its_object_and_a_text_line_too(about_a_pool):
-    fields = json.loads(line_of(logs.JsonFormatter()))
+    fields = json.loads(line_of(JsonFormatter("operator", logs.keys_of)))
     assert {key: fields[key] for key in ("level", "message", *logs.KEYS)} == {
         "level": "warning", "message": "it broke", "kind": "DecodePool", "namespace": "ns", "name": "d",
         "cluster": "hub", "uid": "u",
     }  # fmt: skip
-    assert line_of(logs.TextFormatter()).endswith("it broke kind=DecodePool namespace=ns name=d cluster=hub uid=u")
+    text = line_of(TextFormatter("operator", logs.keys_of))
+    assert text.endswith("it broke kind=DecodePool namespace=ns name=d cluster=hub uid=u")
 
 
 def test_a_line_of_kopf_names_the_object_that_kopf_attached():
     reference = {"apiVersion": "x", "kind": "PrefillPool", "name": "p", "namespace": "ns", "uid": "v"}
     token = logs.OBJECT.set(None)
-    fields = json.loads(line_of(logs.JsonFormatter(), k8s_ref=reference))
+    fields = json.loads(line_of(JsonFormatter("operator", logs.keys_of), k8s_ref=reference))
     logs.OBJECT.reset(token)
     assert (fields["kind"], fields["name"], fields["uid"]) == ("PrefillPool", "p", "v")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import ConfigError
-from prfaas.telemetry.logs import MAX_VALUE_CHARACTERS, configure_logs, line
+from prfaas.telemetry.logs import MAX_VALUE_CHARACTERS, OURS, configure_logs, line
 
 
 def parsed(text: str) -> tuple[str, dict[str, str]]:
@@ -56,7 +56,7 @@ def test_the_level_is_that_of_the_environment_for_our_own_lines(monkeypatch, wan
         configure_logs("100%s here")
         assert ours.level == level
     finally:
-        for name in ("prfaas", "prfaas_gateway", "prfaas_worker"):
+        for name in OURS:
             logging.getLogger(name).setLevel(before)
 
 

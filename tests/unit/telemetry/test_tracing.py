@@ -78,7 +78,7 @@ def test_a_missing_or_broken_library_is_a_warning_and_no_more(monkeypatch, caplo
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setitem(sys.modules, "prfaas.telemetry.otlp", None)
     assert tracing_from_environment("x", {}) is OFF
-    assert "install prfaas[otel]" in caplog.text
+    assert "pip install '.[otel]'" in caplog.text
 
 
 def test_a_span_continues_the_callers_trace_and_the_next_ones_continue_it():

@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 from prfaas.errors import ConfigError
+from prfaas.telemetry.logs import configure_logs
 from prfaas.wire.engine import Ready, StartFailed, encode_batch
-from prfaas_worker.logs import configure_logs
 from prfaas_worker.options import Options
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -29,7 +29,7 @@ def main() -> None:
     front = socket.socket(fileno=int(sys.argv[1]))
     _end_with_front(front)
     options = msgspec.json.decode(sys.argv[2], type=Options)
-    configure_logs(options, "engine")
+    configure_logs(f"{options.place} engine", options.log_format)
     _run(options, front)
 
 

@@ -1,0 +1,217 @@
+"""The frame of every command: flags from a struct, `--version`, mistakes on one line, and what a missing extra says.
+
+The flags of a deployable are the fields of one struct. Each field is annotated with its typer option, so that what a
+process was started with is defined once, may cross a process boundary, and is what the code gets.
+"""
+
+import inspect
+import ipaddress
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import typer
+from typer.exceptions import TyperException
+
+from prfaas.errors import ConfigError, PrfaasError, install_extra
+from prfaas.telemetry.logs import FORMAT_VARIABLE, LogFormat
+
+T = TypeVar("T")
+
+EXTRAS: Final = {
+    "prfaas_operator": "operator",
+    "prfaas_gateway": "gateway",
+    "prfaas_scheduler": "scheduler",
+    "prfaas_worker": "worker",
+}
+"""Which extra installs what a package imports."""
+
+LogFormatOption = Annotated[LogFormat, typer.Option(envvar=FORMAT_VARIABLE, help="How log lines are written.")]
+TableOrJson = Annotated[Literal["table", "json"], typer.Option("--output", "-o", help="How the result is printed.")]
+TextOrJson = Annotated[Literal["text", "json"], typer.Option("--output", "-o", help="How the result is printed.")]
+
+
+def new_app(**settings: Any) -> typer.Typer:
+    """Return an app whose help is plain text and whose errors are left to `run_program`."""
+    return typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, **settings)
+
+
+def read_options(options: Callable[..., T], name: str, text: str, arguments: Sequence[str] | None = None) -> T:
+    """Return the struct of flags that a command line gives; exit with 2 after a mistake, with 0 after --help.
+
+    Args:
+        options: the struct. Fields with a typer option are flags; a tuple of any length is a flag that may be repeated.
+        name: what the program is called.
+        text: its help, with an example.
+        arguments: the command line; that of the process if None.
+
+    """
+    annotations = get_type_hints(options, include_extras=True)
+    hints = {key: hint for key, hint in annotations.items() if get_origin(hint) is Annotated}
+    repeated = {key for key, hint in hints.items() if ... in get_args(get_args(hint)[0])}
+    read: list[T] = []
+
+    def command(**given: Any) -> None:
+        del given["version"]
+        read.append(options(**{key: tuple(value) if key in repeated else value for key, value in given.items()}))
+
+    parameters = [
+        inspect.Parameter(
+            key,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=[] if key in repeated else field.default,
+            annotation=Annotated[list[Any], get_args(hints[key])[1]] if key in repeated else hints[key],
+        )
+        for key, field in inspect.signature(options).parameters.items()
+        if key in hints
+    ]
+    parameters.append(
+        inspect.Parameter("version", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VersionOption)
+    )
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = new_app(add_completion=False)
+    app.command(help=text)(command)
+    code = _run(app, name, arguments)
+    if not read:
+        sys.exit(code)
+    return read[0]
+
+
+def begin_logs(name: str, configure: Callable[[], object]) -> None:
+    """Configure the log; exit with 2 after a line if the environment asks for a level that is none."""
+    try:
+        configure()
+    except ConfigError as error:
+        refuse(name, str(error))
+
+
+def refuse(name: str, text: str) -> NoReturn:
+    """Exit with 2 after a line that says what is wrong with the command line."""
+    _say(name, text)
+    sys.exit(2)
+
+
+def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a program of many commands, and exit as `run_program` does."""
+    run_program(name, lambda: _run(app, name, arguments))
+
+
+def run_program(name: str, run: Callable[[], object], *, extra: str = "", config_code: int = 1) -> NoReturn:
+    """Run a program and exit with what it returns, or after an error of ours with one line.
+
+    Args:
+        name: what it is called.
+        run: the program.
+        extra: the one that installs what it imports; if empty, that of the package in which an import fails.
+        config_code: exit code of a ConfigError. Another error of ours is 1, a missing extra 2, Ctrl-C 130.
+
+    """
+    code: object = 1
+    try:
+        code = run()
+    except ModuleNotFoundError as error:
+        extra = extra or _extra_of(error)
+        if not extra or (error.name or "").startswith("prfaas"):
+            raise
+        refuse(name, f"{error.name} is missing; {install_extra(extra)}")
+    except (PrfaasError, BaseExceptionGroup) as error:
+        for leaf in _ours(error):
+            _say(name, str(leaf))
+            code = config_code if isinstance(leaf, ConfigError) else code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> int:
+    """Return the exit code of a command line."""
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name=name, standalone_mode=False)
+    except TyperException as error:
+        _complain(name, error)
+        return error.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def whole_number(low: int, high: int = 1 << 31) -> Callable[[str], int]:
+    """Return a parser of whole numbers within bounds; a default is taken as it is."""
+
+    def parse(given: str | int) -> int:
+        if isinstance(given, int):
+            return given
+        if not given.isdecimal() or not low <= int(given) <= high:
+            raise typer.BadParameter(f"{given!r} is not a whole number from {low} to {high}")
+        return int(given)
+
+    return parse
+
+
+def seconds_up_to(high: float) -> Callable[[str], float]:
+    """Return a parser of seconds from 0 to `high`."""
+
+    def parse(given: str | float) -> float:
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds <= high:
+            raise typer.BadParameter(f"{given!r} is not a number of seconds from 0 to {high:g}")
+        return seconds
+
+    return parse
+
+
+def ip_address(given: str) -> str:
+    """Parse an IP address."""
+    try:
+        return str(ipaddress.ip_address(given))
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is not an IP address; give the pod's address") from None
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("prfaas"))
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+]
+
+
+def _complain(name: str, error: TyperException) -> None:
+    """Print what is wrong with a command line: one line, or the whole help where nothing was given."""
+    text = error.format_message().replace("Value error, ", "")  # pydantic's opening
+    if "\n" in text:
+        typer.echo(text, err=True)
+        return
+    if possible := getattr(error, "possibilities", None):
+        text = f"{error.message}; did you mean {' or '.join(sorted(possible))}?"
+    context = getattr(error, "ctx", None)
+    name = context.command_path if context else name
+    _say(name, f"{text.rstrip('.')} (see {name} --help)")
+
+
+def _say(name: str, text: str) -> None:
+    typer.echo(f"{name}: {text}", err=True)
+
+
+def _extra_of(error: ModuleNotFoundError) -> str:
+    """Return the extra of the last package of ours on the way to an import that failed."""
+    frames = traceback.walk_tb(error.__traceback__)
+    packages = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
+    return next((EXTRAS[package] for package in reversed(packages) if package in EXTRAS), "")
+
+
+def _ours(error: BaseException) -> list[PrfaasError]:
+    """Return the errors in a group; raises the group if one is not of ours."""
+    if isinstance(error, PrfaasError):
+        return [error]
+    if not isinstance(error, BaseExceptionGroup):
+        raise error
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    return [leaf for one in group.exceptions for leaf in _ours(one)]

@@ -1,0 +1,60 @@
+"""The flags of `prfaas-gateway`, checked before anything starts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from prfaas.console import LogFormatOption, read_options, refuse, seconds_up_to, whole_number
+from prfaas.names import GATEWAY_PORT
+from prfaas_gateway.limits import Limits
+
+HELP = """Serve the OpenAI API of one policy; long prompts are prefilled in another cluster.
+
+\b
+Examples:
+  prfaas-gateway --routes-file routes.json
+  prfaas-gateway --host "$POD_IP" --policy kimi --namespace prfaas --control-socket /run/prfaas/control.sock
+"""
+
+
+class GatewayOptions(NamedTuple):
+    """The command line. The table comes from `routes_file`, or else from `policy` in `namespace`."""
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(parser=whole_number(0, 65535), metavar="PORT", help="Port to listen on; 0: any free one.")
+    ] = GATEWAY_PORT
+    policy: Annotated[str, typer.Option(help="PrfaaSPolicy whose routing table is watched.")] = ""
+    namespace: Annotated[str, typer.Option(help="Namespace of the policy.")] = ""
+    routes_file: Annotated[
+        Path | None, typer.Option(help="Routing table in a file, JSON or gzip JSON; reread when it changes.")
+    ] = None
+    control_socket: Annotated[Path | None, typer.Option(help="Unix socket for the scheduler sidecar.")] = None
+    tls_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory with tls.crt, tls.key and ca.crt for workers inside TLS; reread when it changes."),
+    ] = None
+    keys_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of API keys, one file a client, as a mounted Secret is; reread when it changes. Without "
+            "it no key is asked for."
+        ),
+    ] = None
+    drain_seconds: Annotated[
+        float, typer.Option(parser=seconds_up_to(86_400), metavar="N", help="Time to finish requests after SIGTERM.")
+    ] = 30.0
+    log_format: LogFormatOption = "text"
+    limits: Limits = Limits()
+
+
+def parse(arguments: Sequence[str] | None = None) -> GatewayOptions:
+    """Read the command line; a mistake ends the process with exit code 2."""
+    options = read_options(GatewayOptions, "prfaas-gateway", HELP, arguments)
+    if (options.routes_file is None) == (not options.policy):
+        refuse("prfaas-gateway", "give either --routes-file, or --policy with --namespace")
+    if options.policy and not options.namespace:
+        refuse("prfaas-gateway", "--policy needs --namespace")
+    return options

@@ -1,0 +1,70 @@
+"""The flags of `prfaas-operator`."""
+
+from typing import Annotated, NamedTuple
+
+import typer
+
+from prfaas.console import LogFormatOption, whole_number
+from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
+from prfaas_operator.plan.certificates import (
+    DEFAULT_AUTHORITY_HOURS,
+    DEFAULT_CERTIFICATE_HOURS,
+    DEFAULT_SETTLE_SECONDS,
+    CertificateMode,
+    CertificateSettings,
+    settings_of,
+)
+from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
+
+HELP = """Reconcile the prfaas resources of one namespace.
+
+\b
+Example:
+  prfaas-operator --namespace prfaas
+"""
+_PORT = whole_number(1, 65535)
+
+
+class OperatorOptions(NamedTuple):
+    """The command line."""
+
+    namespace: Annotated[str, typer.Option(help="Namespace of the hub to work in.")]
+    host: Annotated[str, typer.Option(help="Address to serve health and metrics on.")] = "127.0.0.1"
+    metrics_port: Annotated[int, typer.Option(parser=_PORT, metavar="PORT", help="Port of /metrics.")] = (
+        OPERATOR_METRICS_PORT
+    )
+    health_port: Annotated[int, typer.Option(parser=_PORT, metavar="PORT", help="Port of /healthz and /readyz.")] = (
+        OPERATOR_HEALTH_PORT
+    )
+    leader_elect: Annotated[
+        bool, typer.Option(help="Work only while this replica holds the Lease prfaas-operator.")
+    ] = False
+    member_token_days: Annotated[
+        int, typer.Option(min=1, max=3650, help="Days that tokens for member clusters are asked for.")
+    ] = DEFAULT_TOKEN_DAYS
+    certificates: Annotated[CertificateMode, typer.Option(help="Who issues the clusters' certificates.")] = (
+        CertificateMode.OPERATOR
+    )
+    certificate_issuer: Annotated[
+        str, typer.Option(help="With --certificates Issuer: cert-manager's KIND.GROUP/NAME.")
+    ] = ""
+    certificate_hours: Annotated[
+        float, typer.Option(min=0.001, help="Life of a certificate; it is renewed when two thirds are over.")
+    ] = DEFAULT_CERTIFICATE_HOURS
+    authority_hours: Annotated[
+        float, typer.Option(min=0.001, help="Life of the authority that signs them; likewise replaced.")
+    ] = DEFAULT_AUTHORITY_HOURS
+    certificate_settle_seconds: Annotated[
+        float, typer.Option(min=1, help="Longest time until every pod has read a Secret that was written.")
+    ] = DEFAULT_SETTLE_SECONDS
+    log_format: LogFormatOption = "text"
+
+    def certificate_settings(self) -> CertificateSettings:
+        """Return how certificates are issued.
+
+        Raises:
+            ConfigError: the flags about certificates do not fit together.
+
+        """
+        terms = (self.certificate_hours, self.authority_hours, self.certificate_settle_seconds)
+        return settings_of(self.certificates, self.certificate_issuer, *terms)

@@ -1,0 +1,160 @@
+"""The operator's process: connect to the hub, follow it, reconcile every object until SIGTERM."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import kopf
+
+from prfaas.errors import ConfigError
+from prfaas.telemetry.tracing import Tracing, tracing_from_environment
+from prfaas_operator import http, metrics
+from prfaas_operator.clusters.client import ClusterClient, Gate
+from prfaas_operator.clusters.connect import connect_hub, connect_member, hub_session
+from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL
+from prfaas_operator.controller import handlers
+from prfaas_operator.controller.children import Children
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.loop import Controller
+from prfaas_operator.controller.queue import ReconcileQueue
+from prfaas_operator.election import Election, Ending
+from prfaas_operator.options import OperatorOptions
+from prfaas_operator.reconcile.certificates import Certificates
+from prfaas_operator.reconcile.longloop import PolicyBalancer
+from prfaas_operator.reconcile.member import MemberReconciler, SecretGuard, TokenRenewal
+from prfaas_operator.reconcile.members import Connect, Members
+from prfaas_operator.reconcile.policy import PolicyReconciler
+from prfaas_operator.reconcile.pool import PoolReconciler
+from prfaas_operator.reconcile.roles import SharedRoles
+
+log = logging.getLogger(__name__)
+
+SYNC_SECONDS: Final = 60.0
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo | None:
+    """Give kopf the same hub that our own client uses; called again when the API server refuses the old token."""
+    if os.environ.get("KUBECONFIG"):
+        return kopf.login_with_kubeconfig(settings=settings)
+    host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+    return kopf.ConnectionInfo(
+        # By address, because a cluster's DNS may be down or missing.
+        server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
+        ca_path=str(SERVICE_ACCOUNT / "ca.crt"),
+        token=(SERVICE_ACCOUNT / "token").read_text().strip(),
+    )
+
+
+class _Operator(NamedTuple):
+    """The parts of a working operator that its process starts and ends."""
+
+    controller: Controller
+    members: Members
+    certificates: Certificates
+
+
+def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tracing: Tracing) -> _Operator:
+    """Put the operator together; all of its state can be lost and is read anew."""
+    view = HubView(hub, ReconcileQueue())
+    members = Members(connect, view.queue)
+    certificates = Certificates(view, members, options.certificate_settings())
+    children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
+    secrets = SecretGuard(view)
+    pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view))
+    policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view))
+    clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))
+    reconciles = {
+        MEMBER_CLUSTER: clusters.reconcile,
+        PREFILL_POOL: pools.reconcile_prefill,
+        DECODE_POOL: pools.reconcile_decode,
+        POLICY: policies.reconcile,
+    }
+    return _Operator(Controller(view, children, reconciles, tracing), members, certificates)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    hub: ClusterClient, connect: Connect, options: OperatorOptions, health: http.Health
+) -> AsyncIterator[_Operator]:
+    """Follow the hub's pods and children, and close every connection in the end."""
+    tracing = tracing_from_environment("prfaas-operator", {"k8s.pod.name": os.environ.get("POD_NAME", "")})
+    operator = assemble(hub, connect, options, tracing)
+    view = operator.controller.hub
+    health.obstacle = view.queue.stuck
+    tasks = [asyncio.create_task(informer.run()) for informer in view.informers]
+    try:
+        try:
+            async with asyncio.timeout(SYNC_SECONDS):
+                for informer in view.informers:
+                    await informer.synced.wait()
+        except TimeoutError:
+            raise ConfigError(f"the hub's objects could not be listed in {SYNC_SECONDS:g} s") from None
+        tasks.append(asyncio.create_task(operator.certificates.run()))
+        yield operator
+    finally:
+        health.obstacle = http.no_obstacle
+        tracing.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def lead(options: OperatorOptions, gate: Gate, health: http.Health, ending: Ending, term: asyncio.Event) -> None:
+    """Reconcile until `term` is set."""
+    hub = connect_hub(options.namespace, gate)
+    try:
+        is_served = partial(hub.check_served, (MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY))
+        await is_served()  # at once, with a message that says which kind is missing or may not be read
+        again = True
+        while again and not term.is_set():
+            async with running(hub, partial(connect_member, gate=gate), options, health) as operator:
+                operate = partial(_operate, operator, options.namespace, health, ending)
+                again = await handlers.follow(operate, term)
+            if again:
+                await handlers.until_served(is_served, term)
+    finally:
+        await hub.close()
+
+
+async def _operate(
+    operator: _Operator, namespace: str, health: http.Health, ending: Ending, stop: asyncio.Event
+) -> None:
+    """Have kopf follow our kinds until `stop` is set."""
+    registry = handlers.register(operator.controller, operator.members.close)
+    kopf.on.login(registry=registry)(login)
+    others = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
+        registry=registry,
+        settings=handlers.settings(),
+        standalone=True,
+        namespaces=[namespace],
+        stop_flag=stop,
+        ready_flag=health.ready,
+    )
+    # kopf has put its own handlers there, which lose a signal that comes while it is ending already.
+    ending.listen()
+    await kopf.run_tasks(tasks, ignored=others)
+
+
+async def serve(options: OperatorOptions) -> None:
+    """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
+    options.certificate_settings()  # flags that do not fit together are refused before anything is connected
+    endpoints = http.Endpoints(options.host, options.metrics_port, options.health_port)
+    health, ending = http.Health(), Ending()
+    ending.listen()
+    async with http.serving(endpoints, health):
+        if not options.leader_elect:
+            metrics.LEADER.set(1)
+            await lead(options, Gate(lambda: True, metrics.count_request), health, ending, ending.term)
+            return
+        # A Lease waits behind no other call: it has connections of its own.
+        async with hub_session() as session:
+            election = Election(session, options.namespace, health.ready)
+            gate = Gate(election.may_write, metrics.count_request)
+            await election.run(partial(lead, options, gate, health, ending), ending)

@@ -1,0 +1,79 @@
+"""The scheduler's process: the loop, the status writer and the metrics port, until SIGTERM."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Sequence
+
+import aiohttp
+from aiohttp import web
+
+from prfaas.errors import ConfigError
+from prfaas.kube import KubeSession
+from prfaas_scheduler.gateway import Gateway
+from prfaas_scheduler.loop import Loop
+from prfaas_scheduler.metrics import Metrics
+from prfaas_scheduler.options import SchedulerOptions
+from prfaas_scheduler.publish import Publisher, policy_ref
+
+log = logging.getLogger(__name__)
+
+
+async def serve(options: SchedulerOptions) -> None:
+    """Run every part until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    metrics = Metrics()
+    async with (
+        _metrics_port(metrics, options.host, options.metrics_port),
+        Gateway(options.control_socket) as gateway,
+        aiohttp.ClientSession(trust_env=False) as http,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        loop = Loop(gateway, http, metrics)
+        parts = [asyncio.create_task(loop.run())]
+        if session := _api_server():
+            await stack.enter_async_context(session)
+            policy = policy_ref(options.namespace, options.policy)
+            publisher = Publisher(session, policy, options.identity, lambda: loop.report)
+            parts.append(asyncio.create_task(publisher.run()))
+        await _until(stop, parts)
+
+
+def _api_server() -> KubeSession | None:
+    """Return a session with the API server; None outside a cluster, where there is no status to write."""
+    try:
+        return KubeSession.in_cluster()
+    except ConfigError as error:
+        log.warning("no status is written: %s", error)
+        return None
+
+
+async def _until(stop: asyncio.Event, parts: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for `stop`, or for a part that ended, which none should; then end all parts."""
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([stopped, *parts], return_when=asyncio.FIRST_COMPLETED)
+        for part in parts:
+            if part.done():
+                part.result()  # raises what it died of
+    finally:
+        for task in (stopped, *parts):
+            task.cancel()
+        await asyncio.gather(stopped, *parts, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _metrics_port(metrics: Metrics, host: str, port: int) -> AsyncIterator[None]:
+    runner = web.AppRunner(metrics.application(), access_log=None)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(f"the metrics port cannot listen on {host}:{port}: {error}") from error
+        yield
+    finally:
+        await runner.cleanup()
