@@ -103,7 +103,7 @@ def choose_rule(device: torch.device, products: torch.dtype) -> DeltaRule:
     try:
         from fla.ops.kda import chunk_kda, fused_recurrent_kda  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
-        log.info("the delta rule runs in plain torch: prfaas[cuda] brings quicker kernels: %s", error)
+        log.info("the delta rule runs in plain torch: the extra cuda brings quicker kernels: %s", error)
         return TORCH_RULE
     return fla_rule(chunk_kda, fused_recurrent_kda)
 
