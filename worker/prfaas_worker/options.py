@@ -68,7 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Dtype,
         typer.Option(
-            help="Type of matrix products; auto is bfloat16 on a GPU, and on a CPU if measured to be quicker, and close."
+            help="Type of matrix products; auto is bfloat16 on a GPU, and on a CPU if measured quicker, and close."
         ),
     ] = "auto"
     threads: Annotated[
