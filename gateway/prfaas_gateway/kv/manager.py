@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -56,6 +56,7 @@ MAX_BODY_BYTES: Final = 4 << 20
 """A million tokens. Larger bodies are not looked up: to hash them would hold up other requests."""
 MAX_TOKEN_BLOCKS: Final = 1 << 14
 """The most blocks of an engine that a prompt of token ids is compared with: a million tokens in blocks of 64."""
+_value = msgspec.json.Decoder()
 State = Literal["followed", "silent", "lost"]
 
 
@@ -202,12 +203,11 @@ def _canonical(request: GatewayRequest) -> Canonical | None:
     is_chat = request.path.endswith("/chat/completions")
     wanted, canonical = (CHAT_FIELDS, canonical_chat) if is_chat else (COMPLETION_FIELDS, canonical_completion)
     try:
-        body: dict[str, Any] = {
-            name: msgspec.json.decode(raw) for name, raw in request.fields.items() if name in wanted
-        }
+        body = {name: _value.decode(raw) for name, raw in request.fields.items() if name in wanted}
     except UNREADABLE:
         return None
-    return canonical(body | {"model": request.model})
+    body["model"] = request.model
+    return canonical(body)
 
 
 def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
