@@ -78,10 +78,15 @@ def test_nothing_is_overwritten_unasked_and_all_is_when_asked(made: Path, tmp_pa
     [
         (["issue", "--ca", "nowhere", "--cluster", "eu", "--out", "x"], "nowhere/ca.crt cannot be read"),
         (["show", "nowhere"], "nowhere/tls.crt cannot be read"),
-        (["show", "nowhere", "-o", "yaml"], "it can be text or json"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(arguments: list[str], said: str):
     error = certs(*arguments).exception
     assert isinstance(error, ConfigError)
     assert said in str(error)
+
+
+def test_an_output_format_that_does_not_exist_is_a_usage_error():
+    ended = certs("show", "nowhere", "-o", "yaml")
+    assert ended.exit_code == 2
+    assert "'yaml' is not one of 'text', 'json'" in ended.stderr
