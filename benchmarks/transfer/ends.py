@@ -22,7 +22,7 @@ from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import Manifest
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
-from prfaas_worker.credentials import Credentials
+from prfaas_worker.credentials import WorkerCredentials
 from prfaas_worker.transfer.compression import Packer
 from prfaas_worker.transfer.data_port import DataPort, listen
 from prfaas_worker.transfer.layout import (
@@ -182,6 +182,6 @@ class Destination:
 def traffic_of(plan: Plan, cluster: str) -> Traffic:
     """Return what an instance's transfers share; no cap, and noise goes through no codec."""
     monitor = LinkMonitor()
-    auth = TlsAuth(Credentials(Path(plan.tls) / cluster)) if plan.tls else PeerAuth()
+    auth = TlsAuth(WorkerCredentials(Path(plan.tls) / cluster)) if plan.tls else PeerAuth()
     limit_bytes = MEMORY_LIMIT_MIB << 20 if MEMORY_LIMIT_MIB else sys.maxsize
     return Traffic(monitor, EgressBucket(), MemoryBudget(limit_bytes), Packer("none", monitor), auth)

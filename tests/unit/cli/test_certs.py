@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from prfaas.cli import certs as command
 from prfaas.errors import ConfigError
-from prfaas_worker.credentials import Credentials
+from prfaas_worker.credentials import WorkerCredentials
 
 
 def certs(*arguments: object) -> Result:
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_worker_uses_what_was_written(made: Path):
-    credentials = Credentials(made / "eu")
+    credentials = WorkerCredentials(made / "eu")
     assert credentials.cluster == "eu"
     assert {path.name for path in (made / "eu").iterdir()} == {"tls.crt", "tls.key", "ca.crt"}
 

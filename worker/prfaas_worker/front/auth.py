@@ -18,10 +18,9 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from prfaas.errors import ConfigError, IdentityError, InternalError
-from prfaas_worker.credentials import Credentials
+from prfaas_worker.credentials import WorkerCredentials, explain
 from prfaas_worker.front.openai_out import error_body
 from prfaas_worker.options import Options
-from prfaas_worker.refusals import explain
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ CALLER_CLUSTER: Final = web.RequestKey("caller_cluster", str)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def credentials_of(options: Options) -> Credentials | None:
+def credentials_of(options: Options) -> WorkerCredentials | None:
     """Read the credentials that the options name; None, with a warning, when they name none.
 
     Raises:
@@ -59,7 +58,7 @@ def credentials_of(options: Options) -> Credentials | None:
             "both ports are open and not encrypted: anybody who reaches them can use and read them; give --tls-dir"
         )
         return None
-    credentials = Credentials(options.tls_dir)
+    credentials = WorkerCredentials(options.tls_dir)
     if credentials.cluster != options.cluster:
         raise ConfigError(
             f"--tls-dir {options.tls_dir} is of cluster {credentials.cluster!r} and --cluster is {options.cluster!r}; "
@@ -68,7 +67,7 @@ def credentials_of(options: Options) -> Credentials | None:
     return credentials
 
 
-def require_certificates(credentials: Credentials | None) -> Middleware:
+def require_certificates(credentials: WorkerCredentials | None) -> Middleware:
     """Return the middleware that asks for certificates, if there are `credentials` to check them by."""
 
     @web.middleware
@@ -84,7 +83,7 @@ def require_certificates(credentials: Credentials | None) -> Middleware:
     return check
 
 
-def _caller_cluster(request: web.Request, credentials: Credentials) -> str:
+def _caller_cluster(request: web.Request, credentials: WorkerCredentials) -> str:
     """Return the cluster of a request's certificate as it is valid now: its connection may be old."""
     tls = request.get_extra_info("ssl_object")
     certificate = tls.getpeercert(True) if tls is not None else None
@@ -149,7 +148,7 @@ class _TlsSite(web.BaseSite):
         )
 
 
-async def open_api_port(runner: web.AppRunner, options: Options, credentials: Credentials | None) -> None:
+async def open_api_port(runner: web.AppRunner, options: Options, credentials: WorkerCredentials | None) -> None:
     """Listen for the application of a runner.
 
     Raises:

@@ -37,7 +37,7 @@ from prfaas.wire.engine import (
 )
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats
-from prfaas_worker.credentials import Credentials
+from prfaas_worker.credentials import WorkerCredentials
 
 Described = Mapping[str, tuple[str, str]]
 
@@ -284,7 +284,7 @@ def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
 class WorkerMetrics(Collector):
     """Everything this worker measures. Listens to the engine."""
 
-    def __init__(self, model_name: str, max_running: int = 0, credentials: Credentials | None = None):
+    def __init__(self, model_name: str, max_running: int = 0, credentials: WorkerCredentials | None = None):
         self._max_running = max_running
         self._credentials = credentials
         self.latencies = LatencyMetrics()

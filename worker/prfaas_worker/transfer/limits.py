@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 from prfaas.errors import CapacityError, PrfaasError
 from prfaas.wire.transfer import Buffer
-from prfaas_worker.credentials import Credentials
+from prfaas_worker.credentials import WorkerCredentials
 from prfaas_worker.options import Options
 from prfaas_worker.transfer.compression import Packer
 from prfaas_worker.transfer.link_stats import LinkMonitor
@@ -370,7 +370,7 @@ def traffic_of(options: Options) -> Traffic:
         EgressFile(Path(options.egress_file), egress, otherwise=mbps).start()
     memory_bytes = options.transfer_memory_mib * MIB
     monitor = LinkMonitor()
-    auth = TlsAuth(Credentials(Path(options.tls_dir))) if options.tls_dir else PeerAuth()
+    auth = TlsAuth(WorkerCredentials(Path(options.tls_dir))) if options.tls_dir else PeerAuth()
     return Traffic(monitor, egress, MemoryBudget(memory_bytes), Packer(options.wire_codec, monitor), auth)
 
 

@@ -30,7 +30,7 @@ from prfaas.wire.frames import (
 )
 from prfaas.wire.send_queue import NextStep, NumberedItem, SendQueue
 from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, Abort, Done, TensorLayout, decode_message, message_frame
-from prfaas_worker.refusals import MIXED, is_tls
+from prfaas_worker.credentials import MIXED, is_tls
 from prfaas_worker.transfer.limits import Stop, StoppedError, Traffic
 from prfaas_worker.transfer.net import DataStream, OnWait, give_up
 from prfaas_worker.transfer.transfer_log import TransferTotals

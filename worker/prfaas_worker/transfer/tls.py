@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
-from prfaas_worker.credentials import Contexts, Credentials
-from prfaas_worker.refusals import explain
+from prfaas_worker.credentials import Contexts, WorkerCredentials, explain
 from prfaas_worker.transfer.net import DataStream, ProvenPeer, TlsStream, plain, tune
 
 # RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
@@ -27,7 +26,7 @@ ANSWER_SECONDS: Final = 2.0
 """The API answers from a process that computes nothing."""
 
 
-def accept_tls(sock: socket.socket, credentials: Credentials, seconds: float) -> TlsStream:
+def accept_tls(sock: socket.socket, credentials: WorkerCredentials, seconds: float) -> TlsStream:
     """Serve the handshake of a client that must prove its cluster. The socket is closed where that fails.
 
     Raises:
@@ -40,10 +39,12 @@ def accept_tls(sock: socket.socket, credentials: Credentials, seconds: float) ->
     return _prove(_shake(sock, contexts.data, seconds, server_side=True), credentials, contexts, "")
 
 
-def connect_tls(sock: socket.socket, credentials: Credentials, seconds: float, expected_cluster: str) -> TlsStream:
+def connect_tls(
+    sock: socket.socket, credentials: WorkerCredentials, seconds: float, expected_cluster: str
+) -> TlsStream:
     """Be the client of a handshake with an instance of `expected_cluster`, or of any cluster if that is empty.
 
-    That the server refuses our certificate is known only with the first bytes from it: see refusals.py.
+    That the server refuses our certificate is known only with the first bytes from it: see credentials.py.
 
     Raises:
         IdentityError: its certificate proves nothing, or another cluster; or ours has ended.
@@ -57,7 +58,7 @@ def connect_tls(sock: socket.socket, credentials: Credentials, seconds: float, e
 
 
 def https_connection(
-    address: tuple[str, int], sock: socket.socket, credentials: Credentials, seconds: float, expected_cluster: str
+    address: tuple[str, int], sock: socket.socket, credentials: WorkerCredentials, seconds: float, expected_cluster: str
 ) -> http.client.HTTPConnection:
     """Return an HTTP connection over a connected socket, inside TLS; each later wait on it may take `seconds`.
 
@@ -117,7 +118,7 @@ def _step(tls: ssl.SSLSocket, deadline: float) -> bool:
     return False
 
 
-def _prove(tls: ssl.SSLSocket, credentials: Credentials, contexts: Contexts, expected_cluster: str) -> TlsStream:
+def _prove(tls: ssl.SSLSocket, credentials: WorkerCredentials, contexts: Contexts, expected_cluster: str) -> TlsStream:
     try:
         certificate = tls.getpeercert(binary_form=True) or b""
         files = contexts.files
@@ -183,7 +184,7 @@ class PeerAuth:
 class TlsAuth(PeerAuth):
     """Inside TLS 1.3, with the credentials of that moment."""
 
-    def __init__(self, credentials: Credentials):
+    def __init__(self, credentials: WorkerCredentials):
         self._credentials = credentials
         self.cluster = credentials.cluster
 
