@@ -13,7 +13,8 @@ from aiohttp import web
 from prfaas.errors import ConfigError, ProtocolError
 from prfaas.kube import KubeSession
 from prfaas.wire.routes import LinkWatermarks, RoutingTable, Threshold, encode
-from prfaas_gateway.server import GatewayConfig, serving
+from prfaas_gateway.options import GatewayOptions
+from prfaas_gateway.server import serving
 from prfaas_gateway.table import follow_configmap, follow_file, read_configmap, read_file
 
 TABLE = RoutingTable(
@@ -97,7 +98,7 @@ async def test_a_damaged_or_vanished_file_keeps_the_last_table(tmp_path, followi
 
 async def test_a_gateway_does_not_start_on_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="--routes-file"):
-        async with serving(GatewayConfig("127.0.0.1", 0, routes_file=tmp_path / "absent")):
+        async with serving(GatewayOptions("127.0.0.1", 0, routes_file=tmp_path / "absent")):
             pass
     with pytest.raises(ConfigError):
         read_file(Path("/"))

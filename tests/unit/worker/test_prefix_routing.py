@@ -19,8 +19,9 @@ from prfaas.wire import headers
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas.wire.trace import NO_TRACE
 from prfaas_gateway.kv.manager import KvManager
+from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.request import GatewayRequest, read_fields
-from prfaas_gateway.server import GatewayConfig, serving
+from prfaas_gateway.server import serving
 
 PATIENCE_SECONDS = 60
 BUSY = 6
@@ -86,7 +87,7 @@ def gateway(tmp_path: Path):
         routes = tmp_path / "routes.json.gz"
         routes.write_bytes(encode(table(urls)))
         async with (
-            serving(GatewayConfig("127.0.0.1", 0, routes_file=routes, drain_seconds=2)) as running,
+            serving(GatewayOptions("127.0.0.1", 0, routes_file=routes, drain_seconds=2)) as running,
             aiohttp.ClientSession() as session,
         ):
             yield Gateway(session, running.port, routes)
