@@ -89,6 +89,7 @@ class Kubelet(threading.Thread):
     def stop(self) -> None:
         self._over.set()
         self.join()
+        self._pods.close()
 
 
 def is_true(pod, condition: str) -> bool:
