@@ -33,7 +33,9 @@ def manifest_of(grant: PrefillGrant) -> Manifest:
 def main() -> None:
     print("ready", flush=True)
     grant = msgspec.json.decode(sys.stdin.readline(), type=PrefillGrant)
-    source = SimpleNamespace(model=bench.LARGE, address=("127.0.0.1", int(sys.argv[1])))
+    source = SimpleNamespace(
+        model=bench.LARGE, layout=bench.layout_of(bench.LARGE), address=("127.0.0.1", int(sys.argv[1]))
+    )
     taking = bench.Taking(source, SimpleNamespace(manifest=manifest_of(grant)), grant)  # type: ignore[arg-type]
     bench.eventually(lambda: taking.ledger.received_bytes > 0, seconds=20)
     print("begins", flush=True)

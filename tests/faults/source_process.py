@@ -20,7 +20,7 @@ def main() -> None:
     leases.RESUME_SECONDS = 0.5
     bench.TRAFFIC = bench.TRAFFIC._replace(egress=EgressBucket(float(sys.argv[1])))
     port = bench.Port(bench.LARGE)
-    port.offers.on_end = lambda handle: print(f"ended {handle}", flush=True)
+    port.on_end = lambda handle: print(f"ended {handle}", flush=True)
     for line in sys.stdin:
         offer, grant = port.grant(handle=int(line))
         place = bench.LARGE.reserved()

@@ -116,7 +116,7 @@ class Aborts:
         self.begun = 0
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
-        port.offers.on_end = self._ended
+        port.on_end = self._ended
 
     def run(self, rng: random.Random, count: int) -> None:
         connections = OpeningConnections(PeerAuth())

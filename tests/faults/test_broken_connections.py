@@ -204,7 +204,7 @@ def zip_until(sock: socket.socket, last: Kind) -> Iterator[tuple]:
 def begin_a_lease_of(seconds: float, offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once its destination is there, however long that took."""
     monkeypatch.setattr(leases_module, "LEASE_SECONDS", seconds)
-    offer.lease_ends = time.monotonic() + seconds
+    offer.lease.renew(seconds)
 
 
 def test_a_destination_that_shows_no_life_is_dropped_although_its_connection_stands(

@@ -63,7 +63,7 @@ def source() -> Iterator[Process]:
 def take(source: Process, seed: int) -> Taking:
     source.say(str(seed))
     grant = msgspec.json.decode(source.hear(), type=PrefillGrant)
-    there = SimpleNamespace(model=LARGE, address=("127.0.0.1", grant.data_port))
+    there = SimpleNamespace(model=LARGE, layout=bench.layout_of(LARGE), address=("127.0.0.1", grant.data_port))
     taking = Taking(there, SimpleNamespace(manifest=manifest_of(grant)), grant)  # type: ignore[arg-type]
     eventually(lambda: len(taking.ledger.received) > 0, seconds=20)
     return taking

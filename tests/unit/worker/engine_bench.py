@@ -64,9 +64,8 @@ class Bench:
             CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
         )
         layout = CacheLayout("f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16))
-        self.offers = Offers(layout, 1, capacity=max_running)
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.offers.on_end = lambda handle: inbox.put(OfferEnded(handle))
+        self.offers = Offers(layout, 1, max_running, lambda handle: inbox.put(OfferEnded(handle)))
         runner, cache = Runner(model, self.memory), HybridCache(self.memory, tiers)
         fetcher: Any = self
         self.engine = EngineLoop(

@@ -14,8 +14,8 @@ from prfaas_worker.transfer.limits import (
     DEPTH_SECONDS,
     GRANT_SECONDS,
     MIN_GRANT_BYTES,
-    Credit,
     EgressBucket,
+    EgressCredit,
     Stop,
     StoppedError,
 )
@@ -23,7 +23,7 @@ from prfaas_worker.transfer.limits import (
 WINDOW_SECONDS = 2.0
 
 
-def sent_in_turns(credit: Credit, flows: int, lateness_seconds: list[float], until_seconds: float):
+def sent_in_turns(credit: EgressCredit, flows: int, lateness_seconds: list[float], until_seconds: float):
     """Let flows that always want more take turns; return (time, flow, bytes) of every grant.
 
     A flow is woken when its credit is there, and runs as much later as the next of `lateness_seconds` says.
@@ -35,7 +35,7 @@ def sent_in_turns(credit: Credit, flows: int, lateness_seconds: list[float], unt
         if delay:
             now += delay + lateness_seconds[len(grants) % len(lateness_seconds)]
             continue
-        credit.spend(wanted, now)
+        credit.take(wanted, now)
         grants.append((now, len(grants) % flows, wanted))
     return grants
 
@@ -49,7 +49,7 @@ def sent_in_turns(credit: Credit, flows: int, lateness_seconds: list[float], unt
 def test_a_window_of_two_seconds_is_exact_within_3_percent_however_late_threads_wake(mbps, flows, lateness_seconds):
     rate = mbps * BYTES_PER_MBIT
     late = [0.0] if mbps == 1 else lateness_seconds  # there a grant is most of the depth
-    grants = sent_in_turns(Credit(rate, 0.0), flows, late, 6.0)
+    grants = sent_in_turns(EgressCredit(rate, 0.0), flows, late, 6.0)
     times, sums = [at for at, _, _ in grants], [0, *accumulate(count for _, _, count in grants)]
     for first in range(bisect_left(times, 3.9)):
         last = bisect_left(times, times[first] + WINDOW_SECONDS)
@@ -60,16 +60,16 @@ def test_a_window_of_two_seconds_is_exact_within_3_percent_however_late_threads_
 
 def test_lateness_beyond_the_depth_is_lost_and_never_made_up_for():
     rate = 200 * BYTES_PER_MBIT
-    grants = sent_in_turns(Credit(rate, 0.0), 1, [0.2], 4.0)
+    grants = sent_in_turns(EgressCredit(rate, 0.0), 1, [0.2], 4.0)
     assert sum(count for _, _, count in grants) < 0.5 * rate * 4
 
 
 def test_a_bucket_starts_empty_and_a_pause_saves_up_no_more_than_the_depth():
-    credit = Credit(1_000_000, 10.0)
-    assert credit.at(10.0) == 0
-    assert credit.at(1000.0) == credit.depth_bytes == 40_000
-    credit.spend(30_000, 1000.0)
-    assert credit.at(1000.0) == 10_000
+    credit = EgressCredit(1_000_000, 10.0)
+    assert credit.level(10.0) == 0
+    assert credit.level(1000.0) == credit.depth == 40_000
+    credit.take(30_000, 1000.0)
+    assert credit.level(1000.0) == 10_000
     assert credit.delay_seconds(20_000, 1000.0) == pytest.approx(0.01)
 
 
@@ -78,7 +78,7 @@ def test_without_a_cap_everything_is_granted_at_once():
     assert (bucket.mbps, bucket.take(1 << 40, Stop())) == (None, 1 << 40)
 
 
-class Senders:
+class Connections:
     """Threads that take from a bucket until stopped, and what each was granted."""
 
     def __init__(self, bucket: EgressBucket, count: int, piece_bytes: int):
@@ -111,37 +111,37 @@ def test_threads_together_never_get_more_than_the_cap_and_look_no_more_often_tha
     real = EgressBucket._delay_seconds
     monkeypatch.setattr(EgressBucket, "_delay_seconds", lambda self, count: looks.append(1) or real(self, count))
     bucket = EgressBucket(80)
-    senders = Senders(bucket, 6, 1 << 20)
-    while len(senders.grants) < 40:
+    connections = Connections(bucket, 6, 1 << 20)
+    while len(connections.grants) < 40:
         time.sleep(0.01)
-    seconds = senders.end()
-    granted = sum(count for _, count in senders.grants)
+    seconds = connections.end()
+    granted = sum(count for _, count in connections.grants)
     assert granted <= 80 * BYTES_PER_MBIT * (seconds + DEPTH_SECONDS)
-    assert {number for number, _ in senders.grants} == set(range(6))
-    assert len(looks) <= 4 * (len(senders.grants) + 6)
+    assert {number for number, _ in connections.grants} == set(range(6))
+    assert len(looks) <= 4 * (len(connections.grants) + 6)
 
 
 def test_turns_go_round(monkeypatch):
     """With all in line before the first is served, each is served once before any is served again."""
     bucket = EgressBucket(80)
     monkeypatch.setattr(EgressBucket, "_delay_seconds", lambda _self, _count: float("inf"))
-    senders = Senders(bucket, 5, 1000)
-    while len(bucket._line) < 5:
+    connections = Connections(bucket, 5, 1000)
+    while len(bucket._fifo) < 5:
         time.sleep(0.001)
     opened = threading.Semaphore(0)
     monkeypatch.setattr(
         EgressBucket, "_delay_seconds", lambda _self, _count: 0.0 if opened.acquire(blocking=False) else float("inf")
     )
     for served in range(1, 21):
-        while len(bucket._line) < 5:  # whoever was served has come back
+        while len(bucket._fifo) < 5:  # whoever was served has come back
             time.sleep(0.0005)
         opened.release()
-        with bucket._line.lock:
-            bucket._line.wake()
-        while len(senders.grants) < served:
+        with bucket._fifo.lock:
+            bucket._fifo.wake()
+        while len(connections.grants) < served:
             time.sleep(0.0005)
-    senders.end()
-    order = [number for number, _ in senders.grants]
+    connections.end()
+    order = [number for number, _ in connections.grants]
     assert sorted(order[:5]) == list(range(5))
     assert order == order[:5] * 4
 
@@ -149,11 +149,11 @@ def test_turns_go_round(monkeypatch):
 @pytest.mark.parametrize("mbps", [None, 400])
 def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
     bucket = EgressBucket(1)
-    real = Credit.delay_seconds
+    real = EgressCredit.delay_seconds
     monkeypatch.setattr(
-        Credit,
+        EgressCredit,
         "delay_seconds",
-        lambda self, count, now: real(self, count, now) if self.rate_bytes_per_second > BYTES_PER_MBIT else 1e6,
+        lambda self, count, now: real(self, count, now) if self.rate_per_second > BYTES_PER_MBIT else 1e6,
     )
     granted: list[int] = []
     threads = [
@@ -161,7 +161,7 @@ def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
     ]
     for thread in threads:
         thread.start()
-    while len(bucket._line) < 3:
+    while len(bucket._fifo) < 3:
         time.sleep(0.001)
     bucket.set_mbps(1)  # no change: nothing happens
     assert not granted
@@ -173,7 +173,7 @@ def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
 
 def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
     bucket, stop = EgressBucket(1), Stop()
-    monkeypatch.setattr(Credit, "delay_seconds", lambda _self, _count, _now: 1e6)
+    monkeypatch.setattr(EgressCredit, "delay_seconds", lambda _self, _count, _now: 1e6)
     ended: list[Exception] = []
 
     def wait_for(which: Stop) -> None:
@@ -186,17 +186,17 @@ def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
     threads = [threading.Thread(target=wait_for, args=(one,), daemon=True) for one in (stop, other, stop)]
     for thread in threads:
         thread.start()
-    while len(bucket._line) < 3:
+    while len(bucket._fifo) < 3:
         time.sleep(0.001)
     stop.set()
     threads[0].join(10)
     threads[2].join(10)
-    assert (len(ended), len(bucket._line)) == (2, 1)
+    assert (len(ended), len(bucket._fifo)) == (2, 1)
     with pytest.raises(StoppedError):
         bucket.take(1000, stop)
     bucket.set_mbps(None)
     threads[1].join(10)
-    assert (len(ended), len(bucket._line)) == (2, 0)
+    assert (len(ended), len(bucket._fifo)) == (2, 0)
 
 
 class Granting(EgressBucket):
@@ -230,11 +230,11 @@ def test_without_a_cap_there_is_one_portion_and_of_nothing_none():
 
 @pytest.mark.parametrize(("mbps", "in_line"), [(200, 256), (1000, 100), (8, 1)])
 def test_everybody_has_a_turn_within_a_quarter_of_a_second(mbps, in_line):
-    credit = Credit(mbps * BYTES_PER_MBIT, 0.0)
-    assert in_line * credit.grant_bytes(in_line) <= 0.25 * credit.rate_bytes_per_second
-    assert MIN_GRANT_BYTES <= credit.grant_bytes(in_line) <= credit.grant_bytes(1) <= credit.depth_bytes
+    credit = EgressCredit(mbps * BYTES_PER_MBIT, 0.0)
+    assert in_line * credit.grant_bytes(in_line) <= 0.25 * credit.rate_per_second
+    assert MIN_GRANT_BYTES <= credit.grant_bytes(in_line) <= credit.grant_bytes(1) <= credit.depth
 
 
 def test_the_limits_of_the_cap_hold_for_the_smallest_and_the_largest():
-    assert MIN_GRANT_BYTES <= Credit(BYTES_PER_MBIT, 0).depth_bytes <= 0.05 * BYTES_PER_MBIT
-    assert Credit(100_000 * BYTES_PER_MBIT, 0).depth_bytes == DEPTH_SECONDS * 100_000 * BYTES_PER_MBIT
+    assert MIN_GRANT_BYTES <= EgressCredit(BYTES_PER_MBIT, 0).depth <= 0.05 * BYTES_PER_MBIT
+    assert EgressCredit(100_000 * BYTES_PER_MBIT, 0).depth == DEPTH_SECONDS * 100_000 * BYTES_PER_MBIT

@@ -153,7 +153,7 @@ def test_a_prefix_that_nobody_takes_is_freed_when_its_lease_ends(pair):
     assert isinstance(source.ask_prefix(SYSTEM + b"y"), Granted)
     assert source.engine.cache.free_slots == source.memory.num_slots - 1
     for offer in source.offers._offers.values():
-        offer.lease_ends = 0.0
+        offer.lease.renew(-1.0)
     source.offers.expire()
     source.step()
 

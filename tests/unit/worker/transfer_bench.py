@@ -130,18 +130,27 @@ def start_prefill(tokens: int, handle: int = 1, start_token: int = 0) -> StartPr
     )
 
 
+def layout_of(model: Model) -> CacheLayout:
+    """What both ends of a transfer agree on."""
+    return CacheLayout(FINGERPRINT, layer_groups(model.layers), len(HIDDEN))
+
+
 class Port:
     """A data port with its offers, and the handles of those that ended."""
 
     def __init__(self, model: Model = SMALL, capacity: int = 4, traffic: Traffic | None = None):
         listener = listen("127.0.0.1", 0)
         self.model = model
-        self.layout = CacheLayout(FINGERPRINT, layer_groups(model.layers), len(HIDDEN))
+        self.layout = layout_of(model)
         self.address: tuple[str, int] = listener.getsockname()
-        self.offers = Offers(self.layout, self.address[1], capacity)
+        self.on_end: Callable[[int], None] = lambda _handle: None
+        self.offers = Offers(self.layout, self.address[1], capacity, self._ended)
         DataPort(listener, self.offers, traffic or TRAFFIC)
         self.takings: list[Taking] = []
         self.renew()
+
+    def _ended(self, handle: int) -> None:
+        self.on_end(handle)
 
     def renew(self) -> None:
         """Start with fresh counters and no history; threads of a port live as long as the process."""
@@ -149,7 +158,7 @@ class Port:
             self.offers.cancel(transfer_id)
         self.offers.counters = TransferCounters()
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.offers.on_end = self.ended.put
+        self.on_end = self.ended.put
 
     def settle(self) -> None:
         """Close what destinations kept."""

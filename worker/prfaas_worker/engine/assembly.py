@@ -28,6 +28,7 @@ from prfaas_worker.transfer.layout import CacheLayout, Staging, layer_groups
 from prfaas_worker.transfer.leases import Offers
 from prfaas_worker.transfer.limits import Traffic
 from prfaas_worker.transfer.pull import Connections, FetchContext
+from prfaas_worker.transfer.transfer_log import TransferCounters
 
 MIB = 1 << 20
 CPU_CACHE_MIB = 1024
@@ -70,10 +71,13 @@ def assemble(
 
 
 def _offers(layout: CacheLayout, options: Options, inbox: queue.SimpleQueue[Event], outbox: Outbox) -> Offers:
-    offers = Offers(layout, options.data_port, options.max_running + options.max_waiting)
-    offers.on_end = lambda handle: inbox.put(OfferEnded(handle))
-    offers.counters.on_end = lambda transfer: outbox.put([transfer])
-    return offers
+    return Offers(
+        layout,
+        options.data_port,
+        options.max_running + options.max_waiting,
+        on_end=lambda handle: inbox.put(OfferEnded(handle)),
+        counters=TransferCounters(lambda transfer: outbox.put([transfer])),
+    )
 
 
 def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outbox) -> Profiler:

@@ -18,7 +18,7 @@ from prfaas.wire.transfer import VERSION, Abort, Hello, Welcome, decode_message,
 from prfaas_worker.transfer.leases import Offer, Offers
 from prfaas_worker.transfer.limits import Traffic
 from prfaas_worker.transfer.link_stats import read_tcp_info
-from prfaas_worker.transfer.net import CUBIC, DataStream, use_congestion
+from prfaas_worker.transfer.net import CUBIC, DataStream, Deadline, use_congestion
 from prfaas_worker.transfer.send import SendChannel, SendLoop, receive_message
 
 log = logging.getLogger(__name__)
@@ -127,10 +127,10 @@ class DataPort:
 
 def _await_hello(stream: DataStream, patience_seconds: float) -> tuple[Address, Hello]:
     """Read the next HELLO; what the destination said of the transfer before it is of no interest any more."""
-    deadline = time.monotonic() + patience_seconds
+    deadline = Deadline(patience_seconds)
 
     def hurry(_silent_seconds: float) -> None:
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             raise UnreachableError(f"no HELLO within {patience_seconds:g} s")
 
     while True:

@@ -50,8 +50,8 @@ class SourceApi(NamedTuple):
     auth: PeerAuth
     trace: TraceContext = NO_TRACE
 
-    def call(self, line: tuple[str, str], body: bytes, hold: Callable[[socket.socket], None]) -> tuple[int, bytes]:
-        """Make one call, `line` being method and path; `hold` gets the connected socket. Returns status and body.
+    def call(self, method: str, path: str, body: bytes, hold: Callable[[socket.socket], None]) -> tuple[int, bytes]:
+        """Make one call; `hold` gets the connected socket. Returns status and body.
 
         Raises:
             PeerError: somebody else is there.
@@ -65,11 +65,11 @@ class SourceApi(NamedTuple):
             hold(sock)
             with closing(self.auth.http(sock, address, self.cluster)) as connection:
                 headers = {"content-type": "application/json", "connection": "close", **self.trace.headers()}
-                connection.request(*line, body, headers)
+                connection.request(method, path, body, headers)
                 response = connection.getresponse()
                 return response.status, response.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(f"no answer to {' '.join(line)}: {error!r}") from error
+            raise UnreachableError(f"no answer to {method} {path}: {error!r}") from error
 
 
 class AbsentError(PeerError):
@@ -198,8 +198,7 @@ class RemoteFetch:
         silent_seconds = partial(connections.silent_seconds, source)
         state = ReceiveState(ledger, self._place, counters.received, silent_seconds, traffic.memory)
         self._state = state
-        pull = self._pull = Pull(self._shared, source, grant.token, state)
-        pull.on_broken = self._log.broke
+        pull = self._pull = Pull(self._shared, source, grant.token, state, self._log.broke)
         if self._over.is_set():  # it may have come before it could see the pull
             raise UnreachableError("cancelled")
         pull.run()
@@ -222,7 +221,7 @@ class RemoteFetch:
     def _ask(self) -> PrefillGrant:
         body = self._body
         path = "/v1/prefixes" if self._is_prefix else "/v1/prefills"
-        status, answer = self._api.call(("POST", path), msgspec.json.encode(body), self._hold)
+        status, answer = self._api.call("POST", path, msgspec.json.encode(body), self._hold)
         if self._is_prefix and status == NOT_FOUND:
             raise AbsentError(f"{self._wanted.url} has nothing longer than {body.start_token} tokens of it")
         if status != CREATED:
@@ -240,7 +239,7 @@ class RemoteFetch:
     def _release(self, grant: PrefillGrant) -> None:
         """Tell P that nobody will come; its lease would end it anyway."""
         try:
-            self._api.call(("DELETE", f"/v1/prefills/{grant.transfer_id}"), b"", lambda _sock: None)
+            self._api.call("DELETE", f"/v1/prefills/{grant.transfer_id}", b"", lambda _sock: None)
         except PeerError as error:
             log.info("prefill %s is left to its lease: %s", grant.transfer_id, error)
 

@@ -7,6 +7,7 @@ pages, so `on_end` waits until no connection sends them any more.
 """
 
 import hmac
+import math
 import secrets
 import threading
 import time
@@ -18,7 +19,7 @@ from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillState, PrefillStatus
 from prfaas.wire.transfer import Hello, Manifest
 from prfaas_worker.transfer.layout import CacheLayout
-from prfaas_worker.transfer.net import DataStream
+from prfaas_worker.transfer.net import DataStream, Deadline
 from prfaas_worker.transfer.send import Frame, SendState
 from prfaas_worker.transfer.transfer_log import Outcome, TransferCounters, TransferLog, TransferSubject
 
@@ -40,9 +41,9 @@ class Offer:
         what = "prefill" if isinstance(message, StartPrefill) else "prefix"
         subject = TransferSubject(message.handle, message.request.request_id, message.identity, message.trace, what)
         self.log = TransferLog("send", subject, manifest.transfer_id)
-        self.lease_ends = time.monotonic() + LEASE_SECONDS
-        self.must_end = float("inf")
-        """Monotonic seconds: how long a destination that takes a byte now and then may hold on."""
+        self.lease = Deadline(LEASE_SECONDS)
+        self._delivery = Deadline(math.inf)
+        """How long a destination that takes a byte now and then may hold on."""
         self.state: PrefillState = "waiting"
         self.streams: dict[int, DataStream] = {}
         self.was_connected = False
@@ -55,7 +56,7 @@ class Offer:
 
     def heard(self) -> None:
         """Note that the destination shows life."""
-        self.lease_ends = time.monotonic() + LEASE_SECONDS
+        self.lease.renew(LEASE_SECONDS)
 
     def computing(self) -> None:
         """Note that the first chunk starts now."""
@@ -69,7 +70,7 @@ class Offer:
 
     def computed(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that every frame was put in; not `is_exact` if it was computed on what came through a lossy codec."""
-        self.must_end = _patience(self.manifest)
+        self._delivery.renew(DELIVERY_GRACE_SECONDS + self.manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND)
         self.state = "sending"
         self.log.mark("computed")
         self.send_state.finish(prefill_seconds, is_exact=is_exact)
@@ -78,20 +79,32 @@ class Offer:
         """Note that the prefill cannot be computed; its connections, or its lease, end it."""
         self.send_state.fail(message)
 
-    def is_late(self, now: float) -> bool:
-        """Tell whether the destination did not connect, come back, or show life in time."""
-        return now > self.must_end or now > self.lease_ends
-
-
-def _patience(manifest: Manifest) -> float:
-    """Return until when, in monotonic seconds, all of this should have crossed."""
-    return time.monotonic() + DELIVERY_GRACE_SECONDS + manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND
+    @property
+    def is_late(self) -> bool:
+        """Whether the destination did not connect, come back, or show life in time."""
+        return self._delivery.is_over or self.lease.is_over
 
 
 class Offers:
-    """All offers of this instance. `on_end(handle)` is called from any thread, once an offer, when it ended."""
+    """All offers of this instance.
 
-    def __init__(self, layout: CacheLayout, data_port: int, capacity: int):
+    Args:
+        layout: of the caches.
+        data_port: where destinations connect.
+        capacity: the most open offers.
+        on_end: called with the handle, from any thread, once an offer, when it ended.
+        counters: of all transfers of the instance.
+
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        data_port: int,
+        capacity: int,
+        on_end: Callable[[int], None] = lambda _handle: None,
+        counters: TransferCounters | None = None,
+    ):
         self._layout = layout
         self._data_port = data_port
         self._capacity = capacity
@@ -99,8 +112,8 @@ class Offers:
         self._offers: dict[str, Offer] = {}
         # A restarted instance does not repeat the epochs of its former life.
         self._epoch = secrets.randbits(48)
-        self.counters = TransferCounters()
-        self.on_end: Callable[[int], None] = lambda _handle: None
+        self.counters = counters or TransferCounters()
+        self._on_end = on_end
 
     def grant(self, message: StartPrefill | StartPrefix, end_token: int) -> tuple[Offer, PrefillGrant]:
         """Open an offer of the rows up to `end_token`.
@@ -161,10 +174,10 @@ class Offers:
         with self._lock:
             del offer.streams[connection]
             if not offer.streams:
-                offer.lease_ends = time.monotonic() + RESUME_SECONDS
+                offer.lease.renew(RESUME_SECONDS)
             released = offer.ended and not offer.streams
         if released:
-            self.on_end(offer.message.handle)
+            self._on_end(offer.message.handle)
 
     def end(self, offer: Offer, outcome: Outcome, reason: str = "") -> None:
         """End an offer, for a reason unless it was delivered or has failed already; only the first call counts."""
@@ -177,7 +190,7 @@ class Offers:
         self.counters.ended(offer.log.end(outcome, reason, offer.send_state.totals))
         offer.fail(f"the prefill was {outcome}")  # its connections tell, and are through with it then
         if released:
-            self.on_end(offer.message.handle)
+            self._on_end(offer.message.handle)
 
     def cancel(self, transfer_id: str) -> None:
         """End an offer by its id, if it is still open."""
@@ -188,9 +201,8 @@ class Offers:
 
     def expire(self) -> None:
         """End offers whose destination did not connect, or come back, or show life, in time."""
-        now = time.monotonic()
         with self._lock:
-            late = [offer for offer in self._offers.values() if offer.is_late(now)]
+            late = [offer for offer in self._offers.values() if offer.is_late]
         for offer in late:
             if offer.was_connected:
                 self.end(offer, "failed", "the destination was silent or slow for too long, or did not come back")

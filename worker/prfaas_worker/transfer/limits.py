@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prfaas.errors import CapacityError, PrfaasError
+from prfaas.util import LogOnce, RateBucket
 from prfaas.wire.transfer import Buffer
 from prfaas_worker.credentials import WorkerCredentials
 from prfaas_worker.options import Options
 from prfaas_worker.transfer.compression import Packer
 from prfaas_worker.transfer.link_stats import LinkMonitor
+from prfaas_worker.transfer.net import Deadline
 from prfaas_worker.transfer.tls import PeerAuth, TlsAuth
 
 log = logging.getLogger(__name__)
@@ -87,7 +89,12 @@ class Stop:
 
 
 class Fifo:
-    """A line with a lock. What decides whether the first may go changes under `lock` alone, and then `wake` is due."""
+    """Lets threads through one at a time, first come, first served, under one lock.
+
+    No wake-up is lost when a thread gives up its place: every departure wakes the thread that is first then, and only
+    the first ever looks. What decides whether the first may go changes under `lock` only, and
+    then `wake` is due.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -117,14 +124,14 @@ class Fifo:
         with stop.waking(lambda: self._wake_place(place)), self.lock:
             self._places.append(place)
             try:
-                self._await(place, delay_seconds, stop, time.monotonic() + timeout_seconds)
+                self._await(place, delay_seconds, stop, Deadline(timeout_seconds))
                 yield
             finally:
                 self._places.remove(place)
                 self.wake()
 
     def _await(
-        self, place: threading.Condition, delay_seconds: Callable[[], float], stop: Stop, deadline: float
+        self, place: threading.Condition, delay_seconds: Callable[[], float], stop: Stop, deadline: Deadline
     ) -> None:
         while True:
             if stop.is_set:
@@ -132,7 +139,7 @@ class Fifo:
             pause_seconds = delay_seconds() if self._places[0] is place else math.inf
             if pause_seconds <= 0:
                 return
-            left_seconds = deadline - time.monotonic()
+            left_seconds = deadline.left_seconds
             if left_seconds <= 0:
                 raise TimeoutError(f"still in line behind {self._places.index(place)} others")
             pause_seconds = min(pause_seconds, left_seconds)
@@ -148,7 +155,7 @@ class MemoryBudget:
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
-        self._line = Fifo()
+        self._fifo = Fifo()
         self._used_bytes = 0
 
     @property
@@ -159,7 +166,7 @@ class MemoryBudget:
     @property
     def waiting(self) -> int:
         """Threads that wait."""
-        return len(self._line)
+        return len(self._fifo)
 
     def acquire(self, count_bytes: int, stop: Stop, timeout_seconds: float = math.inf) -> None:
         """Wait until so many bytes may be held; they are until `release`.
@@ -172,7 +179,7 @@ class MemoryBudget:
         if not count_bytes:
             return
         try:
-            with self._line.turn(lambda: self._delay_seconds(count_bytes), stop, timeout_seconds):
+            with self._fifo.turn(lambda: self._delay_seconds(count_bytes), stop, timeout_seconds):
                 self._used_bytes += count_bytes
         except TimeoutError as error:
             raise CapacityError(
@@ -182,43 +189,31 @@ class MemoryBudget:
 
     def release(self, count_bytes: int) -> None:
         """Give bytes back that `acquire` let have."""
-        with self._line.lock:
+        with self._fifo.lock:
             self._used_bytes -= count_bytes
-            self._line.wake()
+            self._fifo.wake()
 
     def _delay_seconds(self, count_bytes: int) -> float:
         fits = self._used_bytes + count_bytes <= self.limit_bytes or not self._used_bytes
         return 0.0 if fits else math.inf
 
 
-class Credit:
-    """The arithmetic of a bucket that starts empty; whoever asks says what time it is, in monotonic seconds."""
+class EgressCredit(RateBucket):
+    """The bytes that may be sent now: a bucket that starts empty, and what one turn may take of it."""
 
     def __init__(self, rate_bytes_per_second: float, now_seconds: float):
-        self.rate_bytes_per_second = rate_bytes_per_second
-        self.depth_bytes = max(MIN_GRANT_BYTES, rate_bytes_per_second * DEPTH_SECONDS)
-        self._bytes = 0.0
-        self._at_seconds = now_seconds
+        depth_bytes = max(MIN_GRANT_BYTES, rate_bytes_per_second * DEPTH_SECONDS)
+        super().__init__(rate_bytes_per_second, depth_bytes, now_seconds, level=0.0)
 
-    def grant_bytes(self, in_line: int) -> int:
-        """Return the most that one turn grants while so many are in line."""
-        seconds = min(GRANT_SECONDS, ROUND_SECONDS / max(1, in_line))
-        return int(max(MIN_GRANT_BYTES, self.rate_bytes_per_second * seconds))
+    def grant_bytes(self, waiting: int) -> int:
+        """Return the most that one turn grants while so many wait."""
+        seconds = min(GRANT_SECONDS, ROUND_SECONDS / max(1, waiting))
+        return int(max(MIN_GRANT_BYTES, self.rate_per_second * seconds))
 
-    def at(self, now_seconds: float) -> float:
-        """Return the bytes that may be sent now."""
-        earned = (now_seconds - self._at_seconds) * self.rate_bytes_per_second
-        return min(self.depth_bytes, self._bytes + earned)
-
-    def delay_seconds(self, count_bytes: int, now_seconds: float) -> float:
+    def delay_seconds(self, amount: float, now_seconds: float) -> float:
         """Return how long until there is credit for so many bytes, 0 when there is."""
-        missing = count_bytes - self.at(now_seconds)
-        return max(missing / self.rate_bytes_per_second, _MIN_PAUSE_SECONDS) if missing > 0 else 0.0
-
-    def spend(self, count_bytes: int, now_seconds: float) -> None:
-        """Take bytes out."""
-        self._bytes = self.at(now_seconds) - count_bytes
-        self._at_seconds = now_seconds
+        seconds = super().delay_seconds(amount, now_seconds)
+        return max(seconds, _MIN_PAUSE_SECONDS) if seconds > 0 else 0.0
 
 
 class EgressBucket:
@@ -228,9 +223,9 @@ class EgressBucket:
     """
 
     def __init__(self, mbps: int | None = None):
-        self._line = Fifo()
+        self._fifo = Fifo()
         self._mbps: int | None = None
-        self._credit: Credit | None = None
+        self._credit: EgressCredit | None = None
         self.set_mbps(mbps)
 
     @property
@@ -240,11 +235,11 @@ class EgressBucket:
 
     def set_mbps(self, mbps: int | None) -> None:
         """Change the cap, for those who wait as well. What was saved up under the old one is gone."""
-        with self._line.lock:
+        with self._fifo.lock:
             if mbps != self._mbps:
                 self._mbps = mbps
-                self._credit = None if mbps is None else Credit(mbps * BYTES_PER_MBIT, time.monotonic())
-                self._line.wake()
+                self._credit = None if mbps is None else EgressCredit(mbps * BYTES_PER_MBIT, time.monotonic())
+                self._fifo.wake()
 
     def portions(self, parts: Sequence[Buffer], stop: Stop) -> Iterator[list[memoryview]]:
         """Yield all parts, without a copy, in portions that may be sent when they are yielded; all at once uncapped.
@@ -274,18 +269,18 @@ class EgressBucket:
         """
         if self._credit is None:
             return count_bytes
-        with self._line.turn(lambda: self._delay_seconds(count_bytes), stop):
+        with self._fifo.turn(lambda: self._delay_seconds(count_bytes), stop):
             if self._credit is None:
                 return count_bytes
-            granted = min(count_bytes, self._credit.grant_bytes(len(self._line)))
-            self._credit.spend(granted, time.monotonic())
+            granted = min(count_bytes, self._credit.grant_bytes(len(self._fifo)))
+            self._credit.take(granted, time.monotonic())
             return granted
 
     def _delay_seconds(self, count_bytes: int) -> float:
         credit = self._credit
         if credit is None:
             return 0.0
-        return credit.delay_seconds(min(count_bytes, credit.grant_bytes(len(self._line))), time.monotonic())
+        return credit.delay_seconds(min(count_bytes, credit.grant_bytes(len(self._fifo))), time.monotonic())
 
 
 def _cut(left: deque[memoryview], count_bytes: int) -> list[memoryview]:
@@ -308,6 +303,7 @@ class EgressFile:
         self._bucket = bucket
         self._otherwise = otherwise
         self._seen: bytes | None = None
+        self._problems = LogOnce(log)
         self.look()
 
     def start(self) -> None:
@@ -319,8 +315,9 @@ class EgressFile:
         try:
             found = self._read()
         except OSError as error:
-            log.warning("egress file %s cannot be read, the cap stays as it is: %s", self._path, error)
+            self._problems.failed("egress file", f"egress file {self._path} cannot be read, the cap stays: {error}")
             return
+        self._problems.worked("egress file")
         if found == self._seen:
             return
         self._seen = found

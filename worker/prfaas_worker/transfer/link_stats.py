@@ -266,10 +266,6 @@ class LinkRates:
                 rate = self._rates[peer] = self._renewed(peer, rate)._replace(renew_at=now + RENEW_SECONDS)
             return rate.mbps
 
-    def round_trip_seconds(self, peer: str) -> float | None:
-        """Return the least round trip to it of the last minutes; None while there were no connections lately."""
-        return next((one.min_rtt_seconds for one in self._monitor.links() if one.peer == peer), None)
-
     def _renewed(self, peer: str, rate: _Rate) -> _Rate:
         """Take the rate anew, when data waited for long enough since the last time."""
         stats = next((one for one in self._monitor.links() if one.peer == peer), None)

@@ -116,6 +116,27 @@ def receive_into(sock: socket.socket, *buffers: Buffer) -> None:
         raise UnreachableError(f"the connection broke while receiving: {error}") from error
 
 
+class Deadline:
+    """A moment by which something must have happened; `renew` moves it, from any thread."""
+
+    def __init__(self, seconds: float):
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left_seconds(self) -> float:
+        """Time until then; below 0 afterwards."""
+        return self._at - time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has passed."""
+        return self.left_seconds < 0
+
+    def renew(self, seconds: float) -> None:
+        """Begin anew."""
+        self._at = time.monotonic() + seconds
+
+
 def give_up(silent_seconds: float) -> None:
     """Wait for `STALL_SECONDS`.
 

@@ -34,7 +34,7 @@ from prfaas_worker.transfer.compression import DECODABLE
 from prfaas_worker.transfer.layout import CacheLayout
 from prfaas_worker.transfer.limits import Traffic
 from prfaas_worker.transfer.link_stats import read_tcp_info
-from prfaas_worker.transfer.net import NEAR_SECONDS, DataStream, connect_tcp
+from prfaas_worker.transfer.net import NEAR_SECONDS, DataStream, Deadline, connect_tcp
 from prfaas_worker.transfer.receive import ReceiveLoop, ReceiveState
 from prfaas_worker.transfer.send import receive_message
 from prfaas_worker.transfer.tls import CONNECT_SECONDS, PeerAuth
@@ -67,7 +67,7 @@ class SourceAddress(NamedTuple):
 
 class _Idle(NamedTuple):
     stream: DataStream
-    until: float
+    keep: Deadline
 
 
 class Connections:
@@ -120,7 +120,7 @@ class Connections:
             self._sweep()
             kept = self._idle.setdefault(source, [])
             if len(kept) < KEEP_AT_MOST:
-                kept.append(_Idle(stream, time.monotonic() + KEEP_SECONDS))
+                kept.append(_Idle(stream, Deadline(KEEP_SECONDS)))
                 return
         stream.close()
 
@@ -144,9 +144,8 @@ class Connections:
 
     def _sweep(self) -> None:
         """Close what was kept for too long; under the lock."""
-        now = time.monotonic()
         for source, kept in list(self._idle.items()):
-            for idle in [one for one in kept if one.until < now]:
+            for idle in [one for one in kept if one.keep.is_over]:
                 kept.remove(idle)
                 idle.stream.close()
             if not kept:
@@ -170,16 +169,31 @@ class FetchContext(NamedTuple):
 
 
 class Pull:
-    """One transfer from one source; `run` is called once."""
+    """One transfer from one source; `run` is called once.
 
-    def __init__(self, shared: FetchContext, source: SourceAddress, token: str, state: ReceiveState):
+    Args:
+        shared: what all fetches share.
+        source: where to connect.
+        token: from the grant.
+        state: what is received.
+        on_broken: called with the breaks so far, and why, when another connection takes over.
+
+    """
+
+    def __init__(
+        self,
+        shared: FetchContext,
+        source: SourceAddress,
+        token: str,
+        state: ReceiveState,
+        on_broken: Callable[[int, str], None] = lambda _breaks, _reason: None,
+    ):
         self._shared = shared
         self._connections = shared.connections
         self._source = source
         self._token = token
         self._state = state
-        self.on_broken: Callable[[int, str], None] = lambda _breaks, _reason: None
-        """Called with the breaks so far, and why, when another connection takes over."""
+        self._on_broken = on_broken
         self._changed = threading.Condition()
         self._whole = False
         self._failure: PrfaasError | None = None
@@ -197,7 +211,6 @@ class Pull:
             PeerError: it cannot be had.
 
         """
-        self._state.on_whole = self._finish
         self._start_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._whole or self._failure)
@@ -261,7 +274,7 @@ class Pull:
                 self._widen(stream)
                 with self._changed:
                     self._welcomed[number] = stream
-                ReceiveLoop(stream, number, self._state).run()
+                ReceiveLoop(stream, number, self._state, self._finish).run()
             well = True
         finally:
             self._state.lost(number)
@@ -304,7 +317,7 @@ class Pull:
     def _impatient(self, silent_seconds: float) -> None:
         """Wait for a WELCOME no longer than for anything else, and not when nobody wants it."""
         if self._over or silent_seconds > NO_PROGRESS_SECONDS:
-            raise UnreachableError(f"the peer answered nothing for {silent_seconds:.1f} s: given up")
+            raise UnreachableError(f"the source answered nothing for {silent_seconds:.1f} s: given up")
 
     @property
     def _over(self) -> bool:
@@ -333,7 +346,7 @@ class Pull:
         if patience_over:
             self._fail(error)
         elif not self._over:
-            self.on_broken(self._breaks, str(error))
+            self._on_broken(self._breaks, str(error))
 
     def _fail(self, error: PrfaasError) -> None:
         with self._changed:

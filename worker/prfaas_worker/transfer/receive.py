@@ -27,7 +27,7 @@ from prfaas_worker.cache.memory import bytes_of
 from prfaas_worker.transfer.compression import decode_into
 from prfaas_worker.transfer.layout import CachePlace, land, room_for
 from prfaas_worker.transfer.limits import MemoryBudget, Stop, StoppedError
-from prfaas_worker.transfer.net import DataStream
+from prfaas_worker.transfer.net import DataStream, Deadline
 from prfaas_worker.transfer.send import receive_header
 
 STARVED_SECONDS = 5.0
@@ -35,7 +35,7 @@ STARVED_SECONDS = 5.0
 
 
 class ReceiveState:
-    """One incoming direction, shared by its connections.
+    """What one transfer receives, shared by its connections.
 
     Args:
         ledger: what has to arrive.
@@ -61,8 +61,6 @@ class ReceiveState:
         self.source_silent_seconds = source_silent_seconds
         self.memory = memory
         self.stop = Stop()
-        self.on_whole: Callable[[], None] = lambda: None
-        """Called when everything is there, perhaps by several connections, from their threads."""
         self.gave_up: PeerError | None = None
         """Why a connection gave up for all, noted before the source hears of it and tells the others."""
         self.codecs: set[int] = set()
@@ -86,30 +84,29 @@ class ReceiveState:
         return tuple(self._broken)
 
     @property
-    def is_whole(self) -> bool:
-        """Everything is there."""
-        return self.ledger.whole
-
-    @property
     def seconds(self) -> float:
         """Time since the first data frame began to arrive, 0 before it."""
         return time.monotonic() - self._first if self._first is not None else 0.0
 
 
 class ReceiveLoop:
-    """Reads one connection of an state."""
+    """Reads one connection of a transfer.
 
-    def __init__(self, stream: DataStream, connection: int, state: ReceiveState):
+    `on_whole` is called when everything is there, perhaps by several connections, from their threads.
+    """
+
+    def __init__(self, stream: DataStream, connection: int, state: ReceiveState, on_whole: Callable[[], None]):
         self._stream = stream
         self._connection = connection
         self._state = state
-        self._spoke = time.monotonic()
+        self._on_whole = on_whole
+        self._heartbeat = Deadline(HEARTBEAT_SECONDS)
         self._acknowledged = False
 
     def run(self) -> None:
-        """Receive until the source freed its copy; whichever connection finds everything there says so, once it is.
+        """Receive until the source freed its copy; each connection acknowledges once everything is there.
 
-        Whoever calls tells the state afterwards that the connection is `lost`, also when it ended well.
+        The caller tells the state afterwards that the connection is `lost`, also when it ended well.
 
         Raises:
             UnreachableError, DamagedError: this connection is of no use any more; another may be.
@@ -121,7 +118,7 @@ class ReceiveLoop:
             while not self._receive():
                 if not self._acknowledged and ledger.whole:
                     ledger.require_whole()
-                    self._state.on_whole()
+                    self._on_whole()
                     self._say(Kind.ACK)
                     self._acknowledged = True
                 self._show_life()
@@ -212,12 +209,12 @@ class ReceiveLoop:
         self._show_life()
 
     def _show_life(self) -> None:
-        if time.monotonic() - self._spoke > HEARTBEAT_SECONDS:
+        if self._heartbeat.is_over:
             self._say(Kind.KEEP_ALIVE)
 
     def _say(self, kind: Kind, message: Abort | None = None) -> None:
         self._stream.send([message_frame(kind, self._address, message)])
-        self._spoke = time.monotonic()
+        self._heartbeat.renew(HEARTBEAT_SECONDS)
 
     @property
     def _address(self) -> Address:

@@ -8,13 +8,12 @@ import http.client
 import select
 import socket
 import ssl
-import time
 from contextlib import suppress
 from typing import Final
 
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
 from prfaas_worker.credentials import Contexts, WorkerCredentials, explain
-from prfaas_worker.transfer.net import DataStream, ProvenPeer, TlsStream, plain, tune
+from prfaas_worker.transfer.net import DataStream, Deadline, ProvenPeer, TlsStream, plain, tune
 
 # RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
 _ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
@@ -73,7 +72,7 @@ def https_connection(
 
 
 def _shake(sock: socket.socket, context: ssl.SSLContext, seconds: float, *, server_side: bool) -> ssl.SSLSocket:
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     try:
         tune(sock)
         sock.setblocking(False)
@@ -101,7 +100,7 @@ def _tell_plain(sock: socket.socket) -> None:
         socket.socket.send(sock, _ALERT_PROTOCOL_VERSION)
 
 
-def _step(tls: ssl.SSLSocket, deadline: float) -> bool:
+def _step(tls: ssl.SSLSocket, deadline: Deadline) -> bool:
     """Go on with a handshake as far as it gets without waiting, then wait; returns whether it is done."""
     poller = select.poll()
     try:
@@ -112,7 +111,7 @@ def _step(tls: ssl.SSLSocket, deadline: float) -> bool:
         poller.register(tls, select.POLLOUT)
     else:
         return True
-    left_seconds = deadline - time.monotonic()
+    left_seconds = deadline.left_seconds
     if left_seconds <= 0 or not poller.poll(left_seconds * 1000):
         raise TimeoutError
     return False

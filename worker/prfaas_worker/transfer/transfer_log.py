@@ -122,8 +122,8 @@ class TransferCounters:
     `on_end` hears of every transfer that ended, from its thread.
     """
 
-    def __init__(self) -> None:
-        self.on_end: Callable[[TransferEnded], None] = lambda _transfer: None
+    def __init__(self, on_end: Callable[[TransferEnded], None] = lambda _transfer: None):
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._ended: Counter[tuple[Direction, Outcome]] = Counter()
         self._sent_bytes = 0
@@ -133,7 +133,7 @@ class TransferCounters:
         """Count a transfer that ended."""
         with self._lock:
             self._ended[transfer.direction, transfer.outcome] += 1
-        self.on_end(transfer)
+        self._on_end(transfer)
 
     def sent(self, count_bytes: int) -> None:
         """Count bytes given to the kernel."""
