@@ -24,7 +24,7 @@ import zstandard
 from benchmarks.report import Figure, run
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
-from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Codec
 from prfaas.wire.transfer import Buffer, TensorLayout
 from prfaas_worker.cache_spec import TensorSpec
 from prfaas_worker.models import load_model

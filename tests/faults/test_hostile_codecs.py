@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from prfaas.errors import ProtocolError
-from prfaas.wire.codecs import Codec
-from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, seal, whole_digest
+from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Codec, FrameHeader, Kind, seal, whole_digest
 from prfaas.wire.transfer import Done, decode_message, message_frame
 from prfaas_worker.transfer.compression import encode
 from prfaas_worker.transfer.layout import CachePlace, layer_groups

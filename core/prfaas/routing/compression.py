@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Codec
 
 WireCodec = Literal["auto", "none", "lossless", "int8"]
 """What an operator may say."""

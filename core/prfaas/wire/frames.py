@@ -46,6 +46,24 @@ class Kind(IntEnum):
     FREED = 10
 
 
+class Codec(IntEnum):
+    """How a payload's bytes on the wire differ from its tensors' bytes; the value is the one on the wire.
+
+    A frame names its codec, so a source may change it from frame to frame. docs/compression.md specifies the codecs.
+    """
+
+    NONE = 0
+    LOSSLESS = 1
+    """Byte planes, those that shrink through zstd: the tensors come out bit by bit."""
+    INT8 = 2
+    """Attention rows as 8-bit integers with a scale for each channel: the tensors come out within a bound."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tensors come out bit by bit; other rows never enter a prefix cache."""
+        return self is not Codec.INT8
+
+
 DATA_KINDS: Final = frozenset({Kind.BLOCK, Kind.STATE, Kind.HIDDEN})
 """Kinds that carry cache: numbered by `sequence`, counted by DONE."""
 

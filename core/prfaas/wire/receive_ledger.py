@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from prfaas.errors import PeerError, ProtocolError
-from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import (
     MAX_DATA_BYTES,
     Buffer,
+    Codec,
     FrameHeader,
     Kind,
     verify,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import ProtocolError
-from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Codec
 from prfaas_worker.transfer.compression import DECODABLE, decode, decode_into, encode
 
 from .frames import DTYPES, packed, rows

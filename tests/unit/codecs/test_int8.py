@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Codec
 from prfaas_worker.transfer.codecs.int8 import KINDS, STRIP_ELEMENTS, error_bound
 from prfaas_worker.transfer.compression import decode, encode
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import InternalError
-from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Codec
 from prfaas_worker.transfer.compression import decode, decode_into, encode
 
 from .frames import DTYPES, contents, cut_at, packed, rows, state

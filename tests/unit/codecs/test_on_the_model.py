@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Codec
 from prfaas.wire.transfer import TensorLayout
 from prfaas_worker.models import load_model
 from prfaas_worker.models.solo import Solo, SoloSequence

@@ -17,7 +17,7 @@ from prfaas.routing.compression import (
     choose_codec,
     time_share,
 )
-from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Codec
 
 ALL = (Codec.NONE, Codec.LOSSLESS, Codec.INT8)
 SPEED = CodecSpeed(encode_mbps=8000, decode_mbps=16000, ratio=1.4)

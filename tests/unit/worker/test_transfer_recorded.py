@@ -12,8 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from prfaas.wire.codecs import Codec
-from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Kind, parse_header, seal
+from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Codec, Kind, parse_header, seal
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import VERSION, Done, Welcome
 from prfaas_worker.cache.memory import bytes_of

@@ -27,7 +27,7 @@ import numpy as np
 
 from prfaas.errors import ProtocolError
 from prfaas.routing.compression import CodecFacts, CodecSpeed, Estimate, WireCodec, choose_codec
-from prfaas.wire.codecs import Codec
+from prfaas.wire.frames import Codec
 from prfaas.wire.transfer import Buffer, TensorLayout
 from prfaas_worker.transfer.codecs import cut, int8, lossless, size_bytes
 from prfaas_worker.transfer.link_stats import RENEW_SECONDS, LinkMonitor, LinkRates

@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 import torch
 
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
-from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import (
     DATA_KINDS,
     HEADER_BYTES,
     MAX_HELLO_BYTES,
     Address,
+    Codec,
     FrameHeader,
     Kind,
     verify,

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import msgspec
 
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
-from prfaas.wire.codecs import Codec
 from prfaas.wire.frames import (
     DATA_KINDS,
     HEADER_BYTES,
     MAX_HELLO_BYTES,
     Address,
+    Codec,
     FrameHeader,
     Kind,
     parse_header,

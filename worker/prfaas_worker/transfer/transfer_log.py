@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from prfaas.telemetry.logs import line
-from prfaas.wire.codecs import Codec
 from prfaas.wire.engine import Cached, Direction, Outcome, TransferEnded
+from prfaas.wire.frames import Codec
 from prfaas.wire.trace import NO_TRACE, TraceContext
 
 log = logging.getLogger(__name__)
