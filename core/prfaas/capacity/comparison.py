@@ -154,6 +154,12 @@ def _notes(system: System, workload: Workload, plan: Plan) -> list[str]:
                 f"links.{link.name}.capacityMbps, {link.capacity_mbps:g}, limits offload: its pools could send "
                 f"{demand:.0f} Mbit/s. If the figure is in megabytes a second, multiply it by 8."
             )
+    return notes + profile_notes(system, workload)
+
+
+def profile_notes(system: System, workload: Workload) -> list[str]:
+    """Say which profiles are used far beyond what was measured, or do not fit it."""
+    notes: list[str] = []
     for pool in (*system.offload, *system.hub):
         known = pool.profile.max_tokens
         if 0 < 2 * known < workload.max_tokens:

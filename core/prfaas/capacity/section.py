@@ -46,6 +46,8 @@ class Section:
 
     def __init__(self, where: str, value: object) -> None:
         self.where = where
+        if value is None and not where:
+            raise ConfigError("the file is empty; it must describe a system, see docs/capacity.md")
         if not isinstance(value, dict):
             raise ConfigError(f"{where or 'the file'} is {_shown(value)}; it must hold fields: name: value")
         self._fields = {str(key): field for key, field in cast(dict[object, Any], value).items()}
@@ -185,14 +187,16 @@ def _number_advice(key: str, text: str) -> str:
 
 
 def _alike(key: str, other: str) -> bool:
-    """Whether two names differ in their case or unit only."""
+    """Whether two names differ only in their case, underscores or unit."""
     return _without_unit(key) == _without_unit(other)
 
 
 def _without_unit(key: str) -> str:
-    return re.sub(
-        r"(?:_?(?:[KMGTkmgt]?i?[bB](?:it)?(?:p?s|/s)?|[sS]econds|[mM]illis|[mM]s|[bB]ytes))+$", "", key
-    ).lower()
+    return (
+        re.sub(r"(?:_?(?:[KMGTkmgt]?i?[bB](?:it)?(?:p?s|/s)?|[sS]econds|[mM]illis|[mM]s|[bB]ytes))+$", "", key)
+        .lower()
+        .replace("_", "")
+    )
 
 
 def _advice(key: str, known: list[str]) -> str:

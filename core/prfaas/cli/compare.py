@@ -4,17 +4,16 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from prfaas.cli.plots import check_plot, draw_runs
 from prfaas.cli.simulate import (
-    WIDTH,
     File,
     Load,
     Plot,
     Rate,
     Trace,
     echo_json,
+    show,
     table,
     with_progress,
 )
@@ -45,13 +44,16 @@ def compare(
     if plot is not None:
         draw_runs(plot, results)
     if output == "json":
-        policies = {name: _figures(one, rates.get(name)) for name, one in results.items()}
-        echo_json({"arrivals_per_second": loaded.rate_per_second, "policies": policies})
+        policies = {
+            name: {**_figures(one, rates.get(name)), "overloaded": loaded.is_overloaded(name)}
+            for name, one in results.items()
+        }
+        echo_json({"arrivals_per_second": loaded.rate_per_second, "notes": loaded.notes(), "policies": policies})
         return
     made = table(results, loaded)
     if rates:
         made.add_row("rate within SLO, 1/s", *(f"{rates[name]:.2f}" for name in chosen))
-    Console(width=WIDTH, highlight=False).print(made)
+    show(made, loaded)
 
 
 def _figures(result: Result, rate_within_slo: float | None) -> dict[str, object]:

@@ -22,6 +22,7 @@ from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas.cli.plots import check_plot, draw_plan
 from prfaas.console import TableOrJson
 from prfaas.errors import ConfigError, install_extra
+from prfaas.simulate import setup as setups
 from prfaas.simulate import traces
 
 TITLES = {
@@ -66,10 +67,14 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     namespace: HubNamespace = "prfaas",
 ) -> None:
     """Find the best threshold and split into prefill and decode. Example: prfaas plan -f examples/paper.yaml."""
+    if file is not None and policy is not None:
+        raise ConfigError("--policy chooses what --from-cluster plans; a file describes one system: leave --policy out")
     if (file is None) != from_cluster:
         raise ConfigError("give either --file with a system, or --from-cluster for what is installed")
     check_plot(plot)
     described = load(file) if file is not None else _installed(kubeconfig, context, namespace, policy)
+    if described.simulation:
+        setups.read(described)  # a mistake there is told now, and not when somebody simulates
     result = compare(described)
     if plot is not None:
         draw_plan(plot, result, TITLES)
@@ -104,11 +109,13 @@ def load(path: Path) -> planfile.PlanFile:
         return [(one.input_tokens, one.output_tokens) for one in traces.read(str(where), _text(where).splitlines())]
 
     try:
-        document: object = yaml.safe_load(_text(path))
+        documents: list[object] = list(yaml.safe_load_all(_text(path)))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if len(documents) > 1:
+        raise ConfigError(f"{path} holds {len(documents)} YAML documents; give a file with one system")
     try:
-        return planfile.read(document, load_trace)
+        return planfile.read(documents[0] if documents else None, load_trace)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from prfaas.capacity.comparison import profile_notes
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.workload import Workload
 from prfaas.cli.plan import load
@@ -87,6 +88,14 @@ class Load:
         tally = Tally(slo_ttft_seconds=limit_seconds, warmup=self.setup.warmup_requests)
         return serve(scenario, self._arrivals(rate_per_second), tally, progress)
 
+    def is_overloaded(self, policy: PolicyName) -> bool:
+        """Tell whether as much arrives as the policy's plan carries, so that times show only how long the run was."""
+        return self.rate_per_second >= setups.capacity(self.file, policy)
+
+    def notes(self) -> list[str]:
+        """Return what the figures rest on where that is thin."""
+        return profile_notes(self.file.system, self.file.workload)
+
     def _rate(self, asked: float | None) -> float:
         if asked is not None:
             if not 0 < asked < float("inf"):
@@ -143,15 +152,24 @@ def simulate(
     if plot is not None:
         draw_runs(plot, {policy: result})
     if output == "json":
-        echo_json({"policy": policy, "arrivals_per_second": loaded.rate_per_second, **msgspec.to_builtins(result)})
+        figures = msgspec.to_builtins(result)
+        facts = {"overloaded": loaded.is_overloaded(policy), "notes": loaded.notes()}
+        echo_json({"policy": policy, "arrivals_per_second": loaded.rate_per_second, **facts, **figures})
     else:
-        console = Console(width=WIDTH, highlight=False)
-        console.print(table({policy: result}, loaded))
+        show(table({policy: result}, loaded), loaded)
 
 
 def echo_json(document: object) -> None:
     """Print a document."""
     typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+def show(made: Table, loaded: Load) -> None:
+    """Print a table and the notes on it."""
+    console = Console(width=WIDTH, highlight=False)
+    console.print(made)
+    for note in loaded.notes():
+        console.print(f"Note: {note}")
 
 
 def table(results: dict[PolicyName, Result], loaded: Load) -> Table:
@@ -172,6 +190,9 @@ def table(results: dict[PolicyName, Result], loaded: Load) -> Table:
             made.add_row(f"{where} {key}, s", *cells)
     for key, label, digits in ROWS:
         made.add_row(label, *(f"{getattr(one, key):,.{digits}f}" for one in results.values()))
+    overloaded = [loaded.is_overloaded(name) for name in results]
+    if any(overloaded):
+        made.add_row("as much arrives as it carries", *("OVERLOADED" if one else "" for one in overloaded))
     if loaded.file.slo.ttft_millis is not None:
         label = f"first token within {loaded.file.slo.ttft_millis / 1000:g} s"
         made.add_row(label, *(f"{one.slo_attainment:.1%}" for one in results.values()))

@@ -37,6 +37,8 @@ from prfaas.wire.routes import Threshold, ThresholdMode
 
 GIB: Final = 1 << 30
 STEPS_A_PERIOD: Final = 48
+MAX_LOAD: Final = 10.0
+"""Ten times what can be served shows all that an overload does; more is a percentage."""
 MAX_STEPS: Final = 100_000
 MIN_THRESHOLD_TOKENS: Final = 256
 
@@ -99,6 +101,11 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
         return [(n * period + at, mbps) for n in range(periods) for at, mbps in steps]
 
 
+def capacity(file: PlanFile, policy: PolicyName) -> float:
+    """Return the requests a second that a policy's plan carries."""
+    return planned(file, policy)[1].lambda_max
+
+
 def read(file: PlanFile) -> Setup:
     """Read the `simulation` section.
 
@@ -111,6 +118,11 @@ def read(file: PlanFile) -> Setup:
     amount = section.number(rate)
     if amount <= 0:
         raise ConfigError(f"simulation.{rate} is {amount:g}; it must be above 0")
+    if rate == "load" and amount > MAX_LOAD:
+        raise ConfigError(
+            f"simulation.load is {amount:g} times what the best plan carries; it is a fraction: "
+            f"write {amount / 100:g} for {amount:g} %"
+        )
     bursts = section.section("bursts", {})
     caches = section.section("cacheGib", {})
     setup = Setup(
@@ -130,6 +142,7 @@ def read(file: PlanFile) -> Setup:
         conversion=_conversion(section.section("longLoop"), file) if "longLoop" in section.keys else None,
     )
     section.end()
+    _check_links(file, setup)
     for field, value in (("requests", setup.requests), ("shortIntervalSeconds", setup.short_interval_seconds)):
         if value < 1:
             raise ConfigError(f"simulation.{field} is {value}; it must be at least 1")
@@ -239,7 +252,6 @@ def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: 
     """
     system, plan = planned(file, policy)
     links = {link.name: link.capacity_mbps for link in system.links}
-    _check_links(file, setup)
     there = Scenario(
         system=system,
         prefill_instances={name: round(count) for name, count in plan.split.items()},
@@ -284,7 +296,8 @@ def _check_links(file: PlanFile, setup: Setup) -> None:
     for field, names in (("links", setup.links), ("cacheGib", setup.cache_bytes)):
         for name in names:
             if name not in declared and not (field == "cacheGib" and name == HUB):
-                raise ConfigError(f"simulation.{field}.{name}: links are {', '.join(declared) or 'none'}")
+                known = [*declared, HUB] if field == "cacheGib" else declared
+                raise ConfigError(f"simulation.{field}.{name}: there are {', '.join(known) or 'none'}")
 
 
 def _threshold(file: PlanFile, setup: Setup, policy: PolicyName, plan: Plan) -> Threshold:

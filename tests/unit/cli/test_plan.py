@@ -90,7 +90,7 @@ def test_a_trace_is_found_beside_the_file(tmp_path):
     [
         (None, "cannot be read"),
         ("a: [", "is no YAML"),
-        ("", "the file is None; it must hold fields"),
+        ("", "the file is empty; it must describe a system"),
         ("hub: []\nprofiles: {}\nworkload: {trace: none.csv}", "none.csv cannot be read"),
         ("hub: []\nprofiles: {}\nworkload: {trace: torn.csv}", "torn.csv, line 1: this is no trace"),
         ("hub: []\nprofiles: {}\nworkload: {trace: empty.csv}", "empty.csv is empty"),
@@ -104,11 +104,6 @@ def test_a_file_that_says_nothing_is_named(tmp_path, text, says):
         path.write_text(text)
     with pytest.raises(ConfigError, match=says):
         run("-f", str(path))
-
-
-def test_an_output_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="--output is 'xml'; it can be table or json"):
-        run("-f", str(PAPER_FILE), "-o", "xml")
 
 
 def test_the_command_is_registered(monkeypatch):

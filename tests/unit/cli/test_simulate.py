@@ -85,8 +85,6 @@ def test_prompts_that_go_on_are_found_in_caches_and_keep_their_lengths(file):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "magic"], "--policy is 'magic'; it can be threshold"),
-        (["-o", "xml"], "--output is 'xml'"),
         (["--plot", "here.gif"], "its name must end in .png or .html"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--rate", "0"], "--rate is 0 requests a second"),
@@ -105,3 +103,11 @@ def test_a_rate_within_an_slo_needs_an_slo(file):
     ended = run("compare", "-f", file, "--within-slo")
     assert isinstance(ended.exception, ConfigError)
     assert "slo.ttftMillis" in str(ended.exception)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"), [("--policy", "'magic' is not one of 'threshold'"), ("-o", "'magic' is not one of")]
+)
+def test_a_word_that_is_no_choice_is_answered_with_the_choices(file, flag, said):
+    ended = run("simulate", "-f", file, flag, "magic")
+    assert (ended.exit_code, said in ended.output) == (2, True)

@@ -98,8 +98,8 @@ def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defa
         ({"load": 0}, "simulation.load is 0; it must be above 0"),
         ({"ratePerSecond": 1}, "load and ratePerSecond.*exactly one"),
         ({"burst": {}}, "simulation.burst is no field here; did you mean bursts"),
-        ({"cacheGib": {"moon": 1}}, "simulation.cacheGib.moon: links are between"),
-        ({"links": [{"name": "moon"}]}, "simulation.links.moon: links are between"),
+        ({"cacheGib": {"moon": 1}}, "simulation.cacheGib.moon: there are between"),
+        ({"links": [{"name": "moon"}]}, "simulation.links.moon: there are between"),
         ({"links": [{"name": LINK, "schedule": [{"atSeconds": 1, "capacityMbps": "1 Gbit/s"}]}]}, "in Mbit/s: 1000"),
         (
             {"links": [{"name": LINK, "flapping": {"everySeconds": 5, "forSeconds": 9, "lowMbps": 1}}]},

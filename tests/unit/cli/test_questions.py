@@ -1,0 +1,86 @@
+"""The planner asks back where a file says something that nobody means, and marks figures that mean nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .test_main import ROOT, Ended, prfaas
+
+
+@pytest.fixture
+def answer(tmp_path):
+    def ask(command: str, *arguments: str, **changes: Any) -> Ended:
+        document = yaml.safe_load((ROOT / "examples" / "simulate.yaml").read_text())
+        document["simulation"] |= {"requests": 40}
+        for path, value in changes.items():
+            *parents, last = path.split("__")
+            inner = document
+            for part in parents:
+                inner = inner.setdefault(part, {})
+            inner[last] = value
+        file = tmp_path / "system.yaml"
+        file.write_text(yaml.safe_dump(document))
+        return prfaas(command, "-f", str(file), *arguments)
+
+    return ask
+
+
+def test_lengths_far_beyond_what_was_measured_are_noted_in_the_table_and_in_json(answer):
+    longer = {"workload__lognormal": {"mu": 9.9, "sigma": 1.0, "minTokens": 128, "maxTokens": 1 << 20}}
+    said = "measured up to 131072 tokens; prompts reach 1047422"
+    assert said in " ".join(answer("simulate", **longer).stdout.split())
+    for command in ("plan", "simulate", "compare"):
+        assert any(said in note for note in json.loads(answer(command, "-o", "json", **longer).stdout)["notes"])
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"simulation__load": 75, "simulation__ratePerSecond": None}, "write 0.75 for 75 %"),
+        ({"simulation__cacheGib": {"mars": 10}}, "simulation.cacheGib.mars: there are "),
+        ({"simulation__reqests": 5}, "did you mean requests?"),
+    ],
+)
+def test_a_mistake_in_the_simulation_is_found_by_the_planner_too(answer, command, changes, said):
+    given = {path: value for path, value in changes.items() if value is not None}
+    ended = answer(command, **given)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert said in ended.stderr
+    assert "mars" not in said or ended.stderr.rstrip().endswith(", hub")
+
+
+def test_a_policy_of_a_cluster_is_refused_beside_a_file(answer):
+    ended = answer("plan", "--policy", "kimi")
+    assert (ended.returncode, "leave --policy out" in ended.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the file is empty; it must describe a system"),
+        ("a: 1\n---\nb: 2\n", "holds 2 YAML documents; give a file with one system"),
+    ],
+)
+def test_a_file_of_no_or_many_documents_is_told_so(tmp_path, text, said):
+    file = Path(tmp_path, "x.yaml")
+    file.write_text(text)
+    assert said in prfaas("plan", "-f", str(file)).stderr
+
+
+def test_a_name_with_underscores_is_told_the_right_one(answer, tmp_path):
+    document = yaml.safe_load((ROOT / "examples" / "simulate.yaml").read_text())
+    document["workload"]["output_tokens"] = document["workload"].pop("outputTokens")
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(document))
+    assert "workload.outputTokens is missing; it is outputTokens" in prfaas("plan", "-f", str(file)).stderr
+
+
+def test_policies_that_carry_no_more_than_arrives_are_marked(answer):
+    found = json.loads(answer("compare", "--rate", "2.45", "-o", "json").stdout)["policies"]
+    assert (found["homogeneous"]["overloaded"], found["static"]["overloaded"]) == (True, False)
+    assert "OVERLOADED" in answer("compare", "--rate", "2.45").stdout
+    assert "OVERLOADED" not in answer("simulate", "--rate", "1").stdout
