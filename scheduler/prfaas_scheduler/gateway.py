@@ -14,7 +14,7 @@ from prfaas.wire.control import Counters, ThresholdUpdate
 TIMEOUT_SECONDS = 2.0
 
 
-class Gateway:
+class GatewayClient:
     """One gateway in the same pod. Use as an async context manager. Every call raises PeerError when it fails."""
 
     def __init__(self, control_socket: Path):

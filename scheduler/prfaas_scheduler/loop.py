@@ -22,15 +22,15 @@ from prfaas.routing.controller import Config, Facts, Offered, State, Step
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts
+from prfaas.util import LogOnce
 from prfaas.wire.control import LinkUse, ThresholdUpdate
 from prfaas.wire.routes import RoutingTable
 from prfaas_scheduler import observe, status
-from prfaas_scheduler.gateway import Gateway
+from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.history import CounterHistory
 from prfaas_scheduler.measure import NOTHING, Measured, measure
-from prfaas_scheduler.metrics import Metrics
+from prfaas_scheduler.metrics import SchedulerMetrics
 from prfaas_scheduler.prometheus import Prometheus
-from prfaas_scheduler.trouble import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -58,16 +58,16 @@ class Loop:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: GatewayClient,
         http: aiohttp.ClientSession,
-        metrics: Metrics,
+        metrics: SchedulerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._gateway = gateway
         self._http = http
         self._metrics = metrics
         self._clock = clock
-        self._trouble = Trouble()
+        self._failures = LogOnce(log)
         self._history = CounterHistory()
         self._known: Known | None = None
         self._observed: Mapping[str, Any] | None = None
@@ -88,9 +88,10 @@ class Loop:
             with self._metrics.step_seconds.time():
                 interval_seconds = await self._round()
         except PeerError as error:
-            self._trouble.failed("the gateway's control socket", error)
+            what = "the gateway's control socket"
+            self._failures.failed(what, f"{what} failed: {error}", reason=type(error))
             return RETRY_SECONDS
-        self._trouble.worked("the gateway's control socket")
+        self._failures.worked("the gateway's control socket")
         return interval_seconds
 
     async def _round(self) -> float:
@@ -135,9 +136,9 @@ class Loop:
     def _complain(self, errors: tuple[PrfaasError, ...]) -> None:
         self._metrics.query_errors.inc(len(errors))
         if errors:
-            self._trouble.failed("measuring", errors[0])
+            self._failures.failed("measuring", f"measuring failed: {errors[0]}", reason=type(errors[0]))
         else:
-            self._trouble.worked("measuring")
+            self._failures.worked("measuring")
 
     def _step(self, table: RoutingTable, measured: Measured) -> Step:
         config = config_of(table)

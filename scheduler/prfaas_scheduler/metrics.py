@@ -9,7 +9,7 @@ from prfaas.routing.controller import Step
 STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
-class Metrics:
+class SchedulerMetrics:
     """All metrics of one scheduler, in a registry of their own."""
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ back. An API server that is down costs a late status and nothing else.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,8 +15,10 @@ from typing import Any
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef, apply_status
 from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER
+from prfaas.util import LogOnce
 from prfaas_scheduler import status
-from prfaas_scheduler.trouble import Trouble
+
+log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 RENEW_SECONDS = 3.0
@@ -59,7 +62,7 @@ class Publisher:
         self._lease = LeaseHolder(
             session, policy.namespace, lease_name(policy.name), identity, duration_seconds=LEASE_SECONDS, clock=clock
         )
-        self._trouble = Trouble()
+        self._failures = LogOnce(log)
         self._renew_at = float("-inf")
         self._written: status.Report | None = None
         self._written_at = float("-inf")
@@ -83,7 +86,8 @@ class Publisher:
             if self._lease.is_holder and said is not None and self._due(said):
                 await self._write(said)
         except PrfaasError as error:
-            self._trouble.failed(f"writing the status of {self._policy}", error)
+            what = f"writing the status of {self._policy}"
+            self._failures.failed(what, f"{what} failed: {error}", reason=type(error))
 
     async def _keep_lease(self) -> None:
         if self._clock() < self._renew_at:
@@ -116,7 +120,7 @@ class Publisher:
             self._conditions = None  # it may have been written all the same
             raise
         self._conditions, self._written = body["conditions"], said
-        self._trouble.worked(f"writing the status of {self._policy}")
+        self._failures.worked(f"writing the status of {self._policy}")
 
     async def _read_conditions(self) -> Sequence[Mapping[str, Any]]:
         current = await self._session.call("GET", f"{self._policy.path}/status", timeout_seconds=TIMEOUT_SECONDS)

@@ -11,9 +11,9 @@ from aiohttp import web
 
 from prfaas.errors import ConfigError
 from prfaas.kube import KubeSession
-from prfaas_scheduler.gateway import Gateway
+from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
-from prfaas_scheduler.metrics import Metrics
+from prfaas_scheduler.metrics import SchedulerMetrics
 from prfaas_scheduler.options import SchedulerOptions
 from prfaas_scheduler.publish import Publisher, policy_ref
 
@@ -25,10 +25,10 @@ async def serve(options: SchedulerOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    metrics = Metrics()
+    metrics = SchedulerMetrics()
     async with (
         _metrics_port(metrics, options.host, options.metrics_port),
-        Gateway(options.control_socket) as gateway,
+        GatewayClient(options.control_socket) as gateway,
         aiohttp.ClientSession(trust_env=False) as http,
         contextlib.AsyncExitStack() as stack,
     ):
@@ -66,7 +66,7 @@ async def _until(stop: asyncio.Event, parts: Sequence[asyncio.Task[None]]) -> No
 
 
 @contextlib.asynccontextmanager
-async def _metrics_port(metrics: Metrics, host: str, port: int) -> AsyncIterator[None]:
+async def _metrics_port(metrics: SchedulerMetrics, host: str, port: int) -> AsyncIterator[None]:
     runner = web.AppRunner(metrics.application(), access_log=None)
     await runner.setup()
     try:

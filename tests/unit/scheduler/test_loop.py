@@ -9,10 +9,10 @@ from aiohttp import web
 
 from prfaas.wire.control import Counters
 from prfaas.wire.routes import Threshold
-from prfaas_scheduler.gateway import Gateway
+from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.history import CounterHistory
 from prfaas_scheduler.loop import RETRY_SECONDS, Loop
-from prfaas_scheduler.metrics import Metrics
+from prfaas_scheduler.metrics import SchedulerMetrics
 
 
 class Clock:
@@ -47,8 +47,8 @@ async def prometheus_answering(answer):
 
 @contextlib.asynccontextmanager
 async def looping(gateway, clock=None):
-    async with gateway.listening(), aiohttp.ClientSession() as session, Gateway(gateway.path) as client:
-        metrics = Metrics()
+    async with gateway.listening(), aiohttp.ClientSession() as session, GatewayClient(gateway.path) as client:
+        metrics = SchedulerMetrics()
         yield Loop(client, session, metrics, clock or Clock()), metrics
 
 
@@ -72,8 +72,8 @@ def quiet_link(traffic: str):
 
 
 async def test_without_a_gateway_or_its_table_it_tries_again_and_then_pushes(gateway, table):
-    async with aiohttp.ClientSession() as session, Gateway(gateway.path) as client:
-        loop = Loop(client, session, Metrics(), Clock())
+    async with aiohttp.ClientSession() as session, GatewayClient(gateway.path) as client:
+        loop = Loop(client, session, SchedulerMetrics(), Clock())
         assert await loop.once() == RETRY_SECONDS
         assert loop.report is None
         async with gateway.listening():

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from prfaas.wire.routes import Threshold
-from prfaas_scheduler.gateway import Gateway
+from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
-from prfaas_scheduler.metrics import Metrics
+from prfaas_scheduler.metrics import SchedulerMetrics
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,8 +42,8 @@ async def offload_steadily(gateway):
 async def test_a_cut_a_dead_link_and_a_dead_prometheus(site, http, gateway, table):
     one, *_ = in_eu = [worker for key, worker in site.workers.items() if key.startswith("eu/")]
     gateway.table = table(prometheus_url=site.prometheus_url, stale_after_seconds=4)
-    async with gateway.listening(), Gateway(gateway.path) as client:
-        loop = Loop(client, http, Metrics())
+    async with gateway.listening(), GatewayClient(gateway.path) as client:
+        loop = Loop(client, http, SchedulerMetrics())
         tasks = [asyncio.create_task(loop.run()), asyncio.create_task(offload_steadily(gateway))]
         run = Run(gateway, loop)
         try:
@@ -85,8 +85,8 @@ async def test_other_modes_still_report_the_link(site, http, gateway, table, mod
     next(iter(site.workers.values())).move(mbps=60, backlogged_share=0.6)
     threshold = Threshold(mode=mode, tokens=1024, min_tokens=512, max_tokens=32768)
     gateway.table = table(prometheus_url=site.prometheus_url, threshold=threshold)
-    async with gateway.listening(), Gateway(gateway.path) as client:
-        loop = Loop(client, http, Metrics())
+    async with gateway.listening(), GatewayClient(gateway.path) as client:
+        loop = Loop(client, http, SchedulerMetrics())
         deadline = time.monotonic() + 15
         while not loop.report or (loop.report.figures["linkUtilisationPercent"] or 0) < 50:
             assert time.monotonic() < deadline
