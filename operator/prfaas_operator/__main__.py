@@ -13,12 +13,12 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the operator; exit 0 after SIGTERM, 1 with a log line for an error of ours, 2 for a wrong flag."""
+    """Run the operator. The exit code is 0 after SIGTERM, 1 after a logged error of ours and 2 for a wrong flag."""
     options = read_options(OperatorOptions, "prfaas-operator", HELP, arguments)
     begin_logs("prfaas-operator", lambda: logs.configure("operator", options.log_format))
 
     def serve() -> int:
-        from prfaas_operator import serve as process  # here, so that flags are read where an extra is missing
+        from prfaas_operator import serve as process  # here, so that wrong flags are reported even where an extra is missing
 
         try:
             asyncio.run(process.serve(options))

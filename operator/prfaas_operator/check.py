@@ -1,4 +1,4 @@
-"""Gathers what `prfaas cluster check` tells: asks the hub, and the member with the credentials that the hub keeps."""
+"""Checks a member cluster for `prfaas cluster check`: asks the hub, and the member with the credentials in the hub."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 
 class CheckReport(NamedTuple):
-    """The findings about one cluster; `hub` for what concerns all."""
+    """The findings about one cluster; `hub` for findings that concern all clusters."""
 
     cluster: str
     findings: tuple[Finding, ...]
@@ -103,7 +103,7 @@ async def _member(hub: ClusterClient, hub_probe: Probe, member: MemberCluster) -
 
 
 async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Access) -> AsyncIterator[Finding]:
-    """Ask the member's API server from here, as the operator would."""
+    """Ask the member's API server from this machine, with the operator's credentials."""
     try:
         there = await connect_member(member.metadata.name, member.spec.namespace, access)
     except PrfaasError as error:
@@ -123,7 +123,9 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
 
 
 def _not_from_here(member: MemberCluster, error: PrfaasError) -> Finding:
-    """Say that a member cannot be asked from here, which matters only where the operator cannot either."""
+    """Return the finding for a member that this machine cannot reach; it fails only if the operator cannot reach it
+    either.
+    """
     reached = any(one.type == REACHABLE and one.status == "True" for one in member.status.conditions)
     told = f"{error}; the operator {'reaches it' if reached else 'does not reach it either'}"
     return Finding("from here", "warning" if reached and not isinstance(error, ConfigError) else "failed", told)
@@ -143,7 +145,7 @@ async def _rights(there: ClusterClient) -> dict[str, bool]:
 
 
 async def _namespace(there: ClusterClient) -> Finding:
-    """Try whether the namespace takes an object, without leaving one."""
+    """Test with a dry run that the namespace accepts an object."""
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"generateName": "prfaas-check-"}}
     try:
         await there.create(kinds.CONFIG_MAP, body, dry_run=True)
@@ -184,7 +186,7 @@ def is_well(findings: Iterable[Finding]) -> bool:
 
 
 def operators_view(member: MemberCluster) -> Finding:
-    """Return what the operator last wrote about a member."""
+    """Return the last state of a member that the operator wrote."""
     ready = next((one for one in member.status.conditions if one.type == READY), None)
     if ready is None:
         return Finding("operator", "failed", "no operator has reconciled it; see `kubectl get deploy prfaas-operator`")
@@ -192,7 +194,7 @@ def operators_view(member: MemberCluster) -> Finding:
 
 
 def last_contact(member: MemberCluster, now: datetime) -> Finding:
-    """Return how long ago the operator was last answered."""
+    """Return the time since the member last answered the operator."""
     contact = member.status.last_contact_time
     if contact is None:
         return Finding("last contact", "failed", "the operator has never been answered")
@@ -202,7 +204,7 @@ def last_contact(member: MemberCluster, now: datetime) -> Finding:
 
 
 def token_finding(facts: TokenFacts | None, name: str, now: datetime) -> Finding:
-    """Return how long a member's token still lasts."""
+    """Return the remaining life of a member's token."""
     if facts is None:
         return Finding("token", "ok", "the credential has no end of its own")
     until = f"until {rfc3339(facts.expires_at)}"
@@ -220,7 +222,7 @@ def _span(left: timedelta) -> str:
 
 
 def version_finding(text: str) -> Finding:
-    """Return whether a server is new enough, from its gitVersion such as v1.34.4-eks-1a2b3c4."""
+    """Return if a server is new enough, from its gitVersion such as v1.34.4-eks-1a2b3c4."""
     numbers = text.removeprefix("v").split(".")
     known = len(numbers) > 1 and numbers[0] == "1" and numbers[1].rstrip("+").isdigit()
     if not known:
@@ -230,7 +232,7 @@ def version_finding(text: str) -> Finding:
 
 
 def clock_finding(hub: datetime, member: datetime) -> Finding:
-    """Return how far the clocks of the two API servers are apart; answers tell whole seconds."""
+    """Return the difference of the two API servers' clocks; answers carry whole seconds."""
     apart = abs(hub - member)
     level: Level = "failed" if apart > SKEW_FAILED else "warning" if apart > SKEW_WARNING else "ok"
     advice = "" if level == "ok" else "; certificates and tokens depend on clocks that agree: see NTP on the nodes"
@@ -238,7 +240,7 @@ def clock_finding(hub: datetime, member: datetime) -> Finding:
 
 
 def rights_finding(asked: Mapping[str, bool]) -> Finding:
-    """Return which rights are missing, of those asked for as `VERB RESOURCE`."""
+    """Return the missing rights among those required, each as `VERB RESOURCE`."""
     missing = sorted(right for right, granted in asked.items() if not granted)
     if missing:
         advice = "`prfaas cluster join` again, or upgrade the chart prfaas-member"
@@ -247,12 +249,11 @@ def rights_finding(asked: Mapping[str, bool]) -> Finding:
 
 
 def data_path_finding(links: Sequence[Condition], reached: Mapping[str, bool]) -> Finding:
-    """Return whether the data path works: as the schedulers see it, which is what counts, and from here.
+    """Return if the data path works. The schedulers' measurement decides; connections from this machine are only shown.
 
     Args:
         links: the conditions LinkHealthy of the policies that use pools of the cluster.
-        reached: instances by `HOST:PORT`, and whether a connection from here came about.
-
+        reached: instances by `HOST:PORT`, and if a connection from here succeeded.
     """
     broken = [link for link in links if link.status == "False"]
     if broken:
@@ -265,7 +266,7 @@ def data_path_finding(links: Sequence[Condition], reached: Mapping[str, bool]) -
 
 
 def crd_skew(kind: str, wanted: Mapping[str, Any], live: Mapping[str, Any] | None) -> Finding:
-    """Compare the hub's CRD with the one of this version, by the fields that each knows."""
+    """Compare the fields of the hub's CRD with the fields that this version knows."""
     check = f"CRD {kind}"
     if live is None:
         return Finding(check, "failed", "is not installed; install the chart prfaas, or crds/")

@@ -1,4 +1,4 @@
-"""`prfaas cluster`: join, list and leave, for people at a terminal and for scripts (-o json)."""
+"""`prfaas cluster`: joins, lists, checks and removes member clusters, for people and for scripts (-o json)."""
 
 import asyncio
 import json
@@ -26,13 +26,13 @@ app = new_app(help="Register member clusters in the hub.", no_args_is_help=True)
 
 
 class Addressing(StrEnum):
-    """Which address of a worker pod the hub reaches."""
+    """The address of a worker pod that the hub uses."""
 
     POD_IP = "PodIP"
     HOST_IP = "HostIP"
 
 
-MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the member cluster; the hub's if not given.")]
+MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the member cluster; by default the hub's.")]
 Context = Annotated[str | None, typer.Option(help="Kubeconfig context of the member cluster.")]
 Kubeconfig = Annotated[Path | None, typer.Option(help="Kubeconfig file of the member cluster.")]
 TokenDays = Annotated[
@@ -40,15 +40,15 @@ TokenDays = Annotated[
     typer.Option(
         min=1,
         max=3650,
-        help="Days that the token is asked for; renewed at half of them, it outlives an outage of half.",
+        help="Days that the token is valid; the operator renews it at half of them.",
     ),
 ]
-WaitSeconds = Annotated[float, typer.Option(min=0, help="How long to wait for the operator.")]
+WaitSeconds = Annotated[float, typer.Option(min=0, help="Longest wait for the operator.")]
 
 
 @app.command("join")
 def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
-    name: Annotated[str, typer.Argument(help="Name that pools will use in spec.clusterName.")],
+    name: Annotated[str, typer.Argument(help="Name for pools' spec.clusterName.")],
     link_mbps: Annotated[int, typer.Option(min=1, help="Capacity of the link to the hub in Mbit/s.")],
     context: Context = None,
     kubeconfig: Kubeconfig = None,
@@ -59,9 +59,9 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     server: Annotated[
         str | None, typer.Option(help="Address of the member's API server as the hub reaches it, if not the context's.")
     ] = None,
-    round_trip_millis: Annotated[int, typer.Option(min=0, help="Round trip of the link in ms.")] = 0,
-    addressing: Annotated[Addressing, typer.Option(help="How the hub reaches worker pods.")] = Addressing.POD_IP,
-    datacenter: Annotated[str, typer.Option(help="Name that policies use in prefer and forbid.")] = "",
+    round_trip_millis: Annotated[int, typer.Option(min=0, help="Round-trip time of the link in ms.")] = 0,
+    addressing: Annotated[Addressing, typer.Option(help="Address by which the hub reaches worker pods.")] = Addressing.POD_IP,
+    datacenter: Annotated[str, typer.Option(help="Datacenter name for policies' prefer and forbid.")] = "",
     region: Annotated[str, typer.Option(help="Free text.")] = "",
     token_days: TokenDays = DEFAULT_TOKEN_DAYS,
     wait_seconds: WaitSeconds = 30,
@@ -131,14 +131,14 @@ MARKS: Final = {"ok": "ok", "warning": "WARNING", "failed": "FAILED"}
 @app.command("check")
 def check_members(
     name: Annotated[
-        str | None, typer.Argument(help="Which MemberCluster; all if not given.", show_default=False)
+        str | None, typer.Argument(help="MemberCluster to check; all if not given.", show_default=False)
     ] = None,
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
     output: TableOrJson = "table",
 ) -> None:
-    """Tell whether members can be used, question by question; exit code 1 if not. Example: prfaas cluster check eu."""
+    """Check if members can be used; exit code 1 if not. Example: prfaas cluster check eu."""
     reports = asyncio.run(check(KubeContext(hub_kubeconfig, hub_context, namespace), name))
     well = all(is_well(report.findings) for report in reports)
     if output == "json":
@@ -164,7 +164,7 @@ def leave(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     member_namespace: MemberNamespace = None,
     wait_seconds: WaitSeconds = 30,
 ) -> None:
-    """Take a member cluster out of the hub; with --context also the account there. Example: prfaas cluster leave eu."""
+    """Remove a member cluster from the hub, with --context also its account there. Example: prfaas cluster leave eu."""
     named = context is not None or kubeconfig is not None
     member = KubeContext(kubeconfig, context, member_namespace or namespace) if named else None
     asyncio.run(work.leave(KubeContext(hub_kubeconfig, hub_context, namespace), member, name, wait_seconds))

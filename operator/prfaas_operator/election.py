@@ -1,16 +1,15 @@
-"""One of several replicas works: the one that holds the Lease. The others stand by, and take over.
+"""Leader election: the replica that holds the Lease works; the others stand by and take over.
 
-What is hard is to stop. A replica that was frozen, or cut off from its API server, believes for a while what is no
-longer so, and meanwhile another one has taken over. Three things keep the two from writing at once, each with its own
-delay after the last renewal:
+The hard part is to stop in time. A replica that was frozen or cut off still believes that it leads, while another
+replica has taken over. Three deadlines after the last renewal keep the two from writing at once:
 
-    10 s  no call of ours writes any more (`may_write`, asked right before each), whatever the rest of the process does
-    14 s  the process ends hard, from a thread of its own, when its work has not ended by itself until then: the library
-          that follows our kinds writes finalizers with a client of its own
-    15 s  another replica may take the Lease; a call under way has ended by then, its timeout is 5 s
+    10 s  every call that writes is refused (`may_write`, asked right before each write)
+    14 s  a thread of its own ends the process if its work has not ended: kopf writes finalizers with its own client,
+          which does not ask `may_write`
+    15 s  another replica may take the Lease; a call under way has ended by then, because its timeout is 5 s
 
-A container that is started again under its pod's name goes on at once: nobody else has that name, and its predecessor
-is dead.
+A container that restarts under its pod's name continues at once: no other process has that name, and its predecessor is
+dead.
 """
 
 import asyncio
@@ -48,19 +47,19 @@ Work = Callable[[asyncio.Event], Awaitable[None]]
 
 
 def identity() -> str:
-    """Return what this replica is called in the Lease: its pod's name, or one that no other process has."""
+    """Return this replica's name in the Lease: its pod's name, or a unique one."""
     return os.environ.get("POD_NAME") or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
 
 
 class Ending:
-    """Hears SIGTERM and SIGINT; `term` is the event that tells the present work to stop."""
+    """Handles SIGTERM and SIGINT; `term` is the event that stops the present work."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.term = asyncio.Event()
 
     def listen(self) -> None:
-        """Install the handlers, also in place of those that kopf installs as it starts."""
+        """Install the handlers, also in place of the handlers that kopf installs at its start."""
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, self._ask)
 
@@ -72,18 +71,17 @@ class Ending:
 
     def _end_hard(self) -> None:
         waiting = sorted(task.get_name() for task in asyncio.all_tasks())
-        log.critical("asked to end %g s ago, and these still go on: %s; ending", GRACE_SECONDS, ", ".join(waiting))
+        log.critical("asked to end %g s ago, and these tasks still run: %s; ending", GRACE_SECONDS, ", ".join(waiting))
         os._exit(HARD_END_CODE)
 
 
 class Election:
-    """One candidate. `may_write` is asked before every write, also those of calls that were prepared long before.
+    """One candidate. Every write asks `may_write` first, also a write that was prepared long before.
 
     Args:
         session: calls the hub's API server.
         namespace: of the Lease.
-        ready: set once this replica is of use: standing by is.
-
+        ready: set once this replica leads or stands by.
     """
 
     def __init__(self, session: KubeSession, namespace: str, ready: asyncio.Event):
@@ -93,11 +91,11 @@ class Election:
         self._works = False
 
     def may_write(self) -> bool:
-        """Tell whether nobody else can hold the Lease now."""
+        """Return true while no other replica can hold the Lease."""
         return self._holder.is_holder
 
     async def run(self, work: Work, ending: Ending) -> None:
-        """Work whenever this replica leads, until the process is asked to end; then let the next one lead at once."""
+        """Work whenever this replica leads, until the process is asked to end; then release the Lease."""
         watched = threading.Event()
         threading.Thread(target=self._watch, args=(watched,), name="lease-watch", daemon=True).start()
         try:
@@ -111,7 +109,7 @@ class Election:
             metrics.LEADER.set(0)
 
     async def _stand_by(self, ending: Ending) -> bool:
-        """Wait until this replica leads; False when it is asked to end before."""
+        """Wait until this replica leads; False if the process is asked to end before."""
         told = False
         while not ending.asked.is_set():
             if await self._renew():
@@ -124,7 +122,7 @@ class Election:
         return False
 
     async def _lead(self, work: Work, ending: Ending) -> bool:
-        """Work while the Lease is renewed; tell whether it was lost, rather than the process asked to end."""
+        """Work while the Lease is renewed; return true if the Lease was lost, false if the process was asked to end."""
         log.info("leading: this replica holds the Lease %s", LEASE)
         ending.term = asyncio.Event()
         self._works = True
@@ -144,7 +142,7 @@ class Election:
         """Renew until the Lease is lost, then stop the work."""
         while True:
             await asyncio.sleep(RENEW_SECONDS)
-            # A refusal can mean that somebody touched the Lease in between: the second look tells.
+            # A refusal can mean that another replica wrote the Lease in between: the second attempt shows it.
             if not (await self._renew() or self.may_write() or await self._renew()):
                 break
         log.error("the Lease %s is lost: no more writes, standing by", LEASE)
@@ -162,10 +160,10 @@ class Election:
         return held
 
     def _watch(self, done: threading.Event) -> None:
-        """End the process where its event loop cannot: frozen, or held up by work that does not stop."""
+        """End the process where its event loop cannot: it is frozen, or its work does not stop."""
         while not done.wait(WATCH_SECONDS):
             if self._works and time.monotonic() > self._renewed_at + HARD_END_SECONDS:
-                log.critical("the Lease %s was lost %g s ago and the work goes on: ending", LEASE, HARD_END_SECONDS)
+                log.critical("the Lease %s was lost %g s ago and the work still runs: ending", LEASE, HARD_END_SECONDS)
                 os._exit(HARD_END_CODE)
 
 

@@ -1,4 +1,4 @@
-"""Why an API server or a configuration stopped a reconcile; each error knows the condition reason that it becomes."""
+"""Errors that stop a reconcile; each one carries the condition reason that the status shows."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ class ClusterUnreachableError(UnreachableError):
 
 
 class ServerFailedError(PeerError):
-    """The API server answered that it failed: its store, a webhook, or an apply that it cannot merge."""
+    """The API server failed: its store, a webhook, or an apply that it cannot merge."""
 
     reason: ClassVar = "ServerError"
 
@@ -24,37 +24,37 @@ class UnauthorizedError(ConfigError):
 
 
 class TokenExpiredError(ConfigError):
-    """The token of a member's kubeconfig has come to its end."""
+    """The token of a member's kubeconfig has expired."""
 
     reason: ClassVar = "TokenExpired"
 
 
 class ForbiddenError(ConfigError):
-    """The API server knows us and refuses this call."""
+    """The API server authenticated us and denies this call."""
 
     reason: ClassVar = "Forbidden"
 
 
 class NotLeaderError(PeerError):
-    """Another replica may lead by now, so that this one writes nothing."""
+    """Another replica may lead, so this one must not write."""
 
     reason: ClassVar = "NotLeader"
 
 
 class InvalidObjectError(ConfigError):
-    """The API server, or our own reading, finds an object malformed."""
+    """An object is malformed, by the API server's checks or by ours."""
 
     reason: ClassVar = "Invalid"
 
 
 class KindNotServedError(InvalidObjectError):
-    """The API server does not serve a kind at all, which says nothing about its objects."""
+    """The API server does not serve a kind; it may still store objects of that kind."""
 
     reason: ClassVar = "KindNotServed"
 
 
 class NamespaceNotFoundError(ConfigError):
-    """The namespace that an object should be created in does not exist."""
+    """The namespace of a new object does not exist."""
 
     reason: ClassVar = "NamespaceNotFound"
 
@@ -84,7 +84,7 @@ class ForbiddenSecretError(ConfigError):
 
 
 class ChildConflictError(ConfigError):
-    """An object that the operator would own exists already and belongs to somebody else."""
+    """An object with the name of a child exists already and has another owner."""
 
     reason: ClassVar = "ChildConflict"
 
@@ -96,17 +96,17 @@ class AuthorityDamagedError(ConfigError):
 
 
 class CertificateNotReadyError(ConfigError):
-    """A cluster's instances cannot start, because its certificate is not there yet."""
+    """A cluster's instances cannot start, because its certificate does not exist yet."""
 
     reason: ClassVar = "CertificateNotReady"
 
 
 class ConflictError(PeerError):
-    """Somebody else changed or deleted the object in between."""
+    """Another client changed or deleted the object in between."""
 
     reason: ClassVar = "Conflict"
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the condition reason of an error; InternalError for what we did not foresee."""
+    """Return the condition reason of an error; InternalError for an unexpected one."""
     return getattr(error, "reason", "PeerError") if isinstance(error, PrfaasError) else "InternalError"

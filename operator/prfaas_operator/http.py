@@ -1,4 +1,4 @@
-"""The operator's own two ports: /metrics for Prometheus, /healthz and /readyz for the kubelet."""
+"""The operator's two HTTP ports: /metrics for Prometheus, /healthz and /readyz for the kubelet."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,12 @@ CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
 def no_obstacle() -> str:
-    """Say that nothing hinders the process."""
+    """Return that no obstacle exists."""
     return ""
 
 
 class Health:
-    """What the probes are answered: `ready` once set, `obstacle` names what will not end by itself, or is empty."""
+    """Answers the probes. `ready` is set once; `obstacle` names a problem that does not end by itself, or is empty."""
 
     def __init__(self) -> None:
         self.ready = asyncio.Event()
@@ -35,7 +35,7 @@ class Endpoints(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def serving(endpoints: Endpoints, health: Health) -> AsyncIterator[None]:
-    """Serve two ports: /healthz answers while the event loop turns and no object is stuck, /readyz once it is ready."""
+    """Serve two ports: /healthz while the event loop runs and no object is stuck, /readyz once the process is ready."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=prometheus_client.generate_latest(), headers={"Content-Type": CONTENT_TYPE})

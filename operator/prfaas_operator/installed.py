@@ -1,8 +1,8 @@
 """Checks an installation of the chart from inside its namespace, as a pod of `helm test` with the operator's image.
 
-Three questions, each of which fails for a reason of its own: does the API server serve our kinds, is the operator's
-Deployment available, and does an operator answer where Prometheus asks it. The last goes by address and not by name,
-because a cluster's DNS is not what is being tested.
+Three checks fail for reasons of their own: the API server serves our kinds, the operator's Deployment is available, and
+an operator answers on its metrics port. The last check uses addresses instead of names, because the cluster's DNS is
+not under test.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ Check = Callable[[KubeSession, str], Awaitable[str]]
 
 
 async def kinds_are_served(session: KubeSession, _: str) -> str:
-    """Raise PeerError unless the API server serves every kind; return what it serves."""
+    """Raise PeerError unless the API server serves every kind; return the served kinds."""
     path = f"/apis/{API_VERSION}"
     served = {each["name"] for each in (await session.call("GET", path, timeout_seconds=CALL_SECONDS))["resources"]}
     if missing := sorted({kind.plural for kind in KINDS} - served):
@@ -38,7 +38,7 @@ async def kinds_are_served(session: KubeSession, _: str) -> str:
 
 
 async def operator_is_available(session: KubeSession, namespace: str) -> str:
-    """Raise PeerError unless the operator's Deployment has a pod that says it is ready; return how many."""
+    """Raise PeerError unless the operator's Deployment has a ready pod; return the number of ready pods."""
     ref = ObjectRef(DEPLOYMENT, namespace, OPERATOR)
     live = await session.call("GET", ref.path, timeout_seconds=CALL_SECONDS)
     ready, wanted = live.get("status", {}).get("readyReplicas", 0), live["spec"]["replicas"]
@@ -55,15 +55,15 @@ async def metrics_are_answered(session: KubeSession, namespace: str) -> str:
     )
     urls = [f"http://{host}:{port}/metrics" for each in slices["items"] for host, port in addresses(each)]
     if not urls:
-        raise PeerError(f"the Service {OPERATOR} leads to no ready pod")
+        raise PeerError(f"the Service {OPERATOR} has no ready pod")
     for url in urls:
         if METRIC not in await _text(url):
-            raise PeerError(f"{url} has no metric {METRIC}*: something else listens there")
+            raise PeerError(f"{url} has no metric {METRIC}*: another program listens there")
     return f"{', '.join(urls)} answers"
 
 
 def addresses(endpoint_slice: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return (host, metrics port) of the ready pods of an EndpointSlice; IPv6 in brackets, as URLs want it."""
+    """Return (host, metrics port) of the ready pods of an EndpointSlice, with IPv6 in brackets for URLs."""
     ports = [port["port"] for port in endpoint_slice.get("ports") or () if port.get("name") == "metrics"]
     hosts = [
         f"[{host}]" if ":" in host else host
@@ -83,7 +83,7 @@ async def _text(url: str) -> str:
             return await answer.text()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise UnreachableError(
-            f"{url} does not answer ({error}): does a NetworkPolicy keep this namespace's pods from it?"
+            f"{url} does not answer ({error}): does a NetworkPolicy block this namespace's pods?"
         ) from error
 
 
@@ -91,7 +91,7 @@ CHECKS: Final[tuple[Check, ...]] = (kinds_are_served, operator_is_available, met
 
 
 async def check(session: KubeSession, namespace: str, patience_seconds: float, say: Callable[[str], None]) -> bool:
-    """Run all checks, each until it holds or patience, which they share, is over; say each result. True if all hold."""
+    """Run all checks, each until it holds or their common deadline passes; print each result. True if all hold."""
     deadline = time.monotonic() + patience_seconds
     good = True
     for each in CHECKS:
@@ -110,9 +110,9 @@ async def check(session: KubeSession, namespace: str, patience_seconds: float, s
 
 def run(
     namespace: Annotated[str, typer.Option(help="Namespace of the release.")],
-    patience_seconds: Annotated[float, typer.Option(min=0, help="How long a new installation may take.")] = 60.0,
+    patience_seconds: Annotated[float, typer.Option(min=0, help="Longest wait for a new installation.")] = 60.0,
 ) -> None:
-    """Check an installation from inside; the exit status says whether it works."""
+    """Check an installation from inside; the exit code is 0 if it works."""
 
     async def all_of_it() -> bool:
         async with KubeSession.in_cluster() as session:

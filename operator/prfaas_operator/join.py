@@ -1,4 +1,4 @@
-"""What `prfaas cluster` does: register a member cluster in the hub, list what is registered, and take it out again."""
+"""`prfaas cluster join`, `list` and `leave`: registers a member cluster in the hub, lists and removes it."""
 
 import asyncio
 import time
@@ -32,28 +32,28 @@ async def join(
     token_days: int,
     wait_seconds: float,
 ) -> Object:
-    """Make the account in the member, the Secret and the MemberCluster in the hub; return the latter when it is Ready.
+    """Make the account in the member, and the Secret and MemberCluster in the hub; return the MemberCluster when it is
+    Ready.
 
-    Running it again renews the token and the registration. The token ends, after `token_days` or when the member's API
+    A second run renews the token and the registration. The token expires after `token_days` or when the member's API
     server says; the operator renews it long before.
 
     Raises:
         ConfigError: a cluster refused something, or the operator did not find the member usable within `wait_seconds`.
-
     """
     async with open_context(member) as there, open_context(hub) as here:
         await _make_account(there.cluster)
         token = await there.cluster.create_token(account.ACCOUNT, token_days * SECONDS_PER_DAY)
         authority = there.ca_pem or await _authority(there.cluster)
         document = account.kubeconfig(registration.name, server or there.server, authority, token)
-        parse_kubeconfig(document.encode())  # whatever the operator would refuse is better refused here
+        parse_kubeconfig(document.encode())  # Refuse here what the operator would refuse later.
         await here.cluster.apply(account.secret(registration.name, document))
         await here.cluster.apply(account.member_cluster(registration))
         return await _until_ready(here.cluster, registration.name, wait_seconds)
 
 
 async def _make_account(member: ClusterClient) -> None:
-    """Make what is missing of the member's account, and bring up to date what an earlier join made of it."""
+    """Create the missing parts of the member's account, and update the parts that an earlier join made."""
     for manifest in account.member_account(member.namespace):
         kind, name = kinds.BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
         live = await member.get(kind, name)
@@ -61,7 +61,7 @@ async def _make_account(member: ClusterClient) -> None:
             try:
                 await member.create(kind, manifest)
             except ConflictError:
-                continue  # somebody was faster
+                continue  # another client was faster
         elif _is_own(live):
             await member.apply(manifest)
     await _delete_own(member, kinds.SECRET, account.OLD_TOKEN_SECRET)
@@ -75,7 +75,7 @@ async def _authority(member: ClusterClient) -> str:
         if published is not None:
             return published["data"]["ca.crt"]
         await asyncio.sleep(POLL_SECONDS)
-    raise ConfigError(f"ConfigMap {ROOT_CA} is not there after {AUTHORITY_SECONDS:g} s; is the controller manager up?")
+    raise ConfigError(f"ConfigMap {ROOT_CA} does not exist after {AUTHORITY_SECONDS:g} s; does the controller manager run?")
 
 
 async def _until_ready(hub: ClusterClient, name: str, wait_seconds: float) -> Object:
@@ -98,11 +98,10 @@ def ready_condition(live: Object) -> Condition | None:
 
 
 async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_seconds: float) -> None:
-    """Delete a MemberCluster and its Secret, and where `member` is given, the account that `join` made there.
+    """Delete a MemberCluster and its Secret; with `member`, also the account that `join` made there.
 
     Raises:
         ConfigError: there is no such MemberCluster, or pools still need it after `wait_seconds`.
-
     """
     async with open_context(hub) as here:
         live = await here.cluster.get(kinds.MEMBER_CLUSTER, name)
@@ -111,7 +110,7 @@ async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_se
         pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(kinds.PREFILL_POOL)]
         if users := users_of(name, pools):
             named = ", ".join(f"PrefillPool {user}" for user in users)
-            raise ConfigError(f"MemberCluster {name} is used by {named}: delete what is to go, then leave")
+            raise ConfigError(f"MemberCluster {name} is used by {named}: delete these first, then leave")
         await here.cluster.delete(kinds.MEMBER_CLUSTER, name)
         await _until_gone(here.cluster, name, wait_seconds)
         await _delete_own(here.cluster, kinds.SECRET, read(MemberCluster, live).spec.kubeconfig_secret_ref.name)
@@ -133,7 +132,7 @@ async def _until_gone(hub: ClusterClient, name: str, wait_seconds: float) -> Non
 
 
 async def _delete_own(cluster: ClusterClient, kind: ObjectKind, name: str) -> None:
-    """Delete an object that `join` made; one that Helm or a person made stays."""
+    """Delete an object that `join` made; keep one that Helm or a person made."""
     live = await cluster.get(kind, name)
     if live is not None and _is_own(live):
         await cluster.delete(kind, name)

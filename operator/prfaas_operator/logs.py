@@ -1,7 +1,7 @@
 """The operator's log lines: each names the object that it is about.
 
-Which object that is stands in a context variable: every object has a task of its own, so that nobody passes it along.
-kopf's lines bring the object themselves, and get the same keys.
+A context variable holds the object: every object has a task of its own, so no function passes the object along. kopf's
+lines carry their object themselves, and get the same keys.
 """
 
 import logging
@@ -18,17 +18,17 @@ KOPF_CLIENT: Final = "kopf._cogs.clients"
 
 
 def about(**keys: str) -> None:
-    """Name the object that the present task works for, by `KEYS`; empty values are left out."""
+    """Set the object that the present task works for, by `KEYS`; empty values are left out."""
     OBJECT.set({key: keys[key] for key in KEYS if keys.get(key)})
 
 
 def add(**keys: str) -> None:
-    """Add to what `about` said, once more is known."""
+    """Add fields to the present task's object."""
     about(**{**(OBJECT.get() or {}), **keys})
 
 
 def keys_of(record: logging.LogRecord) -> dict[str, str]:
-    """Return the object of a line: of the task that wrote it, or what kopf attached to it."""
+    """Return the object of a line: the task's object, or the one that kopf attached."""
     found = OBJECT.get()
     if found is None:
         reference = getattr(record, "k8s_ref", None) or {}
@@ -37,25 +37,24 @@ def keys_of(record: logging.LogRecord) -> dict[str, str]:
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Tell whether kopf raised an error because of an API server's answer."""
+    """Return true if kopf raised an error because of an API server's answer."""
     return type(error).__module__.startswith(KOPF_CLIENT)
 
 
 def drop_traceback(record: logging.LogRecord) -> bool:
-    """Have kopf say what an API server refused in a sentence: that is no bug, and a traceback says nothing more."""
+    """Log an API server's refusal in kopf's lines as one sentence: it is no bug, so the traceback is left out."""
     if record.exc_info and is_refusal(record.exc_info[1]):
         record.exc_info = None
     return True
 
 
 def configure(place: str, log_format: LogFormat) -> None:
-    """Log as every process does, each line with its object; kopf's own lines only where they tell something new.
+    """Configure logging as in every process, with each line's object; kopf logs only what our lines lack.
 
     Raises:
         ConfigError: PRFAAS_LOG_LEVEL is no level.
-
     """
     configure_logs(place, log_format, keys_of).addFilter(drop_traceback)
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    # A line for every event of every object, and a warning for each loop that it cancels on purpose.
+    # kopf logs a line for every event of every object, and a warning for each loop that it cancels on purpose.
     logging.getLogger(KOPF_OBJECTS).setLevel(logging.ERROR)

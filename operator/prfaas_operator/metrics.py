@@ -1,6 +1,7 @@
-"""What Prometheus is told about the operator: how long reconciles take, what fails, and how old each contact is.
+"""The operator's Prometheus metrics: durations of reconciles, errors, and the age of each contact.
 
-A label `cluster` is every scraped target's own: what is about a cluster, the hub included, has `member_cluster`.
+Every scraped target has the label `cluster` of its own. Metrics about a cluster, the hub included, use
+`member_cluster`.
 """
 
 import time
@@ -33,11 +34,11 @@ CONTACT_AGE = Gauge(
     ("member_cluster",),
 )
 
-OBJECT_READY = Gauge("prfaas_operator_object_ready", "Whether an object's condition Ready holds.", ("kind", "name"))
-LEADER = Gauge("prfaas_operator_leader", "Whether this replica works: it holds the Lease, or there is no election.")
+OBJECT_READY = Gauge("prfaas_operator_object_ready", "1 while an object's condition Ready is True.", ("kind", "name"))
+LEADER = Gauge("prfaas_operator_leader", "1 while this replica works: it holds the Lease, or there is no election.")
 API_REQUESTS = Counter(
     "prfaas_operator_api_requests_total",
-    "Calls to API servers, by HTTP status; `none` where no answer came.",
+    "Calls to API servers, by HTTP status; `none` without an answer.",
     ("member_cluster", "verb", "code"),
 )
 QUEUE_WAIT_SECONDS = Histogram(
@@ -46,13 +47,13 @@ QUEUE_WAIT_SECONDS = Histogram(
     ("kind",),
     buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30),
 )
-QUEUE_DEPTH = Gauge("prfaas_operator_queue_depth", "Objects that were woken and not reconciled yet.")
+QUEUE_DEPTH = Gauge("prfaas_operator_queue_depth", "Objects that wait for their reconcile.")
 DRIFT_HEALED = Counter(
-    "prfaas_operator_drift_healed_total", "Children that somebody else had changed or deleted, put back.", ("kind",)
+    "prfaas_operator_drift_healed_total", "Children that were restored after an external change or deletion.", ("kind",)
 )
 TOKEN_EXPIRES = Gauge(
     "prfaas_operator_member_token_expires_timestamp_seconds",
-    "When the token of a member cluster's kubeconfig ends, as Unix time.",
+    "Unix time at which the token of a member cluster's kubeconfig expires.",
     ("member_cluster",),
 )
 
@@ -63,22 +64,22 @@ def count_request(cluster: str, verb: str, code: str) -> None:
 
 CERTIFICATE_EXPIRES = Gauge(
     "prfaas_operator_certificate_expires_timestamp_seconds",
-    "When the certificate that a cluster's instances hold ends, as Unix time.",
+    "Unix time at which the certificate of a cluster's instances expires.",
     ("member_cluster",),
 )
 AUTHORITY_EXPIRES = Gauge(
     "prfaas_operator_authority_expires_timestamp_seconds",
-    "When the authority that signs the clusters' certificates ends, as Unix time.",
+    "Unix time at which the authority that signs the clusters' certificates expires.",
 )
 POOL_CHANGES = Counter(
-    "prfaas_operator_pool_changes_total", "Conversions and changes in number that policies made.", ("name", "reason")
+    "prfaas_operator_pool_changes_total", "Conversions and changes of replicas by policies.", ("name", "reason")
 )
-LOAD_SHARE = Gauge("prfaas_operator_policy_load", "What arrives, as a share of what a stage can do.", ("name", "stage"))
+LOAD_SHARE = Gauge("prfaas_operator_policy_load", "Arriving load as a share of a stage's capacity.", ("name", "stage"))
 STAGES = ("prefill", "decode")
 
 
 def contacted(cluster: str, now: float) -> None:
-    """Note that a member answered at monotonic second `now`; the gauge grows by itself from there."""
+    """Note that a member answered at monotonic second `now`; the gauge grows from then on."""
     CONTACT_AGE.labels(cluster).set_function(lambda: time.monotonic() - now)
 
 
@@ -87,7 +88,7 @@ def reconciled(kind: str, name: str, *, ready: bool) -> None:
 
 
 def balanced(name: str, decision: Decision) -> None:
-    """Report the loads that a policy's long loop decided on; none while they are not known."""
+    """Report the loads that a policy's long loop used; no series while they are unknown."""
     for stage in STAGES:
         if decision.now is None:
             LOAD_SHARE.remove(name, stage)
@@ -97,7 +98,7 @@ def balanced(name: str, decision: Decision) -> None:
 
 
 def forget_object(kind: str, name: str) -> None:
-    """Stop reporting an object that is no more; only policies have loads."""
+    """Stop reporting an object that was deleted; only policies have loads."""
     if kind == PrfaaSPolicy.kind_name:
         for stage in STAGES:
             LOAD_SHARE.remove(name, stage)
@@ -114,7 +115,7 @@ def forget_member(cluster: str) -> None:
 
 
 def token_expires(cluster: str, moment: datetime | None) -> None:
-    """Report when a member's token ends; None where nothing ends."""
+    """Report when a member's token expires; None for a credential without an expiry."""
     if moment is None:
         TOKEN_EXPIRES.remove(cluster)
     else:

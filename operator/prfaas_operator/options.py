@@ -28,7 +28,7 @@ _PORT = whole_number(1, 65535)
 class OperatorOptions(NamedTuple):
     """The command line."""
 
-    namespace: Annotated[str, typer.Option(help="Namespace of the hub to work in.")]
+    namespace: Annotated[str, typer.Option(help="Namespace in the hub.")]
     host: Annotated[str, typer.Option(help="Address to serve health and metrics on.")] = "127.0.0.1"
     metrics_port: Annotated[int, typer.Option(parser=_PORT, metavar="PORT", help="Port of /metrics.")] = (
         OPERATOR_METRICS_PORT
@@ -40,9 +40,9 @@ class OperatorOptions(NamedTuple):
         bool, typer.Option(help="Work only while this replica holds the Lease prfaas-operator.")
     ] = False
     member_token_days: Annotated[
-        int, typer.Option(min=1, max=3650, help="Days that tokens for member clusters are asked for.")
+        int, typer.Option(min=1, max=3650, help="Days that new tokens for member clusters are valid.")
     ] = DEFAULT_TOKEN_DAYS
-    certificates: Annotated[CertificateMode, typer.Option(help="Who issues the clusters' certificates.")] = (
+    certificates: Annotated[CertificateMode, typer.Option(help="Issuer of the clusters' certificates.")] = (
         CertificateMode.OPERATOR
     )
     certificate_issuer: Annotated[
@@ -52,19 +52,18 @@ class OperatorOptions(NamedTuple):
         float, typer.Option(min=0.001, help="Life of a certificate; it is renewed when two thirds are over.")
     ] = DEFAULT_CERTIFICATE_HOURS
     authority_hours: Annotated[
-        float, typer.Option(min=0.001, help="Life of the authority that signs them; likewise replaced.")
+        float, typer.Option(min=0.001, help="Life of the authority that signs them; it is replaced when two thirds are over.")
     ] = DEFAULT_AUTHORITY_HOURS
     certificate_settle_seconds: Annotated[
-        float, typer.Option(min=1, help="Longest time until every pod has read a Secret that was written.")
+        float, typer.Option(min=1, help="Longest time until every pod has read a changed Secret.")
     ] = DEFAULT_SETTLE_SECONDS
     log_format: LogFormatOption = "text"
 
     def certificate_settings(self) -> CertificateSettings:
-        """Return how certificates are issued.
+        """Return the settings for issuing certificates.
 
         Raises:
             ConfigError: the flags about certificates do not fit together.
-
         """
         terms = (self.certificate_hours, self.authority_hours, self.certificate_settle_seconds)
         return settings_of(self.certificates, self.certificate_issuer, *terms)

@@ -1,7 +1,7 @@
-"""What `prfaas plan --from-cluster` plans with: a running installation, as the hub's objects tell of it.
+"""Reads the input of `prfaas plan --from-cluster` from a running installation, from the hub's objects only.
 
-Registered under the entry point group `prfaas.plan_sources`, because core, which has the command, knows no cluster. The
-figures are those that the operator's long loop decides on; shared instances may be divided anew, as in a file.
+The entry point group `prfaas.plan_sources` registers this module, because core, which has the command, knows no
+cluster. The figures are those of the operator's long loop. As with a file, the plan may divide shared instances anew.
 """
 
 import asyncio
@@ -25,18 +25,17 @@ MAX_NAMED: Final = 10
 
 
 def read(kubeconfig: Path | None, context: str | None, namespace: str, policy: str | None) -> PlanFile:
-    """Return the system that a policy's pools make, and what it is asked to do.
+    """Return the system of a policy's pools, and its load.
 
     Args:
-        kubeconfig: of the hub; the usual one if None.
-        context: in it; the current one if None.
+        kubeconfig: of the hub; by default the usual one.
+        context: in it; by default the current one.
         namespace: where prfaas is installed.
-        policy: which PrfaaSPolicy; None for the only one.
+        policy: name of the PrfaaSPolicy; None for the only one.
 
     Raises:
-        ConfigError: there is no such policy, or not enough is measured; the message says what.
+        ConfigError: there is no such policy, or measurements are missing; the message names them.
         PeerError: the API server is not reached, or refuses.
-
     """
     return asyncio.run(_read(KubeContext(kubeconfig, context, namespace), policy))
 
@@ -64,18 +63,18 @@ def _chosen(policies: list[PrfaaSPolicy], name: str | None, namespace: str) -> P
     names = sorted(one.metadata.name for one in policies)
     named = f"namespace {namespace} has {', '.join(names[:MAX_NAMED]) or 'none'}"
     if name is None and len(policies) != 1:
-        raise ConfigError(f"--policy says which PrfaaSPolicy to plan; {named}")
+        raise ConfigError(f"--policy must name the PrfaaSPolicy to plan; {named}")
     for policy in policies:
         if name in (None, policy.metadata.name):
             return policy
-    raise ConfigError(f"--policy is {name!r}, which is no PrfaaSPolicy; {named}")
+    raise ConfigError(f"--policy is {name!r}, but no such PrfaaSPolicy exists; {named}")
 
 
 def plan_file(facts: PolicyFacts) -> PlanFile:
-    """Return what `prfaas plan` reads from a file, for a policy; raises ConfigError where too little is known."""
+    """Return the plan file of a policy for `prfaas plan`; raises ConfigError where measurements are missing."""
     policy = facts.policy
     if policy.spec.decode_pool not in {pool.metadata.name for pool in facts.routed_pools}:
-        raise ConfigError(f"DecodePool {policy.spec.decode_pool} does not exist, or has not the policy's model")
+        raise ConfigError(f"DecodePool {policy.spec.decode_pool} does not exist, or does not have the policy's model")
     found = installation(facts, {})
     missing = unknown(found, facts)
     if found.load is None or missing:

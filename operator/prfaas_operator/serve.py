@@ -1,4 +1,4 @@
-"""The operator's process: connect to the hub, follow it, reconcile every object until SIGTERM."""
+"""The operator's process: connects to the hub, watches it, and reconciles every object until SIGTERM."""
 
 import asyncio
 import contextlib
@@ -39,12 +39,12 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo | None:
-    """Give kopf the same hub that our own client uses; called again when the API server refuses the old token."""
+    """Give kopf the hub of our own client; kopf calls this again when the API server refuses the old token."""
     if os.environ.get("KUBECONFIG"):
         return kopf.login_with_kubeconfig(settings=settings)
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     return kopf.ConnectionInfo(
-        # By address, because a cluster's DNS may be down or missing.
+        # An address, because a cluster's DNS may be down or missing.
         server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
         ca_path=str(SERVICE_ACCOUNT / "ca.crt"),
         token=(SERVICE_ACCOUNT / "token").read_text().strip(),
@@ -60,7 +60,7 @@ class _Operator(NamedTuple):
 
 
 def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tracing: Tracing) -> _Operator:
-    """Put the operator together; all of its state can be lost and is read anew."""
+    """Build the operator; all of its state can be lost and is read again."""
     view = HubView(hub, ReconcileQueue())
     members = Members(connect, view.queue)
     certificates = Certificates(view, members, options.certificate_settings())
@@ -82,7 +82,7 @@ def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tra
 async def running(
     hub: ClusterClient, connect: Connect, options: OperatorOptions, health: http.Health
 ) -> AsyncIterator[_Operator]:
-    """Follow the hub's pods and children, and close every connection in the end."""
+    """Watch the hub's pods and children, and close every connection at the end."""
     tracing = tracing_from_environment("prfaas-operator", {"k8s.pod.name": os.environ.get("POD_NAME", "")})
     operator = assemble(hub, connect, options, tracing)
     view = operator.controller.hub
@@ -94,7 +94,7 @@ async def running(
                 for informer in view.informers:
                     await informer.synced.wait()
         except TimeoutError:
-            raise ConfigError(f"the hub's objects could not be listed in {SYNC_SECONDS:g} s") from None
+            raise ConfigError(f"the hub's objects could not be listed within {SYNC_SECONDS:g} s") from None
         tasks.append(asyncio.create_task(operator.certificates.run()))
         yield operator
     finally:
@@ -110,7 +110,7 @@ async def lead(options: OperatorOptions, gate: Gate, health: http.Health, ending
     hub = connect_hub(options.namespace, gate)
     try:
         is_served = partial(hub.check_served, (MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY))
-        await is_served()  # at once, with a message that says which kind is missing or may not be read
+        await is_served()  # Fails at once and names the kind that is missing or cannot be read.
         again = True
         while again and not term.is_set():
             async with running(hub, partial(connect_member, gate=gate), options, health) as operator:
@@ -125,7 +125,7 @@ async def lead(options: OperatorOptions, gate: Gate, health: http.Health, ending
 async def _operate(
     operator: _Operator, namespace: str, health: http.Health, ending: Ending, stop: asyncio.Event
 ) -> None:
-    """Have kopf follow our kinds until `stop` is set."""
+    """Let kopf watch our kinds until `stop` is set."""
     registry = handlers.register(operator.controller, operator.members.close)
     kopf.on.login(registry=registry)(login)
     others = asyncio.all_tasks()
@@ -137,14 +137,14 @@ async def _operate(
         stop_flag=stop,
         ready_flag=health.ready,
     )
-    # kopf has put its own handlers there, which lose a signal that comes while it is ending already.
+    # kopf has installed its own handlers there, which lose a signal that arrives during their shutdown.
     ending.listen()
     await kopf.run_tasks(tasks, ignored=others)
 
 
 async def serve(options: OperatorOptions) -> None:
     """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
-    options.certificate_settings()  # flags that do not fit together are refused before anything is connected
+    options.certificate_settings()  # wrong combinations of flags are refused before any connection
     endpoints = http.Endpoints(options.host, options.metrics_port, options.health_port)
     health, ending = http.Health(), Ending()
     ending.listen()
@@ -153,7 +153,7 @@ async def serve(options: OperatorOptions) -> None:
             metrics.LEADER.set(1)
             await lead(options, Gate(lambda: True, metrics.count_request), health, ending, ending.term)
             return
-        # A Lease waits behind no other call: it has connections of its own.
+        # The Lease has connections of its own, so that it waits behind no other call.
         async with hub_session() as session:
             election = Election(session, options.namespace, health.ready)
             gate = Gate(election.may_write, metrics.count_request)

@@ -1,4 +1,6 @@
-"""`prfaas status`, which is also `kubectl prfaas status`: what runs where, and what is wrong, from the hub alone."""
+"""`prfaas status`, also `kubectl prfaas status`: shows the pools, links and problems of all clusters, from the hub
+only.
+"""
 
 import asyncio
 import json
@@ -39,10 +41,10 @@ def status(
     context: HubContext = None,
     kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C, showing what changes.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show changes until Ctrl-C.")] = False,
     output: TableOrJson = "table",
 ) -> None:
-    """Show both clusters, pools, link, threshold and what is wrong. Example: prfaas status --watch.
+    """Show both clusters, pools, link, threshold and problems. Example: prfaas status --watch.
 
     With --watch and -o json every change is one line.
     """
@@ -75,7 +77,7 @@ def _title(view: Overview) -> str:
 
 
 async def _follow(target: KubeContext, console: Console, output: str) -> None:
-    """Show the present state again and again; an API server that does not answer is said, and waited for."""
+    """Show the present state again and again; if the API server does not answer, show that and wait."""
     async with open_context(target) as there:
         if output == "json" or not console.is_terminal:
             await _follow_changes(there.cluster, console, output)

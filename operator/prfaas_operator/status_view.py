@@ -1,7 +1,7 @@
-"""What `prfaas status` tells: both clusters, their pools, the links between them, the policies, and what is wrong.
+"""Draws `prfaas status`: both clusters, their pools, the links between them, the policies, and the problems.
 
-All of it is what the objects' status says; nothing is asked of a member cluster, a gateway or a worker. It is drawn for
-a terminal, or told as plain lines where there is none.
+All facts come from the status of the hub's objects; no member cluster, gateway or worker is asked. The output is a
+drawing for a terminal, or plain lines without one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ NOT_SEEN: Final = "NotSeenYet"
 
 @dataclass(frozen=True)
 class PoolView:
-    """A pool: how many of the instances wanted are ready, and why not all."""
+    """A pool: its ready and wanted instances, and the reason for missing ones."""
 
     kind: str
     name: str
@@ -40,7 +40,7 @@ class PoolView:
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """A cluster with its pools; of a member also its link to the hub and since when it has been silent."""
+    """A cluster with its pools; a member also has its link to the hub and the time since its last answer."""
 
     name: str
     is_ready: bool
@@ -54,7 +54,7 @@ class ClusterSummary:
 
 @dataclass(frozen=True)
 class PolicyView:
-    """A policy: what its endpoint serves, and from which length on a prompt is offloaded."""
+    """A policy: its model, and the length above which a prompt is offloaded."""
 
     name: str
     model: str
@@ -96,7 +96,7 @@ class Overview:
 
 @dataclass(frozen=True)
 class NamespaceObjects:
-    """The objects of one namespace as the API server gave them."""
+    """The objects of one namespace as the API server returned them."""
 
     namespace: str
     members: Sequence[MemberCluster]
@@ -105,7 +105,7 @@ class NamespaceObjects:
 
 
 def overview(seen: NamespaceObjects, now: datetime) -> Overview:
-    """Put the objects of a namespace in order: the hub first, then members by name."""
+    """Sort the objects of a namespace into an overview: the hub first, then members by name."""
     members = sorted(seen.members, key=lambda member: member.metadata.name)
     hub = ClusterSummary(names.HUB, True, "", "", None, None, None, _pools(seen.pools, ""))
     everything: list[Resource] = [*seen.policies, *members, *seen.pools]
@@ -233,7 +233,7 @@ def _draw_cluster(cluster: ClusterSummary, title: str) -> Panel:
 
 
 def _draw_dots(pool: PoolView) -> Text:
-    """Return a dot an instance; of a large pool a part of them, among which one that is missing is never lost."""
+    """Return a dot for each instance; a large pool shows a part of its dots, always with the missing ones."""
     wanted = max(pool.replicas, pool.ready_replicas)
     dots = min(wanted, MAX_DOTS)
     ready = pool.ready_replicas * dots // wanted if wanted else 0
@@ -262,9 +262,9 @@ def policy_words(policy: PolicyView) -> str:
     if policy.mode == "Disabled":
         words.append("offloads nothing")
     elif policy.threshold_tokens is None:
-        words.append(f"threshold {policy.mode}, not told yet")
+        words.append(f"threshold {policy.mode}, not known yet")
     else:
-        words.append(f"offloads beyond {policy.threshold_tokens:,} tokens ({policy.mode})")
+        words.append(f"offloads above {policy.threshold_tokens:,} tokens ({policy.mode})")
     if policy.offloaded_percent is not None:
         words.append(f"{policy.offloaded_percent} % offloaded")
     if policy.bandwidth:
@@ -282,7 +282,7 @@ def _draw_failing(failing: tuple[FailingCondition, ...]) -> RenderableType:
 
 
 def lines(view: Overview, title: str) -> Iterator[str]:
-    """Yield an overview as plain text, a fact a line."""
+    """Yield an overview as plain text, one fact a line."""
     yield title
     for cluster in view.clusters:
         yield f"cluster {cluster.name}: {', '.join(_cluster_words(cluster))}"

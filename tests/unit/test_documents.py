@@ -98,3 +98,16 @@ def test_what_is_gone_would_be_found(tmp_path: Path):
     (tmp_path / "a.md").write_text("# One: `two`\n")
     page = "[a](a.md) [b](a.md#one-two) [c](a.md#three) [d](b.md) [e](https://example.org/x)"
     assert broken_links(tmp_path, page) == ["a.md#three", "b.md"]
+
+
+NAMED: Final = re.compile(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)")
+
+
+def test_every_name_of_the_architecture_stands_in_its_file():
+    page = ROOT / "docs/architecture.md"
+    missing: list[str] = []
+    for name, path in NAMED.findall(page.read_text()):
+        text = (page.parent / path).read_text()
+        missing += [f"{name} in {path}" for part in name.split(".") if not re.search(rf"\b(def|class) {part}\b", text)]
+    assert len(NAMED.findall(page.read_text())) > 30
+    assert missing == []

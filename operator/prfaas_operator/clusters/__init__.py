@@ -1,1 +1,1 @@
-"""Access to API servers. Everything else in the operator calls them through `client.ClusterClient`."""
+"""Access to API servers. The rest of the operator calls them through `client.ClusterClient` only."""

@@ -1,8 +1,7 @@
-"""One namespace of one API server, over `prfaas.kube`: pace, write gate, the server's clock, and errors with a reason.
+"""One namespace of one API server, over `prfaas.kube`: rate limit, write gate, the server's clock, and typed errors.
 
-The hard part is the half-dead server, which accepts a connection and answers nothing. Every call and every watch
-carries a total timeout, and everything that the session can raise becomes an error of ours with the server's own
-sentence in it.
+The hard part is the half-dead server, which accepts a connection and never answers. Every call and every watch has a
+total timeout. Every failure of the session becomes an error of ours with the server's own sentence in it.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ CALL_SECONDS: Final = 5.0
 WATCH_SECONDS: Final = 60
 PAGE_LIMIT: Final = 500
 TRIES: Final = 3
-MIN_TOKEN_SECONDS: Final = 600  # an API server refuses to grant less
+MIN_TOKEN_SECONDS: Final = 600  # API servers refuse to grant less
 
 NOT_FOUND: Final = 404
 TOO_BUSY: Final = frozenset({429, 502, 503, 504})
@@ -54,7 +53,7 @@ class Page(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """An answer to the simplest question: the server's version and clock (whole seconds), when and how long it took."""
+    """An answer to the cheapest call: the server's version and clock (whole seconds), its time and its duration."""
 
     version: str
     date: datetime
@@ -63,7 +62,7 @@ class Probe(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """What stands between a process and its writes, and who is told of its calls: (cluster, verb, code)."""
+    """Decides if a process may write, and gets every call as (cluster, verb, code)."""
 
     may_write: Callable[[], bool]
     count: Callable[[str, str, str], None]
@@ -73,12 +72,11 @@ OPEN: Final = Gate(lambda: True, lambda *_: None)
 
 
 class ServerClock:
-    """The clock of one API server, heard from its answers; ours until it has answered once.
+    """The clock of one API server, from its answers; this machine's clock until the first answer.
 
-    Tokens, deletions and fields that were written carry the time of the server that dated them, and are compared with
-    no other clock: the operator's machine may be hours away from it, and the next leader's is a third one. An answer
-    tells whole seconds and arrives a little later, so this clock is behind by a second or two: whatever it says is over
-    is over.
+    The server dates tokens, deletions and fields. These times are compared with no other clock: the operator's machine
+    may be hours off, and so may the next leader's. An answer carries whole seconds and arrives a little later, so this
+    clock is a second or two slow. So whatever has expired by this clock has expired.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic):
@@ -86,7 +84,8 @@ class ServerClock:
         self._ahead_seconds: float | None = None
 
     def heard(self, headers: Mapping[str, str] | None) -> None:
-        """Take in the headers of an answer; one without a date, as of some proxies, tells nothing."""
+        """Set the clock from the headers of an answer; an answer without a date, as from some proxies, changes
+        nothing."""
         text = next((value for name, value in (headers or {}).items() if name.lower() == "date"), "")
         try:
             self._ahead_seconds = parsedate_to_datetime(text).timestamp() - self._monotonic()
@@ -107,12 +106,11 @@ class ClusterClient:
 
     Args:
         session: address and credentials; opened here, closed by `close`.
-        namespace: everything namespaced is read and written here.
-        label: how error messages call this cluster, for example "cluster prefill-eu".
-        field_manager: who owns the fields that `apply` sends; every writer needs its own, because an apply removes
-            what the same manager sent before and leaves out now.
-        gate: whether writing is allowed, asked right before each write; and who counts the calls.
-
+        namespace: of every namespaced object that is read or written here.
+        label: the cluster's name in error messages, for example "cluster prefill-eu".
+        field_manager: owner of the fields that `apply` sends; every writer needs its own, because an apply removes
+            the fields that the same manager sent before and leaves out now.
+        gate: allows or refuses each write right before it, and counts the calls.
     """
 
     def __init__(
@@ -138,7 +136,8 @@ class ClusterClient:
         return str((await self._call("GET", "/version", "version", at_once=True)).get("gitVersion", ""))
 
     def now(self) -> datetime:
-        """Return what the server's clock shows, ours before it has answered; it dates all that is written there."""
+        """Return the server's time, or this machine's before the first answer; use it to date everything written
+        there."""
         return self._clock.now()
 
     async def get(self, kind: ObjectKind, name: str) -> Object | None:
@@ -155,19 +154,19 @@ class ClusterClient:
         return Page(answer.get("items") or [], metadata.get("resourceVersion", ""), metadata.get("continue", ""))
 
     async def try_list(self, kind: ObjectKind, *, selector: str = "") -> None:
-        """Ask for one object of a kind, for the rights only."""
+        """List one object of a kind, to test the rights only."""
         query = {"labelSelector": selector, "limit": 1}
         await self._call("GET", kind.path(self.namespace), kind.plural, at_once=True, query=query)
 
     async def check_served(self, kinds: Collection[ObjectKind]) -> None:
-        """Raise unless objects of our kinds can be listed, and are told of by discovery, which kopf goes by."""
+        """Raise unless objects of our kinds can be listed and appear in the discovery, which kopf uses."""
         for kind in kinds:
             await self.try_list(kind)
         answer = await self._call("GET", f"/apis/{API_VERSION}", API_VERSION, at_once=True)
         told = {each["name"] for each in answer["resources"]}
         for kind in kinds:
             if kind.plural not in told:
-                raise errors.KindNotServedError(f"{self._label} does not tell of {kind.plural} in its discovery yet")
+                raise errors.KindNotServedError(f"{self._label} does not list {kind.plural} in its discovery yet")
 
     async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
         page = await self.page(kind, selector=selector)
@@ -178,9 +177,9 @@ class ClusterClient:
         return items
 
     async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
-        """Apply a manifest under the connection's field manager, taking over contested fields; return it live.
+        """Apply a manifest under the connection's field manager, taking over contested fields; return the live object.
 
-        With `dry_run` the server does all but store it: it fills in, checks, asks its webhooks and its quotas.
+        With `dry_run` the server does all but store it: defaults, validation, webhooks and quotas.
         """
         kind, name = BY_NAME[body["kind"]], body["metadata"]["name"]
         path = kind.path(self.namespace, name, subresource)
@@ -201,7 +200,8 @@ class ClusterClient:
             raise self._missing("", error) from error
 
     async def merge(self, kind: ObjectKind, name: str, patch: Object) -> Object:
-        """Apply a JSON merge patch; ConflictError when it names a resourceVersion that is not the present one."""
+        """Apply a JSON merge patch; ConflictError when the patch names a resourceVersion that is not the present
+        one."""
         path = kind.path(self.namespace, name)
         try:
             return await self._call("PATCH", path, f"{kind.name} {name}", body=patch, content_type=MERGE_PATCH)
@@ -220,11 +220,11 @@ class ClusterClient:
         return str(answer["status"]["token"])
 
     def use_token(self, token: str) -> None:
-        """Send another bearer token from the next call on."""
+        """Use another bearer token from the next call on."""
         self._session.authorization = bearer(token)
 
     async def delete(self, kind: ObjectKind, name: str, *, uid: str = "") -> None:
-        """Delete one object after its dependants (foreground); nothing happens when it is gone or has another uid."""
+        """Delete one object after its dependants (foreground); do nothing if it is gone or has another uid."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid:
             options["preconditions"] = {"uid": uid}
@@ -234,7 +234,8 @@ class ClusterClient:
             return
 
     async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
-        """Yield changes after resource version `since` for about a minute; ExpiredError when that is too old."""
+        """Yield changes after resource version `since` for about a minute; ExpiredError when that version is too
+        old."""
         what = f"watch of {kind.plural}"
         if not await self._throttle.turn():
             raise self._overdue(what)
@@ -246,7 +247,7 @@ class ClusterClient:
                 yield event
 
     async def probe(self) -> Probe:
-        """Return what a server says of itself, how long that took, and what its clock says."""
+        """Return the server's version and clock, and the duration of the call."""
         asked_at, started = datetime.now(UTC), time.monotonic()
         with self._translate("version"):
             answer = await self._session.ask("GET", "/version", timeout_seconds=CALL_SECONDS)
@@ -255,7 +256,7 @@ class ClusterClient:
         return Probe(str(answer.content.get("gitVersion", "")), date, asked_at, seconds)
 
     async def may(self, attributes: Mapping[str, str]) -> bool:
-        """Ask whether these credentials may do something in the namespace; fields as in a SelfSubjectAccessReview."""
+        """Ask if these credentials may do something in the namespace; fields as in a SelfSubjectAccessReview."""
         spec = {"resourceAttributes": {**attributes, "namespace": self.namespace}}
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
         path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -265,9 +266,9 @@ class ClusterClient:
         await self._session.close()
 
     async def _call(self, method: str, path: str, what: str, *, at_once: bool = False, **sent: Any) -> Object:
-        """Make a call in its turn, and again where the server had no time for it: then nothing has been done."""
+        """Make a call in its turn, and retry while the server is too busy: then the call had no effect."""
         for _ in range(TRIES):
-            # Those who wait in line have not begun: a thousand objects at once are no sign of a dead server.
+            # Calls in the queue have not begun: a thousand objects at once are no sign of a dead server.
             async with self._throttle.under_way(at_once=at_once) as may_call:
                 if not may_call:
                     raise self._overdue(what)
@@ -279,7 +280,7 @@ class ClusterClient:
 
     def _overdue(self, what: str) -> errors.ClusterUnreachableError:
         rest = self._throttle.rests_for_seconds
-        why = f"asks to be left alone for {rest:.0f} s" if rest else "does not keep up with the calls of this operator"
+        why = f"asks for a pause of {rest:.0f} s" if rest else "does not keep up with the calls of this operator"
         return errors.ClusterUnreachableError(f"{self._label} {why} ({what})")
 
     async def _call_once(
@@ -294,7 +295,7 @@ class ClusterClient:
 
     @contextlib.contextmanager
     def _counted(self, verb: str) -> Iterator[dict[str, str]]:
-        """Tell of a call once it has ended; the caller writes down the `code` of an answer that is no error."""
+        """Count a call at its end; the caller sets the `code` of an answer that is no error."""
         answer = {"code": "none"}
         try:
             yield answer
@@ -306,7 +307,7 @@ class ClusterClient:
             self._gate.count(self._label.removeprefix("cluster "), verb, answer["code"])
 
     def _missing(self, subresource: str, error: Exception) -> Exception:
-        """Say what a 404 on a write means: the namespace is missing, or the object of a subresource has gone."""
+        """Return the error for a 404 on a write: the namespace is missing, or the object of a subresource is gone."""
         if subresource:
             return errors.ConflictError(str(error))
         return errors.NamespaceNotFoundError(
@@ -315,19 +316,19 @@ class ClusterClient:
 
     @contextlib.contextmanager
     def _translate(self, what: str) -> Iterator[None]:
-        """Turn whatever the session raises into an error of ours; ExpiredError stays."""
+        """Translate every error of the session into one of ours; ExpiredError passes unchanged."""
         try:
             yield
         except StatusError as error:
             raise self._refusal(what, error) from error
         except UnreachableError as error:
             late = isinstance(error.__cause__, TimeoutError)
-            why = f"did not answer in {CALL_SECONDS:g} s" if late else f"is not reached: {error.__cause__}"
+            why = f"did not answer in {CALL_SECONDS:g} s" if late else f"cannot be reached: {error.__cause__}"
             raise errors.ClusterUnreachableError(f"{self._label} {why} ({what})") from error
         except ExpiredError:
             raise
         except (ProtocolError, KeyError, ValueError) as error:
-            raise errors.ClusterUnreachableError(f"{self._label} answered with no JSON: {error} ({what})") from error
+            raise errors.ClusterUnreachableError(f"{self._label} did not answer with JSON: {error} ({what})") from error
 
     def _refusal(self, what: str, error: StatusError) -> Exception:
         rest_seconds = asked_rest_seconds(error.status, error.headers)
@@ -340,14 +341,14 @@ class ClusterClient:
         if error.status == NOT_FOUND:
             if error.answer.get("kind") == "Status":
                 return _NotFoundError(message)
-            # A path that nobody serves is answered by a line of text.
+            # A path that is not served is answered by a line of text.
             return errors.KindNotServedError(f"{self._label} does not serve this kind ({what}); install its CRD")
         return ERROR_BY_STATUS.get(error.status, errors.InvalidObjectError)(message)
 
 
 class _NotFoundError(errors.ConflictError):
-    """404 from a kind that is served; every call says itself what that means."""
+    """404 from a kind that is served; each call decides what it means."""
 
 
 class _BusyError(errors.ClusterUnreachableError):
-    """The server asked to be left alone for a while, which all calls to it heed."""
+    """The server asked for a pause, which holds for all calls to it."""

@@ -1,7 +1,7 @@
-"""Open API servers: the hub from where the process runs, a member from a validated kubeconfig, either from a terminal.
+"""Opens API servers: the hub from where the process runs, a member from a validated kubeconfig, either from a terminal.
 
-A member's credentials never pass through `prfaas.kube.kubeconfig`, which runs `exec` commands and reads any file they
-name: `plan.credentials` has reduced them to an address, a CA and a token or certificate.
+A member's credentials never pass through `prfaas.kube.kubeconfig`, which runs `exec` commands and reads files that the
+kubeconfig names. `plan.credentials` has reduced them to an address, a CA and a token or certificate.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from prfaas_operator.errors import KubeconfigRefusedError
 from prfaas_operator.plan.credentials import Access
 
 FIELD_MANAGER_CLI: Final = "prfaas-cli"
-CONNECTIONS: Final = 32  # watches hold one each; reconciles of different objects run side by side
+CONNECTIONS: Final = 32  # each watch holds one; reconciles of different objects run side by side
 
 
 class KubeContext(NamedTuple):
-    """Which cluster and namespace a command works in."""
+    """The cluster and namespace of a command."""
 
     kubeconfig: Path | None
     context: str | None
@@ -31,7 +31,7 @@ class KubeContext(NamedTuple):
 
 
 class Terminal(NamedTuple):
-    """A cluster as a person at a terminal reaches it, with the address and CA of their kubeconfig."""
+    """A cluster as a person's kubeconfig reaches it, with its address and CA."""
 
     cluster: ClusterClient
     server: str
@@ -39,7 +39,7 @@ class Terminal(NamedTuple):
 
 
 def hub_session() -> KubeSession:
-    """Return a session, not open yet, with the cluster that this process runs in, or the one of $KUBECONFIG if set."""
+    """Return an unopened session with the cluster of this process, or with the one of $KUBECONFIG if set."""
     try:
         if os.environ.get("KUBECONFIG"):
             return kubeconfig.load(None, None, CONNECTIONS).session
@@ -56,7 +56,7 @@ def connect_hub(namespace: str, gate: Gate = OPEN) -> ClusterClient:
 
 @asynccontextmanager
 async def open_context(given: KubeContext) -> AsyncIterator[Terminal]:
-    """Connect for the length of a command as a person does: their kubeconfig, their context, exec plugins and all."""
+    """Connect for the length of a command with a person's kubeconfig, their context and exec plugins."""
     access = await asyncio.to_thread(kubeconfig.load, given.kubeconfig, given.context, CONNECTIONS)
     where = f"context {given.context or 'current'} of {given.kubeconfig or 'the kubeconfig'}"
     cluster = ClusterClient(access.session, given.namespace, where, FIELD_MANAGER_CLI)
@@ -67,11 +67,10 @@ async def open_context(given: KubeContext) -> AsyncIterator[Terminal]:
 
 
 async def connect_member(name: str, namespace: str, access: Access, gate: Gate = OPEN) -> ClusterClient:
-    """Connect to a member cluster with what its kubeconfig was reduced to.
+    """Connect to a member cluster with the access that its kubeconfig was reduced to.
 
     Raises:
-        KubeconfigRefusedError: CA, certificate or key are not what a TLS library can load.
-
+        KubeconfigRefusedError: a TLS library cannot load the CA, certificate or key.
     """
     try:
         # Building a TLS context reads files and parses certificates.

@@ -1,11 +1,11 @@
-"""Keep a small projection of all labelled objects of one kind in memory, and tell whom a change concerns.
+"""Informer: keeps a small projection of all labelled objects of one kind in memory, and reports changes.
 
-For children and pods, whichever cluster they are in; our own kinds come from kopf's watch. Full objects are dropped as
-soon as they are projected (10,000 pods as dicts cost 288 MB). While the API server is not reached the last known items
-stay: the pods of a cluster that the hub cannot see go on working.
+Informers serve children and pods in any cluster; our own kinds come from kopf's watch. Full objects are dropped once
+they are projected (10,000 pods as dicts cost 288 MB). While the API server is not reached, the last known items stay,
+because the pods of an unreachable cluster still work.
 
-What we write ourselves is learned from the answer, and that may come after the watch has told what somebody else wrote
-next. Resource versions say which is newer: an older state that took its place would stay until the next change.
+Our own writes are learned from their answers, which may arrive after the watch has delivered a later change. Resource
+versions decide which state is newer, so an older one never replaces it.
 """
 
 import asyncio
@@ -39,10 +39,9 @@ class Informer(Generic[T]):
     """A live mapping name -> projection of the objects that carry a label.
 
     Args:
-        cluster, kind, selector: what to list and watch.
-        project: what to keep of an object; must not hold on to it.
+        cluster, kind, selector: the objects to list and watch.
+        project: returns the part of an object to keep; must not keep the object.
         on_change: called with the projection of each object that appeared, changed or went.
-
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Informer(Generic[T]):
         self._versions: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Follow the API server until cancelled."""
+        """Watch the API server until cancelled."""
         while True:
             self.is_fresh = False
             backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, jitter=False)
@@ -75,13 +74,13 @@ class Informer(Generic[T]):
                         self._take(change)
                     else:
                         self._replace(change)
-            except Exception:  # a bug, or an object that no API server sends, must not end it, and has to be seen
-                log.exception("%s informer: internal error; again in %g s", self._kind.plural, MAX_BACKOFF_SECONDS)
+            except Exception:  # a bug, or an object that no API server sends, must not end the informer and must be visible
+                log.exception("%s informer: internal error; retry in %g s", self._kind.plural, MAX_BACKOFF_SECONDS)
                 self.is_fresh = False
                 await asyncio.sleep(MAX_BACKOFF_SECONDS)
 
     def learn(self, written: Object) -> None:
-        """Take in an object that we have just written, without waiting for the watch to tell."""
+        """Store an object that we have just written, without waiting for the watch."""
         name, item = written["metadata"]["name"], self._project(written)
         if name not in self.items or not self._is_news(name, written):
             return
@@ -98,7 +97,7 @@ class Informer(Generic[T]):
         level, seconds = logging.WARNING, pause_seconds
         if isinstance(error, ForbiddenError):
             level, seconds = logging.INFO, FORBIDDEN_SECONDS
-        log.log(level, "%s informer: %s; again in %g s", self._kind.plural, error, seconds)
+        log.log(level, "%s informer: %s; retry in %g s", self._kind.plural, error, seconds)
         return seconds
 
     async def _list(self) -> tuple[dict[str, _Known[T]], str]:
@@ -139,5 +138,5 @@ class Informer(Generic[T]):
 
 
 def _version(item: Object) -> int:
-    """Return an object's resource version, which orders the states of one object: Kubernetes promises decimals."""
+    """Return an object's resource version, which orders the states of one object: Kubernetes guarantees decimals."""
     return int(item["metadata"]["resourceVersion"])

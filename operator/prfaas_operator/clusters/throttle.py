@@ -1,7 +1,7 @@
-"""How fast one API server is asked: never faster than it bears, and not at all while it asks to be left alone.
+"""Rate limit for one API server: calls pause while the server asks for a pause.
 
-An API server that is overloaded answers 429, or 503, with the seconds to stay away. Whoever tries again at once makes
-it worse for everybody. All calls to one server share a throttle, so that what one was told holds for all of them.
+An overloaded API server answers 429, or 503, with the seconds to wait. An immediate retry would make the overload worse
+for all. All calls to one server share a throttle, so a pause holds for all of them.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ LONGEST_REST_SECONDS: Final = 60.0
 
 
 class Throttle:
-    """The pace of all calls to one API server."""
+    """The rate limit of all calls to one API server."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -35,10 +35,10 @@ class Throttle:
 
     @contextlib.asynccontextmanager
     async def under_way(self, *, at_once: bool = False) -> AsyncIterator[bool]:
-        """Wait in the queue and for a turn, and be one of the calls under way for as long as the block runs.
+        """Wait in the queue and for a turn, and count as under way while the block runs.
 
-        Gives False where patience did not last; then no call may be made. A probe goes `at_once`, past the queue: a
-        dead server has to be found while others wait for it.
+        Yields False if the patience ran out; then the caller must not call. A probe goes `at_once`, past the queue: a
+        dead server has to be found while other calls wait for it.
         """
         if at_once:
             yield await self.turn()
@@ -55,13 +55,13 @@ class Throttle:
             self._slots.release()
 
     async def turn(self) -> bool:
-        """Wait until a call may be made; return False at once where that takes longer than patience lasts."""
+        """Wait until a call may be made; return False at once where the wait exceeds the patience."""
         now = self._clock()
         due = now + self._calls.delay_seconds(1, now)
         if max(due, self._rest_until) > now + PATIENCE_SECONDS:
             return False
         self._calls.take(1, now)
-        # Whoever waits may learn meanwhile that it has to wait for longer.
+        # The pause may grow while a call waits.
         while (left := max(due, self._rest_until) - self._clock()) > 0:  # noqa: ASYNC110  # for time to pass
             await asyncio.sleep(left)
         return True
@@ -71,14 +71,14 @@ class Throttle:
 
     @property
     def rests_for_seconds(self) -> float:
-        """How much longer no call is made; 0 while calls are."""
+        """Seconds until calls resume; 0 while calls are allowed."""
         return max(0.0, self._rest_until - self._clock())
 
 
 def asked_rest_seconds(status: int, headers: Mapping[str, str] | None) -> float | None:
-    """Return for how long an answer asks to be left alone, None for one that does not: 429, or 503 with a time."""
+    """Return the pause that an answer asks for, None without one: 429, or 503 with a time."""
     named = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), None)
-    if status not in {429, 503} or (status == 503 and named is None):  # the two statuses with a time
+    if status not in {429, 503} or (status == 503 and named is None):  # the two statuses that carry a time
         return None
-    # The header may hold a date as well, which no API server sends.
+    # The header may hold a date too, which no API server sends.
     return float(named) if named and named.isdecimal() else DEFAULT_REST_SECONDS

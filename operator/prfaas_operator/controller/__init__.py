@@ -1,1 +1,1 @@
-"""The controller runtime around kopf: which object is reconciled when, by what it is told, and what becomes of it."""
+"""The controller runtime around kopf: decides when each object is reconciled, and writes the results."""

@@ -1,7 +1,7 @@
-"""Which children exist in one cluster, and in which version: what was seen need not be asked for again.
+"""Caches the children of one cluster with their resourceVersions, so that an unchanged child needs no GET.
 
-Most reconciles find the children as they were. A watch of each kind tells whom a change concerns, and a version that is
-still the one of the last reconcile saves a call a child; with a thousand pools these calls are nearly all the work.
+Most reconciles find the children unchanged. A watch of each kind wakes a changed child's owner, and an unchanged
+version saves a call a child; with a thousand pools these calls are nearly all the work.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ FOLLOWED: Final = (DEPLOYMENT, CONFIG_MAP, DISRUPTION_BUDGET)
 
 
 class ChildFacts(NamedTuple):
-    """One child. `pool_uid` is the uid of the pool that it belongs to, empty for a policy's."""
+    """One child. `pool_uid` is the uid of its pool, empty for a policy's child."""
 
     name: str
     uid: str
@@ -26,14 +26,13 @@ class ChildFacts(NamedTuple):
 
 
 class ChildCache:
-    """Which children with a label exist in one cluster, and in which version.
+    """The children with a label in one cluster, with their resourceVersions.
 
-    Where a kind may not be watched, as with the rights of an earlier chart in a member, its children are asked for.
+    Children of a kind that may not be watched, as under the rights of an earlier chart in a member, are read with GET.
 
     Args:
-        cluster, selector: where to look, and for what.
+        cluster, selector: the namespace and the label.
         on_change: called with each child that appeared, changed or went.
-
     """
 
     def __init__(self, cluster: ClusterClient, selector: str, on_change: Callable[[ChildFacts], None]):
@@ -42,7 +41,7 @@ class ChildCache:
         }
 
     def version(self, kind: ObjectKind, name: str) -> str:
-        """Return the version in which a child was last seen, empty for one that was not, or cannot be followed."""
+        """Return the version in which a child was last seen, empty for one that was not seen or cannot be watched."""
         informer = self.followed.get(kind)
         if informer is None or not informer.is_fresh or name not in informer.items:
             return ""
@@ -52,14 +51,15 @@ class ChildCache:
         return all(informer.is_fresh for informer in self.followed.values())
 
     def pool_uids(self, *kinds: ObjectKind) -> set[str] | None:
-        """Return the uids of the pools that have children of some kinds; None while one of these is not followed."""
+        """Return the uids of the pools that have children of some kinds; None while one of these kinds is not
+        watched."""
         if not all(self.followed[kind].is_fresh for kind in kinds):
             return None
         return {child.pool_uid for kind in kinds for child in self.followed[kind].items.values()}
 
 
 def project_child(body: Object) -> ChildFacts:
-    """Reduce a child to what is kept of it."""
+    """Reduce a child to the facts that the cache keeps."""
     metadata = body["metadata"]
     pool_uid = (metadata.get("labels") or {}).get(names.LABEL_POOL_UID, "")
     return ChildFacts(metadata["name"], metadata["uid"], pool_uid, metadata["resourceVersion"])

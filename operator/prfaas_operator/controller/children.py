@@ -1,9 +1,9 @@
-"""Apply and remove the children of an object, in whichever cluster they live: a set changes whole or not at all.
+"""Applies and removes the children of an object in any cluster: a set changes whole or not at all.
 
-Three things may stand between a manifest and the live object. Somebody else's object has the name: it is left alone
-unless an annotation gives it away. The API server refuses one of several: then none is written, so that what stands
-stays whole. Somebody edits what is ours: it is put back, and an Event says who did what; two controllers that go on
-correcting each other are slowed down.
+Three things can keep a manifest from the live object. First, another owner's object has the name: it stays as it is
+unless an annotation allows the takeover. Second, the API server refuses one of several changes: then none is written,
+so that the present set stays whole. Third, somebody edits a child: the edit is reverted and an Event names the editor.
+Two controllers that keep reverting each other are slowed down.
 """
 
 import logging
@@ -34,10 +34,10 @@ EDIT_WINDOW_SECONDS: Final = 60.0
 
 
 class EditLimiter:
-    """How often edited children are put back: at once, unless somebody goes on editing.
+    """Rate-limits reverting external edits: at once, unless the edits go on.
 
-    Two controllers that each correct the other would write as fast as watches tell them, for ever. A person who edits
-    by hand is corrected within a second a few times in a row; after that a child waits until a minute has passed.
+    Two controllers that revert each other would write as fast as their watches deliver, without end. A person's edit is
+    reverted within a second a few times in a row; after that the child waits until a minute has passed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -46,7 +46,7 @@ class EditLimiter:
         self._held_back_at = float("-inf")
 
     def may_revert(self, uid: str) -> bool:
-        """Tell whether a child may be put back now."""
+        """Return true if an edit of the child may be reverted now."""
         times, now = self._at.get(uid), self._clock()
         may = times is None or len(times) < EDITS_AT_ONCE or now - times[0] > EDIT_WINDOW_SECONDS
         if not may:
@@ -54,11 +54,11 @@ class EditLimiter:
         return may
 
     def holds_back(self) -> bool:
-        """Tell whether any child waits to be put back, which no watch will tell of."""
+        """Return true while any child waits for its revert, which no watch will announce."""
         return self._clock() - self._held_back_at <= 2 * EDIT_WINDOW_SECONDS
 
     def reverted(self, uid: str) -> None:
-        """Note that a child was put back, and forget those that have been left in peace since."""
+        """Note a revert, and forget children without an edit since."""
         now = self._clock()
         for other in [one for one, times in self._at.items() if now - times[-1] > EDIT_WINDOW_SECONDS]:
             del self._at[other]
@@ -66,9 +66,9 @@ class EditLimiter:
 
 
 class _Child(NamedTuple):
-    """One child as it should be and as it is; `live` is None before it is made, `last` before we have applied it.
+    """One child: its manifest and its live state. `live` is None before its creation, `last` before our first apply.
 
-    `is_as_left`: it has the version that the last reconcile left, so that only part of it is at hand.
+    `is_as_left`: it has the version that the last reconcile left, so only part of it is at hand.
     """
 
     manifest: Manifest
@@ -82,27 +82,26 @@ class _Child(NamedTuple):
 
     @property
     def changes_what_stands(self) -> bool:
-        """Whether its apply is worth a dry run: not of a new one, which may need another new one, nor of the same."""
+        """True if the apply needs a dry run: it changes an existing object. A new one may depend on another new one."""
         return self.live is not None and view(self.live, self.manifest) != self.manifest
 
     @property
     def is_drift(self) -> bool:
-        """Whether we had applied this very manifest before."""
+        """True if we had applied this very manifest before."""
         return self.last is not None and self.last.is_of(self.manifest)
 
     @property
     def edit(self) -> drift.Edit | None:
-        """Who changed it since our last apply, and what."""
+        """The editor and the changes since our last apply."""
         return drift.edit(self.live, self.last) if self.live is not None and self.last and self.is_drift else None
 
 
 class Children:
-    """Applies children, and remembers how it left them; all of that can be lost.
+    """Applies children, and remembers the state in which it left them; all of that can be lost.
 
     Args:
-        hub: the objects whose children these are, and where their Events go.
-        cache_of: returns what is followed in a cluster; None where it has just been left.
-
+        hub: the owners of the children; also gets their Events.
+        cache_of: returns the child cache of a cluster; None right after the cluster was removed.
     """
 
     def __init__(self, hub: HubView, cache_of: Callable[[ClusterClient], ChildCache | None]):
@@ -115,23 +114,22 @@ class Children:
         self._applied.pop(owner, None)
 
     def follows_all(self, cluster: ClusterClient) -> bool:
-        """Tell whether every change of a child in a cluster wakes its owner."""
+        """Return true if every change of a child in a cluster wakes its owner."""
         cache = self._cache_of(cluster)
         return cache is not None and cache.follows_all()
 
     async def apply(self, owner: Ref, cluster: ClusterClient, manifest: Manifest) -> Object:
-        """Bring one child to its manifest, as `apply_all` does; return it live."""
+        """Apply the manifest of one child, as `apply_all` does; return the live child."""
         return (await self.apply_all(owner, cluster, [manifest]))[0]
 
     async def apply_all(self, owner: Ref, cluster: ClusterClient, manifests: Sequence[Manifest]) -> list[Object]:
-        """Bring children to their manifests, writing only what differs; return them live.
+        """Apply the manifests of children that differ; return the live children.
 
-        What exists is changed only if the API server would take every change of what exists.
+        Existing objects change only if the API server would accept the changes of all existing objects.
 
         Raises:
-            ChildConflictError: an object of such a name exists and is not ours: taking it over could break its owner.
-            PrfaasError: what the API server says against one of them.
-
+            ChildConflictError: an object of that name exists and is not ours: taking it over could break its owner.
+            PrfaasError: the API server refuses one of them.
         """
         known = self._applied.setdefault(owner, {})
         children = [await self._observe(owner, cluster, manifest) for manifest in manifests]
@@ -143,7 +141,7 @@ class Children:
                 changes += [child] if self._may_write(child) else []
             elif child.live is not None and child.last is not None:
                 child.last.live = drift.keep(child.live)
-        if len(changes) > 1:  # a single one is refused or written whole in any case
+        if len(changes) > 1:  # a single one is refused or written whole anyway
             for child in changes:
                 if child.changes_what_stands:
                     await cluster.apply(child.manifest, dry_run=True)
@@ -153,7 +151,7 @@ class Children:
             known[child.key] = Applied(child.manifest, view(live, child.manifest), live)
             metrics.CHILD_WRITES.labels(child.key[0]).inc()
             if child.is_drift:
-                log.info("%s: %s %s was changed or deleted by somebody else, putting it back", owner, *child.key)
+                log.info("%s: %s %s was changed or deleted by somebody else; reverting", owner, *child.key)
                 metrics.DRIFT_HEALED.labels(child.key[0]).inc()
             await self._tell(owner, child)
         return [written.get(child.key) or child.live or {} for child in children]
@@ -173,29 +171,29 @@ class Children:
         return _Child(manifest, live, last)
 
     def _given_away(self, owner: Ref, live: Object) -> bool:
-        """Tell whether the owner or the object itself says that we may take it over."""
+        """Return true if an annotation on the owner or on the object allows the takeover."""
         annotated = (self._hub.get(owner) or {}, live)
         return any(ownership.says_yes(one, ownership.ADOPT) for one in annotated)
 
     def _may_write(self, child: _Child) -> bool:
-        """Tell whether a child may be written now: one that is edited again and again has to wait."""
+        """Return true if a child may be written now; one that is edited again and again has to wait."""
         return child.edit is None or self.edits.may_revert((child.live or {})["metadata"]["uid"])
 
     async def _tell(self, owner: Ref, child: _Child) -> None:
-        """Post an Event when what we wrote was somebody else's doing or property."""
+        """Post an Event after a takeover or after the revert of an external edit."""
         subject, what = self._hub.get(owner), " ".join(child.key)
         if subject is None or child.live is None:
             return
         if edit := child.edit:
             self.edits.reverted(child.live["metadata"]["uid"])
-            await events.post(self._hub.client, subject, "Warning", "ChildEdited", f"{what}: {edit}; put back")
+            await events.post(self._hub.client, subject, "Warning", "ChildEdited", f"{what}: {edit}; reverted")
         elif not is_ours(child.live, child.manifest):
             message = f"{what} was taken over, as annotated"
             await events.post(self._hub.client, subject, "Normal", "ChildAdopted", message)
 
 
 async def remove(cluster: ClusterClient, kinds: Iterable[ObjectKind], selector: str) -> int:
-    """Delete all objects of some kinds that carry the labels; return how many were still there."""
+    """Delete all objects of some kinds that carry the labels; return how many still existed."""
     remaining = 0
     for kind in kinds:
         for child in await cluster.list_all(kind, selector=selector):
@@ -207,6 +205,6 @@ async def remove(cluster: ClusterClient, kinds: Iterable[ObjectKind], selector: 
 
 
 def is_ours(live: Object, manifest: Manifest) -> bool:
-    """Tell whether a live object was made for the very owner that the manifest is for."""
+    """Return true if a live object was made for the owner of the manifest."""
     labels, wanted = live["metadata"].get("labels") or {}, manifest["metadata"]["labels"]
     return all(labels.get(label) == wanted[label] for label in IDENTITY_LABELS if label in wanted)

@@ -1,4 +1,4 @@
-"""Post Events on purpose: when a condition turns, and when children are left behind; never for a log line."""
+"""Posts Events when a condition changes or children are left behind; never for a log line."""
 
 import hashlib
 import logging
@@ -19,9 +19,9 @@ MAX_MESSAGE_CHARS = 1000  # the API server refuses more than 1024
 async def post(
     hub: ClusterClient, subject: Object, type_: Literal["Normal", "Warning"], reason: str, message: str
 ) -> None:
-    """Post an Event about an object of the hub. A failure is logged and nothing more: the status says the same.
+    """Post an Event about an object of the hub. A failure is only logged, because the status carries the same facts.
 
-    What was said before about the same object, for the same reason and in the same words, is counted, not said again.
+    An equal Event (same object, reason and message) is counted instead of posted again.
     """
     body = _event(subject, type_, reason, message[:MAX_MESSAGE_CHARS], rfc3339(hub.now()))
     try:
@@ -35,7 +35,7 @@ async def post(
 
 def _event(subject: Object, type_: str, reason: str, message: str, now: str) -> Object:
     metadata = subject["metadata"]
-    # Made of what makes it another Event, the name finds it again, also after a restart.
+    # A hash of the Event's identity is its name, so a later call finds it again, also after a restart.
     digest = hashlib.sha256("\0".join((metadata["uid"], type_, reason, message)).encode()).hexdigest()[:16]
     return {
         "apiVersion": "v1",
@@ -59,7 +59,7 @@ def _event(subject: Object, type_: str, reason: str, message: str, now: str) -> 
 
 
 async def _count(hub: ClusterClient, body: Object) -> None:
-    """Count an Event that is there once more; API servers forget them after an hour, in the middle of this as well."""
+    """Increase the count of an existing Event; API servers delete Events after an hour, perhaps during this call."""
     name = body["metadata"]["name"]
     known = await hub.get(EVENT, name)
     if known is None:

@@ -1,18 +1,18 @@
-"""Where kopf ends and our controller begins: kopf's watch feeds the hub's store, and its daemons run our loops.
+"""The boundary between kopf and our controller: kopf's watch fills the hub's store, and its daemons run our loops.
 
-kopf watches our four kinds, keeps the finalizer, and starts and ends the loops. Its indexing comes before any daemon:
-when the first loop runs, the store holds all objects of all kinds. A daemon runs a living object's loop; kopf cancels
-it when the object is being deleted, and the deletion handler goes on with the same loop until nothing is left. That
+kopf watches our four kinds, keeps the finalizer, and starts and ends the loops. Its indexing precedes every daemon:
+when the first loop runs, the store holds all objects of all kinds. A daemon runs a living object's loop. At the
+object's deletion kopf cancels the daemon, and the deletion handler runs the same loop until nothing is left. That
 handler also serves a deletion that began while no operator ran, for which kopf starts no daemon.
 
-kopf keeps its progress in annotations and trusts them; what it cannot read keeps it from the object for ever, its
-deletion too. Who may edit an object may edit them, so here what cannot be read counts as absent: handlers start anew,
-which is harmless, as every reconcile starts from what it observes. So does a delay that another machine's clock has put
-far into the future.
+kopf keeps its progress in annotations and trusts them. An annotation that kopf cannot read would block the object for
+ever, its deletion too. Everybody who may edit an object may edit its annotations, so unreadable ones count as absent
+here. The handlers then start anew, which is harmless: every reconcile starts from observed facts. The same holds for a
+delay that another machine's clock has put far into the future.
 
-kopf ends where the API server refuses to tell of a kind: a CRD that is not served for a moment is enough, or a minute
-of missing rights. `follow` then begins anew as soon as every kind is served. What runs goes on meanwhile, and nothing
-is changed, since our kinds are reconciled by each other.
+kopf ends when the API server refuses to list a kind: a CRD that is not served for a moment is enough, or a minute of
+missing rights. `follow` then restarts kopf as soon as every kind is served. Pods run on meanwhile. Nothing is changed,
+because our kinds depend on each other.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ LONGEST_DELAY: Final = timedelta(minutes=5)
 
 
 def settings() -> kopf.OperatorSettings:
-    """Return kopf's settings: our finalizer and annotations, bounded waits, no cluster-wide watching."""
+    """Return kopf's settings: our finalizer and annotations, bounded waits, no cluster-wide watches."""
     chosen = kopf.OperatorSettings()
     chosen.persistence.finalizer = FINALIZER
     chosen.persistence.progress_storage = ProgressStorage(prefix=ANNOTATION_PREFIX)
@@ -57,21 +57,21 @@ def settings() -> kopf.OperatorSettings:
     chosen.networking.request_timeout = REQUEST_SECONDS
     chosen.execution.default_backoff = CANCEL_SECONDS
     chosen.queueing.error_delays = ERROR_DELAYS
-    # A watch that has lost its peer is silent for at most this long; the store is as old.
+    # A watch whose connection died is silent for at most this long; the store is as old.
     chosen.watching.server_timeout = WATCH_SECONDS
     chosen.watching.client_timeout = WATCH_SECONDS + WATCH_SLACK_SECONDS
     return chosen
 
 
 def register(controller: Controller, close: Callable[[], Awaitable[None]]) -> kopf.OperatorRegistry:
-    """Return the handlers of all kinds; `close` ends what the loops started."""
+    """Return the handlers of all kinds; `close` ends the tasks of the loops."""
     registry = kopf.OperatorRegistry()
     for kind in controller.kinds:
         _register_kind(registry, controller, kind)
 
     @kopf.on.cleanup(registry=registry)
     async def _(**_: Any) -> None:
-        # kopf waits 5 s for tasks that outlive it, so what the loops started must end before.
+        # kopf waits 5 s for tasks that outlive it, so the tasks of the loops must end before.
         await close()
 
     return registry
@@ -99,19 +99,19 @@ def _register_kind(registry: kopf.OperatorRegistry, controller: Controller, kind
 
 
 async def follow(operate: Callable[[asyncio.Event], Awaitable[None]], term: asyncio.Event) -> bool:
-    """Run kopf until it ends; tell whether an API server's refusal ended it, rather than `term`."""
+    """Run kopf until it ends; return true if an API server's refusal ended it, false if `term` did."""
     try:
         await operate(term)
     except Exception as error:
         if not is_refusal(error):
             raise
-        log.error("our kinds are not followed any more: %s; again once the API server serves every one", error)
+        log.error("the watch of our kinds ended: %s; it restarts once the API server serves every one", error)
         return True
     return False
 
 
 async def until_served(is_served: Callable[[], Awaitable[None]], term: asyncio.Event) -> None:
-    """Wait until nothing is raised against a kind, or until `term`."""
+    """Wait until every kind is served, or until `term`."""
     while not term.is_set():
         try:
             await is_served()
@@ -140,21 +140,21 @@ class _Progress(msgspec.Struct):
 
 
 class _Metadata(msgspec.Struct, frozen=True):
-    """What an essence keeps of the metadata."""
+    """The part of the metadata that an essence keeps."""
 
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
 
 
 class _Essence(msgspec.Struct):
-    """What kopf remembers of the object that it handled last."""
+    """The state of an object that kopf handled last."""
 
     spec: dict[str, Any] = {}
     metadata: _Metadata = _Metadata()
 
 
 class ProgressStorage(kopf.AnnotationsProgressStorage):
-    """Progress in annotations; a record that is none counts as absent."""
+    """Progress in annotations; an unreadable record counts as absent."""
 
     def fetch(self, **kwargs: Any) -> Any:
         try:
@@ -174,7 +174,7 @@ def _is_far(moment: datetime) -> bool:
 
 
 class DiffBaseStorage(kopf.AnnotationsDiffBaseStorage):
-    """The last handled state in an annotation; one that is none counts as absent."""
+    """The last handled state in an annotation; an unreadable one counts as absent."""
 
     def fetch(self, **kwargs: Any) -> Any:
         try:

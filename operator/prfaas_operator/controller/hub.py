@@ -1,8 +1,8 @@
-"""What the operator knows of the hub: our own objects from kopf's one watch, pods and children from informers.
+"""The operator's store of the hub: our own objects from kopf's one watch, pods and children from informers.
 
-Each of our kinds is watched once, by kopf. Its events fill this store, and both the reconciles and all lookups read it.
-What the operator writes itself it learns from the answer, so that no reconcile goes by a state that is older than its
-own last write. Of two states the one with the newer resource version counts, whichever comes last.
+kopf watches each of our kinds once. Its events fill this store, and both reconciles and lookups read it. The operator
+stores the answers to its own writes, so that no reconcile uses a state older than its own last write. Of two states the
+one with the newer resource version counts, in whichever order they arrive.
 """
 
 from collections.abc import Iterable
@@ -44,8 +44,7 @@ class HubView:
 
     Args:
         client: the hub's API server.
-        queue: whom to wake when something changes.
-
+        queue: wakes objects after changes.
     """
 
     def __init__(self, client: ClusterClient, queue: ReconcileQueue):
@@ -60,11 +59,12 @@ class HubView:
 
     @property
     def informers(self) -> tuple[Informer[Any], ...]:
-        """All that follow the hub beside kopf."""
+        """The watches of the hub beside kopf's."""
         return self.pods, *self.children.followed.values()
 
     def put(self, kind: ObjectKind, body: Object) -> None:
-        """Take in the state of an object, unless a newer one is known; wake the object and whom a change concerns."""
+        """Store the state of an object, unless a newer one is known; wake the object and the objects that depend on
+        it."""
         name = body["metadata"]["name"]
         ref = Ref(kind, name)
         known = self._objects.get(ref)
@@ -76,7 +76,7 @@ class HubView:
         self._wake(ref, changed=known is None or fingerprint(known) != fingerprint(body))
 
     def discard(self, kind: ObjectKind, name: str, uid: str) -> None:
-        """Forget an object that has gone; a namesake stays."""
+        """Forget a deleted object; keep a new one of the same name."""
         ref = Ref(kind, name)
         known = self._objects.get(ref)
         if known is not None and known["metadata"]["uid"] == uid:
@@ -86,7 +86,7 @@ class HubView:
                 del self.sharers[name]
 
     def learn(self, written: Object) -> None:
-        """Take in an object of ours that was just written, as the API server answered."""
+        """Store an object of ours that was just written, as the API server answered."""
         self.put(BY_NAME[written["kind"]], written)
 
     async def refresh(self, ref: Ref) -> None:
@@ -99,24 +99,23 @@ class HubView:
             self.discard(ref.kind, ref.name, before["metadata"]["uid"])
 
     def get(self, ref: Ref) -> Object | None:
-        """Return an object of ours, None where there is none. Nobody may change it."""
+        """Return an object of ours, None if there is none. Callers must not change it."""
         return self._objects.get(ref)
 
     def all(self, kind: ObjectKind) -> list[Object]:
         return [body for ref, body in self._objects.items() if ref.kind == kind]
 
     def named(self, kind: ObjectKind, model: type[R], names: Iterable[str]) -> dict[str, R]:
-        """Return some objects of a kind by their names, as read; what is missing is left out.
+        """Return some objects of a kind by their names, as read; missing ones are left out.
 
         Raises:
-            InvalidObjectError: one of them cannot be read. Whoever names it cannot do without.
-
+            InvalidObjectError: one of them cannot be read; the caller depends on all of them.
         """
         found = {name: self._objects.get(Ref(kind, name)) for name in sorted(set(names))}
         return {name: read(model, body) for name, body in found.items() if body is not None}
 
     def kubeconfigs(self) -> dict[str, str]:
-        """Return the Secret that each MemberCluster is reached with."""
+        """Return the kubeconfig Secret of each MemberCluster."""
         references = {
             member["metadata"]["name"]: (member.get("spec") or {}).get("kubeconfigSecretRef") or {}
             for member in self.all(MEMBER_CLUSTER)
@@ -127,7 +126,7 @@ class HubView:
         return {pool.cluster for pool in self.sharers.values()}
 
     def observed(self) -> ObservedCluster:
-        """Return what is known of the hub's pods."""
+        """Return the observed state of the hub's pods."""
         return ObservedCluster(tuple(self.pods.items.values()) if self.pods.synced.is_set() else None, reachable=True)
 
     def gateway_pods(self) -> list[PodFacts]:
@@ -144,7 +143,7 @@ class HubView:
     def _pod_changed(self, pod: PodFacts) -> None:
         self.queue.wake_uid(pod.pool_uid)
         if not pod.pool_uid:
-            # Instances go inside TLS when all gateways are.
+            # Instances use TLS once all gateways do.
             schemes = frozenset(pod.scheme for pod in self.gateway_pods())
             if schemes != self._gateway_schemes:
                 self._gateway_schemes = schemes
@@ -159,7 +158,7 @@ class HubView:
 
 
 def fingerprint(body: Object) -> tuple[Any, ...]:
-    """Return what of an object matters to others; a status that only counts differently wakes nobody else."""
+    """Return the part of an object that others depend on; a status with other counts only wakes no other object."""
     ready = [
         (condition.get("status"), condition.get("reason"))
         for condition in (body.get("status") or {}).get("conditions") or ()

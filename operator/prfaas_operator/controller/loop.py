@@ -1,7 +1,7 @@
-"""Reconcile one object for as long as it lives: again when woken, again after a while, whatever went wrong before.
+"""Reconciles one object during its whole life: after each wake-up and after a while, whatever failed before.
 
-The status is written also on failure, and one object's failure is nobody else's: every object has its own loop, and
-every call inside it a timeout.
+The status is written also after a failure. One object's failure affects no other object: every object has its own loop,
+and every call in it has a timeout.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ REST_SECONDS: Final[Mapping[ObjectKind, float]] = {POLICY: 1.0, MEMBER_CLUSTER: 
 """A routing table is written, and a member probed, at most once a second, however fast pods and pools come and go."""
 
 PAUSED: Final = ConditionState(
-    "Unknown", "Paused", f"nothing that belongs to it is changed; remove the annotation {ownership.PAUSED} to go on"
+    "Unknown", "Paused", f"the operator changes none of its children; remove the annotation {ownership.PAUSED} to resume"
 )
 
 
@@ -43,11 +43,10 @@ class Controller:
     """The loops of all objects.
 
     Args:
-        hub: our objects, and whom to wake.
-        children: forgets what was applied for an object that is gone.
-        reconciles: how an object of each kind is reconciled.
-        tracing: where spans of reconciles go.
-
+        hub: our objects, and the queue.
+        children: forgets the applied manifests of a deleted object.
+        reconciles: the reconcile of each kind.
+        tracing: gets the spans of reconciles.
     """
 
     def __init__(
@@ -81,10 +80,10 @@ class Controller:
                 is_resync = not await waker.wait(_pause_seconds(result))
 
     def slot(self, ref: Ref) -> asyncio.Semaphore:
-        """Return what a reconcile has to hold: a slot among the reconciles that concern one cluster.
+        """Return the semaphore of a reconcile: a slot among the reconciles of one cluster.
 
-        After a start all objects are to be reconciled. Those that wait have not begun; those that are have the server
-        for themselves. A cluster that does not answer holds up its own pools, and no probe.
+        After a start all objects need a reconcile, and the slots bound how many run at once. A cluster that does not
+        answer delays only its own pools, and no probe.
         """
         where = ref.name if ref.kind == MEMBER_CLUSTER else ""
         if ref.kind == PREFILL_POOL and ref.name in self.hub.sharers:
@@ -92,15 +91,15 @@ class Controller:
         return self._slots.setdefault((ref.kind, where), asyncio.Semaphore(RECONCILES_AT_ONCE))
 
     async def reconcile(self, ref: Ref, uid: str, *, is_resync: bool = False) -> ReconcileResult:
-        """Reconcile an object once, and write its status; `is_resync`: nothing woke it."""
+        """Reconcile an object once, and write its status; `is_resync`: no event woke it."""
         started = time.monotonic()
         result = ReconcileResult(again_seconds=RETRY_SECONDS)
         try:
             with self._tracing.start("reconcile", NO_TRACE) as span:
                 span.set(kind=ref.kind.name, namespace=self.hub.client.namespace, name=ref.name, uid=uid)
                 if is_resync:
-                    # kopf's watch may have lost its peer and be silent, and kopf tells of no deletion that happened
-                    # while it did not watch: what it missed is found here.
+                    # kopf's watch may have a dead connection, and kopf does not report a deletion that happened
+                    # while it did not watch: this read finds both.
                     await self.hub.refresh(ref)
                 live = self.hub.get(ref)
                 if live is None or live["metadata"]["uid"] != uid:
@@ -108,7 +107,7 @@ class Controller:
                 logs.add(cluster=_cluster(ref, live))
                 result = await self._reconcile(ref, live)
                 if any(state.reason == NotLeaderError.reason for state in result.conditions.values()):
-                    # What another replica sees counts, not that this one may not act.
+                    # The leader's view counts; that this replica may not write is no error.
                     return ReconcileResult(again_seconds=RETRY_SECONDS)
                 span.set(**{type_: state.reason for type_, state in result.conditions.items()})
                 if not result.gone:
@@ -117,20 +116,20 @@ class Controller:
                     result = await self._statuses.write(ref, live, result)
         except PrfaasError as error:
             _count(ref, reason_of(error))
-            log.warning("%s: %s; again soon", ref, error)
+            log.warning("%s: %s; retry soon", ref, error)
         finally:
             metrics.RECONCILE_SECONDS.labels(ref.kind.name).observe(time.monotonic() - started)
         return result
 
     async def _reconcile(self, ref: Ref, live: Object) -> ReconcileResult:
-        """Call the kind's reconcile; whatever it raises becomes the condition Ready."""
+        """Call the kind's reconcile; its errors become the condition Ready."""
         if ownership.says_yes(live, ownership.PAUSED) and "deletionTimestamp" not in live["metadata"]:
             return ReconcileResult({READY: PAUSED})
         try:
             return await self._reconciles[ref.kind](live)
         except PrfaasError as error:
             reason, message = reason_of(error), str(error)
-        except Exception as error:  # a bug must not end the loop of an object, and has to be seen
+        except Exception as error:  # a bug must not end the loop of an object, and must be visible
             reason, message = "InternalError", f"{type(error).__name__}: {error}; see the operator's log"
             log.exception("%s: internal error", ref)
         _count(ref, reason)

@@ -1,4 +1,4 @@
-"""The reconcile queue: which objects are to be reconciled again. An event says only that, and never what is true."""
+"""The reconcile queue: the objects that need a reconcile. An event only wakes an object and carries no facts."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ class Ref(NamedTuple):
 
 
 class Waker:
-    """Wakes one object's loop. `turn` is held by the one task that reconciles the object at a time."""
+    """Wakes one object's loop. Only one task at a time holds `turn` and reconciles the object."""
 
     def __init__(self, kind: str) -> None:
         self.event = asyncio.Event()
@@ -34,14 +34,14 @@ class Waker:
         self._woken_at = time.monotonic()
 
     def wake(self) -> None:
-        """Have the object reconciled again."""
+        """Request another reconcile of the object."""
         if not self.event.is_set():
             self._woken_at = time.monotonic()
             self.event.set()
 
     @contextmanager
     def reconciling(self) -> Iterator[None]:
-        """Reconcile the object; whatever wakes it from here on needs another reconcile."""
+        """Hold the object's turn; every wake-up from here on requests another reconcile."""
         now = time.monotonic()
         if self.event.is_set():
             metrics.QUEUE_WAIT_SECONDS.labels(self._kind).observe(now - self._woken_at)
@@ -53,7 +53,7 @@ class Waker:
             self.reconciling_since = None
 
     async def wait(self, timeout_seconds: float) -> bool:
-        """Wait until woken, or for as long as the resync allows; tell whether it was woken."""
+        """Wait until woken, or until the resync; return true if woken."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await self.event.wait()
@@ -70,7 +70,7 @@ class ReconcileQueue:
         metrics.QUEUE_DEPTH.set_function(self.depth)
 
     def of(self, ref: Ref, uid: str) -> Waker:
-        """Return the waker of an object, made on first use."""
+        """Return the waker of an object, made at its first use."""
         self._by_uid[uid] = ref
         if ref not in self._wakers:
             self._wakers[ref] = Waker(ref.kind.name)
@@ -90,7 +90,7 @@ class ReconcileQueue:
                 self.wake(ref)
 
     def forget(self, ref: Ref, uid: str) -> None:
-        """Drop the waker of an object that is gone, unless a namesake made since waits for it."""
+        """Drop the waker of a deleted object, unless a new object of that name waits for it."""
         self._by_uid.pop(uid, None)
         if ref not in self._by_uid.values():
             self._wakers.pop(ref, None)
@@ -99,7 +99,7 @@ class ReconcileQueue:
         return sum(waker.event.is_set() for waker in self._wakers.values())
 
     def stuck(self) -> str:
-        """Name an object whose reconcile does not end; empty when there is none."""
+        """Return a sentence about an object whose reconcile does not end; empty if there is none."""
         now = time.monotonic()
         for ref, waker in self._wakers.items():
             if waker.reconciling_since is not None and now - waker.reconciling_since > STUCK_SECONDS:

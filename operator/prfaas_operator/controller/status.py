@@ -1,10 +1,9 @@
-"""Write an object's status: server-side apply of exactly the operator's own fields, and only when they differ.
+"""Writes an object's status: server-side apply of exactly the operator's own fields, and only when they differ.
 
-The hub's CRD may be of another version than this operator. An older CRD lacks a field, and then the API server refuses
-the whole apply; a newer one may take other values. What it does not take is left out, and the rest is written with a
-condition that says so. Where nothing can be written, because a newer CRD asks for a field that this version does not
-know, an Event says it instead. Every reconcile tries the whole status first, so that nothing has to be started again
-once the CRD fits.
+The hub's CRD may be of another version than this operator. An older CRD lacks a field, and the API server then refuses
+the whole apply; a newer one may accept other values. Refused fields are left out, and the rest is written with a
+condition that says so. If a newer CRD requires a field that this version does not know, nothing can be written, and an
+Event says so. Every reconcile tries the whole status first, so no restart is needed once the CRD fits.
 """
 
 import logging
@@ -63,9 +62,9 @@ CONDITIONS: Final = TypeAdapter(list[Condition])
 
 @dataclass(frozen=True)
 class ReconcileResult:
-    """What a reconcile found: conditions by type, other status fields, and when to reconcile again.
+    """The result of a reconcile: conditions by type, other status fields, and the delay until the next reconcile.
 
-    `gone` means that nothing of the object is left and that it may go itself; then no status is written.
+    `gone` means that nothing of the object is left and its finalizer may go; then no status is written.
     """
 
     conditions: Mapping[str, ConditionState] = field(default_factory=dict)
@@ -75,7 +74,7 @@ class ReconcileResult:
 
 
 class StatusWriter:
-    """Writes statuses, and says once what the hub's CRD does not take of an object's."""
+    """Writes statuses, and reports once the fields that the hub's CRD refuses."""
 
     def __init__(self, hub: HubView):
         self._hub = hub
@@ -85,11 +84,11 @@ class StatusWriter:
         self._mismatches.pop(ref, None)
 
     async def write(self, ref: Ref, live: Object, result: ReconcileResult) -> ReconcileResult:
-        """Write a status as far as the hub's CRD takes it; return what was written, with when to reconcile again.
+        """Write the part of a status that the hub's CRD accepts; return that part, with the delay until the next
+        reconcile.
 
         Raises:
             PrfaasError: nothing could be written.
-
         """
         left_out: set[str] = set()
         while True:
@@ -113,7 +112,7 @@ class StatusWriter:
                 return result
 
     async def _tell(self, ref: Ref, live: Object, message: str) -> None:
-        """Post an Event once, until something else is wrong."""
+        """Post an Event once, until the problem changes."""
         if self._mismatches.get(ref) != message:
             self._mismatches[ref] = message
             log.warning("%s: %s", ref, message)
@@ -128,9 +127,9 @@ def _mismatch(ref: Ref, error: PrfaasError) -> str:
 
 
 async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: ReconcileResult) -> None:
-    """Apply the status of one object and post an Event when Ready turned, or a certificate was refused.
+    """Apply the status of one object; post an Event if Ready changed or a certificate was refused.
 
-    What the result does not speak of stays as it was: server-side apply would remove a field that we leave out.
+    Fields that the result leaves out keep their values, because server-side apply would otherwise remove them.
     """
     current = live.get("status") or {}
     known = read_conditions(current)
@@ -150,7 +149,7 @@ async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: Rec
     body = {
         "apiVersion": kind.api_version,
         "kind": kind.name,
-        # The uid makes sure that a namesake made in between is left alone.
+        # The uid protects a new object of the same name.
         "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
         "status": wanted,
     }
@@ -162,7 +161,7 @@ async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: Rec
 async def _tell_turned(
     hub: HubView, live: Object, known: Sequence[Condition], states: Mapping[str, ConditionState]
 ) -> None:
-    """Post an Event when Ready turned, or CertificateReady to False."""
+    """Post an Event if Ready changed, or CertificateReady changed to False."""
     for type_ in (READY, CERTIFICATE_READY):
         state = states.get(type_)
         if state is None or not turned(known, type_, state) or (type_ != READY and state.status != "False"):
@@ -174,7 +173,7 @@ async def _tell_turned(
 
 
 def read_conditions(status: Mapping[str, Any]) -> list[Condition]:
-    """Return the conditions of a status; none when somebody wrote what no condition looks like."""
+    """Return the conditions of a status; none if they are malformed."""
     try:
         return CONDITIONS.validate_python(status.get("conditions") or [])
     except ValidationError:

@@ -1,1 +1,1 @@
-"""Pure decisions of the operator: facts in, what to write out. No calls, no clock."""
+"""Pure decisions of the operator, from facts to what is written. No calls, no clock."""

@@ -1,9 +1,9 @@
-"""Which authority signs, which are trusted, and whose certificate is written anew: the next step, from what is there.
+"""Rotation of certificates and authorities: decides the next step from the present state.
 
-Two instances accept each other while the authority of each one's certificate is among those that the other trusts. What
-is hard is that nobody sees a Secret when it is written: every instance reads it some time later, at a time of its own,
-and a cluster that is not reached not at all. So an authority passes three states, and each step waits until what the
-step before it wrote has *settled* in every cluster:
+Two instances accept each other while each one trusts the authority of the other's certificate. The hard part is the
+delay: an instance reads a Secret some time after its write, at a time of its own, and instances in a cluster that is
+not reached read nothing. So an authority passes three states. Each step waits until the writes of the step before it
+have *settled* in every cluster:
 
     next        trusted; signs nothing yet
     current     trusted by every instance; signs
@@ -13,9 +13,9 @@ step before it wrote has *settled* in every cluster:
     PROMOTE   next -> current, current -> previous       once every cluster has trusted it for the settling time
     RETIRE    previous -> gone                           once no cluster has shown a certificate of it for as long
 
-All three are trusted, and nothing but a current authority's certificate is ever written, so Secrets one step apart
-accept each other. The states lie in one Secret of the hub: what a member's Secret says about authorities is believed by
-nobody. Authorities are known by their fingerprints here; keys and texts are the caller's.
+All three are trusted, and every certificate that is written is signed by a current authority. So Secrets one step apart
+accept each other. One Secret of the hub holds the states; a member's Secret is never believed about authorities. This
+module knows authorities by their fingerprints; the caller has keys and texts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ PENDING: Final = "CertificatePending"
 
 
 class RotationStep(Enum):
-    """What becomes of the authorities."""
+    """A change of the authorities' states."""
 
     ANNOUNCE = "Announce"
     PROMOTE = "Promote"
@@ -43,7 +43,7 @@ class RotationStep(Enum):
 
 
 class Terms(NamedTuple):
-    """How long things last. `by_issuer`: certificates come from somebody else, who renews them."""
+    """Lifetimes. `by_issuer`: an external issuer makes and renews the certificates."""
 
     life: timedelta
     authority_life: timedelta
@@ -52,7 +52,7 @@ class Terms(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A cluster's certificate. `authority` is the one that vouches for it; `serial` tells it from another."""
+    """A cluster's certificate. `authority` has signed it; `serial` distinguishes it from others."""
 
     cluster: str
     authority: str
@@ -61,7 +61,7 @@ class Leaf(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a cluster's Secret holds. Without `leaf` there is none that could be used; `problem` says why."""
+    """The content of a cluster's Secret. Without `leaf` it holds no usable certificate; `problem` says why."""
 
     leaf: Leaf | None = None
     trusted: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ class Held(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """One cluster. `held` None: it is not reached. `issued`: what the issuer has for it, where there is one."""
+    """One cluster. `held` None: it is not reached. `issued`: the issuer's certificate for it, if any."""
 
     cluster: str
     held: Held | None
@@ -78,7 +78,7 @@ class Holder(NamedTuple):
 
 
 class Authorities(NamedTuple):
-    """Fingerprints by state; `ends` is when the current one does, and `signs` whether its key is at hand."""
+    """Fingerprints by state; `ends` is the expiry of the current one, and `signs` is true if its key is at hand."""
 
     current: frozenset[str] = frozenset()
     next: frozenset[str] = frozenset()
@@ -92,7 +92,7 @@ class Authorities(NamedTuple):
 
 
 class ObservedTime(NamedTuple):
-    """Now, and since when this operator looks: what it did not see before that, it does not count."""
+    """The present time, and the start of this operator's observation; older events count as not seen."""
 
     now: datetime
     since: datetime
@@ -101,7 +101,7 @@ class ObservedTime(NamedTuple):
 def step(
     authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: ObservedTime
 ) -> RotationStep | None:
-    """Return what is next for the authorities, None while nothing is due or the last step has not settled."""
+    """Return the next step for the authorities, None while none is due or the last step has not settled."""
     if terms.by_issuer:
         announced = offered_by(holders) - authorities.current
         promotes = offered_by(holders) not in (frozenset(), authorities.current)
@@ -119,7 +119,7 @@ def step(
 
 
 def after(authorities: Authorities, chosen: RotationStep, announced: frozenset[str]) -> Authorities:
-    """Return the states after a step; `announced` are the authorities that it brings in, or that it promotes."""
+    """Return the states after a step; `announced` are the authorities that the step adds or promotes."""
     current, previous = authorities.current, authorities.previous
     if chosen is RotationStep.ANNOUNCE:
         return authorities._replace(next=announced - current, previous=previous - announced)
@@ -129,7 +129,7 @@ def after(authorities: Authorities, chosen: RotationStep, announced: frozenset[s
 
 
 def offered_by(holders: Iterable[Holder]) -> frozenset[str]:
-    """Return the authorities of what an issuer made; none while it has not made everything, because it may change."""
+    """Return the authorities of an issuer's certificates; none until all are issued, because the issuer may change."""
     issued = [holder.issued for holder in holders]
     return frozenset() if None in issued else frozenset(leaf.authority for leaf in issued if leaf is not None)
 
@@ -137,9 +137,9 @@ def offered_by(holders: Iterable[Holder]) -> frozenset[str]:
 def waiting_for(
     authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: ObservedTime
 ) -> tuple[str, ...]:
-    """Return the clusters that a promotion waits for, sorted: not reached, or written to a short while ago.
+    """Return the clusters that delay a promotion, sorted: not reached, or written to a short while ago.
 
-    Those that are not reached hold it up only until everybody else's certificates are at stake.
+    A cluster that is not reached delays it only until the other clusters' certificates are at risk.
     """
     patient = moment.now < _end_of_patience(authorities, holders, terms)
 
@@ -147,7 +147,7 @@ def waiting_for(
         if holder.held is None:
             return patient
         if holder.held.leaf is None:
-            # Without any Secret no instance has started there; with a damaged one, they remember what it was.
+            # Without any Secret no instance has started there; a damaged Secret's instances use its old content.
             remembers = holder.held.written is not None or bool(holder.held.trusted)
             return (remembers and patient) or wanted(authorities, holder, terms, moment.now) is SecretChange.CERTIFICATE
         return not (authorities.next <= holder.held.trusted and _settled(holder.held, terms, moment))
@@ -156,7 +156,9 @@ def waiting_for(
 
 
 def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms: Terms) -> datetime:
-    """Return when an authority can no more sign whole certificates, or an issuer's renewals are long overdue."""
+    """Return when an authority can no longer sign full-length certificates, or when an issuer's renewals are long
+    overdue.
+    """
     if not terms.by_issuer and authorities.ends is not None:
         return authorities.ends - terms.life
     ends = [holder.held.leaf.validity.not_after for holder in holders if holder.held and holder.held.leaf]
@@ -170,7 +172,7 @@ def _successor_is_due(authorities: Authorities, terms: Terms, now: datetime) -> 
 
 
 def _is_out_of_use(authorities: frozenset[str], holders: Iterable[Holder], terms: Terms, moment: ObservedTime) -> bool:
-    """Tell whether no instance shows a certificate of these any more."""
+    """Return true if no instance uses a certificate of these any more."""
     return all(
         holder.held is not None
         and (holder.held.leaf is None or holder.held.leaf.authority not in authorities)
@@ -185,20 +187,20 @@ def _settled(held: Held, terms: Terms, moment: ObservedTime) -> bool:
 
 
 class SecretChange(Enum):
-    """What a cluster's Secret should be given."""
+    """The new content of a cluster's Secret."""
 
-    NOTHING = "it is as it should be"
+    NOTHING = "the certificate is unchanged"
     TRUST = "the same certificate, other authorities"
     CERTIFICATE = "another certificate"
 
 
 def wanted(authorities: Authorities, holder: Holder, terms: Terms, now: datetime) -> SecretChange:
-    """Return what to write into the Secret of a cluster that is reached."""
+    """Return the change for the Secret of a cluster that is reached."""
     held = holder.held or Held()
     if _wants_certificate(authorities, held.leaf, holder, terms, now):
         return SecretChange.CERTIFICATE
     if held.leaf is None:
-        return SecretChange.NOTHING  # and nothing can be had yet
+        return SecretChange.NOTHING  # and none can be had yet
     stale = held.written is None or held.written > now + MAX_CLOCK_ERROR
     return SecretChange.TRUST if held.trusted != authorities.trusted or stale else SecretChange.NOTHING
 
@@ -206,7 +208,7 @@ def wanted(authorities: Authorities, holder: Holder, terms: Terms, now: datetime
 def _wants_certificate(
     authorities: Authorities, leaf: Leaf | None, holder: Holder, terms: Terms, now: datetime
 ) -> bool:
-    """Tell whether another certificate is needed and can be had: under a current authority, and no other."""
+    """Return true if a cluster needs another certificate and can get one, under a current authority only."""
     if terms.by_issuer:
         return holder.issued is not None and holder.issued != leaf and holder.issued.authority in authorities.current
     if not authorities.signs:
@@ -220,7 +222,7 @@ def _wants_certificate(
 
 
 def _is_due(leaf: Leaf, now: datetime) -> bool:
-    """Tell whether two thirds of a certificate's life are over; what it reaches back for slow clocks is not lived."""
+    """Return true if two thirds of a certificate's life are over; the backdating for slow clocks does not count."""
     begin = min(leaf.validity.not_before + identity.CLOCK_SKEW, leaf.validity.not_after)
     return now >= identity.when_to_renew(begin, leaf.validity.not_after)
 
@@ -252,7 +254,7 @@ DEFAULT_SETTLE_SECONDS: Final = 180.0
 
 
 class CertificateMode(StrEnum):
-    """Where certificates come from."""
+    """The source of certificates."""
 
     OPERATOR = "Operator"
     ISSUER = "Issuer"
@@ -268,7 +270,7 @@ class Issuer(NamedTuple):
 
 
 class CertificateSettings(NamedTuple):
-    """What the operator was started with; `issuer` in mode Issuer alone."""
+    """The operator's flags about certificates; `issuer` in mode Issuer only."""
 
     mode: CertificateMode
     terms: Terms
@@ -281,14 +283,13 @@ DISABLED: Final = CertificateSettings(CertificateMode.DISABLED, Terms(timedelta(
 def settings_of(
     mode: CertificateMode, issuer: str, certificate_hours: float, authority_hours: float, settle_seconds: float
 ) -> CertificateSettings:
-    """Return settings from the command line; `issuer` is KIND.GROUP/NAME.
+    """Return the settings from the command line; `issuer` is KIND.GROUP/NAME.
 
     Raises:
-        ConfigError: they do not fit together.
-
+        ConfigError: the flags do not fit together.
     """
     if (mode is CertificateMode.ISSUER) != bool(issuer):
-        raise ConfigError("--certificate-issuer names the issuer of --certificates Issuer, and goes with that alone")
+        raise ConfigError("--certificate-issuer names the issuer of --certificates Issuer: give both or neither")
     if mode is CertificateMode.OPERATOR and authority_hours < LIVES * certificate_hours:
         raise ConfigError(
             f"--authority-hours {authority_hours:g} is less than {LIVES} times --certificate-hours "

@@ -1,8 +1,8 @@
-"""What Secrets say about certificates and authorities, and what they should hold.
+"""Reads and writes the Secrets of certificates and authorities.
 
-The hub checks a cluster's Secret against its own authorities, never against that Secret's `ca.crt`. What cannot be read
-is a finding like any other: a damaged certificate is written anew, a damaged authority is left alone until a person has
-looked, because a new one in its place would cut every instance off.
+The hub checks a cluster's Secret against its own authorities, never against that Secret's `ca.crt`. An unreadable
+Secret is a finding like any other: a damaged certificate is issued again. A damaged authority stays until a person has
+looked at it, because a new authority in its place would cut every instance off.
 """
 
 import base64
@@ -29,7 +29,7 @@ DAY: Final = timedelta(days=1)
 
 
 class Store(NamedTuple):
-    """The hub's Secret of authorities: certificates (PEM) by fingerprint, and the keys of those that sign or will."""
+    """The hub's Secret of authorities: certificates (PEM) by fingerprint, and the keys of the current and next ones."""
 
     authorities: Authorities
     certificates: Mapping[str, bytes]
@@ -38,7 +38,7 @@ class Store(NamedTuple):
 
     @property
     def bundle(self) -> bytes:
-        """All trusted authorities, in an order that does not change by itself."""
+        """All trusted authorities, in a stable order."""
         return self.texts(self.authorities.trusted)
 
     def texts(self, fingerprints: frozenset[str]) -> bytes:
@@ -46,7 +46,7 @@ class Store(NamedTuple):
 
     @property
     def data(self) -> dict[str, bytes]:
-        """What the Secret holds; an empty state or key has no entry."""
+        """The Secret's content; an empty state or key has no entry."""
         states = self.authorities
         entries = {
             CERTIFICATE: self.texts(states.current),
@@ -58,7 +58,7 @@ class Store(NamedTuple):
         return {name: content for name, content in entries.items() if content}
 
     def __repr__(self) -> str:
-        """Show the states alone: the rest holds keys."""
+        """Show the states only: the rest holds keys."""
         return f"Store({self.authorities!r})"
 
 
@@ -90,7 +90,7 @@ def read_store(secret: Secret, now: datetime) -> Store:
         ends = ends or min(identity.validity_of_pem(text).not_after for text in current.values())
     except PrfaasError as error:
         raise AuthorityDamagedError(
-            f"{error}; restore it from a backup. Certificates in use go on until they end; none is renewed meanwhile"
+            f"{error}; restore it from a backup. Certificates in use stay valid until they expire; none is renewed meanwhile"
         ) from error
     states = Authorities(
         frozenset(current),
@@ -103,12 +103,12 @@ def read_store(secret: Secret, now: datetime) -> Store:
 
 
 def first_store(certificates: Mapping[str, bytes], key: bytes = b"") -> Store:
-    """Return the store of an installation that has had no authority before."""
+    """Return the store of an installation that never had an authority."""
     return Store(Authorities(frozenset(certificates), signs=bool(key)), certificates, key)
 
 
 def advance(store: Store, step: RotationStep, newcomers: Mapping[str, bytes], key: bytes = b"") -> Store:
-    """Return the store after a step; `newcomers` are announced or promoted, `key` is the one that signs for them."""
+    """Return the store after a step; `newcomers` are announced or promoted, `key` signs for them."""
     states = after(store.authorities, step, frozenset(newcomers))
     known = {**store.certificates, **newcomers}
     certificates = {one: known[one] for one in sorted(states.trusted)}
@@ -122,7 +122,7 @@ def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:
 
 
 def issue(store: Store, cluster: str, now: datetime, terms: Terms) -> identity.KeyPair:
-    """Return a new certificate of the current authority, which it never outlives."""
+    """Return a new certificate of the current authority; it ends no later than the authority."""
     validity = identity.valid_for(now, terms.life / DAY)
     if store.authorities.ends is not None:
         validity = validity._replace(not_after=min(validity.not_after, store.authorities.ends))
@@ -144,11 +144,10 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> Held:
 
 
 def read_issued(secret: Secret, now: datetime) -> Leaf:
-    """Read what an issuer made for a cluster.
+    """Read an issuer's certificate for a cluster.
 
     Raises:
         PrfaasError: it cannot be used.
-
     """
     return _leaf(secret, content(secret, TRUSTED), now)
 

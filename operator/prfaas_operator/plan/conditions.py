@@ -1,4 +1,4 @@
-"""Conditions: how a state becomes status.conditions, and whether a status has to be written at all."""
+"""Conditions: merges states into status.conditions, and keeps unchanged ones as they are."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ MAX_MESSAGE_CHARS: Final = 2000  # a server's sentence can be long; the schema's
 
 
 class ConditionState(NamedTuple):
-    """What one condition says, before it knows when it began to say so."""
+    """The state of one condition, without its transition time."""
 
     status: Literal["True", "False", "Unknown"]
     reason: str
@@ -43,8 +43,8 @@ def merge(
 ) -> list[dict[str, Any]]:
     """Return the conditions to apply, one for each wanted type, in that order.
 
-    A condition whose status did not change keeps its lastTransitionTime, whatever became of reason and message.
-    Conditions of other writers are left out: server-side apply keeps them.
+    A condition whose status did not change keeps its lastTransitionTime, even if reason or message changed. Conditions
+    of other writers are left out: server-side apply keeps them.
     """
     since = {(condition.type, condition.status): condition.last_transition_time for condition in current}
     return [
@@ -61,5 +61,5 @@ def merge(
 
 
 def turned(current: Sequence[Condition], type_: str, state: ConditionState) -> bool:
-    """Tell whether a condition changes its status or reason, which is worth an Event."""
+    """Return true if a condition changes its status or reason, which is worth an Event."""
     return all((known.status, known.reason) != state[:2] for known in current if known.type == type_)

@@ -1,13 +1,12 @@
-"""The credentials of a member cluster: a kubeconfig, reduced or refused, and the life of the token in it.
+"""The credentials of a member cluster: validates a kubeconfig, and reads the expiry of the token in it.
 
 A kubeconfig is a program: `exec` and `auth-provider` run commands, path fields read files, `proxy-url` and
-`insecure-skip-tls-verify` hand the token to somebody else. Whoever may create a Secret in the hub must not get any of
+`insecure-skip-tls-verify` expose the token to others. A person who may create a Secret in the hub must not run any of
 that inside the operator. So `parse_kubeconfig` is an allow-list: it refuses every field that is not known to be
 harmless, also in entries that the current context does not use.
 
-A ServiceAccount's token says in the payload of its JWT whose token it is and when it ends. The operator believes that
-only about its own credential, never as a proof. Lifetimes are read from the token and never from what was asked for: an
-API server may grant less.
+The payload of a ServiceAccount's JWT names its account and its expiry. The operator uses them for its own credential
+only, and never as a proof. Lifetimes come from the token instead of the request, because an API server may grant less.
 """
 
 import base64
@@ -35,17 +34,17 @@ WHY: Final = {
     "client-key": "it would read a file of the operator; inline it as client-key-data",
     "tokenFile": "it would read a file of the operator; inline the token",
     "proxy-url": "it would send the credentials through a proxy",
-    "insecure-skip-tls-verify": "it would send the credentials to a server that nobody has checked",
+    "insecure-skip-tls-verify": "it would send the credentials to a server whose certificate was not checked",
     "username": "passwords are not accepted; use a token",
     "password": "passwords are not accepted; use a token",
 }
-ADVICE: Final = "`prfaas cluster join` makes one that is accepted"
+ADVICE: Final = "`prfaas cluster join` makes an accepted one"
 MAX_BYTES: Final = 256 * 1024
 TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 
 
 class Access(NamedTuple):
-    """How to reach one API server: https address, CA bundle, and either a token or a client certificate with key."""
+    """Access to one API server: https address, CA bundle, and either a token or a client certificate with key."""
 
     server: str
     ca_pem: str
@@ -55,7 +54,7 @@ class Access(NamedTuple):
     client_key_pem: str = ""
 
     def __repr__(self) -> str:
-        """Show the address alone: everything else is a secret or long."""
+        """Show the address only: the rest is secret or long."""
         return f"Access(server={self.server!r})"
 
 
@@ -63,8 +62,7 @@ def parse_kubeconfig(document: bytes) -> Access:
     """Read a kubeconfig.
 
     Raises:
-        KubeconfigRefusedError: it is no kubeconfig, or holds a field that is refused; the message names the field.
-
+        KubeconfigRefusedError: it is no kubeconfig, or holds a refused field; the message names the field.
     """
     if len(document) > MAX_BYTES:
         raise _refuse(f"is larger than {MAX_BYTES} bytes")
@@ -89,7 +87,7 @@ def parse_kubeconfig(document: bytes) -> Access:
 
 
 def with_token(document: bytes, token: str) -> bytes:
-    """Return a kubeconfig that `parse_kubeconfig` accepts with another token, as JSON, which is YAML."""
+    """Return a kubeconfig with another token that `parse_kubeconfig` accepts, as JSON, which is YAML."""
     config = yaml.safe_load(document)
     context = next(entry["context"] for entry in config["contexts"] if entry["name"] == config["current-context"])
     user = next(entry["user"] for entry in config["users"] if entry["name"] == context["user"])
@@ -176,7 +174,7 @@ PARTS_OF_A_JWT: Final = 3
 
 
 class TokenFacts(NamedTuple):
-    """A ServiceAccount's token, as it describes itself."""
+    """The fields of a ServiceAccount's token."""
 
     namespace: str
     account: str
@@ -189,7 +187,7 @@ class TokenFacts(NamedTuple):
 
 
 def read_token(token: str) -> TokenFacts | None:
-    """Return what a token says of itself; None for one that never ends, or is not a ServiceAccount's."""
+    """Return a token's fields; None for a token without an expiry, or one that is not a ServiceAccount's."""
     payload = _payload(token)
     subject = str(payload.get("sub", ""))
     namespace, _, account = subject.removeprefix(SUBJECT).partition(":")
@@ -214,7 +212,7 @@ def _payload(token: str) -> dict[str, Any]:
 
 
 def is_renewal_due(facts: TokenFacts, now: datetime) -> bool:
-    """Tell whether half of a token's life is over."""
+    """Return true if half of a token's life is over."""
     return now >= facts.issued_at + facts.lifetime / 2
 
 

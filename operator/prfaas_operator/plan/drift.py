@@ -1,7 +1,7 @@
-"""Whether a child has to be applied, decided in memory: a no-op apply costs the client more than all the rest.
+"""Drift of a child: decides in memory if an apply is needed, because a no-op apply is the most expensive call.
 
-A live object never equals its manifest: the server adds defaults and writes quantities its own way. So what counts is
-the live object seen through the manifest, compared with the same view right after our last apply.
+A live object never equals its manifest: the server adds defaults and rewrites quantities. So the comparison uses the
+manifest's fields of the live object, now and right after our last apply.
 """
 
 import hashlib
@@ -23,16 +23,15 @@ Path = tuple[str | tuple[str, Any], ...]
 
 
 class Applied:
-    """What was applied last, and how the live object looked through it then.
+    """The manifest that was applied last, and the live object's values of its fields at that time.
 
     Thousands of these are kept and few are ever read, so both are packed: as dicts they would take most of the
     operator's memory.
 
     Args:
-        manifest: what was applied.
-        seen: the live object seen through it.
+        manifest: the applied manifest.
+        seen: the live object's values of the manifest's fields.
         live: the live object.
-
     """
 
     __slots__ = ("_digest", "_packed", "live")
@@ -52,12 +51,12 @@ class Applied:
 
     @property
     def version(self) -> str:
-        """The version of the live object that looked so; empty where nothing is kept of it."""
+        """The live object's version at that time; empty if it is not kept."""
         return self.live.get("metadata", {}).get("resourceVersion", "")
 
 
 class Edit(NamedTuple):
-    """What somebody changed of what we had applied, and under which name, as far as the server knows one."""
+    """The fields of ours that somebody changed, and the editor's name, if the server knows it."""
 
     manager: str
     paths: tuple[str, ...]
@@ -68,7 +67,7 @@ class Edit(NamedTuple):
 
 
 def keep(live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is worth keeping of a live object between looks."""
+    """Return the part of a live object that is kept between reconciles."""
     metadata = {key: live["metadata"][key] for key in KEPT_METADATA if key in live["metadata"]}
     return {"kind": live.get("kind", ""), "metadata": metadata, "status": live.get("status") or {}}
 
@@ -78,7 +77,7 @@ def _digest(manifest: Mapping[str, Any]) -> bytes:
 
 
 def view(live: Any, manifest: Any) -> Any:
-    """Return the part of `live` that `manifest` speaks about, in the manifest's shape; None where live has nothing."""
+    """Return the values of the manifest's fields in `live`, in the manifest's shape; None if live has none."""
     if isinstance(manifest, Mapping):
         return {key: view(live.get(key), part) for key, part in manifest.items()} if isinstance(live, Mapping) else None
     if isinstance(manifest, list):
@@ -101,24 +100,24 @@ def _list_key(manifest: Sequence[Any]) -> str | None:
 
 
 def needs_apply(live: Mapping[str, Any] | None, manifest: Mapping[str, Any], last: Applied | None) -> bool:
-    """Tell whether the manifest must be applied: new, changed, or the live object was edited since."""
+    """Return true if the manifest must be applied: it is new or changed, or the live object was edited since."""
     return live is None or last is None or not last.is_of(manifest) or last.read()[1] != view(live, manifest)
 
 
 def status_differs(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Tell whether a status apply would change anything; statuses have no defaults, so plain equality serves."""
+    """Return true if a status apply would change anything; statuses have no defaults, so plain equality is enough."""
     return view(live, wanted) != wanted
 
 
 def edit(live: Mapping[str, Any], last: Applied) -> Edit | None:
-    """Return who changed an object since our last apply, and what; None when it is as we left it."""
+    """Return the editor and the changes of an object since our last apply; None if it is unchanged."""
     manifest, seen = last.read()
     paths = tuple(_differences(seen, view(live, manifest), manifest))
     return Edit(_editor(live, paths), tuple(_text(path) for path in paths)) if paths else None
 
 
 def _differences(before: Any, now: Any, manifest: Any, path: Path = ()) -> Iterator[Path]:
-    """Yield where two views through one manifest differ, as deep as both say something."""
+    """Yield the paths at which two views through one manifest differ, as deep as both have values."""
     if isinstance(manifest, Mapping) and isinstance(before, Mapping) and isinstance(now, Mapping):
         for key, part in manifest.items():
             yield from _differences(before.get(key), now.get(key), part, (*path, str(key)))
@@ -130,12 +129,12 @@ def _differences(before: Any, now: Any, manifest: Any, path: Path = ()) -> Itera
 
 
 def _text(path: Path) -> str:
-    """Return a path as people write it, such as spec.containers[worker].image."""
+    """Return a path in its usual form, such as spec.containers[worker].image."""
     return "".join(f".{step}" if isinstance(step, str) else f"[{step[1]}]" for step in path).removeprefix(".")
 
 
 def _editor(live: Mapping[str, Any], paths: Sequence[Path]) -> str:
-    """Return the manager who owns one of the fields now; of a field that was removed, whoever wrote last."""
+    """Return the present manager of one of the fields; for a removed field, the last writer."""
     entries = [
         entry
         for entry in live["metadata"].get("managedFields") or ()
@@ -147,7 +146,7 @@ def _editor(live: Mapping[str, Any], paths: Sequence[Path]) -> str:
 
 
 def _owns(fields: Mapping[str, Any], path: Path) -> bool:
-    """Tell whether a managedFields entry names a field; a leaf above it owns all that is below."""
+    """Return true if a managedFields entry names a field; a leaf above the field owns it too."""
     for step in path:
         below = fields.get(f"f:{step}") if isinstance(step, str) else _element(fields, *step)
         if below is None:

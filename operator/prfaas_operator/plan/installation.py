@@ -1,8 +1,8 @@
-"""A policy's installation for the capacity model, from the objects of the hub alone: specs, and what status says.
+"""Builds a policy's installation for the capacity model from the hub's objects only: specs and statuses.
 
-The scheduler's summary in the policy's status is all that is known of load, profiles and links. An offload pool behind
-a link that is not alive is left out, as if it were not there: what it could do comes to nobody. One that has no
-instance shows no link at all, so its link counts as declared.
+Load, profiles and links come only from the scheduler's summary in the policy's status. An offload pool behind a link
+that is not alive is left out, because its capacity reaches no request. A pool without instances shows no link, so its
+link counts as declared.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,10 +20,7 @@ from prfaas_operator.plan.pool_status import role_of
 
 
 def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installation:
-    """Return the policy's installation; `refusals` say, by pool, why its replicas are not the policy's to write.
-
-    The policy's DecodePool must exist.
-    """
+    """Return the policy's installation; `refusals` say, by pool, why the policy must not write its replicas."""
     policy = facts.policy
     seen = policy.status.observed
     links = _links(facts, seen)
@@ -42,7 +39,7 @@ def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installatio
 
 
 def arrivals_per_second(policy: PrfaaSPolicy) -> float:
-    """Return the requests that arrive at all gateways: each sees its share."""
+    """Return the arrival rate at all gateways together; each gateway measures its share."""
     seen = policy.status.observed
     return seen.gateway_arrival_milli_per_second / 1000 * max(1, policy.spec.gateway.replicas) if seen else 0.0
 
@@ -52,21 +49,21 @@ def waiting_prefills(policy: PrfaaSPolicy) -> int:
 
 
 def unknown(found: Installation, facts: PolicyFacts) -> str:
-    """Return what is not known well enough to plan with, as a sentence; empty when all is."""
+    """Return the missing measurements as a sentence; empty when the plan can be made."""
     policy = facts.policy
     seen, decode = policy.status.observed, facts.decode_pools[policy.spec.decode_pool]
     if seen is None:
-        return "the gateway's scheduler has not summed up what it measures yet: give it a minute of requests"
+        return "the gateway's scheduler has no summary of its measurements yet: send requests for a minute"
     if seen.prompts < wire.MIN_PROMPTS:
         return (
-            f"{seen.prompts} prompts in the last minutes say too little of their lengths, {wire.MIN_PROMPTS} would do"
+            f"{seen.prompts} prompts in the last minutes are too few to know their lengths; {wire.MIN_PROMPTS} are needed"
         )
     if seen.output_milli_tokens is None:
-        return "no answer was finished in the last minutes, so their length is not known"
+        return "no answer ended in the last minutes, so the length of answers is not known"
     if _batch(decode, seen) is None or _step_seconds(decode, seen) is None:
         return (
-            f"what a decode step takes was not measured; give maxBatch and stepMillis of DecodePool "
-            f"{decode.metadata.name}, or see whether Prometheus scrapes its instances"
+            f"the time of a decode step was not measured; set maxBatch and stepMillis of DecodePool "
+            f"{decode.metadata.name}, or check that Prometheus scrapes its instances"
         )
     if missing := found.unmeasured():
         return f"no profile of pool {missing[0]} is known: does Prometheus scrape its instances?"
@@ -113,7 +110,7 @@ def _by_cluster(pools: Iterable[AnyPool]) -> dict[str, list[AnyPool]]:
 
 
 def _declared_mbps(facts: PolicyFacts, cluster: str, pools: Iterable[AnyPool]) -> int:
-    """Return a link's declared capacity where nobody is there who could be seen; 0 for a link that is not alive."""
+    """Return a link's declared capacity where no instance can measure it; 0 for a link that is not alive."""
     if cluster not in facts.clusters or any(pool.spec.replicas for pool in pools):
         return 0
     return facts.clusters[cluster].spec.link.capacity_mbps

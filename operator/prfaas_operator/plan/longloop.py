@@ -1,8 +1,8 @@
-"""The policy's long loop between custom resources and `prfaas.capacity.longloop`: facts on the way in, status out.
+"""The policy's long loop between custom resources and `prfaas.capacity.longloop`: translates facts in and status out.
 
-Only what Kubernetes adds is decided here: who else writes a pool's replicas, whether pools have become what was asked
-of them, and whether a change of two pools was cut off between its two writes. That last one is read from times: a pool
-whose replicas were last written before the plan, and are not what the plan says, has not heard of it.
+Only the questions of Kubernetes are decided here: other writers of a pool's replicas, pools that have not settled yet,
+and a change of two pools that was interrupted between its two writes. Times show an interrupted change: the pool's
+replicas differ from the plan, and their last write is older than the plan.
 """
 
 import math
@@ -27,10 +27,11 @@ NEVER: Final = 2**31 - 1
 
 
 class Summary(NamedTuple):
-    """The scheduler's last summary: when it says that it was made, how old it was when first seen, and when that was.
+    """The scheduler's last summary: its own time, its age at its first sight here, and the time of that sight.
 
-    A scheduler dates by its own machine's clock, so from the second one on it counts when a summary is seen here. Only
-    of the first, which may be anybody's, is that date all there is: the more it is off, the less it is believed.
+    A scheduler uses its own machine's clock, so from the second summary on the time of its arrival here counts. The
+    first summary may come from any scheduler, so only its date is known. The further that date is off, the less the
+    summary counts.
     """
 
     time: str
@@ -39,7 +40,7 @@ class Summary(NamedTuple):
 
 
 def sighted(last: Summary | None, time: str, now: datetime, monotonic_seconds: float) -> Summary:
-    """Return what is known of the summary that a policy's status holds now."""
+    """Return the age of the summary in a policy's present status."""
     if last is not None and last.time == time:
         return last
     age_seconds = abs(_age_seconds(time, now)) if last is None else 0.0
@@ -47,7 +48,7 @@ def sighted(last: Summary | None, time: str, now: datetime, monotonic_seconds: f
 
 
 class Balance(NamedTuple):
-    """What the long loop last said of a policy, and until when that stands, in monotonic seconds."""
+    """The long loop's last result for a policy, and its expiry in monotonic seconds."""
 
     generation: int
     again_at_seconds: float
@@ -56,7 +57,7 @@ class Balance(NamedTuple):
 
 
 class PoolSeen(NamedTuple):
-    """One of the policy's pools: as read, and as the API server gave it."""
+    """One of the policy's pools: as read, and as the API server returned it."""
 
     pool: Pool
     live: Mapping[str, Any]
@@ -81,7 +82,7 @@ def rules(policy: PrfaaSPolicy) -> Rules:
 
 
 def refusals(policy: PrfaaSPolicy, pools: Iterable[PoolSeen], policies: Iterable[PrfaaSPolicy]) -> dict[str, str]:
-    """Return, by pool, why its replicas are not this policy's to write."""
+    """Return, by pool, why this policy must not write its replicas."""
     others = [other for other in policies if acts(other) and _precedes(other, policy)]
     found = {one.pool.metadata.name: _refusal(one, others) for one in pools}
     return {name: why for name, why in found.items() if why}
@@ -96,19 +97,19 @@ def _refusal(one: PoolSeen, others: Sequence[PrfaaSPolicy]) -> str:
     name, kind = one.pool.metadata.name, one.pool.kind_name
     for other in others:
         if name in (other.spec.decode_pool, *other.spec.prefill_pools):
-            return f"replicas of {kind} {name} are PrfaaSPolicy {other.metadata.name}'s"
+            return f"PrfaaSPolicy {other.metadata.name} owns the replicas of {kind} {name}"
     writer = ownership.owner(one.live)
     if writer == "Autoscaler":
-        return f"replicas of {kind} {name} are an autoscaler's: delete that, or take the pool out of the policy"
+        return f"an autoscaler owns the replicas of {kind} {name}: delete it, or remove the pool from the policy"
     given = ownership.says_yes(one.live, ownership.SCALED_BY_POLICY)
     if writer == "User" and not ownership.is_default(one.live) and not given:
         give = f"kubectl annotate {type(one.pool).plural} {name} {ownership.SCALED_BY_POLICY}=true"
-        return f"replicas of {kind} {name} are its user's: give them to the policy with `{give}`"
+        return f"a user owns the replicas of {kind} {name}: give them to the policy with `{give}`"
     return ""
 
 
 def moment(facts: PolicyFacts, found: Installation, now: datetime, summary_seconds: float) -> Moment:
-    """Return how the policy's pools stand; `summary_seconds` is the age of the scheduler's summary."""
+    """Return the state of the policy's pools; `summary_seconds` is the age of the scheduler's summary."""
     policy = facts.policy
     plan = policy.status.plan
     restless = next((one for one in map(_unsettled, _within(facts, found)) if one is not None), None)
@@ -131,7 +132,7 @@ def _within(facts: PolicyFacts, found: Installation) -> list[Pool]:
 def _stale(policy: PrfaaSPolicy, summary_seconds: float) -> str:
     fresh = next((one for one in policy.status.conditions if one.type == METRICS_FRESH), None)
     if fresh is not None and fresh.status == "False":
-        return f"measurements are stale ({fresh.reason}, see the condition {METRICS_FRESH})"
+        return f"measurements are stale ({fresh.reason}; see the condition {METRICS_FRESH})"
     if policy.status.observed is not None and summary_seconds > MAX_AGE_SECONDS:
         return f"the scheduler's last summary is {summary_seconds:.0f} s old"
     return ""
@@ -142,7 +143,7 @@ def _age_seconds(time: str, now: datetime) -> float:
 
 
 def _unsettled(pool: Pool) -> tuple[str, str] | None:
-    """Return a pool's name and what it lacks; None when it is what its spec asks for, and serves."""
+    """Return a pool's name and its lack; None if it matches its spec and serves."""
     name, status = pool.metadata.name, pool.status
     ready = next((one for one in status.conditions if one.type == READY), None)
     if ready is None or ready.observed_generation != pool.metadata.generation:
@@ -156,7 +157,7 @@ def _unsettled(pool: Pool) -> tuple[str, str] | None:
 
 
 def unfinished(policy: PrfaaSPolicy, pools: Iterable[PoolSeen]) -> dict[str, int]:
-    """Return what the last plan asked of pools that have not heard of it: its writes were cut off."""
+    """Return the last plan's replicas for pools that did not get them: the writes were interrupted."""
     plan = policy.status.plan
     if plan is None:
         return {}
@@ -176,7 +177,7 @@ def condition(decision: Decision) -> ConditionState:
 
 
 def plan_fields(found: Installation, decision: Decision, now: str) -> dict[str, Any]:
-    """Return status.plan after a decision that changes something."""
+    """Return status.plan after a decision with a change."""
     counts = {**found.counts, **decision.changes}
     return {
         "prefill": found.hub_prefill(counts),
@@ -187,7 +188,7 @@ def plan_fields(found: Installation, decision: Decision, now: str) -> dict[str, 
 
 
 def capacity_fields(found: Installation, decision: Decision) -> dict[str, Any] | None:
-    """Return status.capacity; None while it is not known."""
+    """Return status.capacity; None while it is unknown."""
     now, best = decision.now, decision.best
     if now is None or best is None or now.plan is None:
         return None

@@ -1,9 +1,10 @@
-"""MemberCluster: what its Secret, its API server's answer and the pools that name it say about it.
+"""MemberCluster: computes its conditions from its Secret, its API server's answer and its pools.
 
-And which Secrets no pool may read. A pool's author chooses the image, and so reads whatever its pods mount. The
-kubeconfigs of members open other clusters, and the authority makes certificates of every cluster. They lie in the
-namespace of the hub's pools, so a template that names one is refused, wherever its pool runs: what looks like another
-cluster may be the same namespace by another way. Names decide, not labels: a pool may be there before the Secret.
+It also decides which Secrets no pool may read. A pool's author chooses the image, and so reads everything that its pods
+mount. The kubeconfigs of members open other clusters, and the authority makes certificates of every cluster. They lie
+in the namespace of the hub's pools, so a template that names one is refused in every cluster: another cluster may be
+the same namespace reached by another address. The check uses names instead of labels, because a pool may exist before
+the Secret.
 """
 
 import re
@@ -24,15 +25,15 @@ CONTACT_TIME_STEP: Final = timedelta(minutes=1)
 
 
 def project_member(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reduce a MemberCluster to what others go by: itself without its status."""
+    """Reduce a MemberCluster to the part that others depend on: all but its status."""
     metadata = {key: value for key, value in body["metadata"].items() if key not in UNSTEADY}
     return {"metadata": metadata, "spec": body.get("spec") or {}}
 
 
 class Contact(NamedTuple):
-    """What came of the last try to speak with a member's API server, and with which token.
+    """The result of the last contact with a member's API server, and its token.
 
-    `error` None means that it answered; `token` None that the credential is none, or has no end.
+    `error` None: the server answered. `token` None: the credential is no token, or does not expire.
     """
 
     server_version: str = ""
@@ -45,7 +46,7 @@ def users_of(cluster: str, pools: Iterable[PrefillPool]) -> tuple[str, ...]:
 
 
 def secret_is_needed(secret: str, kubeconfigs: Mapping[str, str], in_use: Collection[str]) -> bool:
-    """Tell whether a kubeconfig Secret must stay, because a pool still runs in a cluster that is reached with it.
+    """Return true if a kubeconfig Secret must stay, because a pool runs in a cluster that it reaches.
 
     `kubeconfigs` are the Secrets by cluster, `in_use` the clusters that pools name.
     """
@@ -55,8 +56,8 @@ def secret_is_needed(secret: str, kubeconfigs: Mapping[str, str], in_use: Collec
 def conditions(cluster: MemberCluster, contact: Contact, users: tuple[str, ...]) -> Mapping[str, ConditionState]:
     """Return the conditions Reachable and Ready.
 
-    A credential or permission problem leaves the server reachable; a problem before the first call (no Secret, a
-    refused kubeconfig) leaves that unknown.
+    A credential or permission problem leaves the server reachable. A problem before the first call (no Secret, a
+    refused kubeconfig) leaves Reachable unknown.
     """
     reachable, ready = _reachable(contact), _ready(cluster, contact)
     if cluster.metadata.deletion_timestamp:
@@ -71,14 +72,14 @@ def _reachable(contact: Contact) -> ConditionState:
     if isinstance(error, ClusterUnreachableError):
         return no(error.reason, str(error))
     if reason_of(error) in {"Forbidden", "Unauthorized", "TokenExpired"}:
-        return yes("Answered", "the API server answered, but refused the call; see condition Ready")
-    return ConditionState("Unknown", reason_of(error), "not tried; see condition Ready")
+        return yes("Answered", "the API server answered, but refused the call; see the condition Ready")
+    return ConditionState("Unknown", reason_of(error), "not contacted; see the condition Ready")
 
 
 def _ready(cluster: MemberCluster, contact: Contact) -> ConditionState:
     if contact.error is not None:
         return no(reason_of(contact.error), str(contact.error))
-    return yes("AllReady", f"namespace {cluster.spec.namespace} of {cluster.metadata.name} can be worked in")
+    return yes("AllReady", f"pools can run in namespace {cluster.spec.namespace} of {cluster.metadata.name}")
 
 
 def _deleting(users: tuple[str, ...]) -> ConditionState:
@@ -88,9 +89,9 @@ def _deleting(users: tuple[str, ...]) -> ConditionState:
 
 
 def contact_time(known: str | None, now: datetime) -> str:
-    """Return the lastContactTime to report after an answer: moved once a minute, so that probes cause no writes.
+    """Return the lastContactTime after an answer: it changes once a minute, so that probes cause no writes.
 
-    One that is still to come was written by somebody whose clock was wrong.
+    A time in the future came from a wrong clock and is replaced.
     """
     if known and abs(now - datetime.fromisoformat(known)) < CONTACT_TIME_STEP:
         return known
@@ -104,11 +105,10 @@ RESERVED: Final = re.compile(
 
 
 def check_secrets(template: PodTemplate, kubeconfigs: Collection[str]) -> None:
-    """Refuse a template that would read what is not its author's; `kubeconfigs` are Secrets that MemberClusters name.
+    """Refuse a template that reads a Secret of the operator; `kubeconfigs` are Secrets that MemberClusters name.
 
     Raises:
-        ForbiddenSecretError: the template names such a Secret; the message says which and where.
-
+        ForbiddenSecretError: the template names such a Secret; the message has the Secret and the field.
     """
     for name, where in _read_by(template):
         if name in kubeconfigs or RESERVED.fullmatch(name):

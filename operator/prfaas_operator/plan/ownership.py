@@ -1,8 +1,8 @@
-"""Who decides over an object: people by annotations, and over replicas whoever wrote spec.replicas last.
+"""Ownership: annotations allow takeovers and pauses, and the last writer of spec.replicas owns the replicas.
 
-`true` is the only value of an annotation that says yes. The API server remembers who wrote spec.replicas. A pool has
-one owner of replicas at a time: each writes the same field, by /scale or with the whole object, and the last one wins.
-The status names the owner, so that two writers who take turns are seen.
+The only value of an annotation that means yes is `true`. The API server records the writer of spec.replicas. A pool has
+one owner of replicas at a time: each owner writes the same field, by /scale or with the whole object, and the last one
+wins. The status names the owner, so that alternating writers are visible.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ SCALED_BY_POLICY: Final = f"{GROUP}/scaled-by-policy"
 
 
 def says_yes(live: Mapping[str, Any], annotation: str) -> bool:
-    """Tell whether a live object carries an annotation with the value `true`."""
+    """Return true if a live object carries an annotation with the value `true`."""
     return ((live.get("metadata") or {}).get("annotations") or {}).get(annotation) == "true"
 
 
@@ -30,7 +30,7 @@ AUTOSCALERS: Final = ("kube-controller-manager", "horizontal-pod-autoscaler", "k
 
 
 def owner(live: Mapping[str, Any]) -> Owner:
-    """Return who wrote an object's spec.replicas last; a value that nobody wrote is the user's."""
+    """Return the last writer of an object's spec.replicas; a value without a writer belongs to the user."""
     last = _last_writer(live)
     if last is None:
         return "User"
@@ -41,12 +41,13 @@ def owner(live: Mapping[str, Any]) -> Owner:
 
 
 def is_default(live: Mapping[str, Any]) -> bool:
-    """Tell whether nobody ever wrote an object's spec.replicas."""
+    """Return true if spec.replicas of an object never had a writer."""
     return _last_writer(live) is None
 
 
 def written_before(live: Mapping[str, Any], moment: datetime) -> bool:
-    """Tell whether spec.replicas is surely older than a moment; of a write by /scale the API server keeps no time."""
+    """Return true if spec.replicas is surely older than a moment; the API server keeps no time for a write by
+    /scale."""
     last = _last_writer(live)
     time = live["metadata"]["creationTimestamp"] if last is None else last.get("time")
     return bool(time) and datetime.fromisoformat(time) < moment

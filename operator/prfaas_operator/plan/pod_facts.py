@@ -1,7 +1,8 @@
-"""What the operator keeps of a worker or gateway pod: a few fields of the tens of kilobytes that the server sends.
+"""Projects a worker or gateway pod to a few fields of the tens of kilobytes that the server sends.
 
-In a Deployment that two pools share, a pod's role is a label that the operator sets, never its template. Until a pod
-has a role, its readiness gate keeps it out of service: so a rollout waits for the operator, and no role runs dry.
+In a Deployment that two pools share, a pod's role is a label that the operator sets, never its template. A pod without
+a role is not ready, because its readiness gate is shut. So a rollout waits for the operator, and no role runs out of
+instances.
 """
 
 from typing import Any, Final, NamedTuple
@@ -17,10 +18,10 @@ CHEAP: Final = "-1"
 
 
 class SharedPodFacts(NamedTuple):
-    """What counts of a pod in a Deployment that two pools share.
+    """Facts of a pod in a Deployment that two pools share.
 
-    `template` is empty for a pod that was never meant to be shared. A pod that is `over` has ended for good, and its
-    ReplicaSet does not count it any more.
+    `template` is empty for a pod of an unshared Deployment. A pod that is `over` has ended for good, and its ReplicaSet
+    does not count it any more.
     """
 
     uid: str = ""
@@ -33,7 +34,7 @@ class SharedPodFacts(NamedTuple):
 
 
 def _shared_facts(pod: dict[str, Any], conditions: dict[str, Any]) -> SharedPodFacts:
-    """Reduce a pod to what counts in a shared Deployment; `conditions` are its status conditions by type."""
+    """Reduce a pod to its facts for a shared Deployment; `conditions` are its status conditions by type."""
     metadata = pod["metadata"]
     annotations = metadata.get("annotations") or {}
     gates = (pod.get("spec") or {}).get("readinessGates") or ()
@@ -70,9 +71,9 @@ WAITING_REASONS: Final = {
 
 
 class PodFacts(NamedTuple):
-    """One pod. `problem` says why it is not ready, in the words of whoever holds it up; empty for a ready pod.
+    """One pod. `problem` says why it is not ready, in the words of the scheduler or kubelet; empty for a ready pod.
 
-    `cause` is the CamelCase reason of a problem that does not pass by waiting, empty for all others.
+    `cause` is the CamelCase reason of a problem that waiting does not solve, empty for all others.
     """
 
     name: str
@@ -89,7 +90,7 @@ class PodFacts(NamedTuple):
 
 
 def project_pod(pod: dict[str, Any]) -> PodFacts:
-    """Reduce a pod, as the API server gives it, to its facts."""
+    """Reduce a pod, as the API server returns it, to its facts."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels = metadata.get("labels") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}

@@ -1,8 +1,8 @@
-"""A policy: its objects, the routing table that follows from them and from the pods of its pools, and condition Ready.
+"""A policy: its objects, the routing table from these and from the pods of its pools, and the condition Ready.
 
-The hard part of the table is what is not known. After a restart, or while a member's API server does not answer, the
-operator has no list of pods there. If it left them out, the gateway would lose instances that work. So a cluster that
-was never listed keeps the instances of the present table, and the gateway itself ejects those that refuse connections.
+The hard part of the table is the unknown. After a restart, or while a member's API server does not answer, the operator
+has no list of pods there. Without them the gateway would lose working instances. So a cluster that was never listed
+keeps the instances of the present table, and the gateway itself ejects instances that refuse connections.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from prfaas_operator.plan.roles import refusal, sharer_of
 
 
 class PolicyFacts(NamedTuple):
-    """What a policy's table and condition follow from: itself, and objects of the hub by name."""
+    """The input of a policy's table and conditions: the policy, and objects of the hub by name."""
 
     policy: PrfaaSPolicy
     decode_pools: Mapping[str, DecodePool]
@@ -30,7 +30,7 @@ class PolicyFacts(NamedTuple):
 
     @property
     def named_pools(self) -> tuple[Pool, ...]:
-        """The policy's pools that exist, decode pool first."""
+        """The policy's existing pools, decode pool first."""
         spec = self.policy.spec
         decode = (self.decode_pools[spec.decode_pool],) if spec.decode_pool in self.decode_pools else ()
         return decode + tuple(self.prefill_pools[name] for name in spec.prefill_pools if name in self.prefill_pools)
@@ -41,7 +41,7 @@ class PolicyFacts(NamedTuple):
         return tuple(pool for pool in self.named_pools if pool.spec.model.name == self.policy.spec.model)
 
     def home_uid(self, pool: Pool) -> str:
-        """Return the uid that the labels of a routed pool's pods name: its own, or its DecodePool's where it shares."""
+        """Return the uid in the labels of a routed pool's pods: its own, or its DecodePool's if it shares instances."""
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
             return self.decode_pools[pool.spec.share_with].metadata.uid
         return pool.metadata.uid
@@ -95,13 +95,13 @@ def _model_mismatch(facts: PolicyFacts) -> ConditionState | None:
             what = f"{pool.kind_name} {pool.metadata.name}"
             return no(
                 "ModelMismatch",
-                f"{what} serves {pool.spec.model.name}, the policy {wanted}; {what} gets no request until both agree",
+                f"{what} serves {pool.spec.model.name}, but the policy {wanted}; {what} gets no request until both agree",
             )
     return None
 
 
 def _engine_mismatch(facts: PolicyFacts) -> ConditionState | None:
-    """Caches of one kind of engine are nothing to another."""
+    """Return the condition for pools of different engines: caches of one engine do not fit another."""
     for pool in facts.routed_pools[1:]:
         first, name = facts.routed_pools[0], engine_name(pool)
         if name != engine_name(first):
@@ -118,7 +118,7 @@ def _idle_pool(facts: PolicyFacts, table: RoutingTable) -> ConditionState | None
     for pool in facts.routed_pools:
         role = "decode" if isinstance(pool, DecodePool) else "prefill"
         if (role, pool.metadata.name) not in served:
-            effect = "no request can be served" if role == "decode" else "its share is prefilled elsewhere"
+            effect = "no request can be served" if role == "decode" else "other pools prefill its share"
             return no("NoReadyInstances", f"{pool.kind_name} {pool.metadata.name} has no ready instance: {effect}")
     return None
 
@@ -131,7 +131,7 @@ def _gateway(facts: PolicyFacts, gateway: Counts) -> ConditionState | None:
 
 
 class ObservedCluster(NamedTuple):
-    """What the operator sees of one cluster; None before it was first listed, and before it was first contacted."""
+    """The observed state of one cluster; None before its first list, and before its first contact."""
 
     pods: tuple[PodFacts, ...] | None = None
     reachable: bool | None = None
@@ -143,7 +143,7 @@ UNSEEN = ObservedCluster()
 def routing_table(
     facts: PolicyFacts, views: Mapping[str, ObservedCluster], previous: routes.RoutingTable | None
 ) -> routes.RoutingTable:
-    """Return the routing table; `views` by cluster name with HUB for the hub, `previous` the table that stands."""
+    """Return the routing table; `views` by cluster name with HUB for the hub, `previous` the present table."""
     policy = facts.policy
     spec = policy.spec
     metrics = spec.metrics
@@ -239,7 +239,7 @@ def _of_pool(pool: Pool, cluster: str, pods: Iterable[PodFacts], member: MemberC
 
 
 def _host(address: str) -> str:
-    """Return an address as a URL writes it: IPv6 in brackets."""
+    """Return an address for a URL: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address
 
 

@@ -1,4 +1,4 @@
-"""Pools: what the state of their Deployment and pods means, and when a deletion stops waiting for a dead cluster."""
+"""Pool status from the state of its Deployment and pods, and the deadline of a deletion in an unreachable cluster."""
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
 
 def engine_name(pool: Pool) -> EngineName:
-    """Return the protocol by which a pool's instances are asked."""
+    """Return the protocol of a pool's instances."""
     engine = pool.spec.engine
     if engine.type == "vllm":
         return "vllm-mooncake" if engine.connector == "Mooncake" else "vllm-nixl"
@@ -39,10 +39,10 @@ def role_of(pool: Pool) -> Role:
 
 
 def egress_share_mbps(pool: Pool) -> int | None:
-    """Return the part of a pool's egress cap that each instance may send, None without a cap.
+    """Return each instance's share of a pool's egress cap, None without a cap.
 
-    Of the instances wanted, not of those there are: while some are missing the others leave their part unused, and
-    during a rollout those that come on top are too many for a moment.
+    The share divides by the wanted instances instead of the present ones. While some are missing, their share is
+    unused. During a rollout the extra instances exceed the cap for a moment.
     """
     if not isinstance(pool, PrefillPool) or pool.spec.egress_mbps is None:
         return None
@@ -50,7 +50,7 @@ def egress_share_mbps(pool: Pool) -> int | None:
 
 
 def counts(deployment: Mapping[str, Any]) -> Counts:
-    """Read a Deployment's status. `failure` is its controller's own complaint: a quota, a refused pod."""
+    """Read a Deployment's status. `failure` is its controller's own message: a quota, a refused pod."""
     status = deployment.get("status") or {}
     failures = [
         condition.get("message", "")
@@ -80,7 +80,7 @@ def readiness(pool: Pool, deployment: Mapping[str, Any], pods: Iterable[PodFacts
 
 
 def _obstacle(seen: Counts, pods: Iterable[PodFacts]) -> tuple[str, str]:
-    """Return the reason, and the sentence that tells a person where to look first: what does not pass by waiting."""
+    """Return the reason and message of a problem that waiting does not solve."""
     if seen.failure:
         # The words of the API server's quota admission, as the ReplicaSet's controller hands them on.
         return QUOTA_EXCEEDED if "exceeded quota" in seen.failure else PODS_REFUSED, seen.failure
@@ -92,6 +92,6 @@ def _obstacle(seen: Counts, pods: Iterable[PodFacts]) -> tuple[str, str]:
 
 
 def seconds_left(deletion_timestamp: str, deadline_seconds: int, now: datetime) -> float:
-    """Return how long a deletion still waits for a cluster that is not reached; negative when the time is up."""
+    """Return how long a deletion still waits for an unreachable cluster; negative after the deadline."""
     since = datetime.fromisoformat(deletion_timestamp)
     return deadline_seconds - (now.astimezone(UTC) - since).total_seconds()

@@ -1,8 +1,8 @@
-"""Read our custom resources, which another version of this project may have written.
+"""Reads our custom resources, which another version of this project may have written.
 
-What this version does not understand it does not act upon: the object says so, and what was made of it stays. A status
-is another matter: it is only what was observed, so one that cannot be read counts as none and is written anew. And an
-object that is being deleted asks for nothing any more: what is not understood is left out, so that it can go.
+An object that this version does not understand is not acted upon: its status says so, and its children stay. A status
+is only an observation, so an unreadable one counts as none and is written again. An object that is being deleted needs
+no settings: unreadable parts are left out, so that the deletion can proceed.
 """
 
 import contextlib
@@ -26,8 +26,7 @@ def read(model: type[R], body: Object) -> R:
     """Read an object of the hub.
 
     Raises:
-        InvalidObjectError: it asks for what this version does not know.
-
+        InvalidObjectError: this version does not know a part of it.
     """
     try:
         return model.model_validate(body)
@@ -42,9 +41,9 @@ def read(model: type[R], body: Object) -> R:
 
 
 def _without(body: Object, locations: Iterable[tuple[str | int, ...]]) -> Object:
-    """Return an object without what stands in its spec at some locations, or else the last that is there on the way.
+    """Return an object without the parts of its spec at some locations, or without their nearest existing parent.
 
-    Where an object has been is not left out: nowhere else would its children be looked for.
+    The fields that name the cluster of an object's children stay: the children would not be found otherwise.
     """
     spec = copy.deepcopy(body.get("spec") or {})
     for _, *steps in (
@@ -59,7 +58,7 @@ def _without(body: Object, locations: Iterable[tuple[str | int, ...]]) -> Object
 
 
 def read_each(model: type[R], bodies: Iterable[Object]) -> list[R]:
-    """Read objects of a kind; one that cannot be read is left out here and reports itself."""
+    """Read objects of a kind; an unreadable one is left out here and reports itself in its own reconcile."""
     found: list[R] = []
     for body in bodies:
         try:
