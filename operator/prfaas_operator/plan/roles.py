@@ -1,19 +1,19 @@
-"""Which instance of a shared Deployment prefills, which decodes, and which goes first when there are too many.
+"""Assigns the roles in a shared Deployment: which instance prefills, which decodes, and which is deleted first.
 
-Two pools want `wanted.prefill` and `wanted.decode` of the same pods; the roles are labels, and the Deployment's
-controller knows nothing of them. It takes pods away by rules of its own: those of an older template in a rollout, then
-those that are not ready, and only among ready ones the cheaper first. So roles are planned anew from what exists,
-whenever that changes, in an order that makes as few ready pods change sides as there must:
+Two pools want `wanted.prefill` and `wanted.decode` of the same pods. The roles are labels, which the Deployment's
+controller does not read. Its own order for deletions is: pods of an older template in a rollout, then pods that are not
+ready, and among ready ones the lowest deletion cost. So roles are planned again from the present pods after each
+change, with as few conversions of ready pods as possible:
 
     1. pods of the present template keep their role as far as it is wanted, ready ones first
-    2. pods without a role take what is missing, decode first; in a rollout an older pod of that role becomes cheap
+    2. pods without a role take the missing roles, decode first; in a rollout an older pod of that role becomes cheap
     3. older pods keep their role as far as it is still wanted
-    4. what is missing then is taken from a role that has too many: pods that are not ready before ready ones
-    5. whoever is left keeps its role, and is cheap
+    4. roles that are still missing come from a role with too many: pods that are not ready before ready ones
+    5. every other pod keeps its role, and is cheap
 
-Where all pods are of one template and too many, those that are not ready go whatever their cost; they are left out
-from the start. And decode comes before everything else: without a ready decode instance nothing is served, whereas one
-that decodes can prefill too, so that a ready prefill instance takes its place.
+If all pods have one template and there are too many, those that are not ready are deleted first whatever their cost, so
+the plan leaves them out. Decode comes before everything else: without a ready decode instance the policy serves
+nothing. A decoding instance can prefill too, so a ready prefill instance takes its place.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from prfaas_operator.plan.pool_status import INSTANCES_NOT_READY
 
 
 class RoleCounts(NamedTuple):
-    """How many instances of each role both pools together want."""
+    """The wanted instances of each role for both pools together."""
 
     prefill: int
     decode: int
@@ -41,7 +41,7 @@ class RoleCounts(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What one pod should carry. Without a role its gate stays shut; a cheap one goes first."""
+    """The labels of one pod. Without a role its gate stays shut; a cheap pod is deleted first."""
 
     pod: PodFacts
     role: Role | None
@@ -49,7 +49,7 @@ class Assignment(NamedTuple):
 
     @property
     def converts(self) -> bool:
-        """Whether an instance that has a role gets the other one."""
+        """True if an instance that has a role gets the other one."""
         return bool(self.pod.role) and self.role is not None and self.pod.role != self.role
 
     @property
@@ -62,13 +62,12 @@ class Assignment(NamedTuple):
 
 
 def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple[Assignment, ...]:
-    """Return what each pod that is not ending should carry.
+    """Return the assignment of each pod that is not ending.
 
     Args:
         pods: of one shared Deployment.
         wanted: by both pools.
         template: digest of the present pod template; pods of another one are being replaced.
-
     """
     alive = sorted((pod for pod in pods if not pod.terminating and not pod.shared.over), key=_worth)
     present = [pod for pod in alive if pod.shared.template == template]
@@ -83,10 +82,10 @@ def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple
 
 
 def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, Role]) -> PodFacts | None:
-    """Return a ready pod that must decode because no other ready one does: one that is left over, if there is any.
+    """Return a ready pod that must decode because no other ready pod does; a surplus pod, if there is any.
 
-    An older one does so beside what comes in a rollout, which would wait for a role otherwise; all others take a role
-    that is wanted.
+    In a rollout an older pod decodes in addition to the new pods, which would wait for a role otherwise. Every other
+    rescuer takes a wanted role.
     """
     ready = [pod for pod in pods if pod.ready]
     if any(roles.get(pod.name, pod.role) == "decode" for pod in ready):
@@ -97,7 +96,7 @@ def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, Role]) -> PodFacts | 
 def _roles(
     present: Sequence[PodFacts], older: Sequence[PodFacts], wanted: RoleCounts, rescuer: PodFacts | None = None
 ) -> dict[str, Role]:
-    """Return roles by pod, in the order that the module's docstring gives; the rescuer decodes whatever else."""
+    """Return roles by pod, in the order of the module's docstring; the rescuer decodes in any case."""
     plan = _Plan(wanted)
     if rescuer is not None:
         plan.give(rescuer, "decode")
@@ -110,12 +109,12 @@ def _roles(
 
 
 def _worth(pod: PodFacts) -> tuple[bool, str, str]:
-    """Order by whom to keep: ready before unready, then the oldest, whose cache has seen most."""
+    """Sort key of pods to keep: ready before unready, then the oldest, which has the fullest cache."""
     return not pod.ready, pod.shared.created, pod.name
 
 
 def _first_to_go(pods: Sequence[PodFacts], too_many: int) -> set[str]:
-    """Return the pods that a ReplicaSet takes whatever their cost: those that are not ready, the youngest first."""
+    """Return the pods that a ReplicaSet deletes whatever their cost: those that are not ready, the youngest first."""
     unready = [pod.name for pod in pods if not pod.ready]
     return set(unready[max(0, len(unready) - too_many) :]) if too_many > 0 else set()
 
@@ -129,7 +128,7 @@ def _role_of(pod: PodFacts) -> Role | None:
 
 
 class _Plan:
-    """Roles by pod as they are given out, and what is still missing."""
+    """The assigned roles by pod, and the missing roles."""
 
     def __init__(self, wanted: RoleCounts):
         self.roles: dict[str, Role] = {}
@@ -144,7 +143,7 @@ class _Plan:
                 self.give(pod, role)
 
     def fill(self, pods: Iterable[PodFacts]) -> None:
-        """Give what is missing to pods that have no role: the first decode instance, then the role that lacks most."""
+        """Give missing roles to pods without a role: the first decode instance, then the role that lacks most."""
         for pod in pods:
             nobody_decodes = self._missing["decode"] == self._wanted.decode
             decode_lacks_most = self._missing["decode"] >= self._missing["prefill"]
@@ -152,12 +151,12 @@ class _Plan:
             self.give(pod, "decode" if decode else "prefill")
 
     def convert(self, pods: Sequence[PodFacts]) -> None:
-        """Take what is missing from pods that were left over: those that are not ready first, then the youngest."""
+        """Take missing roles from surplus pods: those that are not ready first, then the youngest."""
         for pod in sorted(pods, key=_worth, reverse=True):
             self.give(pod, "decode" if self._missing["decode"] else "prefill")
 
     def give(self, pod: PodFacts, role: Role) -> None:
-        """Give a pod without one a role, if it is missing."""
+        """Give a role to a pod without one, if the role is missing."""
         if self._missing[role] and pod.name not in self.roles:
             self._missing[role] -= 1
             self.roles[pod.name] = role
@@ -169,9 +168,9 @@ would end an instance that is wanted a moment later, or start one that is not.""
 
 
 class Sharer(NamedTuple):
-    """A PrefillPool as far as others go by it; `share_with` is empty for one that has instances of its own.
+    """The part of a PrefillPool that others depend on; `share_with` is empty for a pool with its own instances.
 
-    `cluster` is the MemberCluster that it runs in, empty for the hub.
+    `cluster` is its MemberCluster, empty for the hub.
     """
 
     created: str
@@ -184,7 +183,7 @@ class Sharer(NamedTuple):
 
 
 def project_sharer(body: Mapping[str, Any]) -> Sharer:
-    """Reduce a PrefillPool, as the API server gives it, to a sharer."""
+    """Reduce a PrefillPool, as the API server returns it, to a sharer."""
     metadata, spec = body["metadata"], body.get("spec") or {}
     return Sharer(
         created=metadata.get("creationTimestamp", ""),
@@ -198,31 +197,33 @@ def project_sharer(body: Mapping[str, Any]) -> Sharer:
 
 
 def sharers_of(decode_pool: str, pools: Iterable[Sharer]) -> list[Sharer]:
-    """Return who wants to share a DecodePool, the one that may first; one that is being deleted gives up its share."""
+    """Return the pools that want to share a DecodePool, the permitted one first; a pool being deleted gives up its
+    share.
+    """
     return sorted(pool for pool in pools if pool.share_with == decode_pool and not pool.deleting)
 
 
 def wanted(pool: DecodePool, sharer: Sharer | None) -> RoleCounts:
-    """Return how many instances of each role a DecodePool's Deployment has to run."""
+    """Return the wanted instances of each role in a DecodePool's Deployment."""
     return RoleCounts(prefill=sharer.replicas if sharer else 0, decode=pool.spec.replicas)
 
 
 class Settling(NamedTuple):
-    """The size of a shared Deployment, and since when both pools have wanted what they want now."""
+    """The size of a shared Deployment, and the time since which both pools have wanted their present counts."""
 
     wanted: RoleCounts
     total: int
     since_seconds: float
 
     def left_seconds(self, now_seconds: float) -> float:
-        """Return how long the size still waits; 0 when it is what the pools want."""
+        """Return how long the size still waits; 0 once it is the wanted one."""
         return 0.0 if self.total == self.wanted.total else self.since_seconds + SETTLE_SECONDS - now_seconds
 
 
 def settle(last: Settling | None, wanted_now: RoleCounts, now_seconds: float) -> Settling:
-    """Return the size to run at: as before until both pools have been left alone for a while.
+    """Return the size to run at: the last one until both pools have been unchanged for a while.
 
-    `last` is what this returned before; None, as after a restart of the operator, takes what is wanted at once.
+    `last` is this function's last result; None, as after a restart of the operator, takes the wanted size at once.
     """
     if last is None:
         return Settling(wanted_now, wanted_now.total, now_seconds)
@@ -232,7 +233,7 @@ def settle(last: Settling | None, wanted_now: RoleCounts, now_seconds: float) ->
 
 
 def refusal(pool: Sharer, decode_pool: DecodePool | None, pools: Iterable[Sharer]) -> ConditionState | None:
-    """Return why a PrefillPool cannot share the DecodePool that it names; None when it does."""
+    """Return why a PrefillPool cannot share its DecodePool; None if it can."""
     name = pool.share_with
     if decode_pool is None:
         return no("DecodePoolNotFound", f"DecodePool {name} does not exist; create it, or delete this pool")
@@ -246,7 +247,7 @@ def refusal(pool: Sharer, decode_pool: DecodePool | None, pools: Iterable[Sharer
 
 
 def resolved(pools: Iterable[PrefillPool], decode_pools: Mapping[str, DecodePool]) -> list[PrefillPool]:
-    """Return the pools, those that share with their DecodePool's model and engine; one that is refused keeps none."""
+    """Return the pools; a sharing pool gets its DecodePool's model and engine, a refused one gets none."""
     found = list(pools)
     sharers = [sharer_of(pool) for pool in found]
     return [
@@ -258,7 +259,7 @@ def resolved(pools: Iterable[PrefillPool], decode_pools: Mapping[str, DecodePool
 
 
 def sharer_of(pool: PrefillPool) -> Sharer:
-    """Return a PrefillPool as far as sharing goes."""
+    """Return the sharer of a PrefillPool."""
     metadata, spec = pool.metadata, pool.spec
     deleting = metadata.deletion_timestamp is not None
     return Sharer(metadata.creation_timestamp, metadata.name, metadata.uid, spec.share_with, spec.replicas, deleting)
@@ -270,7 +271,7 @@ def _with_model(pool: PrefillPool, decode_pool: DecodePool) -> PrefillPool:
 
 
 class Side(NamedTuple):
-    """One role of a shared Deployment: its instances that are not ending, and how many of them are ready."""
+    """One role of a shared Deployment: its instances that are not ending, and the number of ready ones."""
 
     role: Role
     wanted: int
@@ -289,7 +290,7 @@ def side(role: Role, wanted_: RoleCounts, pods: Iterable[PodFacts]) -> Side:
 
 
 def readiness(side_: Side, deployment: str, whole: ConditionState | None = None) -> ConditionState:
-    """Return the condition Ready of one side; `whole` is that of the Deployment as a whole."""
+    """Return the condition Ready of one side; `whole` is the condition of the whole Deployment."""
     shared = f"in Deployment {deployment}, which both roles share"
     if side_.ready >= side_.wanted == len(side_.pods):
         return yes("AllReady", f"{side_.ready} of {side_.wanted} instances ready {shared}")

@@ -1,13 +1,12 @@
-"""Keep every cluster's certificate: one loop over the hub's Secret of authorities and each cluster's own Secret.
+"""Keeps every cluster's certificate: one loop over the hub's Secret of authorities and each cluster's own Secret.
 
-Level-based like every reconcile: a pass reads all of it, asks the plan, and writes what is wrong, so that a restart in
-the middle of anything, an edit or a deletion is nothing special. What was not read is not there to be acted upon: a
-failed read ends the pass, and a cluster that does not answer keeps what it has. One thing is never made anew by itself:
-an authority that had been there, because every instance would be cut off.
+The loop is level-based like every reconcile: a pass reads everything, asks the plan, and repairs the differences. So a
+restart, an edit or a deletion at any moment is harmless. A failed read ends the pass, and a cluster that does not
+answer keeps its certificate. The operator never replaces a lost authority by itself, because that would cut off every
+instance.
 
-In mode Issuer the certificates come by reference to an issuer of cert-manager. It renews them and chooses their
-authority. Its Secrets stay in the hub; what instances mount are copies, which change only when everybody can judge
-them.
+In mode Issuer the certificates come from an issuer of cert-manager, which renews them and chooses their authority. Its
+Secrets stay in the hub. Instances mount copies, which change only when every instance trusts the new authority.
 """
 
 import asyncio
@@ -65,7 +64,7 @@ FIRST_PASS_SECONDS: Final = 8.0
 
 
 class _ClusterSecret(NamedTuple):
-    """One cluster: where its Secret is, what it holds, and what its Events are about when something is wrong with it.
+    """One cluster: the place and content of its Secret, and the object that gets its Events.
 
     `cluster` None: it is not reached, or, with a `problem`, its Secret must not be read.
     """
@@ -79,7 +78,7 @@ class _ClusterSecret(NamedTuple):
 
 
 class _Issued(NamedTuple):
-    """What an issuer has for one cluster; without `leaf`, `problem` says why that is nothing yet."""
+    """The issuer's certificate for one cluster; without `leaf`, `problem` says why none is usable yet."""
 
     leaf: Leaf | None
     secret: Object | None
@@ -90,9 +89,8 @@ class Certificates:
     """The certificates of all clusters.
 
     Args:
-        hub, members: where certificates are kept.
-        settings: where certificates come from, and for how long.
-
+        hub, members: the clusters with the Secrets.
+        settings: the source of certificates, and their lifetimes.
     """
 
     def __init__(self, hub: HubView, members: Members, settings: CertificateSettings):
@@ -114,8 +112,8 @@ class Certificates:
             try:
                 await self._pass()
             except PrfaasError as error:
-                log.warning("certificates: %s; again soon", error)
-            except Exception:  # a bug must not end the loop, and has to be seen
+                log.warning("certificates: %s; retry soon", error)
+            except Exception:  # a bug must not end the loop, and must be visible
                 log.exception("certificates: internal error")
             async with self._passed:
                 self._passed.notify_all()
@@ -126,7 +124,7 @@ class Certificates:
                 continue
 
     def conditions(self, cluster: str) -> Mapping[str, ConditionState]:
-        """Return the condition CertificateReady of a cluster, nothing where nobody keeps certificates."""
+        """Return the condition CertificateReady of a cluster, none with certificates disabled."""
         if self._settings.mode is CertificateMode.DISABLED:
             return {}
         return {
@@ -134,13 +132,12 @@ class Certificates:
         }
 
     async def pool_uses_tls(self, cluster: str) -> bool:
-        """Tell whether instances in a cluster are to be inside TLS, once their Secret is there.
+        """Return true if instances in a cluster must use TLS; then their Secret exists.
 
-        Gateways come first: one that cannot speak TLS would lose every instance that goes over to it.
+        Gateways change first: a gateway without TLS would lose every instance that uses it.
 
         Raises:
-            CertificateNotReadyError: the Secret is not there, and a pod that mounts it could not start.
-
+            CertificateNotReadyError: the Secret does not exist, and a pod that mounts it could not start.
         """
         if self._settings.mode is CertificateMode.DISABLED:
             return False
@@ -148,11 +145,10 @@ class Certificates:
         return all(pod.scheme == "https" for pod in self._hub.gateway_pods())
 
     async def wait_delivered(self, cluster: str) -> None:
-        """Have a cluster's Secret made, and wait a moment for it.
+        """Request a cluster's Secret, and wait a moment for it.
 
         Raises:
-            CertificateNotReadyError: it is not there yet.
-
+            CertificateNotReadyError: it does not exist yet.
         """
         if self._settings.mode is CertificateMode.DISABLED:
             return
@@ -164,14 +160,14 @@ class Certificates:
                 await self._passed.wait_for(lambda: cluster in self._delivered or self._is_refused(cluster))
         if cluster not in self._delivered:
             known = self._states.get(cluster)
-            why = f"{known.reason}: {known.message}" if known else "no pass has come to it yet"
-            raise CertificateNotReadyError(f"Secret {render.SECRET} is not in cluster {cluster}: {why}")
+            why = f"{known.reason}: {known.message}" if known else "no pass has reached it yet"
+            raise CertificateNotReadyError(f"Secret {render.SECRET} does not exist in cluster {cluster}: {why}")
 
     def _is_refused(self, cluster: str) -> bool:
         return cluster in self._states and self._states[cluster].status == "False"
 
     def gateway_uses_tls(self, members: Iterable[str]) -> bool:
-        """Tell whether gateways need the hub's certificate: always, but where no instance has one any more."""
+        """Return true if gateways need the hub's certificate: always, unless no instance has one any more."""
         return self._settings.mode is not CertificateMode.DISABLED or self._any_worker_in_tls(members)
 
     def _any_worker_in_tls(self, members: Iterable[str]) -> bool:
@@ -179,7 +175,7 @@ class Certificates:
         return any(pod.pool_uid and pod.scheme == "https" for each in observed for pod in each.pods or ())
 
     async def leave(self, name: str, member_uid: str) -> None:
-        """Remove a member's Secret when the member itself is taken out; one that is not reached keeps it."""
+        """Delete a member's Secret when the member itself is removed; a member that is not reached keeps it."""
         self._asked.discard(name)
         self._delivered.discard(name)
         self._states.pop(name, None)
@@ -193,11 +189,11 @@ class Certificates:
             log.warning("MemberCluster %s: its Secret %s stays: %s", name, render.SECRET, error)
 
     async def _pass(self) -> None:
-        """Read everything, write what is wrong, and take the next step if one is due."""
+        """Read everything, repair differences, and take the next step if one is due."""
         live = await self._hub.client.get(SECRET, render.AUTHORITY_SECRET)
         targets = await self._targets()
         now = self._hub.client.now()
-        self._since = self._since or now  # not before the hub has told what its clock shows
+        self._since = self._since or now  # not before the hub's first answer has set the clock
         try:
             issued = await self._issued(targets)
             store = read.read_store(live, now) if live is not None else await self._first(targets, issued)
@@ -215,7 +211,7 @@ class Certificates:
     async def _targets(self) -> list[_ClusterSecret]:
         """Return the clusters that hold a certificate or need one, the hub first.
 
-        Of a member that is not reached nobody knows whether it holds one, so it counts.
+        A member that is not reached may hold one, so it counts.
         """
         hub, found = self._hub.client, []
         subject: Object = {
@@ -224,7 +220,7 @@ class Certificates:
             "metadata": {"name": render.SECRET, "namespace": hub.namespace, "uid": ""},
         }
         found.append(_ClusterSecret(HUB, render.labels(HUB), subject, hub, await hub.get(SECRET, render.SECRET)))
-        # Listed anew: a cluster that kopf's watch has not told of yet counts before an authority is retired.
+        # Listed again: a cluster that kopf's watch has not delivered yet counts before an authority is retired.
         members = await hub.list_all(MEMBER_CLUSTER)
         found += await asyncio.gather(*(self._member(member) for member in members))
         foreign = {target.name for target in found if not _is_ours(target)}
@@ -253,20 +249,20 @@ class Certificates:
             return target._replace(problem=str(error))
 
     async def _issued(self, targets: Sequence[_ClusterSecret]) -> Mapping[str, _Issued] | None:
-        """Return what the issuer has for each cluster, None where the operator signs itself."""
+        """Return the issuer's certificate for each cluster, None where the operator signs itself."""
         if self._settings.issuer is None:
             return None
         names = [target.name for target in targets]
         return await ask_issuer(self._hub.client, names, self._settings.issuer, self._settings.terms)
 
     async def _first(self, targets: Sequence[_ClusterSecret], issued: Mapping[str, _Issued] | None) -> Store | None:
-        """Begin with an authority where there never was one; None until the next pass."""
+        """Make the first authority if there never was one; None until the next pass."""
         if any(target.secret for target in targets):
             await self._hold(
                 targets,
                 "AuthorityMissing",
                 f"Secret {render.AUTHORITY_SECRET} is gone, and instances hold certificates of it; restore it from a "
-                "backup, or see docs/tls.md for going on without. Certificates in use go on until they end",
+                "backup, or see docs/tls.md to continue without it. Certificates in use stay valid until they expire",
             )
             return None
         if issued is None:
@@ -278,7 +274,7 @@ class Certificates:
             if not store.certificates:
                 await self._hold(targets, plan.PENDING, _why_not(issued))
                 return None
-        # By server-side apply, because RBAC limits that to a name even where it creates.
+        # Server-side apply, because RBAC can limit an apply to one name even at the creation.
         await self._hub.client.apply(render.authority_secret(store.data, None))
         await self._say_of_authority(
             "Normal", "AuthorityCreated", "an authority for the clusters' certificates was made"
@@ -295,7 +291,7 @@ class Certificates:
     async def _write(
         self, target: _ClusterSecret, holder: Holder, store: Store, issued: Mapping[str, _Issued] | None
     ) -> Holder:
-        """Write a cluster's Secret if something is wrong with it; return what it holds then."""
+        """Repair a cluster's Secret if needed; return its content."""
         now = self._hub.client.now()
         what = plan.wanted(store.authorities, holder, self._settings.terms, now)
         source = issued[target.name] if issued else None
@@ -305,7 +301,7 @@ class Certificates:
             return holder._replace(held=held._replace(problem=problem) if held and problem else held)
         try:
             if target.secret is None and await target.cluster.get(SECRET, render.SECRET) is not None:
-                return holder  # of another member in the same namespace, a moment ago: the next pass reads it
+                return holder  # another member in the same namespace wrote it a moment ago: the next pass reads it
             if what is SecretChange.TRUST:
                 pair = _pair_of(target.secret)
             elif source is not None:
@@ -331,7 +327,7 @@ class Certificates:
         holders: Sequence[Holder],
         issued: Mapping[str, _Issued] | None,
     ) -> None:
-        """Take the next step of the authorities; the next pass sees what came of it."""
+        """Take the next step of the authorities; the next pass sees its result."""
         now, terms = self._hub.client.now(), self._settings.terms
         step = plan.step(store.authorities, holders, terms, ObservedTime(now, self._since or now))
         if step is None:
@@ -353,7 +349,7 @@ class Certificates:
         self._wake.set()
 
     def _tell(self, store: Store, holders: Sequence[Holder]) -> None:
-        """Keep what conditions and metrics say, and wake whom it concerns."""
+        """Update conditions and metrics, and wake the objects whose conditions changed."""
         now = self._hub.client.now()
         held_up: tuple[str, ...] = ()
         if store.authorities.next:
@@ -370,7 +366,7 @@ class Certificates:
                 metrics.CERTIFICATE_EXPIRES.labels(one.cluster).set(one.held.leaf.validity.not_after.timestamp())
 
     async def _hold(self, targets: Sequence[_ClusterSecret], reason: str, message: str) -> None:
-        """Change nothing, and say why: instances that have certificates go on with them."""
+        """Change nothing, and say why: instances continue with their certificates."""
         self._set(
             {target.name: no(reason, message) for target in targets},
             {target.name for target in targets if target.secret is not None},
@@ -378,7 +374,7 @@ class Certificates:
         await self._say_of_authority("Warning", reason, message)
 
     def _set(self, states: dict[str, ConditionState], delivered: set[str]) -> None:
-        """Take in what a pass has found; a cluster that was not reached keeps what was delivered before."""
+        """Store the results of a pass; a cluster that was not reached keeps its last result."""
         unseen = {name for name, state in states.items() if state.status == "Unknown"}
         delivered |= self._delivered & unseen
         states |= self._problems
@@ -387,7 +383,7 @@ class Certificates:
             self._hub.queue.wake_kinds(MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY)
 
     async def _say_of_authority(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
-        """Say something of the authorities once, until something else is to be said."""
+        """Report a state of the authorities once, until the state changes."""
         level = logging.INFO if type_ == "Normal" else logging.ERROR
         if not self._once.failed("authority", f"certificates: {reason}: {message}", level=level):
             return
@@ -398,8 +394,8 @@ class Certificates:
 
 
 _TOLD: Final[Mapping[RotationStep, str]] = {
-    RotationStep.ANNOUNCE: "a successor is made known; it signs once every cluster trusts it",
-    RotationStep.PROMOTE: "every cluster trusts the successor: certificates are issued anew by it",
+    RotationStep.ANNOUNCE: "a successor is announced; it signs once every cluster trusts it",
+    RotationStep.PROMOTE: "every cluster trusts the successor: it signs all certificates from now on",
     RotationStep.RETIRE: "no cluster shows a certificate of the former authority any more; it is trusted no longer",
 }
 
@@ -414,7 +410,7 @@ def _has(live: Object, wanted: Mapping[str, str]) -> bool:
 
 
 def _problem(target: _ClusterSecret, members: Collection[str]) -> ConditionState:
-    """Say why a Secret is left alone; `members` are the names of this hub's MemberClusters."""
+    """Return why a Secret must not be touched, if so; `members` are the names of this hub's MemberClusters."""
     if target.problem:
         return no(
             "CertificateNotReadable",
@@ -441,11 +437,10 @@ def _pair_of(secret: Object | None) -> KeyPair:
 
 
 async def ask_issuer(hub: ClusterClient, names: Iterable[str], issuer: Issuer, terms: Terms) -> Mapping[str, _Issued]:
-    """Ask for a certificate for each cluster, and return what there is.
+    """Request a certificate for each cluster, and return the issued ones.
 
     Raises:
         InvalidObjectError: cert-manager is not installed.
-
     """
     known = {one["metadata"]["name"]: one for one in await hub.list_all(CERTIFICATE, selector=GROUP_MANAGED)}
     return {name: await _ask_for_one(hub, name, known, render.certificate(name, issuer, terms.life)) for name in names}
@@ -460,7 +455,7 @@ async def _ask_for_one(hub: ClusterClient, name: str, known: Mapping[str, Object
         return _Issued(None, None, _why_pending(live))
     try:
         if not read.content(secret, read.TRUSTED).strip():
-            return _Issued(None, None, f"the issuer gives no {read.TRUSTED}; take one that tells its authority")
+            return _Issued(None, None, f"the issuer gives no {read.TRUSTED}; choose an issuer that publishes its authority")
         return _Issued(read.read_issued(secret, hub.now()), secret)
     except PrfaasError as error:
         return _Issued(None, None, f"Secret {render.issued_secret(name)}: {error}")

@@ -1,9 +1,9 @@
-"""Convert and scale a policy's pools: look once in a long interval, decide, and make the one change that comes of it.
+"""Converts and scales a policy's pools: measures once in a long interval, decides, and makes at most one change.
 
-Replicas are written by server-side apply under the operator's field manager, which takes the field over from whoever
-had it, and only if the object is still as it was read: an autoscaler that came in between is not overruled. Of two
-writes the one that grows goes first, since an instance too many is harmless, and the plan is in the status before
-either, so that whoever leads next finishes what was cut off.
+Replicas are written by server-side apply under the operator's field manager. The apply takes the field over from its
+owner, but only if the object is unchanged since the read: a write by an autoscaler in between is kept. Of two writes
+the growing one goes first, because one instance too many is harmless. The plan is in the status before both writes, so
+that the next leader can finish interrupted ones.
 """
 
 import logging
@@ -35,7 +35,7 @@ WRITE_TRIES: Final = 3
 
 
 class PolicyBalancer:
-    """Balances policies, and remembers when each was balanced last; all of that can be lost."""
+    """Balances policies, and remembers the time of each balance; all of that can be lost."""
 
     def __init__(self, hub: HubView):
         self._hub = hub
@@ -44,7 +44,7 @@ class PolicyBalancer:
         """What each policy's scheduler last said, by uid."""
 
     async def balance(self, facts: PolicyFacts, live: Object) -> Balance:
-        """Return the long loop's part of a policy's status, after a new look when one is due."""
+        """Return the long loop's part of a policy's status; it decides again when that is due."""
         policy, now_seconds = facts.policy, time.monotonic()
         uid, generation = policy.metadata.uid, policy.metadata.generation
         if not longloop.acts(policy) or policy.spec.decode_pool not in {
@@ -75,7 +75,7 @@ class PolicyBalancer:
         if rest := longloop.unfinished(policy, pools):
             await self._write_all(pools, rest)
             words = ", ".join(f"{name} to {count}" for name, count in rest.items())
-            return {BALANCED: ConditionState("Unknown", "Converting", f"finishes what was cut off: {words}")}, {}
+            return {BALANCED: ConditionState("Unknown", "Converting", f"finishes an interrupted change: {words}")}, {}
         policies = read_each(PrfaaSPolicy, self._hub.all(POLICY))
         found = installation.installation(facts, longloop.refusals(policy, pools, policies))
         decision = decide(
@@ -92,28 +92,27 @@ class PolicyBalancer:
         return conditions, fields
 
     def _summary_seconds(self, policy: PrfaaSPolicy) -> float:
-        """Return how old the scheduler's summary is, 0 while there is none."""
+        """Return the age of the scheduler's summary, 0 while there is none."""
         seen = self._summaries.get(policy.metadata.uid)
         return seen.age_seconds + time.monotonic() - seen.seen_at_seconds if seen else 0.0
 
     def _read(self, pool: Pool) -> PoolSeen | None:
-        """Return a pool as it is now; None when it has gone."""
+        """Return a pool's present state; None if it is gone."""
         kind = DECODE_POOL if isinstance(pool, DecodePool) else PREFILL_POOL
         live = self._hub.get(Ref(kind, pool.metadata.name))
         return PoolSeen(pool, live) if live is not None and live["metadata"]["uid"] == pool.metadata.uid else None
 
     async def _write_all(self, pools: Sequence[PoolSeen], changes: Mapping[str, int]) -> None:
-        """Write the new replicas; a pool that grows goes first."""
+        """Write the new replicas; a growing pool goes first."""
         changed = [(one, changes[one.pool.metadata.name]) for one in pools if one.pool.metadata.name in changes]
         for one, count in sorted(changed, key=lambda change: change[0].pool.spec.replicas - change[1]):
             await self._write(one, count)
 
     async def _write(self, one: PoolSeen, count: int) -> None:
-        """Write a pool's replicas, unless somebody else did since it was read.
+        """Write a pool's replicas, unless they were written since the read.
 
         Raises:
-            ConflictError: somebody did, or the pool has gone.
-
+            ConflictError: they were, or the pool is gone.
         """
         kind = DECODE_POOL if isinstance(one.pool, DecodePool) else PREFILL_POOL
         live, owner = one.live, ownership.owner(one.live)
@@ -129,7 +128,7 @@ class PolicyBalancer:
                 self._hub.learn(await self._hub.client.apply(body))
             except ConflictError:
                 again = await self._hub.client.get(kind, one.pool.metadata.name)
-                # A status that was written in between changes the version as well, and is no reason to give up.
+                # A status write in between changes the version too, and is no reason to give up.
                 untouched = again is not None and (again["spec"].get("replicas"), ownership.owner(again)) == (
                     live["spec"].get("replicas"),
                     owner,

@@ -1,11 +1,11 @@
-"""Reconcile a MemberCluster: probe it, keep its Secret while pools need it, renew its token, sweep up orphans.
+"""Reconciles a MemberCluster: probes it, keeps its Secret while pools need it, renews its token, deletes orphans.
 
-A member's Secret that went before the last pool would leave what runs there behind for good, so the operator's
-finalizer is on it from before the first child to after the last.
+If a member's Secret were deleted before the last pool, the pool's children there would stay for ever. So the operator's
+finalizer is on the Secret from before the first child until after the last.
 
-A token is renewed at half its life with the very rights that it gives, and only in a Secret that `prfaas cluster join`
-made: one that somebody else keeps would be put back, or fought over. The old token works on until its own end, so that
-nothing hangs on the moment at which the Secret is written.
+A token is renewed at half its life with its own rights, and only in a Secret that `prfaas cluster join` made: another
+owner of a Secret would revert the write. The old token works until its own expiry, so the moment of the write does not
+matter.
 """
 
 import base64
@@ -42,14 +42,14 @@ RENEWAL_PAUSE_SECONDS: Final = 60.0
 
 
 class SecretGuard:
-    """Keeps our finalizer on the Secrets that pools are reached through."""
+    """Keeps our finalizer on the kubeconfig Secrets of pools."""
 
     def __init__(self, hub: HubView):
         self._hub = hub
         self._guarded: set[str] = set()
 
     async def before_children(self, name: str) -> None:
-        """Put the finalizer on a Secret before anything is made through it; no call where it is known to be there."""
+        """Put the finalizer on a Secret before the first child; no call if it is known to be there."""
         if name in self._guarded:
             return
         secret = await self._hub.client.get(SECRET, name)
@@ -57,16 +57,16 @@ class SecretGuard:
             await self._put(secret, needed=True)
 
     async def while_needed(self, secret: Object) -> None:
-        """Keep the finalizer on a Secret exactly while a pool is reached through it."""
+        """Keep the finalizer on a Secret exactly while a pool needs it."""
         name, kubeconfigs = secret["metadata"]["name"], self._hub.kubeconfigs()
         needed = secret_is_needed(name, kubeconfigs, self._hub.clusters_in_use())
-        if _is_guarded(secret) and not needed:  # the watch may not have told yet of a pool that was just made
+        if _is_guarded(secret) and not needed:  # the watch may not have delivered a new pool yet
             pools = await self._hub.client.list_all(PREFILL_POOL)
             needed = secret_is_needed(name, kubeconfigs, {project_sharer(pool).cluster for pool in pools})
         await self._put(secret, needed=needed)
 
     async def release_others(self) -> None:
-        """Take the finalizer off Secrets that MemberClusters named once and name no more."""
+        """Remove the finalizer from Secrets that no MemberCluster names any more."""
         for name in self._guarded - set(self._hub.kubeconfigs().values()):
             secret = await self._hub.client.get(SECRET, name)
             if secret is None:
@@ -78,7 +78,7 @@ class SecretGuard:
         metadata, guarded = secret["metadata"], _is_guarded(secret)
         if needed != guarded and not (needed and "deletionTimestamp" in metadata):
             ours = {"finalizers": [names.FINALIZER]} if needed else {}
-            # The uid keeps the apply from making an empty Secret where the old one has just gone.
+            # The uid keeps the apply from creating an empty Secret in place of a deleted one.
             body = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"], **ours}
             await self._hub.client.apply({"apiVersion": "v1", "kind": "Secret", "metadata": body})
             guarded = needed
@@ -96,8 +96,7 @@ class TokenRenewal:
     """Renews tokens when they are due.
 
     Args:
-        token_days: how long new tokens are asked for.
-
+        token_days: requested life of new tokens.
     """
 
     def __init__(self, token_days: int):
@@ -107,13 +106,12 @@ class TokenRenewal:
     async def renew(
         self, hub: ClusterClient, there: ClusterClient, live: Object, secret: Object, token: TokenFacts
     ) -> None:
-        """Replace a member's token in its Secret where that is due; a refusal becomes an Event.
+        """Replace a member's token in its Secret when that is due; a refusal becomes an Event.
 
         Args:
             hub, there: the hub, and the member with its present token.
             live, secret: the MemberCluster, and the Secret with its kubeconfig.
-            token: what the present token says of itself.
-
+            token: the present token's own fields.
         """
         member = read(MemberCluster, live)
         name = member.metadata.name
@@ -125,19 +123,20 @@ class TokenRenewal:
             fresh = await there.create_token(token.account, self._token_seconds)
             await _store_token(hub, secret, member.spec.kubeconfig_secret_ref.key, fresh)
         except ConflictError:
-            return  # somebody wrote the Secret in between, we ourselves perhaps: the next reconcile finds it so
+            return  # the Secret was written in between, perhaps by us: the next reconcile reads it
         except PrfaasError as error:
             self._not_before[name] = time.monotonic() + RENEWAL_PAUSE_SECONDS
-            await events.post(hub, live, "Warning", "TokenNotRenewed", f"{error}; `prfaas cluster join {name}` helps")
+            await events.post(hub, live, "Warning", "TokenNotRenewed", f"{error}; run `prfaas cluster join {name}`")
             return
         granted = credentials.read_token(fresh)
         log.info("MemberCluster %s: new token until %s", name, granted.expires_at if granted else "further notice")
 
 
 async def _store_token(hub: ClusterClient, secret: Object, key: str, token: str) -> None:
-    """Write a token into a Secret as it was read; ConflictError when somebody changed it in between.
+    """Write a token into a Secret as it was read; ConflictError if the Secret was changed in between.
 
-    A merge patch, because an apply would make the data ours, and our apply of the finalizer would then remove it.
+    This is a merge patch, because an apply would make the data ours, and our apply of the finalizer would then remove
+    it.
     """
     document = credentials.with_token(base64.b64decode(secret["data"][key]), token)
     patch = {
@@ -188,15 +187,15 @@ class MemberReconciler:
         return ReconcileResult(conditions, fields, again_seconds=PROBE_SECONDS)
 
     async def _sweep(self, member: MemberCluster) -> Owned:
-        """Delete what pools gave up on while the cluster was not reached; return it.
+        """Delete orphans: children of pools that gave up while the cluster was not reached; return their number.
 
-        What watches tell only raises the suspicion: of a pool that was just made they may tell in the wrong order.
+        Watches only raise the suspicion, because the order of their events may be wrong for a new pool.
         """
         suspected = self.members.owners(member.metadata.name)
         if suspected is not None and suspected <= {pool.uid for pool in self.hub.sharers.values()}:
             return []
         owned = await self.members.owned(member.metadata.name)
-        # Pools are listed after what they own: whatever has no pool now had lost it before.
+        # Pools are listed after their children: a child without a pool now had lost it before.
         owners = {pool["metadata"]["uid"] for pool in await self.hub.client.list_all(PREFILL_POOL)}
         orphans = [
             (kind, one) for kind, one in owned if one["metadata"]["labels"].get(names.LABEL_POOL_UID) not in owners
@@ -205,15 +204,15 @@ class MemberReconciler:
             cluster = await self.members.cluster(member.metadata.name)
             for kind, orphan in orphans:
                 metadata, where = orphan["metadata"], member.metadata.name
-                log.info("MemberCluster %s: removing %s %s, its pool is gone", where, kind.name, metadata["name"])
+                log.info("MemberCluster %s: deleting %s %s, its pool is gone", where, kind.name, metadata["name"])
                 await cluster.delete(kind, metadata["name"], uid=metadata["uid"])
         return orphans
 
 
 async def _users(hub: ClusterClient, member: MemberCluster) -> tuple[str, ...]:
-    """Return the pools that run in a cluster, those among them that this version cannot read.
+    """Return the pools that run in a cluster, and those among them that this version cannot read.
 
-    They are listed anew: a pool that the watch has not told of yet would lose its cluster for good.
+    They are listed again: a pool that the watch has not delivered yet would lose its cluster for good.
     """
     pools = await hub.list_all(PREFILL_POOL)
     in_it = (pool for pool in pools if (pool.get("spec") or {}).get("clusterName") == member.metadata.name)

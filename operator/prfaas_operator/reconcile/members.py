@@ -1,7 +1,7 @@
-"""The open connections to member clusters: made from their Secrets, probed, followed, and closed again.
+"""The open connections to member clusters: made from their Secrets, probed, watched, and closed.
 
-One member's failure is its own: each has its client, its informers and its last contact. What was seen of its pods
-stays while it does not answer.
+One member's failure affects no other: each has its own client, informers and last contact. The observed pods of a
+member stay while it does not answer.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ Owned = list[tuple[ObjectKind, Object]]
 
 
 class MemberConnection:
-    """One member cluster that was reached with one set of credentials."""
+    """A connection to one member cluster with one set of credentials."""
 
     def __init__(self, member: MemberCluster, access: Access, cluster: ClusterClient, queue: ReconcileQueue):
         self.made_for = fingerprint(member, access)
@@ -61,13 +61,15 @@ class MemberConnection:
         self._tasks: list[asyncio.Task[None]] = []
 
     def use(self, access: Access) -> None:
-        """Go on with another token; what is being watched goes on as well."""
+        """Continue with another token; the watches continue too."""
         if access.token != self._token:
             self._token = access.token
             self.cluster.use_token(access.token)
 
     async def follow(self, *, afresh: bool) -> None:
-        """Watch pods and Deployments; `afresh` after a silence, through which an old watch may have lost its peer."""
+        """Watch pods and Deployments; `afresh` restarts the watches after a silence, because their connections may be
+        dead.
+        """
         if afresh:
             await self._stop()
         if not self._tasks:
@@ -95,8 +97,7 @@ class Members:
 
     Args:
         connect: opens an API server from (name, namespace, access).
-        queue: whom to tell of changes.
-
+        queue: wakes objects after changes.
     """
 
     def __init__(self, connect: Connect, queue: ReconcileQueue):
@@ -107,7 +108,7 @@ class Members:
         self._contacted = asyncio.Condition()
 
     async def contact(self, member: MemberCluster, secret: Object | None) -> Contact:
-        """Speak with a member's API server; return what came of it."""
+        """Contact a member's API server; return the result."""
         name, token = member.metadata.name, None
         try:
             access = access_from(member, secret)
@@ -131,27 +132,25 @@ class Members:
         return contact
 
     def owners(self, name: str) -> set[str] | None:
-        """Return the uids of the pools that have anything in a member; None while that is not known."""
+        """Return the uids of the pools that have children in a member; None while they are unknown."""
         connection = self._connections.get(name)
         return connection.children.pool_uids(*OWNED_KINDS) if connection else None
 
     async def owned(self, name: str) -> Owned:
-        """Return what pools have in a member that was just contacted.
+        """Return the children of pools in a member that was just contacted.
 
         Raises:
             PrfaasError: it does not answer any more.
-
         """
         connection = self._connections[name]
         lists = [(kind, await connection.cluster.list_all(kind, selector=connection.selector)) for kind in OWNED_KINDS]
         return [(kind, one) for kind, found in lists for one in found]
 
     async def cluster(self, name: str) -> ClusterClient:
-        """Return a member to work in.
+        """Return the client of a member.
 
         Raises:
-            PrfaasError: what stands in the way, as the last contact found it.
-
+            PrfaasError: the problem that the last contact found.
         """
         async with self._contacted:
             try:
@@ -165,11 +164,11 @@ class Members:
         return self._connections[name].cluster
 
     def children_of(self, cluster: ClusterClient) -> ChildCache | None:
-        """Return what is followed of the children in a member, None where it has just been left."""
+        """Return the child cache of a member, None right after the member was removed."""
         return next((one.children for one in self._connections.values() if one.cluster is cluster), None)
 
     def observed(self, name: str) -> ObservedCluster:
-        """Return what is known of a member's pods; the last known ones while it does not answer."""
+        """Return a member's observed pods; the last known ones while it does not answer."""
         connection, contact = self._connections.get(name), self._contacts.get(name)
         known = connection is not None and connection.pods.synced.is_set()
         pods = tuple(connection.pods.items.values()) if connection and known else None
@@ -186,7 +185,7 @@ class Members:
         await asyncio.gather(*(self.drop(name) for name in list(self._connections)))
 
     async def _connection(self, member: MemberCluster, access: Access) -> MemberConnection:
-        """Return the connection to this very server; where it is another than before a new one takes its place."""
+        """Return the connection to this very server; a changed server gets a new connection."""
         name = member.metadata.name
         old = self._connections.get(name)
         if old is not None and old.made_for == fingerprint(member, access):
@@ -211,9 +210,8 @@ def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Acce
     """Read a member's credentials from its Secret.
 
     Raises:
-        SecretNotFoundError: there is no such Secret or key.
+        SecretNotFoundError: the Secret or the key does not exist.
         KubeconfigRefusedError: see `plan.credentials`.
-
     """
     reference = member.spec.kubeconfig_secret_ref
     if secret is None:
@@ -235,12 +233,12 @@ def children_selector(member: MemberCluster) -> str:
 
 
 def fingerprint(member: MemberCluster, access: Access) -> tuple[str, str, Access]:
-    """Return what a connection depends on: all but the token, which may change under it."""
+    """Return a hash of the access that a connection depends on: all but the token, which may change during it."""
     return member.metadata.uid, member.spec.namespace, access._replace(token="set" if access.token else "")
 
 
 def _expired(member: MemberCluster, token: TokenFacts | None, now: datetime) -> TokenExpiredError | None:
-    """Say that a token has ended, where that is why the server refuses it; `now` by that server's clock."""
+    """Return the error for an expired token, if that is why the server refuses it; `now` by that server's clock."""
     if token is None or not credentials.has_expired(token, now):
         return None
     return TokenExpiredError(

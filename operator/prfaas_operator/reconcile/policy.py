@@ -1,4 +1,4 @@
-"""Reconcile a PrfaaSPolicy: its gateway with all that belongs to it, and its routing table."""
+"""Reconciles a PrfaaSPolicy: its gateway with all its children, and its routing table."""
 
 import math
 import time
@@ -58,7 +58,7 @@ class PolicyReconciler:
         if policy.metadata.deletion_timestamp:
             selector = f"{names.LABEL_POLICY_UID}={policy.metadata.uid}"
             remaining = await remove(self.hub.client, CHILD_KINDS, selector)
-            waiting = no(DELETING, "waiting until the gateway has ended")
+            waiting = no(DELETING, "waiting for the gateway's end")
             return ReconcileResult({READY: waiting}) if remaining else ReconcileResult(gone=True)
         facts = self._observe(policy)
         table, tls = await self._table(facts), self.certificates.gateway_uses_tls(facts.clusters)
@@ -81,9 +81,9 @@ class PolicyReconciler:
         )
 
     def _observe(self, policy: PrfaaSPolicy) -> plan.PolicyFacts:
-        """Read the policy's own pools and their clusters, and pools that share instances with one of these.
+        """Read the policy's pools and their clusters, and the pools that share instances with these.
 
-        One that cannot be read ends the reconcile: without it the routing table would lose instances that serve.
+        An unreadable pool ends the reconcile: without it the routing table would lose working instances.
         """
         hub = self.hub
         prefill = hub.named(kinds.PREFILL_POOL, PrefillPool, policy.spec.prefill_pools)
@@ -107,9 +107,9 @@ class PolicyReconciler:
         return plan.routing_table(facts, observed, gateway.read_config_map(present))
 
     async def _apply(self, policy: PrfaaSPolicy, manifests: Iterable[Manifest]) -> tuple[Counts, list[PrfaasError]]:
-        """Apply all children; return the gateway's instances and what could not be applied.
+        """Apply all children; return the gateway's instances and the errors of children.
 
-        The routing table goes alone: whatever is wrong with the gateway's own objects, requests follow the instances.
+        The routing table is applied separately: a problem with the gateway's other children does not delay it.
         """
         ref = Ref(kinds.POLICY, policy.metadata.name)
         table: list[Manifest] = []
@@ -130,7 +130,7 @@ class PolicyReconciler:
 
 
 def _again_seconds(ready: ConditionState, balance: Balance) -> float | None:
-    """Return when to reconcile again, where the long loop wants to sooner than others; None: as ever."""
+    """Return the delay until the next reconcile if the long loop needs an earlier one; None: the usual delay."""
     if math.isinf(balance.again_at_seconds):
         return None
     left_seconds = max(0.0, balance.again_at_seconds - time.monotonic())
@@ -138,7 +138,7 @@ def _again_seconds(ready: ConditionState, balance: Balance) -> float | None:
 
 
 def _manifests(policy: PrfaaSPolicy, table: RoutingTable, *, tls: bool) -> list[Manifest]:
-    """Return all children in the order in which they need each other; `tls`: workers may be inside TLS."""
+    """Return all children in the order of their dependencies; `tls`: workers may use TLS."""
     deployment = gateway.deployment(policy)
     budget = protection.disruption_budget(policy)
     return [

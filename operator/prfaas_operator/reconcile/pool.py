@@ -1,4 +1,4 @@
-"""Reconcile a PrefillPool or DecodePool: one Deployment, and its settings, in one cluster."""
+"""Reconciles a PrefillPool or DecodePool: one Deployment and its settings in one cluster."""
 
 import logging
 from dataclasses import dataclass
@@ -86,7 +86,9 @@ class PoolReconciler:
         return self.roles.result_of(shared, result, failures) if shared else result
 
     def _again_seconds(self, cluster: ClusterClient, ready: ConditionState) -> float | None:
-        """Return when to reconcile again where every change, also from unready to ready, wakes the pool; else None."""
+        """Return the delay until the next reconcile, None for the usual one; None where every change of an instance
+        wakes the pool.
+        """
         if not self.children.follows_all(cluster):
             return None
         return SEEN_RESYNC_SECONDS if ready.good and not self.children.edits.holds_back() else RESYNC_SECONDS
@@ -94,8 +96,8 @@ class PoolReconciler:
     async def _protect(self, ref: Ref, cluster: ClusterClient, budget: Manifest) -> None:
         """Apply the pool's disruption budget.
 
-        A member cluster whose role is of an earlier version gives no right to one: that is worth a line in the log, not
-        a pool that does not work.
+        A member cluster with a role of an earlier version does not allow one: the pool works without it, and the log
+        says so.
         """
         try:
             await self.children.apply(ref, cluster, budget)
@@ -115,13 +117,13 @@ class PoolReconciler:
         return read(MemberCluster, found)
 
     async def _remove(self, pool: plan.Pool, live: Object) -> ReconcileResult:
-        """Remove the Deployment of a pool that is being deleted; past the deadline, let the pool go without that."""
+        """Delete the Deployment of a pool that is being deleted; after the deadline, release the pool without that."""
         if isinstance(pool, DecodePool):
             self.roles.wake_sharers(pool.metadata.name)
         try:
             member = self._member(pool)
         except ClusterNotFoundError as error:
-            message = f"{error}; what ran there was not removed"
+            message = f"{error}; its children there were not deleted"
             await events.post(self.hub.client, live, "Warning", "ChildrenLeftBehind", message)
             return ReconcileResult(gone=True)
         if member is None:
@@ -129,7 +131,7 @@ class PoolReconciler:
         try:
             result = await _remove_from(await self.members.cluster(member.metadata.name), pool)
         except PrfaasError as error:
-            result = ReconcileResult({READY: no(reason_of(error), f"cannot remove the instances: {error}")})
+            result = ReconcileResult({READY: no(reason_of(error), f"cannot delete the instances: {error}")})
         return result if result.gone else await self._until_deadline(pool, live, member, result)
 
     async def _until_deadline(
@@ -139,11 +141,11 @@ class PoolReconciler:
         left_seconds = plan.seconds_left(since, deadline_seconds, self.hub.client.now())
         ready = result.conditions[READY]
         if left_seconds <= 0:
-            message = f"{ready.message}; gave up after {deadline_seconds} s, they are removed when the cluster is back"
+            message = f"{ready.message}; gave up after {deadline_seconds} s; they are deleted when the cluster is back"
             await events.post(self.hub.client, live, "Warning", "ChildrenLeftBehind", message)
             return ReconcileResult(gone=True)
         until = rfc3339(datetime.fromisoformat(since) + timedelta(seconds=deadline_seconds))
-        explained = ready._replace(message=f"{ready.message}; the pool goes without that at {until}")
+        explained = ready._replace(message=f"{ready.message}; the pool is released without that at {until}")
         return ReconcileResult({READY: explained}, again_seconds=min(left_seconds, RETRY_SECONDS))
 
 
@@ -151,4 +153,4 @@ async def _remove_from(cluster: ClusterClient, pool: plan.Pool) -> ReconcileResu
     selector = f"{names.LABEL_POOL_UID}={pool.metadata.uid}"
     if not await remove(cluster, (DEPLOYMENT, CONFIG_MAP), selector):
         return ReconcileResult(gone=True)
-    return ReconcileResult({READY: no(DELETING, "waiting until the instances have ended")})
+    return ReconcileResult({READY: no(DELETING, "waiting for the instances' end")})

@@ -1,8 +1,7 @@
-"""Roles of the instances that a DecodePool shares with a PrefillPool, given out by the DecodePool's reconcile only.
+"""Roles of the instances that a DecodePool shares with a PrefillPool, assigned by the DecodePool's reconcile only.
 
-The PrefillPool's own reconcile only observes: two writers of one label would disagree. A DecodePool that was shared
-once keeps the shared form of its Deployment while it has pods of it, because going back would restart them all for
-nothing.
+The PrefillPool's own reconcile only observes: two writers of one label would disagree. A DecodePool whose share ended
+keeps the shared form of its Deployment while pods of that form exist, because the change would restart them all.
 """
 
 import logging
@@ -35,15 +34,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SharedDeployment:
-    """A shared DecodePool at this moment.
+    """A shared Deployment at one moment.
 
     Args:
-        whole: the pool with as many replicas as its Deployment is to have.
-        wanted: by both pools, which the Deployment follows when they have settled.
-        sharer: the PrefillPool, None when it has gone and its share is to go.
+        whole: the pool with the replicas of its Deployment.
+        wanted: by both pools; the Deployment follows once these have settled.
+        sharer: the PrefillPool, None when it is gone and its share ends.
         pods: of the Deployment.
-        left_seconds: until the Deployment follows; 0 when it has.
-
+        left_seconds: until the Deployment follows; 0 once it has.
     """
 
     whole: DecodePool
@@ -54,14 +52,14 @@ class SharedDeployment:
 
 
 class SharedRoles:
-    """Gives out the roles of shared Deployments, and remembers since when both pools want what they want."""
+    """Assigns the roles of shared Deployments, and remembers since when both pools have wanted their counts."""
 
     def __init__(self, hub: HubView):
         self._hub = hub
         self._settling: dict[str, plan.Settling] = {}
 
     def shared(self, pool: Pool) -> SharedDeployment | None:
-        """Return how a pool is shared; None for a pool whose Deployment runs one role."""
+        """Return the shared Deployment of a pool; None for a pool whose Deployment runs one role."""
         if isinstance(pool, PrefillPool):
             return None
         uid = pool.metadata.uid
@@ -76,10 +74,10 @@ class SharedRoles:
         return SharedDeployment(whole, wanted, sharer, pods, settled.left_seconds(now))
 
     async def give_out(self, shared: SharedDeployment, manifest: Manifest, live: Object) -> list[PrfaasError]:
-        """Bring every pod to its role, its deletion cost and an open gate; return what failed.
+        """Set every pod's role, its deletion cost and its gate; return the errors.
 
-        Before the Deployment shrinks, so that its controller knows whom to take. A pod that has gone meanwhile is no
-        failure: its end wakes the pool again.
+        This precedes the Deployment's scale-down, whose controller reads the deletion costs. A pod that is gone
+        meanwhile is no failure: its end wakes the pool again.
         """
         failures: list[PrfaasError] = []
         for given in assign(shared.pods, shared.wanted, render.template_of(manifest)):
@@ -104,7 +102,7 @@ class SharedRoles:
             metrics.CHILD_WRITES.labels(POD.name).inc()
 
     async def _tell(self, shared: SharedDeployment, given: Assignment, live: Object) -> None:
-        """Post an Event to both pools that an instance changes sides."""
+        """Post an Event to both pools about an instance that converts."""
         message = f"instance {given.pod.name} converts from {given.pod.role} to {given.role}"
         log.info("DecodePool %s: %s", shared.whole.metadata.name, message)
         await events.post(self._hub.client, live, "Normal", "Converting", message)
@@ -116,7 +114,7 @@ class SharedRoles:
     def result_of(
         self, shared: SharedDeployment, whole: ReconcileResult, failures: Sequence[PrfaasError]
     ) -> ReconcileResult:
-        """Return what a shared DecodePool reports: its own side, where `whole` speaks of the Deployment."""
+        """Return the status of a shared DecodePool for its own side; `whole` is the status of the Deployment."""
         self.wake_sharers(shared.whole.metadata.name)
         pods = [pod for pod in self._hub.pods.items.values() if pod.pool_uid == shared.whole.metadata.uid]
         mine = plan.side("decode", shared.wanted, pods)
@@ -129,13 +127,13 @@ class SharedRoles:
         )
 
     def wake_sharers(self, decode_pool: str) -> None:
-        """Have every PrefillPool that names a DecodePool be reconciled again."""
+        """Wake every PrefillPool that names a DecodePool."""
         for sharer in self._hub.sharers.values():
             if sharer.share_with == decode_pool:
                 self._hub.queue.wake(Ref(PREFILL_POOL, sharer.name))
 
     def reconcile_sharer(self, pool: PrefillPool, live: Object) -> ReconcileResult:
-        """Reconcile a PrefillPool without instances of its own: say how its side of the Deployment fares."""
+        """Reconcile a PrefillPool without instances of its own: report the state of its side of the Deployment."""
         found = self._hub.get(Ref(DECODE_POOL, pool.spec.share_with))
         decode_pool = read(DecodePool, found) if found else None
         sharer = plan.sharer_of(pool)

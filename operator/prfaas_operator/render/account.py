@@ -1,6 +1,6 @@
-"""What `prfaas cluster join` makes: the account that the hub uses in a member cluster, and the hub's MemberCluster.
+"""Manifests of `prfaas cluster join`: the hub's account in a member cluster, and the hub's MemberCluster.
 
-The account is the one of the chart prfaas-member; where that is installed, nothing of it is made again.
+The account equals the one of the chart prfaas-member; where that chart is installed, `join` makes none.
 """
 
 import base64
@@ -20,7 +20,7 @@ LABELS: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: 
 
 
 class Registration(NamedTuple):
-    """What a person says about a member cluster when it joins."""
+    """The facts about a member cluster that a person gives to `join`."""
 
     name: str
     namespace: str
@@ -32,7 +32,7 @@ class Registration(NamedTuple):
 
 
 def member_account(namespace: str) -> list[Manifest]:
-    """Return namespace, account and rights in the member cluster, in the order in which they need each other."""
+    """Return namespace, account and rights in the member cluster, in the order of their dependencies."""
     metadata = {"name": ACCOUNT, "namespace": namespace, "labels": LABELS}
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": LABELS}},
@@ -44,11 +44,11 @@ def member_account(namespace: str) -> list[Manifest]:
             "rules": [
                 _rule("apps", "deployments", "get", "list", "watch", "create", "patch", "delete"),
                 _rule("", "pods", "list", "watch"),
-                # What a pool's instances read again while they run: their share of its egress cap.
+                # Settings that a pool's instances read again while they run: their share of its egress cap.
                 _rule("", "configmaps", "get", "list", "watch", "create", "patch", "delete"),
-                # Its instances' certificate. By server-side apply, RBAC limits even `create` to one name.
+                # Its instances' certificate. RBAC can limit the creation to one name because of server-side apply.
                 _rule("", "secrets", "get", "create", "patch", "delete") | {"resourceNames": [certificates.SECRET]},
-                # Its own next token, and nobody else's.
+                # Its own next token only.
                 _rule("", "serviceaccounts/token", "create") | {"resourceNames": [ACCOUNT]},
                 # Keeps all but a tenth of a pool up while nodes are drained.
                 _rule("policy", "poddisruptionbudgets", "get", "list", "watch", "create", "patch"),
@@ -69,7 +69,7 @@ def _rule(group: str, resource: str, *verbs: str) -> Manifest:
 
 
 def kubeconfig(name: str, server: str, ca_pem: str, token: str) -> str:
-    """Return a kubeconfig of the only form that the operator accepts with a token. JSON is YAML."""
+    """Return a kubeconfig in the only form with a token that the operator accepts. JSON is YAML."""
     authority = base64.b64encode(ca_pem.encode()).decode()
     document = {
         "apiVersion": "v1",
@@ -83,7 +83,7 @@ def kubeconfig(name: str, server: str, ca_pem: str, token: str) -> str:
 
 
 def secret_name(member: str) -> str:
-    """Return the name of the Secret that `join` keeps a member's kubeconfig in."""
+    """Return the name of the Secret with a member's kubeconfig."""
     return member + names.KUBECONFIG_SECRET_SUFFIX
 
 

@@ -1,6 +1,6 @@
-"""Secrets with certificates, cert-manager's Certificates, and what a pod needs to use one of either.
+"""Secrets with certificates, cert-manager's Certificates, and a pod's fields to use them.
 
-No manifest names a Secret's type: those that people restore or made themselves keep theirs, and it cannot be changed.
+No manifest names a Secret's type, which cannot change: Secrets that people restored or made keep theirs.
 """
 
 import base64
@@ -20,7 +20,7 @@ SECRET: Final = names.TLS_SECRET
 AUTHORITY_SECRET: Final = names.AUTHORITY_SECRET
 VOLUME: Final = "prfaas-tls"
 PATH: Final = "/etc/prfaas/tls"
-MODE: Final = 0o440  # the pods' group alone: what they run is not root
+MODE: Final = 0o440  # the pods' group only: the container is not root
 PURPOSES: Final = ("client auth", "server auth", "digital signature")
 
 
@@ -33,20 +33,20 @@ def worker_in_tls(deployment: Manifest) -> Manifest:
 
 
 def gateway_in_tls(deployment: Manifest) -> Manifest:
-    """Return a gateway's Deployment whose router reaches workers inside TLS with the hub's certificate."""
+    """Return a gateway's Deployment whose router reaches workers over TLS with the hub's certificate."""
     changed = deepcopy(deployment)
     template = changed["spec"]["template"]
     template["metadata"].setdefault("annotations", {})[names.ANNOTATION_SCHEME] = "https"
     template["spec"]["volumes"].append({"name": VOLUME, "secret": {"secretName": SECRET, "defaultMode": MODE}})
     container = template["spec"]["containers"][0]
     container["args"] += ["--tls-dir", PATH]
-    # The whole folder: the kubelet never updates a file that is mounted alone.
+    # The whole folder: the kubelet never updates a file that is mounted by itself.
     container["volumeMounts"].append({"name": VOLUME, "mountPath": PATH, "readOnly": True})
     return changed
 
 
 def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
-    """Return the labels of a cluster's Secret; `member_uid` is its MemberCluster's, none for the hub."""
+    """Return the labels of a cluster's Secret; `member_uid` is the uid of its MemberCluster, none for the hub."""
     mine = {**PART_OF, names.LABEL_CLUSTER: cluster}
     return mine | ({LABEL_CLUSTER_UID: member_uid} if member_uid else {})
 
@@ -59,7 +59,7 @@ def cluster_secret(wanted_labels: Mapping[str, str], pair: KeyPair, trusted: byt
 
 
 def authority_secret(data: Mapping[str, bytes], live: Mapping[str, Any] | None) -> Manifest:
-    """Return the hub's Secret of authorities, to be written only over the very version that was read."""
+    """Return the hub's Secret of authorities, which replaces only the version that was read."""
     manifest = _secret(AUTHORITY_SECRET, PART_OF, data)
     if live is not None:
         metadata = live["metadata"]
@@ -81,7 +81,7 @@ def certificate_name(cluster: str) -> str:
 
 
 def issued_secret(cluster: str) -> str:
-    """Return the name of the hub's Secret that an issuer's certificate for a cluster comes in."""
+    """Return the name of the hub's Secret with an issuer's certificate for a cluster."""
     return f"prfaas-{cluster}-issued"
 
 
@@ -103,6 +103,6 @@ def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Manifest:
 
 
 def _duration(length: timedelta) -> str:
-    """Return a duration as Go writes it, or the API server's copy would differ from ours for ever."""
+    """Return a duration in Go's form; any other form would always differ from the API server's copy."""
     minutes, seconds = divmod(int(length.total_seconds()), 60)
     return f"{minutes // 60}h{minutes % 60}m{seconds}s"

@@ -1,4 +1,4 @@
-"""What every manifest shares: labels, owners, names and the hardened security context."""
+"""Parts of every manifest: labels, owners, names and the hardened security context."""
 
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ LABEL_CLUSTER_UID: Final = f"{names.GROUP}/cluster-uid"
 """uid of the MemberCluster that a remote child was made for. Two hubs may share a namespace of one member cluster: each
 sweeps up only what carries the uid of its own MemberCluster."""
 
-USER_ID: Final = 65532  # the images' own; named here so that runAsNonRoot can be checked by the kubelet
+USER_ID: Final = 65532  # the images' own; stated here so that the kubelet can check runAsNonRoot
 GROUP_MANAGED: Final = f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY}"
 
 POD_SECURITY: Final[Manifest] = {
@@ -40,7 +40,7 @@ POD_FIELDS: Final = (
 
 
 def owner_reference(owner: Resource) -> Manifest:
-    """Return the reference that lets the hub's garbage collector remove a child when its owner goes."""
+    """Return the reference by which the hub's garbage collector deletes a child with its owner."""
     return {
         "apiVersion": names.API_VERSION,
         "kind": owner.kind_name,
@@ -51,19 +51,19 @@ def owner_reference(owner: Resource) -> Manifest:
 
 
 def pod_environment() -> list[Manifest]:
-    """Return the downward API variables that every process addresses itself by."""
+    """Return the downward API variables of every process: its own name, address and namespace."""
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS]
 
 
 def notice(drain_seconds: int) -> int:
-    """Return how many seconds a pod serves on after it was told to end; a pod that does not drain ends at once."""
+    """Return the seconds that a pod still serves after its deletion began; 0 for a pod without a drain."""
     return min(NOTICE_SECONDS, drain_seconds)
 
 
 def on_leaving(drain_seconds: int) -> Manifest:
-    """Return a container's `lifecycle`: SIGTERM comes only after the notice; nothing where there is none to wait for.
+    """Return a container's `lifecycle`: SIGTERM arrives only after the notice; nothing without a notice.
 
-    By exec, because the kind `sleep` needs Kubernetes 1.30.
+    It uses exec, because the kind `sleep` needs Kubernetes 1.30.
     """
     seconds = notice(drain_seconds)
     return {"lifecycle": {"preStop": {"exec": {"command": ["sleep", str(seconds)]}}}} if seconds else {}
@@ -79,7 +79,7 @@ def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> M
 
 
 def resources(wanted: Resources) -> Manifest:
-    """Return the `resources` field of a container, or nothing at all where nothing is asked for."""
+    """Return the `resources` field of a container, or nothing without requests and limits."""
     parts = {"requests": dict(wanted.requests), "limits": dict(wanted.limits)}
     given = {name: part for name, part in parts.items() if part}
     return {"resources": given} if given else {}
@@ -105,5 +105,5 @@ def child_metadata(policy: PrfaaSPolicy, name: str) -> Manifest:
 
 
 def selector_text(labels: dict[str, str]) -> str:
-    """Return labels as a selector, the way list calls and /scale want it."""
+    """Return labels as a selector for list calls and /scale."""
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))

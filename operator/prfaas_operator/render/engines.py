@@ -1,8 +1,8 @@
-"""How engines of others are started as instances of a pool: their command, flags, variables and ports.
+"""Containers of vLLM and SGLang as instances of a pool: command, flags, variables and ports.
 
-What both need to hand caches over and to tell of them is set here, under the engines' own documented names; a pool's
-`engine.args` come last. Events of the cache are on, over ZMQ. Caches go over connections that the engines open between
-themselves: they know neither our data port nor our certificates.
+The flags for cache transfers and cache events are set here, under the engines' own documented names; a pool's
+`engine.args` come last. Cache events are on, over ZMQ. Caches cross connections that the engines open between
+themselves, without our data port and our certificates.
 """
 
 import json
@@ -19,7 +19,7 @@ _VLLM_ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 class Start(NamedTuple):
-    """What a container of an engine has that differs from ours."""
+    """The fields of a container that differ from our own worker's."""
 
     command: list[str]
     args: list[str]
@@ -33,7 +33,7 @@ def start(pool: Pool) -> Start:
 
 
 def volumes() -> tuple[list[Manifest], list[Manifest]]:
-    """Return volumes and mounts that these engines need: memory that their processes share."""
+    """Return volumes and mounts of these engines: memory that their processes share."""
     volume = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
     return [volume], [{"name": SHM_VOLUME, "mountPath": "/dev/shm"}]  # noqa: S108
 
@@ -62,7 +62,7 @@ def _vllm(pool: Pool) -> Start:
         variables = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(names.SIDE_CHANNEL_PORT),
-            # Hybrid models: linear states cross in the layout that both sides can cut.
+            # Hybrid models: linear states cross in the layout that both sides can split.
             "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
         }
         ports = {"side-channel": names.SIDE_CHANNEL_PORT}

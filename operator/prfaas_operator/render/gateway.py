@@ -1,4 +1,5 @@
-"""The gateway Deployment of a policy: the router, which relays requests, and beside it the scheduler, which moves t."""
+"""The gateway Deployment of a policy: the router, which relays requests, and the scheduler, which moves the
+threshold."""
 
 import base64
 from typing import Any, Final
@@ -61,7 +62,7 @@ def deployment(policy: PrfaaSPolicy) -> Manifest:
 def _volumes(policy: PrfaaSPolicy) -> list[Manifest]:
     volumes: list[Manifest] = [{"name": SHARED_VOLUME, "emptyDir": {}}, {"name": TMP_VOLUME, "emptyDir": {}}]
     if keys := policy.spec.gateway.api_keys_secret_ref:
-        # Not optional: a gateway without the keys that it was told to ask for must not start.
+        # Not optional: a gateway that must ask for keys must not start without them.
         volumes.append({"name": KEYS_VOLUME, "secret": {"secretName": keys.name, "defaultMode": MODE}})
     return volumes
 
@@ -80,7 +81,7 @@ def _router(policy: PrfaaSPolicy) -> Manifest:
         arguments["--keys-dir"] = KEYS_PATH
     container = _container(policy, "router", "prfaas-gateway", arguments)
     if keys is not None:
-        # The whole folder: the kubelet never updates a file that is mounted alone.
+        # The whole folder: the kubelet never updates a file that is mounted by itself.
         container["volumeMounts"].append({"name": KEYS_VOLUME, "mountPath": KEYS_PATH, "readOnly": True})
     container["ports"] = [{"name": "http", "containerPort": names.GATEWAY_PORT, "protocol": "TCP"}]
     container["readinessProbe"] = http_probe("/readyz", "http", period_seconds=1, failures=2)
@@ -134,7 +135,7 @@ RBAC_GROUP = "rbac.authorization.k8s.io"
 
 
 def lease_name(policy: str) -> str:
-    """Return the name of the Lease that a policy's schedulers contend for."""
+    """Return the name of the Lease of a policy's schedulers."""
     return f"{policy}-scheduler"
 
 
@@ -148,7 +149,7 @@ def service_account(policy: PrfaaSPolicy) -> Manifest:
 
 
 def role(policy: PrfaaSPolicy) -> Manifest:
-    """Return what gateway pods may do; every rule names the one object it is for."""
+    """Return the rights of gateway pods; every rule names one object."""
     name = policy.metadata.name
     return {
         "apiVersion": f"{RBAC_GROUP}/v1",
@@ -178,7 +179,7 @@ def role_binding(policy: PrfaaSPolicy) -> Manifest:
 
 
 def lease(policy: PrfaaSPolicy) -> Manifest:
-    """Return the Lease without a holder; its spec belongs to whoever takes it."""
+    """Return the Lease without a holder; its spec belongs to the scheduler that holds it."""
     return {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
@@ -196,7 +197,7 @@ def config_map(policy: PrfaaSPolicy, table: routes.RoutingTable) -> Manifest:
 
 
 def read_config_map(live: dict[str, Any] | None) -> routes.RoutingTable | None:
-    """Return the table of a live ConfigMap; None when there is none, or nothing that this version can read."""
+    """Return the table of a live ConfigMap; None if there is none, or none that this version can read."""
     document = ((live or {}).get("binaryData") or {}).get(names.ROUTES_KEY)
     if not document:
         return None

@@ -1,11 +1,11 @@
 """The Deployment of a pool: worker pods whose command, ports, probes, labels and security belong to the operator.
 
-What changes while instances run lies in a ConfigMap that a PrefillPool's pods mount: the template never tells it, or a
-change of replicas would restart them all. It is a file that they read again, so a member cluster that is cut off still
-starts its pods with the last of it; and optional, so that none waits for it.
+Settings that change while instances run lie in a ConfigMap that a PrefillPool's pods mount. They are not in the pod
+template, because a change of replicas would then restart all pods. The pods read the file again, so a member cluster
+that is cut off still starts pods with its last content. The mount is optional, so that no pod waits for it.
 
-The owner of the pool adds the allow-list of `template` and no more. The Deployment has the pool's name; where another
-pool's Deployment has it already (a DecodePool of that name, another hub's pool), the pool says so in its condition.
+The pool's owner adds only the allow-list of `template`. The Deployment has the pool's name. If another pool's
+Deployment already has that name (a DecodePool, another hub's pool), the pool's condition says so.
 """
 
 import copy
@@ -47,12 +47,12 @@ TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by
 
 
 def selector(pool: Pool) -> dict[str, str]:
-    """Return the labels that select the pods of a pool's Deployment; not their role, which may change."""
+    """Return the labels that select the pods of a pool's Deployment; without their role, which may change."""
     return {names.LABEL_POOL_UID: pool.metadata.uid}
 
 
 def scale_selector(pool: Pool) -> str:
-    """Return the selector of status.selector, which /scale and an autoscaler read."""
+    """Return the selector of status.selector for /scale and autoscalers."""
     return selector_text({**selector(pool), names.LABEL_ROLE: role_of(pool)})
 
 
@@ -79,13 +79,13 @@ def deployment(pool: Pool, member: MemberCluster | None) -> Manifest:
 def _rolling_update(pool: Pool, *, by_host: bool) -> Manifest:
     rollout = pool.spec.rollout
     if by_host:
-        # A node's port is taken until the old pod is gone, so a surge pod could never be scheduled beside it.
+        # A node's port is taken until the old pod is gone, so an extra pod could never be scheduled beside it.
         return {"maxSurge": 0, "maxUnavailable": rollout.max_unavailable if rollout.may_lack else 1}
     return {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable}
 
 
 def settings(pool: PrefillPool, member: MemberCluster | None) -> Manifest:
-    """Return the ConfigMap of a pool's settings, for the hub when `member` is None; what is not set has no key."""
+    """Return the ConfigMap of a pool's settings, for the hub when `member` is None; unset values have no key."""
     metadata: Manifest = {"name": names.settings_configmap(pool.metadata.name), "labels": _labels(pool, member)}
     if member is None:
         metadata["ownerReferences"] = [owner_reference(pool)]
@@ -127,7 +127,7 @@ def _pod(pool: Pool, *, by_host: bool) -> Manifest:
         "schedulerName": template.scheduler_name,
         "affinity": _affinity(template),
         "topologySpreadConstraints": [
-            # Among instances of one template: during a rollout the old ones would draw the new ones to the same places.
+            # Only instances of one template count: during a rollout the old ones would draw the new ones to the same nodes.
             {**_dump(spread), "labelSelector": {"matchLabels": selector(pool)}, "matchLabelKeys": ["pod-template-hash"]}
             for spread in (SPREAD if template.topology_spread is None else template.topology_spread)
         ],
@@ -136,7 +136,7 @@ def _pod(pool: Pool, *, by_host: bool) -> Manifest:
 
 
 def _affinity(template: PodTemplate) -> Manifest:
-    """Return the node affinity: one term, of which a node must meet every requirement."""
+    """Return the node affinity: one term with all requirements."""
     if not template.node_affinity:
         return {}
     term = {"matchExpressions": [_dump(requirement) for requirement in template.node_affinity]}
@@ -178,7 +178,7 @@ def _probes(start: Start) -> Manifest:
         }
     path = start.health_path
     return {
-        # Engines of others answer nothing until the model is loaded, which may take an hour.
+        # vLLM and SGLang answer nothing until the model is loaded, which may take an hour.
         "startupProbe": http_probe(path, "api", period_seconds=10, failures=360),
         "readinessProbe": http_probe(path, "api", period_seconds=1, failures=2),
         "livenessProbe": http_probe(path, "api", period_seconds=5, failures=6),
@@ -205,7 +205,7 @@ def _arguments(pool: Pool) -> list[str]:
 
 
 def _volumes(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
-    """Return volumes and mounts: the owner's, scratch space at /tmp unless they mount their own there, and settings."""
+    """Return volumes and mounts: the owner's, scratch space at /tmp unless the owner mounts one there, and settings."""
     template = pool.spec.template
     volumes = [_dump(volume) for volume in template.volumes]
     mounts = [_dump(mount) for mount in template.volume_mounts]
@@ -218,13 +218,13 @@ def _volumes(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
     if isinstance(pool, PrefillPool):
         source = {"name": names.settings_configmap(pool.metadata.name), "optional": True}
         volumes.append({"name": SETTINGS_VOLUME, "configMap": source})
-        # The whole folder: the kubelet never updates a file that is mounted alone.
+        # The whole folder: the kubelet never updates a file that is mounted by itself.
         mounts.append({"name": SETTINGS_VOLUME, "mountPath": SETTINGS_PATH, "readOnly": True})
     return volumes, mounts
 
 
 def _dump(part: Any) -> Manifest:
-    """Return a part of the template as Kubernetes writes it; the models use core/v1's own field names."""
+    """Return a part of the template in Kubernetes' form; the models use core/v1's own field names."""
     return part.model_dump(by_alias=True, exclude_none=True)
 
 
@@ -232,7 +232,7 @@ DIGEST_CHARS: Final = 10
 
 
 def shared_deployment(manifest: Manifest) -> Manifest:
-    """Return a DecodePool's Deployment in the form in which both roles share it."""
+    """Return a DecodePool's Deployment in the form that both roles share."""
     shared = copy.deepcopy(manifest)
     template = shared["spec"]["template"]
     del template["metadata"]["labels"][names.LABEL_ROLE]
@@ -244,7 +244,7 @@ def shared_deployment(manifest: Manifest) -> Manifest:
 
 
 def template_of(shared: Manifest) -> str:
-    """Return the digest that pods of a shared Deployment's template carry."""
+    """Return the template digest that pods of a shared Deployment carry."""
     return shared["spec"]["template"]["metadata"]["annotations"][TEMPLATE_ANNOTATION]
 
 
@@ -260,7 +260,7 @@ def role(assignment: Assignment, namespace: str) -> Manifest:
 
 
 def open_gate(assignment: Assignment, namespace: str, now: str) -> Manifest:
-    """Return the status that lets an instance become ready; `now` is the time of the transition, RFC 3339."""
+    """Return the status that lets an instance become ready; `now` is the transition time, RFC 3339."""
     condition = {
         "type": ROLE_GATE,
         "status": "True",
@@ -273,5 +273,5 @@ def open_gate(assignment: Assignment, namespace: str, now: str) -> Manifest:
 
 
 def _identity(assignment: Assignment, namespace: str) -> Manifest:
-    # The uid makes sure that an apply to a pod that has just gone makes no new one.
+    # The uid keeps an apply to a deleted pod from creating a new one.
     return {"name": assignment.pod.name, "namespace": namespace, "uid": assignment.pod.shared.uid}

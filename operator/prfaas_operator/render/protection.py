@@ -13,7 +13,9 @@ API_SERVER_PORTS = (443, 6443)  # in front of and behind the `kubernetes` Servic
 
 
 def disruption_budget(policy: PrfaaSPolicy) -> Manifest | None:
-    """Return the budget that keeps all but one gateway pod up; None for a single pod, which it would pin down."""
+    """Return the budget that keeps all but one gateway pod up; None for a single pod, because its node could never
+    drain.
+    """
     if policy.spec.gateway.replicas <= 1:
         return None
     return {
@@ -25,14 +27,14 @@ def disruption_budget(policy: PrfaaSPolicy) -> Manifest | None:
 
 
 def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
-    """Return the budget that lets a node's drain, or an upgrade of all, take a tenth of a pool at a time, at least one.
+    """Return the budget by which a drain or an upgrade may take a tenth of a pool at a time, at least one instance.
 
-    It pins nothing down: one of one may go as well. The Deployment owns it, so that it goes with that in any cluster.
+    It blocks no drain: the only instance of a pool may go too. The Deployment owns it, so it is deleted with the
+    Deployment in any cluster.
 
     Args:
         deployment: manifest of the pool's Deployment.
         live: the same as the API server has it.
-
     """
     metadata = deployment["metadata"]
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": live["metadata"]["uid"]}
@@ -43,19 +45,18 @@ def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
         "spec": {
             "maxUnavailable": "10%",
             "selector": deployment["spec"]["selector"],
-            # An instance that is not ready serves nobody: it must not hold up the drain of its node.
+            # An instance that is not ready serves no request: it must not hold up the drain of its node.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }
 
 
 def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset()) -> Manifest:
-    """Return what may reach gateway pods, and what they may reach: DNS, API server, workers and Prometheus, by port.
+    """Return the permitted traffic of gateway pods by port: clients, DNS, API server, workers and Prometheus.
 
     Args:
-        policy: whose gateway it is.
-        engines: what its instances run; those of others are asked at more ports than ours.
-
+        policy: the gateway's policy.
+        engines: of its instances; vLLM and SGLang have more ports than ours.
     """
     others = () if engines <= {"prfaas"} else (names.BOOTSTRAP_PORT, names.KV_EVENTS_PORT, names.KV_EVENTS_PORT + 1)
     egress = [*API_SERVER_PORTS, names.WORKER_API_PORT, *others, *_prometheus_port(policy)]
@@ -85,5 +86,5 @@ def _prometheus_port(policy: PrfaaSPolicy) -> tuple[int, ...]:
     try:
         url = urlsplit(policy.spec.metrics.prometheus_url)
         return (url.port or (443 if url.scheme == "https" else 80),)
-    except ValueError:  # a port that is no number: the scheduler says so in MetricsFresh
+    except ValueError:  # a port that is no number: the scheduler reports it in MetricsFresh
         return ()
