@@ -20,7 +20,7 @@ from prfaas.wire.stats import CacheStats, LinkStats
 from prfaas_gateway.metrics import GatewayMetrics
 from prfaas_operator import metrics as operator
 from prfaas_sandbox.tools import ensure_tools
-from prfaas_scheduler.metrics import Metrics as Scheduler
+from prfaas_scheduler.metrics import SchedulerMetrics as Scheduler
 from prfaas_worker.front.metrics import WorkerMetrics
 
 from .alert_cases import CASES, as_promtool
