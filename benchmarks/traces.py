@@ -1,11 +1,11 @@
-"""Every policy on published traces, at several rates.
+"""Serves published traces under every policy, at several rates.
 
     prfaas bench traces TRACE... [--write] [--loads 0.5 0.7 0.9]
 
-The hardware of examples/simulate.yaml, planned for the trace's lengths, with a link that stays as declared and the
-trace's own bursts and prefixes. Rates are shares of what the plan carries, which knows no prefixes. Lambda at SLO is
-the highest rate at which P90 keeps slo.ttftMillis, within 2 %. With --write, docs/traces.md is made anew. Traces are
-not part of the repository: docs/simulation.md says which are read. Virtual time, a few minutes of one core a trace.
+The hardware is that of examples/simulate.yaml, planned for the trace's lengths. The link has its declared capacity all
+the time; bursts and prefixes are the trace's own. Rates are shares of the planned rate, which ignores prefixes. Lambda
+at SLO is the highest rate at which P90 keeps slo.ttftMillis, within 2 %. --write also writes docs/traces.md. Traces are
+not part of the repository: docs/simulation.md lists the formats. Virtual time, a few minutes of one core a trace.
 """
 
 import argparse
@@ -30,11 +30,15 @@ HEAD = """# Policies on published traces
 
     prfaas bench traces mooncake_conversation.jsonl azure_2023_code.csv --write       # regenerates this page
 
-The hardware of `examples/simulate.yaml`, the paper's case with a link of 20 Gbit/s, planned for each trace's lengths;
-`homogeneous` has as many instances, all in the hub. The link stays as declared; bursts, lengths and prefixes are the
-trace's own (Azure's has no prefixes). Rates are shares of what the plan carries, which knows no prefixes. Caches are
-those of a model of 1T parameters, 2 TB a cluster. *Λ at SLO*: the highest rate at which P90 of TTFT is at most
-{slo:g} s and nothing is refused. Times in seconds.
+This page compares the [policies](simulation.md#policies) on two published traces.
+
+- The hardware is that of `examples/simulate.yaml`: the paper's case with a link of 20 Gbit/s, planned for each trace's
+  lengths. `homogeneous` has the same number of instances, all in the hub.
+- The link keeps its declared capacity. Bursts, lengths and prefixes are the trace's own; Azure's trace has no prefixes.
+- Rates are shares of the planned rate. The plan ignores prefixes.
+- Caches are those of a model of 1T parameters, with 2 TB in each cluster.
+- *Λ at SLO* is the highest rate at which P90 of TTFT is at most {slo:g} s and no request is refused.
+- P50, P90, P99 and mean are TTFT in seconds. *Offloaded* is a share of requests, *hit rate* a share of input tokens.
 """
 COLUMNS = (
     "policy",
@@ -130,7 +134,7 @@ def _say(what: str) -> None:
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """Add what this benchmark is told."""
+    """Add the benchmark's arguments."""
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
     parser.add_argument("--write", action="store_true", help="also write docs/traces.md")

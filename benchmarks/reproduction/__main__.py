@@ -1,9 +1,9 @@
-"""Every published figure beside the model's and the simulator's.
+"""Compares every published figure with the model's and the simulator's.
 
     prfaas bench reproduction [--write] [-o json]
 
-With --write, docs/reproduction.md and its pictures are made anew. Virtual time: other work on the machine changes
-nothing but how long it takes, about a minute of one core.
+--write also writes docs/reproduction.md and its pictures. The simulation uses virtual time: other work on the machine
+does not change the figures. It takes about a minute of one core.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def figures(given: argparse.Namespace) -> Iterator[Figure]:
-    """Compute everything; ours is the value, what was published its rival."""
+    """Compute everything: our figure is the value, the published one its rival."""
     made = sections.everything(load(PAPER), simulate=True)
     if given.write:
         from benchmarks.reproduction.plots import plot_all

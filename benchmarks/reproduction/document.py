@@ -1,39 +1,40 @@
-"""docs/reproduction.md: the tables with what has to be said of them."""
+"""Writes docs/reproduction.md: the tables and the text around them."""
 
 from collections.abc import Sequence
 
 from benchmarks.reproduction import published
 from benchmarks.reproduction.rows import Section, table
 
-HEAD = """# What was published, and what comes out here
+HEAD = """# Published figures and ours
 
     prfaas bench reproduction --write       # regenerates this page and its pictures
 
-Every figure of the paper (arXiv:2604.15039) that a model or a simulator can say something of, beside both. *Model* is
-the equations of [docs/capacity.md](capacity.md) on published profiles; *simulated* is requests served one by one by
-[the simulator](simulation.md), which knows no equation. Nothing here was measured on H200 or H20.
+This page compares the paper's figures (arXiv:2604.15039) with ours. It has every figure that a model or a simulator can
+compute. *Model* applies the equations of [capacity](capacity.md) to published profiles. *Simulated* serves requests one
+by one in [the simulator](simulation.md), which uses no equation. Nothing here was measured on H200 or H20.
 """
 
-PLAINLY = """## What does not reproduce
+PLAINLY = """## Figures that do not reproduce
 
-- **Tables 3 and 5 are measurements** on 8 H200 with SGLang 0.5.9. Nothing here can take them again; they are inputs.
-  What can be said of Table 3 stands at the end: a cache's size, which a public configuration tells, and Φ_kv give the
-  time that a prefill took, and those times are sane.
-- **The H20 profile is not published.** Ours is two coefficients chosen to come nearest to four figures of Table 6. The
-  homogeneous column and Θ_pd-p show that those figures agree with each other, to 1-3 %, and are no independent check.
-- **The homogeneous column contradicts itself by 4 %**: Θ of 2.11 and a mean prefill of 4.44 s on 9 instances cannot
-  both hold.
-- **+15 % at equal cost** rests on prices that are not published. Ours, 2 to 1, are what the claim itself implies.
-- **Ring's 4.5 and 36** need a rival that is not named; with the nearest one that we find they come out as 4.4 and 35.6.
-- **TTFT of the two systems with offload** is 2-3 % short of what was published, for a reason that is not in the paper.
-- **The egress** of the case study is 5 % low, for a reason that follows from Table 5 (below).
+- **Tables 3 and 5 are measurements** on 8 H200 with SGLang 0.5.9. They are inputs here and cannot be repeated. The last
+  section checks Table 3: a public configuration gives a cache's size, and size and Φ_kv give the time of the prefill.
+  These times are plausible.
+- **The H20 profile is not published.** Our profile has two coefficients, fitted to four figures of Table 6. The
+  homogeneous column and Θ_pd-p show that these four figures agree within 1-3 %. They are no independent check.
+- **The homogeneous column contradicts itself by 4 %**: 9 instances cannot have both Θ = 2.11 and a mean prefill of
+  4.44 s.
+- **+15 % at equal cost** depends on prices that are not published. Our ratio, 2 to 1, follows from the claim itself.
+- **Ring's 4.5 and 36** compare with a configuration that the paper does not name. The nearest one that we found
+  gives 4.4 and 35.6.
+- **TTFT of the two systems with offload** is 2-3 % below the published one. The paper does not give a reason.
+- **The egress** of the case study is 5 % low. Table 5 explains the difference (below).
 """
 
-IMPLIED = """## Table 3: what it implies
+IMPLIED = """## Table 3: the implied prefill times
 
-Φ_kv in Gbit/s as published, and the seconds of a prefill that follow from it: cache / Φ_kv, with caches of public
-configurations in bf16: Qwen3-235B 94 layers of 4 key/value heads of 128, MiniMax-M2.5 62 layers of 8, Kimi Linear 48B
-8,064 bytes a token and 43.4 MB of states. Of the other three no size is assumed.
+The table has the published Φ_kv in Gbit/s and, in parentheses, the prefill's seconds: cache / Φ_kv. Cache sizes are
+those of public configurations in bf16. Qwen3-235B has 94 layers of 4 key/value heads of 128, and MiniMax-M2.5 has
+62 layers of 8. Kimi Linear 48B has 8,064 bytes a token and 43.4 MB of states. Other models' sizes are not assumed.
 """
 
 CACHES = {

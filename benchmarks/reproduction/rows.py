@@ -1,4 +1,4 @@
-"""A published figure beside ours, and the tables that they make."""
+"""Pairs a published figure with ours, and writes the pairs as tables."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure. `model` follows from equations, `simulated` from requests served one by one; None: it has none."""
+    """One figure. `model` follows from equations, `simulated` from requests served one by one; None: there is none."""
 
     name: str
     published: float
@@ -14,7 +14,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     simulated: float | None
     digits: int = 2
     reason: str = ""
-    """Why ours differs, or cannot be had."""
+    """Why ours differs or is missing."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ def shown(value: float | None, digits: int) -> str:
 
 
 def off_by(value: float | None, published: float) -> str:
-    """Return how far ours is off."""
+    """Return the relative difference of ours."""
     return "-" if value is None or not published else f"{value / published - 1:+.1%}"
 
 
@@ -49,7 +49,7 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-HEAD = ("", "published", "model", "off by", "simulated", "off by", "why")
+HEAD = ("", "published", "model", "difference", "simulated", "difference", "reason")
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -1,6 +1,6 @@
-"""The document's tables: what was published, what the model says, and what the simulator serves.
+"""Builds the document's tables: published figures, the model's and the simulator's.
 
-`simulate=False` leaves out what takes longer than a second; the figures that remain are what a test compares.
+`simulate=False` leaves out every simulation. A test compares the remaining figures with the page.
 """
 
 from typing import Final
@@ -33,21 +33,21 @@ KEYS: Final = {
     "ttft_mean_seconds": ("mean TTFT, s", 2),
     "ttft_p90_seconds": ("P90 TTFT, s", 2),
 }
-H20: Final = "the H20 profile is not published; ours is chosen to come nearest to four figures of this table"
+H20: Final = "the H20 profile is not published; ours is fitted to four figures of this table"
 REASONS: Final = {
-    ("prfaas_pd", "threshold_tokens"): "follows from Θ_pd-p, thus from the H20 profile",
+    ("prfaas_pd", "threshold_tokens"): "t follows from Θ_pd-p, hence from the H20 profile",
     ("prfaas_pd", "theta_pd_p"): H20,
-    ("prfaas_pd", "theta_pd_d"): "20 places and 25 ms a step are chosen for it",
+    ("prfaas_pd", "theta_pd_d"): "a batch of 20 and steps of 25 ms are chosen to match it",
     ("prfaas_pd", "egress_gbps"): (
-        "4 busy instances send 12.8 Gbit/s of 32K prompts by Table 5, and less of the 45K that offloaded ones have"
+        "by Table 5, 4 busy instances send 12.8 Gbit/s with 32K prompts; offloaded prompts have 45K, which gives less"
     ),
-    ("prfaas_pd", "ttft_mean_seconds"): "what else is in the published times is not described",
-    ("prfaas_pd", "ttft_p90_seconds"): "the same",
-    ("prfaas_pd", "theta_prfaas"): "simulated: one sample of lengths, whose mean is off by about 1 %",
-    ("prfaas_pd", "lambda_max"): "simulated: batches and queues that run empty now and then",
-    ("homogeneous", "theta_pd_p"): "9 instances at the published mean of 4.44 s would do 2.03: the two contradict",
+    ("prfaas_pd", "ttft_mean_seconds"): "the paper does not describe what else its times include",
+    ("prfaas_pd", "ttft_p90_seconds"): "as the mean",
+    ("prfaas_pd", "theta_prfaas"): "simulated: the mean length of this sample differs by about 1 %",
+    ("prfaas_pd", "lambda_max"): "simulated: batches and queues are sometimes empty",
+    ("homogeneous", "theta_pd_p"): "9 instances at the published mean of 4.44 s carry 2.03, which contradicts 2.11",
     ("homogeneous", "lambda_max"): "as Θ_pd-p",
-    ("homogeneous", "ttft_mean_seconds"): "as Θ_pd-p, on its other side",
+    ("homogeneous", "ttft_mean_seconds"): "as Θ_pd-p, the other half of the contradiction",
     ("homogeneous", "ttft_p90_seconds"): H20,
     ("naive_heterogeneous", "ttft_mean_seconds"): "as PrfaaS-PD's",
     ("naive_heterogeneous", "ttft_p90_seconds"): "as PrfaaS-PD's",
@@ -55,7 +55,7 @@ REASONS: Final = {
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What the simulator says of one system, by the keys of its column in Table 6."""
+    """The simulator's figures of one system, by the keys of its column in Table 6."""
 
     figures: dict[str, float] = {}
 
@@ -88,7 +88,7 @@ def serve(file: PlanFile, system: System, plan: Plan) -> Served:
 
 
 def table_6(file: PlanFile, model: Comparison, served: dict[str, Served]) -> Section:
-    """Return Table 6, a row a figure."""
+    """Return Table 6 with one row per figure."""
     rows = [
         _row(name, key, value, figures, served.get(name, Served()))
         for name, figures in model.systems().items()
@@ -97,10 +97,11 @@ def table_6(file: PlanFile, model: Comparison, served: dict[str, Served]) -> Sec
     return Section(
         title="Table 6: the case study",
         intro=(
-            "32 H200 prefill for 64 H20 in another datacentre, against 96 H20 alone and against all prompts offloaded "
-            f"(`examples/paper.yaml`). Simulated: Λ_max is what is served when {simulated.OVERLOAD - 1:.0%} more "
-            f"comes, {simulated.OVERLOAD_REQUESTS:,} requests; Θ is the same of a stage alone, "
-            f"{simulated.STAGE_REQUESTS:,} requests of its own; times at {simulated.QUIET_LOAD:.0%} load."
+            "PrfaaS-PD has 32 H200 for prefill and 64 H20 in another datacentre (`examples/paper.yaml`). "
+            "Homogeneous has 96 H20; naive offloads all prompts. The simulated Λ_max is the served rate when "
+            f"{simulated.OVERLOAD - 1:.0%} more arrives, with {simulated.OVERLOAD_REQUESTS:,} requests. The simulated "
+            f"Θ is the same for one stage only, with {simulated.STAGE_REQUESTS:,} requests. Times are at "
+            f"{simulated.QUIET_LOAD:.0%} load."
         ),
         rows=tuple(rows),
     )
@@ -121,7 +122,7 @@ def _row(name: str, key: str, value: float, model: Figures, served: Served) -> R
 
 
 def claims(file: PlanFile, model: Comparison, served: dict[str, Served], alone: float | None) -> Section:
-    """Return what the text says of Table 6; `alone` is what the simulated hub serves that costs as much."""
+    """Return the text's claims about Table 6; `alone` is the rate that a simulated hub of the same cost serves."""
     ours, base, naive = (model.systems()[name] for name in TITLES)
     seen = {name: served.get(name, Served()).figures for name in TITLES}
     above = file.workload.above(ours.threshold_tokens or 0)
@@ -139,7 +140,7 @@ def claims(file: PlanFile, model: Comparison, served: dict[str, Served], alone: 
             published=published.RATIO_OVER_HOMOGENEOUS,
             model=ours.lambda_max / base.lambda_max,
             simulated=ratio("homogeneous", "lambda_max"),
-            reason="the homogeneous Λ_max is 1.5 % lower here, see Table 6",
+            reason="our homogeneous Λ_max is 1.5 % lower, see Table 6",
         ),
         Row(
             name="Λ_max over naive",
@@ -154,8 +155,8 @@ def claims(file: PlanFile, model: Comparison, served: dict[str, Served], alone: 
             simulated=100 * (mine / alone - 1) if mine and alone else None,
             digits=1,
             reason=(
-                "no prices are published: 2 to 1 is what 1.54 times the throughput and 15 % more at equal cost imply "
-                "(2.02 to 1), so this is no independent check"
+                "no prices are published; 1.54 times the throughput and 15 % more at equal cost imply 2.02 to 1, "
+                "and we take 2 to 1, so this is no independent check"
             ),
         ),
         Row(
@@ -164,7 +165,7 @@ def claims(file: PlanFile, model: Comparison, served: dict[str, Served], alone: 
             model=100 * (1 - ours.ttft_p90_seconds / base.ttft_p90_seconds),
             simulated=100 * (1 - p90) if p90 else None,
             digits=1,
-            reason="both without waits; at 70 % load it is a different figure, see docs/capacity.md",
+            reason="both without waits; docs/capacity.md has times with waits",
         ),
         Row(
             name="mean length of offloaded prompts, tokens",
@@ -175,7 +176,7 @@ def claims(file: PlanFile, model: Comparison, served: dict[str, Served], alone: 
             reason='published as "about 44K"',
         ),
     )
-    return Section(title="What is said of it", intro="", rows=rows, after=_after_cost(model))
+    return Section(title="Claims about Table 6", intro="", rows=rows, after=_after_cost(model))
 
 
 def _after_cost(model: Comparison) -> str:
@@ -185,14 +186,14 @@ def _after_cost(model: Comparison) -> str:
     mix = " and ".join(f"{count} of `{name}`" for name, count in cost.best_mix.instances.items())
     return (
         f"The same money buys {cost.homogeneous.instances['pd']} H20 instances, which carry "
-        f"{cost.homogeneous.lambda_max:.2f} requests a second. The best mix for it is {mix}: "
-        f"{cost.best_mix.lambda_max:.2f}, {100 * cost.gain_of_best_mix:+.1f} %. At {cost.even_at_ratio:.2f} times the "
-        "price of an H20 instance, H200 would gain nothing."
+        f"{cost.homogeneous.lambda_max:.2f} requests a second. The best mix at this cost is {mix}. It carries "
+        f"{cost.best_mix.lambda_max:.2f} requests a second, {100 * cost.gain_of_best_mix:+.1f} %. An H200 instance "
+        f"gains nothing if it costs {cost.even_at_ratio:.2f} times as much as an H20 instance."
     )
 
 
 def table_5(profile: Profile, simulate: bool) -> Section:
-    """Return Table 5, which the profile is fitted to."""
+    """Return Table 5, to which the profile is fitted."""
     rows: list[Row] = []
     for tokens, (mib, seconds, gbps) in published.TABLE_5.items():
         label = f"{tokens // 1024}K"
@@ -215,21 +216,22 @@ def table_5(profile: Profile, simulate: bool) -> Section:
                 published=gbps,
                 model=kv_bits_per_second(profile, tokens) / 1e9,
                 simulated=measured,
-                reason=f"the table's own cache over its own time is {own:.2f}",
+                reason=f"the table's own cache divided by its own time is {own:.2f}",
             ),
         ]
     return Section(
         title="Table 5: the internal 1T hybrid on one instance",
         intro=(
-            "An input, not a result: the model's column is the fit (a line for the cache, a quadratic with no "
-            "coefficient below zero for the time). Simulated: one prompt alone, and an instance that is never idle."
+            "This table is an input, not a result. The model's column is the fit: a line for the cache, and a "
+            "quadratic without negative coefficients for the time. "
+            "Simulated: one prompt, and an instance that is never idle."
         ),
         rows=tuple(rows),
     )
 
 
 def egress(simulate: bool) -> Section:
-    """Return what whole clusters would send, equation (2) on the figures of Table 3."""
+    """Return the egress of whole clusters: equation (2) with the figures of Table 3."""
     rows: list[Row] = []
     for model, tokens, gpus, tbps in published.EGRESS:
         gbps = published.PHI_GBPS[model][published.LENGTHS.index(tokens)]
@@ -243,12 +245,12 @@ def egress(simulate: bool) -> Section:
                 published=tbps,
                 model=instances * gbps / 1000,
                 simulated=seen,
-                reason="of which length is not said; it fits Table 3 at 128K" if gpus > 512 else "",
+                reason="the paper does not give the length; 128K fits Table 3" if gpus > 512 else "",
             )
         )
     return Section(
         title="Egress of whole clusters",
-        intro="Equation (2): B_out = N / 8 · Φ_kv, with Φ_kv of Table 3. Simulated: as many instances, never idle.",
+        intro="Equation (2): B_out = N / 8 · Φ_kv, with Φ_kv of Table 3. Simulated: N / 8 instances, never idle.",
         rows=tuple(rows),
     )
 
@@ -256,14 +258,14 @@ def egress(simulate: bool) -> Section:
 def memory() -> Section:
     """Return the published savings of Ring-2.5-1T's cache beside what its public configuration gives.
 
-    A layer of MLA keeps kv_lora_rank 512 and qk_rope_head_dim 64 values a token. What it is compared with is not
-    published: grouped queries with 8 key/value heads as wide as MLA's own, keys 192 and values 128, come nearest.
+    A layer of MLA keeps kv_lora_rank 512 and qk_rope_head_dim 64 values a token. The paper does not name the rival.
+    Grouped queries with 8 key/value heads as wide as MLA's own, keys 192 and values 128, give the nearest figures.
     """
     grouped, latent, layers = 8 * (192 + 128), 512 + 64, 8
     ours = (grouped / latent, float(layers), grouped / latent * layers)
     reasons = (
-        "against 8 key/value heads with keys of 192 and values of 128; with keys of 128 it is 3.6; which is not said",
-        "a token's bytes alone, as published; the linear layers' states, which do not grow with it, come on top",
+        "against 8 key/value heads with keys of 192 and values of 128; keys of 128 give 3.6; the paper names neither",
+        "only a token's bytes, as published; the linear layers' states are not included, and do not grow",
         "the product",
     )
     rows = tuple(
@@ -272,13 +274,13 @@ def memory() -> Section:
     )
     return Section(
         title="Cache of Ring-2.5-1T against grouped queries in every layer",
-        intro="Counted from the public configuration of the model's family; there is nothing to simulate.",
+        intro="These ratios follow from the public configuration of the model's family. There is nothing to simulate.",
         rows=rows,
     )
 
 
 def equal_cost_alone(file: PlanFile, model: Comparison) -> float:
-    """Return what the simulated hub serves that costs as much as the whole system."""
+    """Return the rate that a simulated hub of the whole system's cost serves."""
     cost = model.equal_cost
     count = cost.homogeneous.instances["pd"] if cost else 0
     hub = msgspec.structs.replace(file.system.hub[0], instances=count)
@@ -287,7 +289,7 @@ def equal_cost_alone(file: PlanFile, model: Comparison) -> float:
 
 
 def everything(file: PlanFile, simulate: bool) -> list[Section]:
-    """Return all tables; without `simulate` every simulated figure is left out."""
+    """Return all tables; without `simulate` they have no simulated figures."""
     model = compare(file)
     served = {name: serve(file, *plan) for name, plan in plans(file).items()} if simulate else {}
     alone = equal_cost_alone(file, model) if simulate else None
