@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from prfaas.telemetry.logs import LEVELS
+
 ROOT = Path(__file__).parents[2]
 CHARTS = ("prfaas", "prfaas-member")
 FREE = ("resources", "labels", "affinity", "metricsFrom", "nodeSelector")  # what Kubernetes itself defines, or its user
@@ -112,6 +114,12 @@ def test_no_object_of_a_schema_takes_what_nobody_named(chart):
         return here + [each for key, child in children.items() for each in open_objects(child, f"{path}.{key}")]
 
     assert open_objects(schema, "") == []
+
+
+def test_the_log_levels_are_those_that_the_operator_accepts():
+    """The operator refuses any other level at its start."""
+    _, schema = of_chart("prfaas")
+    assert schema["properties"]["operator"]["properties"]["logLevel"]["enum"] == list(LEVELS)
 
 
 @both_charts
