@@ -1,17 +1,22 @@
-"""Spans as gateway and workers tell them, with or without a collector to tell them to.
+"""Spans of gateway, workers and operator, with or without a collector that receives them.
 
-Without an OTLP endpoint in the environment nothing of OpenTelemetry is imported: a span is then a name for the context
-that came in and goes on. With one, otlp.py makes real spans of the same calls. Nothing here waits, or ever fails.
+Without an OTLP endpoint in the environment nothing of OpenTelemetry is imported: a span then only carries the context
+that came in and goes on. With an endpoint, otlp.py makes a real span of the same calls. Nothing here waits or fails.
 """
 
 import logging
 import os
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from prfaas.errors import install_extra
 from prfaas.wire.trace import TraceContext
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span as SdkSpan
+
+    from prfaas.telemetry.otlp import OtlpTracer
 
 log = logging.getLogger(__name__)
 
@@ -21,26 +26,39 @@ ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_EN
 
 
 class Span:
-    """One piece of work. As a context it ends with the block, and with the error that ends the block.
+    """One piece of work. As a context manager it ends with the block, and records the error that ends the block.
 
-    Attributes are named `prfaas.` and what they are called here.
+    An attribute `name` is exported as `prfaas.name`.
     """
 
-    def __init__(self, context: TraceContext):
+    def __init__(self, context: TraceContext, sdk: "SdkSpan | None" = None):
         self.context = context
-        """What those that work for this are given as their parent."""
+        """The parent of work that is done for this span."""
+        self._sdk = sdk
+        self._failed = False
 
     def set(self, **attributes: Attribute) -> None:
         """Add attributes."""
+        if self._sdk is not None:
+            self._sdk.set_attributes(_prefixed(attributes))
 
     def event(self, name: str, at: float | None = None, **attributes: Attribute) -> None:
-        """Add what happened at this moment, or at `at` in unix seconds."""
+        """Add an event, now or at `at` in unix seconds."""
+        if self._sdk is not None:
+            self._sdk.add_event(name, _prefixed(attributes), _nanoseconds(at))
 
     def fail(self, reason: str) -> None:
-        """Mark as failed; the first reason stays."""
+        """Mark the span as failed; the first reason stays."""
+        if self._sdk is not None and not self._failed:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._failed = True
+            self._sdk.set_status(Status(StatusCode.ERROR, reason))
 
     def end(self, at: float | None = None) -> None:
-        """End now, or at `at` in unix seconds. Only the first end counts."""
+        """End the span now, or at `at` in unix seconds. Only the first end counts."""
+        if self._sdk is not None and self._sdk.is_recording():
+            self._sdk.end(_nanoseconds(at))
 
     def __enter__(self) -> Self:
         return self
@@ -54,35 +72,50 @@ class Span:
 
 
 class Tracing:
-    """Starts spans; this one tells nobody."""
+    """Starts spans; without a tracer they are exported nowhere."""
 
-    is_on = False
+    def __init__(self, tracer: "OtlpTracer | None" = None):
+        self._tracer = tracer
+        self.is_on = tracer is not None
 
-    def start(self, _name: str, parent: TraceContext, _kind: Kind = "internal", _at: float | None = None, /) -> Span:
+    def start(self, name: str, parent: TraceContext, kind: Kind = "internal", at: float | None = None, /) -> Span:
         """Begin a span of this name, parent and kind, now or at a moment in unix seconds."""
-        return Span(parent)
+        if self._tracer is None:
+            return Span(parent)
+        span, context = self._tracer.start(name, parent, kind, _nanoseconds(at))
+        return Span(context, span)
 
     def close(self) -> None:
-        """Send what waits, for no longer than a moment."""
+        """Send what waits, but only for a moment."""
+        if self._tracer is not None:
+            self._tracer.close()
 
 
 OFF: Final = Tracing()
 
 
 def tracing_from_environment(service: str, attributes: Mapping[str, str]) -> Tracing:
-    """Return tracing as OpenTelemetry's environment variables want it, off where they name no OTLP endpoint.
+    """Return tracing as OpenTelemetry's environment variables ask for it, OFF where they name no OTLP endpoint.
 
     Args:
-        service: its `service.name`, unless the environment names another.
-        attributes: more of its resource; empty ones are left out.
+        service: `service.name`, unless the environment names another.
+        attributes: more of the resource; empty ones are left out.
 
     """
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return OFF
     try:
-        from prfaas.telemetry.otlp import OtlpTracing
+        from prfaas.telemetry.otlp import OtlpTracer
 
-        return OtlpTracing(service, {name: value for name, value in attributes.items() if value})
+        return Tracing(OtlpTracer(service, {name: value for name, value in attributes.items() if value}))
     except Exception as error:  # whatever is wrong with it, requests are served
         log.warning("no traces: %r; %s, or unset %s", error, install_extra("otel"), " and ".join(ENDPOINTS))
         return OFF
+
+
+def _prefixed(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    return {f"prfaas.{name}": value for name, value in attributes.items()}
+
+
+def _nanoseconds(at: float | None) -> int | None:
+    return None if at is None else round(at * 1e9)

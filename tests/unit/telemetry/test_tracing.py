@@ -13,15 +13,15 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from prfaas.telemetry.otlp import OtlpTracing
-from prfaas.telemetry.tracing import OFF, tracing_from_environment
+from prfaas.telemetry.otlp import OtlpTracer
+from prfaas.telemetry.tracing import OFF, Tracing, tracing_from_environment
 from prfaas.wire.trace import NO_TRACE, TraceContext
 
 CALLER = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "vendor=1")
 UNTRACED = """
 import sys
 import prfaas_gateway.server, prfaas_worker.front.server
-from prfaas.telemetry.tracing import OFF, tracing_from_environment
+from prfaas.telemetry.tracing import OFF, Tracing, tracing_from_environment
 assert tracing_from_environment("x", {}) is OFF
 found = [name for name in sys.modules if name.partition(".")[0] in ("opentelemetry", "google", "requests")]
 assert not found, found
@@ -83,7 +83,7 @@ def test_a_missing_or_broken_library_is_a_warning_and_no_more(monkeypatch, caplo
 
 def test_a_span_continues_the_callers_trace_and_the_next_ones_continue_it():
     exporter = Exporter()
-    tracing = OtlpTracing("s", {"prfaas.instance": "i"}, exporter)
+    tracing = Tracing(OtlpTracer("s", {"prfaas.instance": "i"}, exporter))
     with tracing.start("outer", CALLER) as outer:
         tracing.start("inner", outer.context, "server", 1000.0).end(1001.5)
     tracing.close()
@@ -98,7 +98,7 @@ def test_a_span_continues_the_callers_trace_and_the_next_ones_continue_it():
 
 def test_the_error_that_ends_a_block_is_the_spans_and_the_first_reason_stays():
     exporter = Exporter()
-    tracing = OtlpTracing("s", {}, exporter)
+    tracing = Tracing(OtlpTracer("s", {}, exporter))
     span = tracing.start("x", NO_TRACE)
     span.fail("first")
     with pytest.raises(ValueError, match="second"), span:
@@ -112,7 +112,7 @@ def test_the_error_that_ends_a_block_is_the_spans_and_the_first_reason_stays():
 def test_the_sampler_is_the_environments_and_what_is_not_sampled_passes_on(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     exporter = Exporter()
-    tracing = OtlpTracing("s", {}, exporter)
+    tracing = Tracing(OtlpTracer("s", {}, exporter))
     with tracing.start("x", CALLER) as span:
         assert span.context.trace_id == CALLER.trace_id
         assert span.context.traceparent.endswith("-00"), "nor shall those that come after sample it"
@@ -125,7 +125,7 @@ def test_a_collector_that_hangs_holds_nobody_up_and_the_queue_has_an_end(monkeyp
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "50")
     answers = threading.Event()
     exporter = Exporter(lambda: answers.wait(30))
-    tracing = OtlpTracing("s", {}, exporter)
+    tracing = Tracing(OtlpTracer("s", {}, exporter))
     for _ in range(5000):  # none of these waits, or the test would
         tracing.start("x", NO_TRACE).end()
     answers.set()
@@ -136,7 +136,7 @@ def test_a_collector_that_hangs_holds_nobody_up_and_the_queue_has_an_end(monkeyp
 def test_a_collector_that_is_away_costs_one_line_until_it_is_back(caplog):
     caplog.set_level(logging.INFO)
     exporter = Exporter(takes=lambda: False)
-    tracing = OtlpTracing("s", {}, exporter)
+    tracing = Tracing(OtlpTracer("s", {}, exporter))
 
     def export() -> None:
         before = exporter.batches
