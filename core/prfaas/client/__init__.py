@@ -1,4 +1,4 @@
-"""The Python SDK: typed requests to a prfaas gateway, with a say in where prompts are prefilled.
+"""The Python SDK: typed requests to a prfaas gateway, with preferences for where prompts are prefilled.
 
     from prfaas.client import Client, Prefer
 
@@ -6,7 +6,7 @@
     answer = client.chat("kimi", [{"role": "user", "content": "Hello"}])
     print(answer.text, answer.decision.prefill_cluster)
 
-Needs the extra `client`. Errors are of the tree in prfaas.errors.
+Needs the extra `client`. Its errors are subclasses of those in prfaas.errors.
 """
 
 from prfaas.client.answers import (
@@ -18,11 +18,9 @@ from prfaas.client.answers import (
     Message,
     Usage,
 )
-from prfaas.client.asynchronous import AsyncClient, AsyncStream
+from prfaas.client.client import AsyncClient, AsyncStream, Client, Stream
 from prfaas.client.errors import BrokenStreamError, BusyError, DeadlinePassedError
-from prfaas.client.places import Forbid, Places, Prefer
-from prfaas.client.requests import Parameters
-from prfaas.client.synchronous import Client, Stream
+from prfaas.client.requests import Forbid, Parameters, Places, Prefer
 
 __all__ = [
     "AsyncClient",

@@ -1,13 +1,18 @@
-"""Answers of the OpenAI API as types, and the decision that their headers tell. Unknown fields are ignored."""
+"""Answers of the OpenAI API as types, whole or as a stream's chunks, and the decision that their headers report.
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+Unknown fields are ignored. A stream's bytes may be cut anywhere.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from prfaas.client.errors import BrokenStreamError, error_in_stream
 from prfaas.errors import ProtocolError
 from prfaas.wire import headers as names
 
+MAX_EVENT_BYTES: Final = 16 << 20
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -142,6 +147,7 @@ class Models(msgspec.Struct, frozen=True):
 
 Answer = TypeVar("Answer", Completion, ChatCompletion, CompletionChunk, ChatCompletionChunk, Models)
 Whole = TypeVar("Whole", Completion, ChatCompletion)
+Chunk = TypeVar("Chunk", CompletionChunk, ChatCompletionChunk)
 
 
 def read_answer(body: bytes, kind: type[Answer]) -> Answer:
@@ -186,3 +192,61 @@ def _number(headers: Mapping[str, str], name: str) -> float | None:
 def _count(headers: Mapping[str, str], name: str) -> int | None:
     text = headers.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+
+
+class EventSplitter:
+    """Splits a stream into the data of its events; comments and other fields are dropped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """Yield the data of every event that is whole with this piece; raises ProtocolError for one that never ends."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ProtocolError(f"an event of the stream has more than {MAX_EVENT_BYTES} bytes")
+        for line in (whole.removesuffix(b"\r") for whole in lines):
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data = []
+
+
+class ChunkReader:
+    """Reads the pieces of one answer. `is_done` once the server has said that it is whole."""
+
+    def __init__(self, kind: type[Any]):
+        self._kind = kind
+        self._events = EventSplitter()
+        self.is_done = False
+
+    def feed(self, piece: bytes) -> Iterator[Any]:
+        """Yield the chunks that are whole with this piece; raises the error that the server tells."""
+        for data in self._events.feed(piece):
+            if data == b"[DONE]":
+                self.is_done = True
+                return
+            if (told := _error_of(data)) is not None:
+                raise error_in_stream(told)
+            yield read_answer(data, self._kind)
+
+    def end(self) -> None:
+        """Raise BrokenStreamError unless the answer is whole: a stream that simply ends is not."""
+        if not self.is_done:
+            raise BrokenStreamError("the stream ended before the answer was whole")
+
+
+class _MaybeError(msgspec.Struct):
+    error: Any = None
+
+
+_maybe_error = msgspec.json.Decoder(_MaybeError)
+
+
+def _error_of(data: bytes) -> object:
+    try:
+        return _maybe_error.decode(data).error
+    except UNREADABLE as error:
+        raise ProtocolError(f"an event of the stream is not JSON: {error}") from error

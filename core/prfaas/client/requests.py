@@ -1,29 +1,80 @@
-"""Requests as they are sent: body, headers, how long to wait, and whether to send one again. Knows no sockets.
+"""Requests as they are sent: places, body, headers, how long to wait, and whether to send one again.
 
-A request is sent again only where the server has said that it did nothing with it (429, 503), or where no connection to
-it came about. Whatever else goes wrong may have cost tokens already, and is the caller's to judge.
+A request is sent again only where the server said that it did nothing with it (429, 503), or where no connection came
+about. Any other failure may have cost tokens already; the caller decides about it.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypedDict
 from urllib.parse import urlsplit
 
+import httpx
 import msgspec
 
 from prfaas.client.errors import BusyError, DeadlinePassedError, error_of
-from prfaas.client.places import Places
-from prfaas.errors import BadInputError, PrfaasError, UnreachableError
+from prfaas.errors import BadInputError, PeerError, PrfaasError, UnreachableError
 from prfaas.wire import headers as names
-from prfaas.wire.preferences import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS, Offload, read_offload
+from prfaas.wire.preferences import (
+    MAX_DEADLINE_SECONDS,
+    MIN_DEADLINE_SECONDS,
+    Offload,
+    check_datacenters,
+    read_offload,
+    write_datacenters,
+)
 
 RETRIES: Final = 2
+FIRST_PAUSE_SECONDS: Final = 0.1
 CONNECT_SECONDS: Final = 5.0
 GRACE_SECONDS: Final = 2.0
-"""How much longer than the deadline the client itself waits: the gateway's own word for it is the better one."""
-ANYWHERE: Final = Places()
+"""How much longer than the deadline the client itself waits, so that the gateway's own error arrives first."""
 
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Messages = Sequence[Mapping[str, Any]]
+
+
+class Places:
+    """Datacenters to prefer, best first, and to forbid. A name covers what lies in it: `us` covers us-east-1.
+
+    Raises:
+        RequestError: what is no name, or is both preferred and forbidden.
+
+    """
+
+    def __init__(self, prefer: tuple[str, ...] = (), forbid: tuple[str, ...] = ()):
+        check_datacenters(prefer, forbid)
+        self._prefer = prefer
+        self._forbid = forbid
+
+    def prefer(self, *names: str) -> "Places":
+        """Return these places with further datacenters to prefer, after those already named."""
+        return Places((*self._prefer, *names), self._forbid)
+
+    def forbid(self, *names: str) -> "Places":
+        """Return these places with further datacenters to forbid."""
+        return Places(self._prefer, (*self._forbid, *names))
+
+    def __str__(self) -> str:
+        return write_datacenters(self._prefer, self._forbid)
+
+
+class Prefer(Places):
+    """Prefer these datacenters, best first."""
+
+    def __init__(self, *names: str):
+        super().__init__(prefer=names)
+
+
+class Forbid(Places):
+    """Forbid these datacenters."""
+
+    def __init__(self, *names: str):
+        super().__init__(forbid=names)
+
+
+ANYWHERE: Final = Places()
 
 
 class Parameters(TypedDict, total=False):
@@ -55,15 +106,15 @@ class Parameters(TypedDict, total=False):
     cache_salt: str
 
 
-class Options(NamedTuple):
-    """What holds for every request of a client."""
+class ClientOptions(NamedTuple):
+    """The options of every request of a client."""
 
     api_key: str | None = None
     datacenters: Places = ANYWHERE
     offload: Offload = "auto"
     deadline: float | None = None
 
-    def checked(self) -> "Options":
+    def checked(self) -> "ClientOptions":
         """Return these options; raises BadInputError for what no request could carry."""
         read_offload(self.offload)
         if self.deadline is not None and not MIN_DEADLINE_SECONDS <= self.deadline <= MAX_DEADLINE_SECONDS:
@@ -73,80 +124,117 @@ class Options(NamedTuple):
             raise BadInputError("api_key must be printable ASCII; is there a line break at its end?")
         return self
 
-    def changed(self, changes: Mapping[str, Any]) -> "Options":
+    def changed(self, changes: Mapping[str, Any]) -> "ClientOptions":
         """Return these options with some changed; raises BadInputError for unknown or unusable ones."""
         if unknown := changes.keys() - set(self._fields):
             raise BadInputError(f"unknown options {sorted(unknown)}; there are {', '.join(self._fields)}")
         return self._replace(**changes).checked()
 
 
-class Attempt:
+class Call(NamedTuple):
+    """One call of the gateway's API."""
+
+    method: str
+    path: str
+    body: bytes = b""
+
+
+LIST_MODELS: Final = Call("GET", "/v1/models")
+
+
+def call_completions(model: str, prompt: Prompt, parameters: Mapping[str, Any], *, stream: bool = False) -> Call:
+    """Return the call that continues a prompt; raises BadInputError for what JSON cannot express."""
+    return Call("POST", "/v1/completions", _body({"model": model, "prompt": prompt}, parameters, stream=stream))
+
+
+def call_chat(model: str, messages: Messages, parameters: Mapping[str, Any], *, stream: bool = False) -> Call:
+    """Return the call that answers a conversation; raises BadInputError for what JSON cannot express."""
+    return Call(
+        "POST", "/v1/chat/completions", _body({"model": model, "messages": messages}, parameters, stream=stream)
+    )
+
+
+class RequestAttempt:
     """One request from its first sending to its last.
 
     Args:
+        call: the call to make.
         options: of the client.
-        now_seconds: by a monotonic clock, as everywhere here.
+        http: the client's connections.
 
     """
 
-    def __init__(self, options: Options, now_seconds: float):
+    def __init__(self, call: Call, options: ClientOptions, http: httpx.Client | httpx.AsyncClient):
+        self._call = call
         self._options = options
-        self._ends_seconds = None if options.deadline is None else now_seconds + options.deadline
+        self._http = http
+        self._ends_seconds = None if options.deadline is None else time.monotonic() + options.deadline
         self._retries = 0
+        self.pause_seconds = 0.0
+        """How long to wait before the next sending."""
 
-    def headers(self, now_seconds: float) -> dict[str, str]:
-        """Return the headers of a sending that begins now; raises DeadlinePassedError."""
+    def request(self) -> httpx.Request:
+        """Return the request to send now; raises DeadlinePassedError."""
         options = self._options
-        found = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         if options.api_key is not None:
-            found["Authorization"] = f"Bearer {options.api_key}"
+            headers["Authorization"] = f"Bearer {options.api_key}"
         if places := str(options.datacenters):
-            found[names.DATACENTERS] = places
+            headers[names.DATACENTERS] = places
         if options.offload != "auto":
-            found[names.OFFLOAD] = options.offload
-        left_seconds = self.left_seconds(now_seconds)
-        if left_seconds is not None:
-            found[names.DEADLINE_SECONDS] = f"{left_seconds:.3f}"
-        return found
+            headers[names.OFFLOAD] = options.offload
+        timeout_seconds = None
+        if self._ends_seconds is not None:
+            left_seconds = self._ends_seconds - time.monotonic()
+            if left_seconds < 0.001:
+                raise DeadlinePassedError(f"no answer within {options.deadline} s")
+            headers[names.DEADLINE_SECONDS] = f"{left_seconds:.3f}"
+            timeout_seconds = left_seconds + GRACE_SECONDS
+        timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
+        method, path, body = self._call
+        return self._http.build_request(method, path, content=body, headers=headers, timeout=timeout)
 
-    def left_seconds(self, now_seconds: float) -> float | None:
-        """Return what is left of the deadline, None without one; raises DeadlinePassedError."""
-        if self._ends_seconds is None:
-            return None
-        left_seconds = self._ends_seconds - now_seconds
-        if left_seconds < 0.001:
-            raise DeadlinePassedError(f"no answer within {self._options.deadline} s")
-        return left_seconds
+    @contextmanager
+    def sending(self) -> Generator[None]:
+        """Raise our errors for httpx's. A failed connection that may be tried again only sets `pause_seconds`."""
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            unreachable = UnreachableError(f"{self._http.base_url}: {error}")
+            self._pause(unreachable, FIRST_PAUSE_SECONDS * 2**self._retries)
+        except httpx.TimeoutException as error:
+            raise DeadlinePassedError(f"no answer within {self._options.deadline} s") from error
+        except httpx.HTTPError as error:
+            raise UnreachableError(f"{self._http.base_url}: {error or type(error).__name__}") from error
 
-    def after_no_connection(self, reason: str, now_seconds: float) -> float:
-        """Return how long to wait before the next sending; raises UnreachableError where there is none."""
-        return self._pause(UnreachableError(reason), 0.1 * 2**self._retries, now_seconds)
-
-    def after_answer(self, status: int, headers: Mapping[str, str], body: bytes, now_seconds: float) -> float:
-        """Return how long to wait after an answer with a status of 400 or more, or raise the error that it is."""
-        error = error_of(status, headers, body)
+    def refused(self, response: httpx.Response, body: bytes) -> None:
+        """Set `pause_seconds` after an answer with a status of 400 or more, or raise the error that it is."""
+        error = error_of(response.status_code, response.headers, body)
         if not isinstance(error, BusyError):
             raise error
-        return self._pause(error, error.retry_after_seconds, now_seconds)
+        self._pause(error, error.retry_after_seconds)
 
-    def _pause(self, error: PrfaasError, seconds: float, now_seconds: float) -> float:
-        is_too_late = self._ends_seconds is not None and now_seconds + seconds >= self._ends_seconds
+    def _pause(self, error: PrfaasError, seconds: float) -> None:
+        is_too_late = self._ends_seconds is not None and time.monotonic() + seconds >= self._ends_seconds
         if self._retries == RETRIES or is_too_late:
             raise error
         self._retries += 1
-        return seconds
+        self.pause_seconds = seconds
 
 
-def body_of(fields: Mapping[str, Any], parameters: Mapping[str, Any], *, stream: bool) -> bytes:
-    """Return a request's body; raises BadInputError for what JSON cannot say."""
+@contextmanager
+def reading(late: str, broken: type[PeerError], what: str) -> Generator[None]:
+    """Raise DeadlinePassedError with the text `late`, or `broken`, for httpx's errors while `what` is read."""
     try:
-        return msgspec.json.encode({**fields, **parameters, **({"stream": True} if stream else {})})
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadInputError(f"the request cannot be written as JSON: {error}") from error
+        yield
+    except httpx.TimeoutException as error:
+        raise DeadlinePassedError(late) from error
+    except httpx.HTTPError as error:
+        raise broken(f"{what} broke off: {error or type(error).__name__}") from error
 
 
 def server_of(base_url: str) -> str:
-    """Return a gateway's address without /v1 at its end; raises BadInputError for what is no address."""
+    """Return a gateway's address without /v1 at its end; raises BadInputError where it is not an address."""
     try:
         parts = urlsplit(base_url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -155,3 +243,10 @@ def server_of(base_url: str) -> str:
     if not is_address or not base_url.isprintable():
         raise BadInputError(f"base_url is {base_url!r}; want http://HOST:PORT or https://HOST:PORT")
     return base_url.rstrip("/").removesuffix("/v1")
+
+
+def _body(fields: Mapping[str, Any], parameters: Mapping[str, Any], *, stream: bool) -> bytes:
+    try:
+        return msgspec.json.encode({**fields, **parameters, **({"stream": True} if stream else {})})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadInputError(f"the request cannot be written as JSON: {error}") from error

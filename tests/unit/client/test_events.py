@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.client.answers import CompletionChunk, read_decision
+from prfaas.client.answers import MAX_EVENT_BYTES, ChunkReader, CompletionChunk, EventSplitter, read_decision
 from prfaas.client.errors import error_of
-from prfaas.client.events import MAX_EVENT_BYTES, Chunks, Events
 from prfaas.errors import PrfaasError, ProtocolError
 
 STREAM = b': note\ndata: {"a":1}\r\n\r\nevent: x\ndata: b\ndata:c\n\n\n\ndata: [DONE]\n\n'
@@ -14,7 +13,7 @@ STREAM = b': note\ndata: {"a":1}\r\n\r\nevent: x\ndata: b\ndata:c\n\n\n\ndata: [
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=20))
 def test_cut_points_do_not_matter(cuts):
-    events, found, at = Events(), [], 0
+    events, found, at = EventSplitter(), [], 0
     for cut in sorted([*cuts, len(STREAM)]):
         found += events.feed(STREAM[at:cut])
         at = max(at, cut)
@@ -23,7 +22,7 @@ def test_cut_points_do_not_matter(cuts):
 
 @given(st.lists(st.binary(max_size=50)))
 def test_any_bytes_are_read_or_end_in_an_error_of_ours(pieces):
-    chunks = Chunks(CompletionChunk)
+    chunks = ChunkReader(CompletionChunk)
     try:
         for piece in pieces:
             for chunk in chunks.feed(b"data: " + piece + b"\n\n"):
@@ -34,7 +33,7 @@ def test_any_bytes_are_read_or_end_in_an_error_of_ours(pieces):
 
 
 def test_an_event_that_never_ends_is_cut_off():
-    events = Events()
+    events = EventSplitter()
     assert list(events.feed(b"x" * MAX_EVENT_BYTES)) == []
     with pytest.raises(ProtocolError, match="more than"):
         list(events.feed(b"x"))
