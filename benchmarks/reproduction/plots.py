@@ -1,4 +1,4 @@
-"""The page's pictures, as SVG with text as text: small, and the same bytes each time."""
+"""Draws the page's pictures as SVG. Text stays text, and equal figures give equal bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path

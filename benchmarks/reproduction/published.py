@@ -1,4 +1,4 @@
-"""What the paper published (arXiv:2604.15039), as figures. Table 6 stands in examples/paper.yaml, beside the system."""
+"""The paper's published figures (arXiv:2604.15039). Table 6 is in examples/paper.yaml, with the system."""
 
 from typing import Final
 

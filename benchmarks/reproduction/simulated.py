@@ -1,8 +1,8 @@
-"""The paper's case served request by request, with the product's own decisions: here shows what equations leave out.
+"""Simulates the paper's case request by request with the product's decisions, and so includes what equations leave out.
 
-carried      what is served a second when 15 % more comes than the plan carries
-stages       the same of each stage alone: 15 % more of its requests come, and no other stage counts
-first_token  times at 2 % load, where hardly anything waits, with caches that cross after their prefill as published
+carried      requests served per second when 15 % more arrive than the plan carries
+stages       the same for each stage by itself, without limits of the other stages
+first_token  times at 2 % load, almost without waits; caches cross after their prefill, as in the paper
 """
 
 import random
@@ -29,7 +29,7 @@ STAGE_REQUESTS = 10_000
 QUIET_LOAD = 0.02
 QUIET_REQUESTS = 5_000
 WHOLE = 1 << 20
-"""A chunk as long as any prompt: the cache crosses when all of it is computed."""
+"""A chunk as long as any prompt: a cache crosses after its whole prefill."""
 NO_WORK = Profile(state_bytes=0, token_bytes=1, token_seconds=1e-11)
 
 
@@ -40,13 +40,13 @@ def carried(system: System, workload: Workload, plan: Plan, seed: int = 1) -> Re
 
 
 def first_token(system: System, workload: Workload, plan: Plan) -> Result:
-    """Serve so little that nothing waits."""
+    """Serve a load so low that no request waits."""
     quiet = msgspec.structs.replace(scenario(system, plan), chunk_tokens=WHOLE)
     return _serve(quiet, _requests(system, workload, QUIET_LOAD * plan.lambda_max, 1, QUIET_REQUESTS))
 
 
 def stages(file: PlanFile, system: System, plan: Plan) -> dict[str, float]:
-    """Return the requests a second of each stage that the plan has."""
+    """Return the requests per second of each stage of the plan."""
     tokens = plan.threshold_tokens
     if tokens is None:
         tokens = 0 if plan.offloaded_fraction > 0 else file.workload.max_tokens
@@ -73,7 +73,7 @@ def _part(workload: Workload, offloaded: bool, threshold_tokens: int) -> Workloa
 
 
 def scenario(system: System, plan: Plan, everything_at_home: bool = False) -> Scenario:
-    """Return the plan's split, with its threshold that stays."""
+    """Return the plan's split with its threshold, which does not move."""
     longest = 1 << 21
     tokens = plan.threshold_tokens
     if tokens is None:
@@ -90,18 +90,18 @@ def scenario(system: System, plan: Plan, everything_at_home: bool = False) -> Sc
 
 
 def alone(profile: Profile, tokens: int) -> float:
-    """Return the seconds of one prompt on an instance where nothing else happens."""
+    """Return the seconds of one prompt on an idle instance."""
     return _serve(_lone(profile, 1), [Arrival(0.0, tokens, 1)]).ttft_seconds.mean
 
 
 def egress_gbps(profile: Profile, tokens: int, instances: int, rounds: int = 40) -> float:
-    """Return what leaves instances that always have a prompt of this length to prefill."""
+    """Return the egress of instances that always have a prompt of this length to prefill."""
     arrivals = [Arrival(0.0, tokens, 1)] * (instances * rounds)
     return _serve(_lone(profile, instances), arrivals).egress_gbps
 
 
 def _lone(profile: Profile, instances: int) -> Scenario:
-    """Return an offload pool before a link without limit, and a hub that does nothing."""
+    """Return an offload pool behind a link without a limit, and a hub without work."""
     system = System(
         links=(Link(name="link", capacity_mbps=1e9),),
         offload=(OffloadPool(name="pool", profile=profile, instances=instances, link="link"),),
