@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begin_logs("prfaas-operator", lambda: logs.configure("operator", options.log_format))
 
     def serve() -> int:
-        from prfaas_operator import serve as process  # here, so that wrong flags are reported even where an extra is missing
+        # here, so that wrong flags are reported even where an extra is missing
+        from prfaas_operator import serve as process
 
         try:
             asyncio.run(process.serve(options))

@@ -60,7 +60,9 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         str | None, typer.Option(help="Address of the member's API server as the hub reaches it, if not the context's.")
     ] = None,
     round_trip_millis: Annotated[int, typer.Option(min=0, help="Round-trip time of the link in ms.")] = 0,
-    addressing: Annotated[Addressing, typer.Option(help="Address by which the hub reaches worker pods.")] = Addressing.POD_IP,
+    addressing: Annotated[
+        Addressing, typer.Option(help="Address by which the hub reaches worker pods.")
+    ] = Addressing.POD_IP,
     datacenter: Annotated[str, typer.Option(help="Datacenter name for policies' prefer and forbid.")] = "",
     region: Annotated[str, typer.Option(help="Free text.")] = "",
     token_days: TokenDays = DEFAULT_TOKEN_DAYS,

@@ -75,7 +75,9 @@ async def _authority(member: ClusterClient) -> str:
         if published is not None:
             return published["data"]["ca.crt"]
         await asyncio.sleep(POLL_SECONDS)
-    raise ConfigError(f"ConfigMap {ROOT_CA} does not exist after {AUTHORITY_SECONDS:g} s; does the controller manager run?")
+    raise ConfigError(
+        f"ConfigMap {ROOT_CA} does not exist after {AUTHORITY_SECONDS:g} s; does the controller manager run?"
+    )
 
 
 async def _until_ready(hub: ClusterClient, name: str, wait_seconds: float) -> Object:

@@ -52,7 +52,8 @@ class OperatorOptions(NamedTuple):
         float, typer.Option(min=0.001, help="Life of a certificate; it is renewed when two thirds are over.")
     ] = DEFAULT_CERTIFICATE_HOURS
     authority_hours: Annotated[
-        float, typer.Option(min=0.001, help="Life of the authority that signs them; it is replaced when two thirds are over.")
+        float,
+        typer.Option(min=0.001, help="Life of the authority that signs them; it is replaced when two thirds are over."),
     ] = DEFAULT_AUTHORITY_HOURS
     certificate_settle_seconds: Annotated[
         float, typer.Option(min=1, help="Longest time until every pod has read a changed Secret.")

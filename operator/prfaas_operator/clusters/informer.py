@@ -74,7 +74,7 @@ class Informer(Generic[T]):
                         self._take(change)
                     else:
                         self._replace(change)
-            except Exception:  # a bug, or an object that no API server sends, must not end the informer and must be visible
+            except Exception:  # a bug, or a malformed object, must not end the informer and must be visible
                 log.exception("%s informer: internal error; retry in %g s", self._kind.plural, MAX_BACKOFF_SECONDS)
                 self.is_fresh = False
                 await asyncio.sleep(MAX_BACKOFF_SECONDS)

@@ -35,7 +35,9 @@ REST_SECONDS: Final[Mapping[ObjectKind, float]] = {POLICY: 1.0, MEMBER_CLUSTER: 
 """A routing table is written, and a member probed, at most once a second, however fast pods and pools come and go."""
 
 PAUSED: Final = ConditionState(
-    "Unknown", "Paused", f"the operator changes none of its children; remove the annotation {ownership.PAUSED} to resume"
+    "Unknown",
+    "Paused",
+    f"the operator changes none of its children; remove the annotation {ownership.PAUSED} to resume",
 )
 
 

@@ -90,7 +90,7 @@ def read_store(secret: Secret, now: datetime) -> Store:
         ends = ends or min(identity.validity_of_pem(text).not_after for text in current.values())
     except PrfaasError as error:
         raise AuthorityDamagedError(
-            f"{error}; restore it from a backup. Certificates in use stay valid until they expire; none is renewed meanwhile"
+            f"{error}; restore it from a backup. Certificates in use stay valid until they expire; none is renewed"
         ) from error
     states = Authorities(
         frozenset(current),

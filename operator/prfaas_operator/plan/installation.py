@@ -55,9 +55,7 @@ def unknown(found: Installation, facts: PolicyFacts) -> str:
     if seen is None:
         return "the gateway's scheduler has no summary of its measurements yet: send requests for a minute"
     if seen.prompts < wire.MIN_PROMPTS:
-        return (
-            f"{seen.prompts} prompts in the last minutes are too few to know their lengths; {wire.MIN_PROMPTS} are needed"
-        )
+        return f"{seen.prompts} prompts in the last minutes are too few; {wire.MIN_PROMPTS} are needed"
     if seen.output_milli_tokens is None:
         return "no answer ended in the last minutes, so the length of answers is not known"
     if _batch(decode, seen) is None or _step_seconds(decode, seen) is None:

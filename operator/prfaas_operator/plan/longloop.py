@@ -40,7 +40,7 @@ class Summary(NamedTuple):
 
 
 def sighted(last: Summary | None, time: str, now: datetime, monotonic_seconds: float) -> Summary:
-    """Return the age of the summary in a policy's present status."""
+    """Return the summary in a policy's present status, with its age and the time of its first sight."""
     if last is not None and last.time == time:
         return last
     age_seconds = abs(_age_seconds(time, now)) if last is None else 0.0

@@ -46,8 +46,7 @@ def is_default(live: Mapping[str, Any]) -> bool:
 
 
 def written_before(live: Mapping[str, Any], moment: datetime) -> bool:
-    """Return true if spec.replicas is surely older than a moment; the API server keeps no time for a write by
-    /scale."""
+    """Return true if spec.replicas is surely older than a moment; a write by /scale has no time."""
     last = _last_writer(live)
     time = live["metadata"]["creationTimestamp"] if last is None else last.get("time")
     return bool(time) and datetime.fromisoformat(time) < moment

@@ -95,7 +95,7 @@ def _model_mismatch(facts: PolicyFacts) -> ConditionState | None:
             what = f"{pool.kind_name} {pool.metadata.name}"
             return no(
                 "ModelMismatch",
-                f"{what} serves {pool.spec.model.name}, but the policy {wanted}; {what} gets no request until both agree",
+                f"{what} serves {pool.spec.model.name}, the policy {wanted}; {what} gets no request until both agree",
             )
     return None
 

@@ -455,7 +455,9 @@ async def _ask_for_one(hub: ClusterClient, name: str, known: Mapping[str, Object
         return _Issued(None, None, _why_pending(live))
     try:
         if not read.content(secret, read.TRUSTED).strip():
-            return _Issued(None, None, f"the issuer gives no {read.TRUSTED}; choose an issuer that publishes its authority")
+            return _Issued(
+                None, None, f"the issuer gives no {read.TRUSTED}; choose an issuer that publishes its authority"
+            )
         return _Issued(read.read_issued(secret, hub.now()), secret)
     except PrfaasError as error:
         return _Issued(None, None, f"Secret {render.issued_secret(name)}: {error}")

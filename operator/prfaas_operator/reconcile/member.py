@@ -187,7 +187,7 @@ class MemberReconciler:
         return ReconcileResult(conditions, fields, again_seconds=PROBE_SECONDS)
 
     async def _sweep(self, member: MemberCluster) -> Owned:
-        """Delete orphans: children of pools that gave up while the cluster was not reached; return their number.
+        """Delete orphans: children of pools that gave up while the cluster was not reached; return them.
 
         Watches only raise the suspicion, because the order of their events may be wrong for a new pool.
         """

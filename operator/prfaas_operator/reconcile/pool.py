@@ -86,8 +86,8 @@ class PoolReconciler:
         return self.roles.result_of(shared, result, failures) if shared else result
 
     def _again_seconds(self, cluster: ClusterClient, ready: ConditionState) -> float | None:
-        """Return the delay until the next reconcile, None for the usual one; None where every change of an instance
-        wakes the pool.
+        """Return the delay until the next reconcile: a longer one where every change wakes the pool, None for the usual
+        one.
         """
         if not self.children.follows_all(cluster):
             return None

@@ -51,7 +51,7 @@ def owner_reference(owner: Resource) -> Manifest:
 
 
 def pod_environment() -> list[Manifest]:
-    """Return the downward API variables of every process: its own name, address and namespace."""
+    """Return the downward API variables that every process reads its own address and names from."""
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS]
 
 

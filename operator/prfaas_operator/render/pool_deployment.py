@@ -127,7 +127,7 @@ def _pod(pool: Pool, *, by_host: bool) -> Manifest:
         "schedulerName": template.scheduler_name,
         "affinity": _affinity(template),
         "topologySpreadConstraints": [
-            # Only instances of one template count: during a rollout the old ones would draw the new ones to the same nodes.
+            # Only instances of one template count: in a rollout the old ones would draw the new ones to the same nodes.
             {**_dump(spread), "labelSelector": {"matchLabels": selector(pool)}, "matchLabelKeys": ["pod-template-hash"]}
             for spread in (SPREAD if template.topology_spread is None else template.topology_spread)
         ],

@@ -175,7 +175,7 @@ def test_a_policy_says_that_its_gateway_waits_for_a_certificate(joined):
     policy = {"model": "kimi-linear-tiny", "decodePool": "home", "threshold": {"mode": "Disabled"}}
     joined.hub.apply(joined.resource("PrfaaSPolicy", "early", **policy))
     message = joined.hub.wait_reason("prfaas", "early", "CertificateNotReady")["message"]
-    assert "Secret prfaas-tls is not in cluster hub: AuthorityMissing" in message
+    assert "Secret prfaas-tls does not exist in cluster hub: AuthorityMissing" in message
     joined.hub.apply({**authority, "metadata": {"name": AUTHORITY, "labels": authority["metadata"]["labels"]}})
     joined.hub.wait_reason("prfaas", "early", "NoReadyInstances")
     joined.hub.kubectl("delete", "prfaas", "early", "--timeout=60s")

@@ -39,7 +39,7 @@ def test_an_edit_is_put_back_and_told_with_its_author(world, home):
     links = lambda: home.get("deployment", "decode")["spec"]["template"]["spec"]["enableServiceLinks"]  # noqa: E731
     world.eventually(lambda: links() is False, "the Deployment is as rendered again")
     message = world.eventually(lambda: events(home, "decode", "ChildEdited"), "an Event")[0]
-    assert message == ("Deployment decode: somebody changed spec.template.spec.enableServiceLinks; put back")
+    assert message == ("Deployment decode: somebody changed spec.template.spec.enableServiceLinks; reverted")
 
 
 def test_who_takes_a_field_over_by_apply_loses_it_again_and_keeps_what_is_theirs(world, home):

@@ -129,7 +129,8 @@ def test_a_deletion_waits_for_a_dead_cluster_as_long_as_it_was_told(joined, line
 
     def waits_until() -> str:
         message = joined.hub.condition("pfpool", "away")["message"]
-        return message.rpartition("the pool goes without that at ")[2] if "goes without that" in message else ""
+        before, _, until = message.rpartition("the pool is released without that at ")
+        return until if before else ""
 
     until = datetime.fromisoformat(joined.eventually(waits_until, "the deadline is said"))
     assert abs(until - datetime.now(UTC) - timedelta(hours=1)) < CLOSE

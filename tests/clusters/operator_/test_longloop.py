@@ -145,7 +145,7 @@ def test_a_policy_that_measures_nothing_may_neither_convert_nor_scale(balanced):
 def test_without_measurements_nothing_is_changed_and_the_policy_says_so(balanced):
     found = wait_balance(balanced, "NotMeasured", look(balanced))
     assert found["status"] == "Unknown"
-    assert "scheduler has not summed up" in found["message"]
+    assert "scheduler has no summary" in found["message"]
     assert replicas(balanced) == (1, 3)
 
 
@@ -208,11 +208,11 @@ def test_the_plan_command_reads_what_the_installation_measures(balanced):
     assert "Lambda_max, 1/s" in planned(balanced).stdout
     unknown = planned(balanced, "--policy", "gemma")
     assert unknown.returncode == 1
-    assert "--policy is 'gemma', which is no PrfaaSPolicy" in unknown.stderr
+    assert "--policy is 'gemma', but no such PrfaaSPolicy exists" in unknown.stderr
 
 
 @pytest.mark.parametrize(
-    ("manager", "words"), [("kubectl-scale", "are its user's"), ("kube-controller-manager", "are an autoscaler's")]
+    ("manager", "words"), [("kubectl-scale", "a user owns"), ("kube-controller-manager", "an autoscaler owns")]
 )
 def test_replicas_that_somebody_else_wrote_are_left_alone(balanced, manager, words):
     balanced.hub.kubectl("annotate", "dcpool/decode", "pfpool/swing", f"{OWNED}-")
@@ -222,7 +222,7 @@ def test_replicas_that_somebody_else_wrote_are_left_alone(balanced, manager, wor
             patch = json.dumps({"spec": {"replicas": wanted}})
             options = ("--subresource=scale", "--type=merge", f"--field-manager={manager}")
             balanced.hub.kubectl("patch", pool, *options, "-p", patch)
-    if words == "are an autoscaler's":  # which no annotation gives away
+    if words == "an autoscaler owns":  # which no annotation gives away
         balanced.hub.kubectl("annotate", "dcpool/decode", "pfpool/swing", f"{OWNED}=true")
     settle(balanced)
     measured(balanced, 900)

@@ -156,7 +156,7 @@ def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_i
     world.hub.kubectl("delete", "pfpool", "cut-pool", "--wait=false")
 
     def waiting() -> bool:
-        return "the pool goes without that at" in world.hub.condition("pfpool", "cut-pool")["message"]
+        return "the pool is released without that at" in world.hub.condition("pfpool", "cut-pool")["message"]
 
     world.eventually(waiting, "the deadline is said")
     world.eventually(lambda: not world.hub.exists("pfpool", "cut-pool"), "the pool goes at its deadline")

@@ -259,7 +259,7 @@ def test_while_a_kind_is_not_served_nothing_changes_and_then_all_is_followed_aga
 
     served = lambda: joined.hub.kubectl("get", "--raw", "/apis/prfaas.io/v1alpha1")  # noqa: E731
     joined.eventually(lambda: '"decodepools"' not in served(), "the kind is not served")
-    waits = lambda: "not followed any more" in joined.log.read_text()  # noqa: E731
+    waits = lambda: "the watch of our kinds ended" in joined.log.read_text()  # noqa: E731
     joined.eventually(waits, "the operator waits for it")
     assert told(joined, "kimi", "DecodePoolNotFound") == [], "a pool that nobody tells of is not a pool that is gone"
     assert (table(joined)["instances"], joined.children()) == (routes["instances"], children)

@@ -84,7 +84,7 @@ def test_kubectl_finds_the_plugin_which_tells_the_story_as_plain_lines_and_as_js
     plain = run(scene)
     assert plain.returncode == 0, plain.stderr
     assert "prefill pool offload-eu-west-1: 3 of 4 ready (InstancesNotReady)" in plain.stdout
-    assert "offloads beyond 131,072 tokens" in plain.stdout
+    assert "offloads above 131,072 tokens" in plain.stdout
     assert f"wrong: PrefillPool offload-eu-west-1: InstancesNotReady: {MESSAGE}" in plain.stdout
     facts = json.loads(run(scene, "-o", "json").stdout)
     assert [cluster["name"] for cluster in facts["clusters"]] == ["hub", "prefill-eu-west-1"]

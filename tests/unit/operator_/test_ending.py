@@ -35,4 +35,4 @@ def test_a_process_that_is_asked_to_end_does(heeds: str, code: int):
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=60)
     assert process.returncode == code, told
-    assert ("these still go on: Task-1, stubborn; ending" in told) == (code == 70)
+    assert ("these tasks still run: Task-1, stubborn; ending" in told) == (code == 70)

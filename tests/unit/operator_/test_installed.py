@@ -53,7 +53,7 @@ async def test_an_operator_without_a_ready_pod_is_not_available():
 
 
 async def test_a_service_that_leads_nowhere_is_told():
-    with pytest.raises(PeerError, match="leads to no ready pod"):
+    with pytest.raises(PeerError, match="has no ready pod"):
         await installed.metrics_are_answered(Server(slices=[{"items": [SLICE | {"endpoints": []}]}]), "ns")
 
 
@@ -88,4 +88,4 @@ async def test_one_failure_does_not_hide_the_next(metrics):
     said: list[str] = []
     assert not await installed.check(server, "ns", 0, said.append)
     assert [line.split()[0] for line in said] == ["FAILED", "ok", "FAILED"]
-    assert "something else listens there" in said[-1]
+    assert "another program listens there" in said[-1]

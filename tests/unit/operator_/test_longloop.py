@@ -109,9 +109,9 @@ def test_an_offload_pool_counts_while_its_link_is_alive(built):
 @pytest.mark.parametrize(
     ("seen", "reason", "words"),
     [
-        (None, "NotMeasured", "scheduler has not summed up"),
+        (None, "NotMeasured", "scheduler has no summary"),
         ({"prompts": 49}, "NotMeasured", "49 prompts"),
-        ({"outputMilliTokens": None}, "NotMeasured", "no answer was finished"),
+        ({"outputMilliTokens": None}, "NotMeasured", "no answer ended"),
         ({"decodeBatch": None}, "NotMeasured", "maxBatch and stepMillis of DecodePool decode"),
         ({"pools": []}, "NotMeasured", "no profile of pool offload"),
         ({"time": at(-121)}, "MetricsStale", "121 s old"),
@@ -190,7 +190,7 @@ HPA = wrote("kube-controller-manager", subresource="scale")
         ([wrote("prfaas-operator")], {}, ""),
         ([wrote("kubectl")], {}, "kubectl annotate decodepools decode prfaas.io/scaled-by-policy=true"),
         ([wrote("kubectl")], {"scaled_by_policy": "true"}, ""),
-        ([HPA], {"scaled_by_policy": "true"}, "an autoscaler's"),
+        ([HPA], {"scaled_by_policy": "true"}, "an autoscaler owns"),
     ],
     ids=["nobody wrote", "the policy did", "a person did", "a person gave them", "an autoscaler did"],
 )
@@ -209,7 +209,7 @@ def test_of_two_policies_over_one_pool_the_older_scales_it(built, make):
     older = older.model_copy(update={"metadata": older.metadata.model_copy(update={"name": "a-first"})})
     idle = make.policy("a-idle", metrics=MEASURES)
     assert longloop.refusals(facts.policy, [seen], [facts.policy, idle]) == {}
-    assert "PrfaaSPolicy a-first's" in longloop.refusals(facts.policy, [seen], [facts.policy, older])["decode"]
+    assert "PrfaaSPolicy a-first owns" in longloop.refusals(facts.policy, [seen], [facts.policy, older])["decode"]
 
 
 def test_a_change_that_was_cut_off_between_its_writes_is_finished_and_a_later_one_by_hand_is_not(built):
@@ -252,5 +252,5 @@ def test_a_running_installation_is_planned_like_a_file(built):
 
 
 def test_an_installation_that_is_not_measured_yet_is_no_plan(built):
-    with pytest.raises(ConfigError, match="scheduler has not summed up"):
+    with pytest.raises(ConfigError, match="scheduler has no summary"):
         plan_file(built(None))

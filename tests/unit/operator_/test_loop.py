@@ -11,7 +11,6 @@ import pytest
 
 from prfaas.kube.session import ObjectKind
 from prfaas.telemetry.tracing import OFF
-from prfaas_operator.__main__ import OperatorOptions, assemble
 from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, PREFILL_POOL, SECRET, Object
 from prfaas_operator.controller.children import Children
 from prfaas_operator.controller.loop import RECONCILES_AT_ONCE, Controller
@@ -23,8 +22,10 @@ from prfaas_operator.errors import (
     InvalidObjectError,
     NotLeaderError,
 )
+from prfaas_operator.options import OperatorOptions
 from prfaas_operator.plan.certificates import DISABLED
 from prfaas_operator.plan.roles import Sharer
+from prfaas_operator.serve import assemble
 
 REF = Ref(DECODE_POOL, "decode")
 

@@ -63,7 +63,7 @@ def test_a_drawing_fits_120_columns_and_answers_all_questions(view):
     console.print(status_view.drawn(view, "title"))
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert max(map(len, text.splitlines())) <= 120
-    for said in ("●●●●", "4/4", "72 %", "beyond 2,048 tokens", "34 % offloaded", "us did not answer in 5 s", "2h ago"):
+    for said in ("●●●●", "4/4", "72 %", "above 2,048 tokens", "34 % offloaded", "us did not answer in 5 s", "2h ago"):
         assert said in text, said
 
 

@@ -71,7 +71,7 @@ async def test_a_server_that_asks_for_a_long_rest_is_not_called_and_its_objects_
     server = Server((503, {"Retry-After": "3600"}))
     async with reached(server.handle) as cluster:
         for _ in range(2):
-            with pytest.raises(ClusterUnreachableError, match=r"asks to be left alone for [56]\d s"):
+            with pytest.raises(ClusterUnreachableError, match=r"asks for a pause of [56]\d s"):
                 await cluster.get(SECRET, "s")
     assert len(server.called_at) == 1
 
