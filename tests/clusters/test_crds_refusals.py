@@ -62,7 +62,7 @@ POOLS = [
     ("model.source", "builtin:", "spec.model.source", "or builtin:NAME"),
     ("engine.type", "triton", 'Unsupported value: "triton": supported values: "prfaas", "vllm", "sglang"', ""),
     ("engine", {"type": "vllm"}, "spec.engine.image: Required value", "name an image of that engine"),
-    ("engine", {"type": "sglang", "image": "x"}, "spec.model.source", "run in that alone"),
+    ("engine", {"type": "sglang", "image": "x"}, "spec.model.source", "run only in that worker"),
     ("engine.connector", "Nixl", "spec.engine.connector: Forbidden", "belongs to type vllm"),
     (
         "engine",

@@ -1,6 +1,6 @@
-"""What all kinds share: the camelCase mapping, metadata, conditions, printer columns and CEL rules as data.
+"""Parts of all kinds: the camelCase mapping, metadata, conditions, printer columns and CEL rules as data.
 
-Attribute docstrings are the text of `kubectl explain`, so they speak to the person who writes the YAML.
+Attribute docstrings are the text of `kubectl explain`, so their reader is the person who writes the YAML.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ VALIDATIONS = "x-kubernetes-validations"
 
 
 class Rule(NamedTuple):
-    """One CEL rule of a model, and the sentence a user reads when it is broken.
+    """One CEL rule of a model, and its error message for users.
 
     `field` is the property at fault below the model, such as `threshold.tokens`: the API server names it in the error.
     """
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Obeys:
-    """Annotates a type with a CEL rule of its own, in which `self` is the value."""
+    """Adds a CEL rule to a type; `self` is the value."""
 
     rule: Rule
 
@@ -53,7 +53,7 @@ class Obeys:
 
 @dataclass(frozen=True)
 class Says:
-    """The sentence a user reads when a string breaks its pattern.
+    """The error message for a string that breaks its pattern.
 
     The API server would print the bare regular expression, so the pattern becomes a CEL rule with this message.
     """
@@ -108,7 +108,7 @@ AS_SET: JsonDict = {"x-kubernetes-list-type": "set"}
 
 
 def keyed_by(key: str) -> JsonDict:
-    """Return the schema extension of a list whose entries are told apart by the property `key`."""
+    """Return the schema extension of a list whose entries are identified by the property `key`."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
@@ -158,27 +158,27 @@ class Meta(ApiModel):
 
 
 class Condition(ApiModel):
-    """A metav1.Condition. Reasons are CamelCase and tell causes apart; messages name the object and what to do."""
+    """A metav1.Condition. Reasons are CamelCase and distinguish causes; messages name the object and the remedy."""
 
     type: Annotated[str, StringConstraints(min_length=1, max_length=316)]
-    """What the condition is about, such as Ready."""
+    """The subject of the condition, such as Ready."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """True if the condition holds."""
     reason: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
     """The cause in one CamelCase word."""
     message: Annotated[str, StringConstraints(max_length=32768)] = ""
-    """The cause in a sentence that names the object and what to do."""
+    """The cause in a sentence that names the object and the remedy."""
     observed_generation: Generation = 0
     """The metadata.generation that this condition was computed from."""
     last_transition_time: Timestamp
-    """When `status` last changed."""
+    """Time of the last change of `status`."""
 
 
 Conditions = Annotated[list[Condition], Field(max_length=16, json_schema_extra=keyed_by("type"))]
 
 
 class PoolStatus(ApiModel):
-    """What the operator observed of the pool."""
+    """The observed state of the pool."""
 
     observed_generation: Generation = 0
     """The metadata.generation that this status was computed from."""
@@ -189,13 +189,13 @@ class PoolStatus(ApiModel):
     selector: Annotated[str, StringConstraints(max_length=1024)] = ""
     """Label selector of the pool's pods as one string, for /scale and autoscalers."""
     replicas_owner: Literal["User", "Autoscaler", "Policy"] | None = None
-    """Who wrote spec.replicas last: a person or their tools, a HorizontalPodAutoscaler, or the policy's scaling."""
+    """The last writer of spec.replicas: a user, a HorizontalPodAutoscaler, or the policy's scaling."""
     conditions: Conditions = []
-    """Whether the pool works, and if not, why."""
+    """Ready: the pool works. If not, the condition names the cause."""
 
 
 class Resource(ApiModel):
-    """A custom resource. The class variables are what `crd` needs beyond the schema."""
+    """A custom resource. The class variables hold the facts that `crd` needs beyond the schema."""
 
     kind_name: ClassVar[str]
     plural: ClassVar[str]
@@ -203,11 +203,11 @@ class Resource(ApiModel):
     columns: ClassVar[tuple[Column, ...]] = ()
     scalable: ClassVar[bool] = False
     max_name_length: ClassVar[int] = 63
-    """Longest metadata.name in characters: children's names and label values are made of it."""
+    """Longest metadata.name in characters, because names and labels of children contain it."""
 
     metadata: Meta
 
     @classmethod
     def from_dict(cls, body: dict[str, Any]) -> Self:
-        """Read an object as the API server gives it; raises pydantic.ValidationError when it does not fit."""
+        """Read an object as the API server returns it; raises pydantic.ValidationError when it does not fit."""
         return cls.model_validate(body)

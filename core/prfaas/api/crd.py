@@ -1,9 +1,9 @@
 """Turns the custom resources' pydantic models into CustomResourceDefinitions (apiextensions.k8s.io/v1), as YAML text.
 
-Pydantic writes JSON schema; an API server takes its *structural* subset, so this maps one to the other: references
-inlined, optional fields without null, CEL rules at their own level. A keyword without a counterpart is refused here, at
-the time of writing, because the API server would drop it in silence. Equal models give equal bytes. No files: the
-command `prfaas crds` writes them.
+Pydantic writes JSON schema; an API server accepts its *structural* subset. So this module translates: references
+inlined, optional fields without null, CEL rules at their own level. It refuses a keyword without a counterpart, because
+the API server would drop the keyword silently. Equal models give equal bytes. This module writes no files; the command
+`prfaas crds` does.
 """
 
 import re
@@ -61,7 +61,7 @@ def files() -> dict[str, str]:
 
 
 def to_yaml(document: Schema) -> str:
-    """Return one document as YAML with the generator's header; keys keep their order, and nothing is an anchor."""
+    """Return one document as YAML with the generator's header; keys keep their order, without anchors."""
     text = yaml.dump(document, Dumper=_PlainDumper, sort_keys=False, width=120, allow_unicode=True)
     return f"{HEADER}{text}"
 
@@ -80,8 +80,7 @@ def crd(kind: type[Resource]) -> Schema:
     """Return the CustomResourceDefinition of one kind.
 
     Raises:
-        InternalError: a model uses something that no structural schema can say.
-
+        InternalError: a model uses something that no structural schema can express.
     """
     singular = kind.kind_name.lower()
     return {
@@ -114,11 +113,10 @@ def crd(kind: type[Resource]) -> Schema:
 
 
 def structural(model: type[ApiModel], *, defaults: bool = True) -> Schema:
-    """Return a model's structural schema; `defaults=False` leaves defaults out, as a status needs it.
+    """Return a model's structural schema; `defaults=False` leaves defaults out, as a status requires.
 
     Raises:
-        InternalError: the model uses something that no structural schema can say.
-
+        InternalError: the model uses something that no structural schema can express.
     """
     schema = model.model_json_schema(by_alias=True)
     return _Converter(schema.pop("$defs", {}), defaults).node(schema, model.__name__)
@@ -138,7 +136,7 @@ def _root(kind: type[Resource]) -> Schema:
             "kind": {"description": KIND_TEXT, "type": "string"},
             "metadata": {"type": "object", "properties": {"name": name}},
             "spec": structural(spec),
-            # The API server would write a status's defaults before anybody has observed anything.
+            # The API server would write a status's defaults before the first observation.
             "status": structural(status, defaults=False),
         },
     }
@@ -169,17 +167,17 @@ def _subresources(kind: type[Resource]) -> Schema:
 
 
 class _Converter:
-    """Maps nodes of pydantic's JSON schema to structural ones. `defs` are the models that `$ref` names."""
+    """Converts nodes of pydantic's JSON schema to structural ones. `defs` are the models that `$ref` names."""
 
     def __init__(self, defs: dict[str, Schema], defaults: bool):
         self._defs = defs
         self._defaults = defaults
 
     def node(self, source: Schema, path: str) -> Schema:
-        """Return the structural form of one node; `path` is where it stands, for errors."""
+        """Return the structural form of one node; `path` is its place, for errors."""
         flat = self._flatten(source)
         if unknown := sorted(flat.keys() - set(KEYWORDS) - DROPPED):
-            raise InternalError(f"{path}: no structural schema can say {', '.join(unknown)}; change the model")
+            raise InternalError(f"{path}: no structural schema can express {', '.join(unknown)}; change the model")
         if "x-kubernetes-int-or-string" not in flat and flat.get("type") not in TYPES:
             raise InternalError(
                 f"{path}: type {flat.get('type')!r} has no place in a custom resource; change the model"
@@ -200,7 +198,7 @@ class _Converter:
         return {key: flat[key] for key in KEYWORDS if key in flat}
 
     def _flatten(self, source: Schema) -> Schema:
-        """Resolve `$ref`, the null of optional fields, and constants; what stands at the field wins over its type."""
+        """Resolve `$ref`, the null of optional fields, and constants; the field's own keywords win over its type's."""
         outer = {key: value for key, value in source.items() if key not in ("$ref", "anyOf", "const")}
         if "$ref" in source:
             return {**self._flatten(self._defs[source["$ref"].rpartition("/")[2]]), **outer}
@@ -208,14 +206,14 @@ class _Converter:
             if "x-kubernetes-int-or-string" in source:
                 return outer
             choices = [choice for choice in source["anyOf"] if choice.get("type") != "null"]
-            # More than one choice stays as it is, and `node` refuses it.
+            # A real choice stays as it is, and `node` refuses it.
             return {**self._flatten(choices[0]), **outer} if len(choices) == 1 else dict(source)
         if "const" in source:
             outer["enum"] = [source["const"]]
         return outer
 
     def _set_default(self, flat: Schema) -> None:
-        """Keep a default unless it is an empty list or object, which means the same as absence and clutters objects."""
+        """Keep a default unless it is an empty list or object, which means the same as absence."""
         default = _without_empty(flat.pop("default", None))
         if self._defaults and default is not None:
             flat["default"] = default

@@ -9,7 +9,9 @@ from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, PoolSpec
 
 
 class DecodePoolSpec(PoolSpec):
-    """What the pool runs, and how many instances of it, all in the hub: the gateway reaches no pod elsewhere."""
+    """The model, the engine and the number of instances. They run in the hub, because the gateway reaches no pod
+    elsewhere.
+    """
 
     rules: ClassVar = (
         *PoolSpec.rules,
@@ -30,7 +32,7 @@ class DecodePoolSpec(PoolSpec):
     max_batch: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Requests that a full instance decodes together, for capacity planning; the engine's own limit if unset."""
     step_millis: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Time of a decode step with that many, in milliseconds; if unset, what steps take under the present load."""
+    """Milliseconds of a decode step with maxBatch requests; if unset, the measured time under the present load."""
 
 
 class DecodePool(Resource):

@@ -1,4 +1,4 @@
-"""MemberCluster: another cluster that the hub's operator may run prefill pools in, and the link from it to the hub."""
+"""MemberCluster: another cluster in which the hub's operator may run prefill pools, and its link to the hub."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from prfaas.api.base import (
     Timestamp,
 )
 
-# Bytes that the hub acknowledged; the peer has no name where TLS is off.
+# Bytes that the hub acknowledged; without TLS the peer has no name.
 DEFAULT_UTILISATION_QUERY = 'sum(rate(prfaas_link_sent_bytes_total{cluster="$cluster",peer=~"hub|"}[5s])) * 8 / 1e6'
 
 Place = Annotated[
@@ -30,7 +30,7 @@ Place = Annotated[
 NAMESPACE_IS_FIXED = Obeys(
     Rule(
         "self == oldSelf",
-        "namespace cannot change, because pools that run there would be left behind: "
+        "namespace cannot change, because the operator would lose its pools there: "
         "register the cluster under another name with the new namespace and move the pools",
         reason="FieldValueForbidden",
     )
@@ -38,7 +38,7 @@ NAMESPACE_IS_FIXED = Obeys(
 
 
 class KubeconfigSecretRef(ApiModel):
-    """The Secret, in the MemberCluster's own namespace, that holds a kubeconfig for the member cluster.
+    """The Secret with a kubeconfig for the member cluster, in the MemberCluster's own namespace.
 
     Only an inline CA with a token or an inline client certificate is accepted: exec, auth-provider, file paths, proxies
     and insecure TLS would run or be read inside the operator.
@@ -62,39 +62,41 @@ class Link(ApiModel):
 
 
 class MemberClusterSpec(ApiModel):
-    """How the hub reaches the member cluster, and what the link between them carries."""
+    """The access to the member cluster, and its link to the hub."""
 
     kubeconfig_secret_ref: KubeconfigSecretRef
     namespace: Annotated[DnsLabel, NAMESPACE_IS_FIXED] = "prfaas"
     """Namespace in the member cluster for everything the operator creates there; it cannot change."""
     datacenter: Place = ""
-    """Datacenter of the cluster, as policies name it in datacenters.prefer and datacenters.forbid."""
+    """Datacenter of the cluster; policies name it in datacenters.prefer and datacenters.forbid."""
     region: Place = ""
-    """Region of the cluster, for people."""
+    """Region of the cluster. Only for people; the operator does not use it."""
     addressing: Literal["PodIP", "HostIP"] = "PodIP"
-    """Which address of a worker pod the hub reaches: its own, or its node's through a hostPort."""
+    """Address of a worker pod that the hub uses: the pod's own, or its node's through a hostPort."""
     link: Link
     deletion_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = 300
-    """Seconds that deleting a pool waits for an unreachable cluster; then the pool goes, its children there stay."""
+    """Seconds that the deletion of a pool waits for an unreachable cluster. Then the pool is deleted and its children
+    there stay.
+    """
 
 
 class MemberClusterStatus(ApiModel):
-    """What the operator observed of the member cluster."""
+    """The observed state of the member cluster."""
 
     observed_generation: Generation = 0
     """The metadata.generation that this status was computed from."""
     server_version: Annotated[str, StringConstraints(max_length=63)] = ""
     """Version of the member cluster's API server."""
     last_contact_time: Timestamp | None = None
-    """When the member cluster's API server last answered."""
+    """Time of the last answer of the member cluster's API server."""
     token_expiration_time: Timestamp | None = None
-    """When the token that the operator uses there ends; absent where the credential has no end of its own."""
+    """Expiry of the token that the operator uses there; absent for a credential without an expiry."""
     conditions: Conditions = []
-    """Whether the cluster is reachable and usable, and if not, why."""
+    """Reachable and Ready: the cluster answers, and pools can run there. If not, the condition names the cause."""
 
 
 class MemberCluster(Resource):
-    """A member cluster: another cluster that the operator runs prefill pools in, and its link to the hub."""
+    """A member cluster: another cluster in which the operator runs prefill pools, and its link to the hub."""
 
     kind_name: ClassVar = "MemberCluster"
     plural: ClassVar = "memberclusters"
@@ -107,11 +109,11 @@ class MemberCluster(Resource):
         ),
     )
     columns: ClassVar = (
-        Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether pools can run there"),
+        Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="True if pools can run there"),
         Column(
             "Reachable",
             '.status.conditions[?(@.type=="Reachable")].status',
-            description="Whether its API server answers",
+            description="True if its API server answers",
             priority=1,
         ),
         Column("Version", ".status.serverVersion", description="Version of its API server"),

@@ -1,7 +1,7 @@
-"""The status of a PrfaaSPolicy: what its scheduler observed, and what the operator concludes from it.
+"""The status of a PrfaaSPolicy: the scheduler's measurements, and the operator's conclusions.
 
-Two writers share it. The scheduler says what it measured, as a summary of bounded size; the operator plans on that
-summary alone, so that it never asks a worker or a Prometheus. All figures are integers, as in every custom resource.
+Two writers share it. The scheduler writes its measurements, as a summary of bounded size. The operator plans on that
+summary only, so it never asks a worker or a Prometheus. All figures are integers, as in every custom resource.
 """
 
 from typing import Annotated, Literal
@@ -17,7 +17,7 @@ MAX_SLICES = 32
 
 
 class ProfilePoint(ApiModel):
-    """What a prefill of one length costs."""
+    """The cost of a prefill of one length."""
 
     tokens: Tokens
     """Length of the prompt."""
@@ -28,16 +28,16 @@ class ProfilePoint(ApiModel):
 
 
 class ObservedPool(ApiModel):
-    """A pool as its instances measure themselves."""
+    """The measurements of a pool's instances."""
 
     name: DnsLabel
-    """The pool; where a PrefillPool shares a DecodePool's instances, the DecodePool stands for both."""
+    """The pool; if a PrefillPool shares a DecodePool's instances, the DecodePool stands for both."""
     samples: Count = 0
-    """Prefills that the profile stands on."""
+    """Number of prefills behind the profile."""
     waiting_prefills: Count = 0
-    """Prefills that wait for room."""
+    """Prefills that wait for memory."""
     profile: Annotated[list[ProfilePoint], Field(max_length=3)] = []
-    """Three points of the curve of prefill times, which is a parabola, and of the line of cache sizes."""
+    """Three points of the curve of prefill times, a parabola, and of the line of cache sizes."""
 
 
 class ObservedLink(ApiModel):
@@ -46,20 +46,20 @@ class ObservedLink(ApiModel):
     cluster_name: DnsLabel
     """The MemberCluster."""
     effective_mbps: Large
-    """What it can carry now, as far as was seen, in Mbit/s."""
+    """Its effective capacity in Mbit/s, as far as measured."""
 
 
 class Observed(ApiModel):
-    """What the scheduler measured over the last minutes."""
+    """The scheduler's measurements over the last minutes."""
 
     time: Timestamp
-    """When it was summed up."""
+    """Time of this summary."""
     prompts: Count = 0
-    """Prompts that one gateway routed, on which lengths stand."""
+    """Prompts that one gateway routed, from which the lengths come."""
     gateway_arrival_milli_per_second: MilliPerSecond = 0
-    """Requests that arrive at one gateway, in thousandths a second; each of several gateways sees its share."""
+    """Requests that arrive at one gateway, in thousandths a second; each of several gateways receives a share."""
     length_tokens: Annotated[list[Tokens], Field(max_length=MAX_SLICES)] = []
-    """Incremental lengths in slices of equally many prompts, shortest first: the mean of each."""
+    """Mean incremental length of each of several slices with equally many prompts, shortest first."""
     output_milli_tokens: Large | None = None
     """Mean length of an answer, in thousandths of a token."""
     decode_step_micros: Large | None = None
@@ -73,54 +73,55 @@ class Observed(ApiModel):
 
 
 class PlanStatus(ApiModel):
-    """What the policy last made of its pools."""
+    """The policy's last plan for its pools."""
 
     prefill: Count
     """Prefill instances in the hub, N_p."""
     decode: Count
     """Decode instances, N_d."""
     replicas: Annotated[dict[str, Count], Field(max_length=32)] = {}
-    """Instances of each pool that it changed last."""
+    """Instances of each pool that the last plan changed."""
     last_change_time: Timestamp
-    """When it decided so; the cooldown counts from here."""
+    """Time of the decision; the cooldown starts here."""
 
 
 class CapacityStatus(ApiModel):
-    """What the capacity model says of the instances that there are, in thousandths of a request a second."""
+    """The capacity model's result for the present instances, in thousandths of a request a second."""
 
     arrival_milli_per_second: MilliPerSecond
     """Requests that arrive at all gateways."""
     max_milli_per_second: MilliPerSecond
-    """Requests that can be served: the first stage is full at this rate, Lambda_max."""
+    """Requests that can be served: at this rate the first stage is saturated, Lambda_max."""
     offload_milli_per_second: MilliPerSecond
-    """Long prompts that offload pools and links take, Theta_prfaas."""
+    """Long prompts that offload pools and links can take, Theta_prfaas."""
     prefill_milli_per_second: MilliPerSecond
-    """Short prompts that the hub's prefill instances take, Theta_pd-p."""
+    """Short prompts that the hub's prefill instances can take, Theta_pd-p."""
     decode_milli_per_second: MilliPerSecond
-    """Requests that the decode instances finish, Theta_pd-d."""
+    """Requests that the decode instances can finish, Theta_pd-d."""
     prefill_load_percent: Count
-    """Share of what all prefill instances can do that arrives."""
+    """Arriving load as a share of the capacity of all prefill instances."""
     decode_load_percent: Count
-    """Share of what the decode instances can do that arrives."""
+    """Arriving load as a share of the capacity of the decode instances."""
     ttft_p90_millis: Large | None = None
-    """Predicted P90 of the time to the first token, waits included; absent where more arrives than can be served."""
+    """Predicted P90 of the time to the first token, waits included; absent if more requests arrive than can be
+    served."""
     best_prefill: Count
-    """Prefill instances in the hub that would serve most, with as many instances as there are."""
+    """Prefill instances in the best division of the hub's present instances."""
     best_decode: Count
-    """Decode instances beside them."""
+    """Decode instances in that division."""
     best_milli_per_second: MilliPerSecond
     """Requests that this division could serve."""
 
 
 class PrfaaSPolicyStatus(ApiModel):
-    """What the operator (instances, plan, Ready, Balanced) and the scheduler (threshold, link, observed) found."""
+    """The status by the operator (instances, plan, Ready, Balanced) and the scheduler (threshold, link, observed)."""
 
     observed_generation: Generation = 0
     """The metadata.generation that this status was computed from."""
     threshold_tokens: Tokens | None = None
     """Threshold in force, in tokens of incremental length."""
     bandwidth: Literal["Scarce", "Abundant"] | None = None
-    """Whether the link is short of bandwidth."""
+    """True if the link's bandwidth is scarce."""
     offloaded_percent: Annotated[int, Field(ge=0, le=100)] | None = None
     """Share of recent requests that were offloaded."""
     link_utilisation_percent: Annotated[int, Field(ge=0, le=1000)] | None = None
@@ -130,10 +131,10 @@ class PrfaaSPolicyStatus(ApiModel):
     ready_decode: Count = 0
     """Decode instances that are ready."""
     observed: Observed | None = None
-    """What the scheduler measured, for the long loop."""
+    """The scheduler's measurements, for the long loop."""
     capacity: CapacityStatus | None = None
-    """What the capacity model makes of it."""
+    """The capacity model's result."""
     plan: PlanStatus | None = None
-    """What conversion and scaling decided last."""
+    """The last decision of conversion and scaling."""
     conditions: Conditions = []
-    """Whether the policy serves, whether metrics and link are in order, and whether its pools fit the load."""
+    """Conditions: the policy serves, metrics and link are healthy, and its pools fit the load."""

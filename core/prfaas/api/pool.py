@@ -1,4 +1,4 @@
-"""What PrefillPool and DecodePool share: model, engine, replicas, pod template, and how instances are replaced."""
+"""Parts of PrefillPool and DecodePool: model, engine, replicas, pod template, and the replacement of instances."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -33,10 +33,10 @@ Argument = Annotated[str, StringConstraints(max_length=1024)]
 
 
 class ModelRef(ApiModel):
-    """The model: the name clients ask for, and where its checkpoint lies."""
+    """The model: its name for clients, and the place of its checkpoint."""
 
     name: ModelName
-    """The name that clients send as `model`; a policy joins pools of the same name."""
+    """The name that clients send as `model`; the pools of a policy need the same name."""
     source: Annotated[
         str,
         StringConstraints(pattern=r"^(builtin:[a-z0-9][a-z0-9._-]*|/.+)$", max_length=1024),
@@ -84,15 +84,15 @@ class Engine(ApiModel):
     type: Literal["prfaas", "vllm", "sglang"] = "prfaas"
     """Kind of engine: prfaas is the project's own worker. The pools of a policy have one kind."""
     connector: Literal["Nixl", "Mooncake"] | None = None
-    """How instances of vLLM hand caches over; Nixl if unset."""
+    """How instances of vLLM transfer caches; Nixl if unset."""
     image: Image = "prfaas/worker:latest"
     """Container image of the engine."""
     args: Annotated[list[Argument], Field(max_length=64)] = []
-    """Flags appended to those that the operator sets, such as --threads or --max-context."""
+    """Flags after those that the operator sets, such as --threads or --max-context."""
 
 
 class Rollout(ApiModel):
-    """How instances are replaced when what they run changes."""
+    """The replacement of instances when their template changes."""
 
     rules: ClassVar = (
         Rule(
@@ -103,22 +103,24 @@ class Rollout(ApiModel):
     )
 
     max_surge: Share = "25%"
-    """Instances that may exist beyond replicas, rounded up; each needs a place, and an accelerator, of its own. 0 where
-    a cluster has none to spare. Always 0 in a cluster with addressing HostIP."""
+    """Instances that may exist beyond replicas, rounded up; each needs room on a node, and an accelerator. Use 0 if a
+    cluster has no room. Always 0 in a cluster with addressing HostIP.
+    """
     max_unavailable: Share = 0
-    """Instances that may be missing meanwhile, rounded down. At least 1 in a cluster with addressing HostIP, where the
-    old one must leave its node's port first."""
+    """Instances that may be missing meanwhile, rounded down. At least 1 in a cluster with addressing HostIP, because
+    the old instance must free its node's port first.
+    """
 
     @property
     def may_lack(self) -> bool:
-        """Whether any instance may be missing."""
+        """True if any instance may be missing."""
         return str(self.max_unavailable) not in {"0", "0%"}
 
 
 REPLICAS_WITHIN_BOUNDS = Rule(
     "(!has(self.minReplicas) || self.replicas >= self.minReplicas) "
     "&& (!has(self.maxReplicas) || self.replicas <= self.maxReplicas)",
-    "replicas (default 1) must lie between minReplicas and maxReplicas, whoever sets it: change the bounds first",
+    "replicas (default 1) must lie between minReplicas and maxReplicas: change the bounds first",
     field="replicas",
 )
 
@@ -131,7 +133,7 @@ class PoolSpec(ApiModel):
         Rule(
             "!has(self.engine) || !has(self.model) || self.engine.type == 'prfaas' "
             "|| !self.model.source.startsWith('builtin:')",
-            "models that ship with the project's worker run in that alone: give a directory such as /models/kimi",
+            "models that ship with the project's worker run only in that worker: give a directory such as /models/kimi",
             field="model.source",
         ),
     )
@@ -141,14 +143,14 @@ class PoolSpec(ApiModel):
     model: ModelRef
     engine: Engine = Engine()
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Number of instances wanted; /scale writes it."""
+    """Number of wanted instances; /scale writes it."""
     min_replicas: Annotated[int, Field(ge=0, le=10_000)] | None = None
-    """Fewest instances that anybody may ask for; no bound if unset."""
+    """Lowest permitted value of replicas; no bound if unset."""
     max_replicas: Annotated[int, Field(ge=0, le=10_000)] | None = None
-    """Most instances that anybody may ask for; no bound if unset."""
+    """Highest permitted value of replicas; no bound if unset."""
     template: PodTemplate = PodTemplate()
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
-    """How long an instance that leaves may take to finish its requests, in seconds; 0 cuts them off."""
+    """Seconds that a leaving instance has to finish its requests; 0 cuts them off."""
     rollout: Rollout = Rollout()
 
 
@@ -159,10 +161,10 @@ POOL_NAME = Rule(
 )
 
 POOL_COLUMNS = (
-    Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether all wanted instances serve"),
+    Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="True if all wanted instances serve"),
     Column("Instances", ".status.readyReplicas", "integer", "Instances that are ready"),
     Column("Wanted", ".spec.replicas", "integer", "Instances that should exist"),
-    Column("Cluster", ".spec.clusterName", description="MemberCluster it runs in; empty is the hub"),
+    Column("Cluster", ".spec.clusterName", description="MemberCluster of the pool; empty is the hub"),
     Column("Model", ".spec.model.name", description="Model it serves", priority=1),
     Column("Why", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the Ready condition"),
     Column("Age", ".metadata.creationTimestamp", "date", "Time since it was created"),

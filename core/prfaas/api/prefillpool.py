@@ -1,8 +1,8 @@
 """PrefillPool: instances that prefill; an offload pool in a member cluster, a local prefill pool (PD-P) in the hub.
 
-A local one may share a DecodePool's instances instead of having its own (`shareWith`): then it says how many of them
-prefill, and nothing of what they run. What it may not say has no default in the schema, so that "left out" can be told
-from "set to the default".
+A local one may share a DecodePool's instances instead of having its own (`shareWith`). Then it sets only how many of
+them prefill. Fields that it must not set have no default in the schema, so that "left out" differs from "set to the
+default".
 """
 
 from typing import Annotated, Any, ClassVar, Final
@@ -13,7 +13,7 @@ from pydantic.config import JsonDict
 from prfaas.api.base import ApiModel, Column, Obeys, PoolStatus, Resource, Rule, Says, add_rules
 from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, ModelRef, PoolSpec
 
-# The default makes the field present in every stored object, so that the rule sees a move from or to the hub as well.
+# The default makes the field present in every stored object, so that the rule also sees a move from or to the hub.
 CLUSTER_IS_FIXED = Obeys(
     Rule(
         "self == oldSelf",
@@ -40,7 +40,7 @@ OF_THE_DECODE_POOL: Final = ("model", "engine", "template", "drainSeconds", "rol
 
 
 def _add_rules_without_defaults(schema: JsonDict, model: type[ApiModel]) -> None:
-    """Put the rules into the schema, and take out defaults by which a field would never be absent."""
+    """Put the rules into the schema, and remove the defaults that would make a field always present."""
     add_rules(schema, model)
     properties: Any = schema["properties"]
     for name in OF_THE_DECODE_POOL:
@@ -48,7 +48,7 @@ def _add_rules_without_defaults(schema: JsonDict, model: type[ApiModel]) -> None
 
 
 class PrefillPoolSpec(PoolSpec):
-    """What the pool runs, where, and how many instances of it."""
+    """The model, the engine, the cluster and the number of instances."""
 
     model_config = ConfigDict(json_schema_extra=_add_rules_without_defaults)
 
@@ -56,14 +56,13 @@ class PrefillPoolSpec(PoolSpec):
         *PoolSpec.rules,
         Rule(
             "self.shareWith != '' || has(self.model)",
-            "say what the instances run, or share those of a DecodePool with shareWith",
+            "set model for the instances, or share a DecodePool's instances with shareWith",
             field="model",
             reason="FieldValueRequired",
         ),
         Rule(
             f"self.shareWith == '' || !({' || '.join(f'has(self.{name})' for name in OF_THE_DECODE_POOL)})",
-            f"a pool that shares instances has none to describe: leave out {', '.join(OF_THE_DECODE_POOL)}, which are "
-            "the DecodePool's",
+            f"a pool that shares instances must leave out {', '.join(OF_THE_DECODE_POOL)}, which are the DecodePool's",
             field="shareWith",
             reason="FieldValueForbidden",
         ),
@@ -78,12 +77,15 @@ class PrefillPoolSpec(PoolSpec):
     cluster_name: Annotated[ClusterName, CLUSTER_IS_FIXED] = ""
     """MemberCluster to run in; empty is the hub. It cannot change."""
     share_with: Annotated[DecodePoolName, SHARING_IS_FIXED] = ""
-    """DecodePool of this namespace whose instances are shared: one Deployment runs as many as both pools want, and as
-    many of them prefill as replicas says. An instance that changes sides loads no model. It cannot change."""
+    """DecodePool of this namespace whose instances are shared: one Deployment runs the instances of both pools, and
+    `replicas` of them prefill. An instance that changes its role loads no model. It cannot change.
+    """
     model: ModelRef = NO_MODEL
     egress_mbps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """Most that the pool's instances send of caches, all together, in Mbit/s; no cap if unset. Each one's share is this
-    by the instances wanted, rounded down, at least 1. A change reaches them in about a minute and restarts none."""
+    """Egress cap of all the pool's instances together, in Mbit/s; no cap if unset. Each instance's share is this
+    divided by the wanted instances, rounded down, at least 1. A change reaches them in about a minute and restarts
+    none.
+    """
 
 
 class PrefillPool(Resource):

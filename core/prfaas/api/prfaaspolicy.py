@@ -1,4 +1,4 @@
-"""PrfaaSPolicy: the declarative unit that joins a decode pool and prefill pools of two clusters behind one endpoint."""
+"""PrfaaSPolicy: joins a decode pool and prefill pools of two clusters behind one endpoint."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -41,10 +41,11 @@ class ThresholdSpec(ApiModel):
     )
 
     mode: Literal["Auto", "Priced", "Fixed", "Disabled"] = "Auto"
-    """Auto moves the threshold with the measured link, Priced decides each request by what it costs on either side and
-    moves the threshold for when that is not known, Fixed keeps it at tokens, Disabled offloads nothing."""
+    """Auto moves the threshold with the measured link. Priced decides each request by its price on either side, and
+    moves the threshold for requests without a known price. Fixed keeps it at tokens. Disabled offloads nothing.
+    """
     tokens: Tokens = 2048
-    """The threshold in mode Fixed; else where it starts, and falls back to when metrics are stale."""
+    """The threshold in mode Fixed. In other modes the start value, and the fallback when metrics are stale."""
     min: Tokens = 256
     """Lowest threshold that modes Auto and Priced may choose, in tokens."""
     max: Tokens = 131_072
@@ -52,7 +53,7 @@ class ThresholdSpec(ApiModel):
 
 
 class Watermarks(ApiModel):
-    """Between which utilisations of the link bandwidth is neither scarce nor abundant."""
+    """Utilisations of the link between which bandwidth is neither scarce nor abundant."""
 
     rules: ClassVar = (
         Rule(
@@ -69,53 +70,56 @@ class Watermarks(ApiModel):
 
 
 class Intervals(ApiModel):
-    """How often the scheduler looks at the link, and the operator at the load."""
+    """Periods of the scheduler's and the operator's measurements."""
 
     short_seconds: Annotated[int, Field(ge=1, le=300)] = 1
-    """Seconds between two looks at the link, each of which may move the threshold."""
+    """Seconds between two measurements of the link; each may move the threshold."""
     long_seconds: Annotated[int, Field(ge=10, le=3600)] = 60
-    """Seconds between two looks at load and capacity, each of which may convert or scale, where the policy does."""
+    """Seconds between two decisions on load and capacity; each may convert or scale, if the policy allows it."""
 
 
 Cooldown = Annotated[int, Field(ge=0, le=86_400)]
 
 
 class Conversion(ApiModel):
-    """Whether instances of a Deployment that two pools share change sides by themselves."""
+    """Settings for converting instances of a Deployment that two pools share."""
 
     enabled: bool = False
-    """Convert instances where that serves more requests. Pools whose replicas others own are left alone."""
+    """Convert instances if that serves more requests. Pools whose replicas have another owner are left alone."""
     min_prefill: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Fewest instances of the shared Deployment that prefill."""
     min_decode: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Fewest instances of it that decode."""
+    """Fewest instances of the shared Deployment that decode."""
     cooldown_seconds: Cooldown = 300
     """Seconds after a change before the next conversion."""
 
 
 class Scaling(ApiModel):
-    """Whether the policy says how many instances its pools have."""
+    """Settings for scaling the policy's pools."""
 
     mode: Literal["None", "Auto"] = "None"
-    """Auto scales every pool that has maxReplicas set, within its bounds. Pools whose replicas others own are left
-    alone."""
+    """Auto scales every pool that has maxReplicas set, within its bounds. Pools whose replicas have another owner are
+    left alone.
+    """
     target_load_percent: Percent = 70
-    """Load, in percent of what prefill or decode can do, above which instances are added; they are taken away where
-    the rest would stay below three quarters of it."""
+    """Load in percent of the prefill or decode capacity above which instances are added. Instances are removed if the
+    rest would stay below three quarters of it.
+    """
     cooldown_seconds: Cooldown = 300
-    """Seconds after a change before the next one in number."""
+    """Seconds after a change before the next change of replicas."""
 
 
 class Slo(ApiModel):
-    """What users are promised."""
+    """The service level objective for users."""
 
     ttft_millis: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
-    """P90 of the time to the first token, in milliseconds: conversion and scaling keep the predicted one below it, and
-    a gateway refuses what would wait longer before its prefill begins."""
+    """P90 of the time to the first token, in milliseconds. Conversion and scaling keep the predicted one below it, and
+    a gateway refuses a request whose wait for its prefill would be longer.
+    """
 
 
 class Metrics(ApiModel):
-    """Where the scheduler reads measurements; needed for threshold modes Auto and Priced."""
+    """The scheduler's source of measurements; required by threshold modes Auto and Priced."""
 
     rules: ClassVar = (
         Rule(
@@ -127,13 +131,13 @@ class Metrics(ApiModel):
     )
 
     prometheus_url: Annotated[str, StringConstraints(max_length=1024)]
-    """Base address of Prometheus, as the gateway's pods reach it."""
+    """Base address of Prometheus for the gateway's pods."""
     stale_after_seconds: Annotated[int, Field(ge=1, le=3600)] = 10
-    """Age in seconds at which measurements no longer count."""
+    """Age in seconds at which measurements expire."""
 
 
 class Datacenters(ApiModel):
-    """Where prompts may travel."""
+    """Where prompts may be sent."""
 
     rules: ClassVar = (
         Rule(
@@ -144,16 +148,16 @@ class Datacenters(ApiModel):
     )
 
     prefer: DatacenterSet = []
-    """Datacenters to choose first among clusters that may serve."""
+    """Datacenters to choose first among the permitted clusters."""
     forbid: DatacenterSet = []
     """Datacenters that no prompt of this policy may reach."""
 
 
 class ApiKeysSecretRef(ApiModel):
-    """The Secret, in the policy's own namespace, whose every entry is a client of the gateway: a name, and keys."""
+    """The Secret in the policy's own namespace with the gateway's clients: each entry is a name and its keys."""
 
     name: DnsName
-    """Name of the Secret. The gateway's pods mount it, and follow it when it changes; nothing reads it from the API."""
+    """Name of the Secret. The gateway's pods mount it and reread it when it changes; the operator never reads it."""
 
 
 class GatewaySpec(ApiModel):
@@ -166,14 +170,15 @@ class GatewaySpec(ApiModel):
     resources: Resources = Resources()
     """Requests and limits of the router container."""
     api_keys_secret_ref: ApiKeysSecretRef | None = None
-    """Who may ask, and how much: each entry is a client's keys, one a line, or a JSON object with keys and limits.
-    Anybody may ask where this is unset."""
+    """API keys of the gateway's clients: each entry holds a client's keys, one a line, or a JSON object with keys and
+    limits. Without it the gateway asks for no key.
+    """
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
-    """How long a gateway pod that leaves may take to finish its requests, in seconds; streams among them."""
+    """Seconds that a leaving gateway pod has to finish its requests, streams included."""
 
 
 class PrfaaSPolicySpec(ApiModel):
-    """Which pools serve the model, and when a prompt is offloaded."""
+    """The pools that serve the model, and the rules for offloading a prompt."""
 
     rules: ClassVar = (
         Rule(
@@ -196,16 +201,16 @@ class PrfaaSPolicySpec(ApiModel):
         ),
         Rule(
             "has(self.metrics) || (self.scaling.mode == 'None' && !self.conversion.enabled)",
-            "conversion and scaling decide from measurements: set metrics.prometheusUrl, or turn them off",
+            "conversion and scaling need measurements: set metrics.prometheusUrl, or turn them off",
             field="metrics",
             reason="FieldValueRequired",
         ),
     )
 
     model: ModelName
-    """The model's name, as clients send it and the pools have it in model.name."""
+    """The model's name: clients send it as `model`, and the pools have it in model.name."""
     decode_pool: DnsLabel
-    """DecodePool of this namespace that decodes."""
+    """DecodePool of this namespace."""
     prefill_pools: Annotated[list[DnsLabel], Field(max_length=16, json_schema_extra=AS_SET)] = []
     """PrefillPools of this namespace: offload pools in member clusters, and local prefill pools."""
     threshold: ThresholdSpec = ThresholdSpec()
@@ -216,7 +221,7 @@ class PrfaaSPolicySpec(ApiModel):
     scaling: Scaling = Scaling()
     slo: Slo = Slo()
     on_offload_failure: Literal["PrefillLocally", "Reject"] = "PrefillLocally"
-    """What happens to a request whose offload fails: prefill it in the hub, or answer with an error."""
+    """Action after a failed offload: prefill in the hub, or answer with an error."""
     datacenters: Datacenters = Datacenters()
     gateway: GatewaySpec = GatewaySpec()
 
@@ -231,13 +236,13 @@ class PrfaaSPolicy(Resource):
     rules: ClassVar = (
         Rule(
             "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-            "a policy's name becomes a Service's: it must be lower-case letters, digits and '-', "
+            "a policy's name is also a Service's name: it must be lower-case letters, digits and '-', "
             "start with a letter and end with a letter or digit",
             field="metadata.name",
         ),
     )
     columns: ClassVar = (
-        Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether the endpoint serves"),
+        Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="True if the endpoint serves"),
         Column("Threshold", ".status.thresholdTokens", "integer", "Longer prompts are offloaded, in tokens"),
         Column("Bandwidth", ".status.bandwidth", description="Scarce or Abundant", priority=1),
         Column("Link %", ".status.linkUtilisationPercent", "integer", "Utilisation of the link"),

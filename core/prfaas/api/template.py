@@ -1,7 +1,7 @@
-"""The part of a pod that a pool's owner may set, typed: an allow-list, not a PodSpec.
+"""The part of a pod that a pool's owner may set, typed: an allow-list instead of a PodSpec.
 
-What the operator must own (ports, probes, command, labels, security context) cannot be overridden, in a member cluster
-least of all.
+The operator's own fields (ports, probes, command, labels, security context) cannot be overridden, especially not in a
+member cluster.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -59,7 +59,7 @@ MountPath = Annotated[
 
 
 class Resources(ApiModel):
-    """What the container asks of its node, and what it may use at most."""
+    """The container's requests and limits."""
 
     rules: ClassVar = (
         Rule(
@@ -108,13 +108,13 @@ class Toleration(ApiModel):
     key: LabelKey | None = None
     """Key of the taint; without it every taint matches."""
     operator: Literal["Exists", "Equal"] | None = None
-    """How value compares with the taint's; Equal if unset."""
+    """Comparison of value with the taint's; Equal if unset."""
     value: LabelValue | None = None
     """Value of the taint, for operator Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint; every effect if unset."""
     toleration_seconds: Count | None = None
-    """How long a pod stays on a node with such a NoExecute taint; for ever if unset."""
+    """Seconds that a pod stays on a node with such a NoExecute taint; for ever if unset."""
 
 
 class SecretSource(ApiModel):
@@ -132,12 +132,12 @@ class ConfigMapSource(ApiModel):
 
 
 class ClaimSource(ApiModel):
-    """A PersistentVolumeClaim of the pod's namespace; the usual home of model weights."""
+    """A PersistentVolumeClaim of the pod's namespace, usually with model weights."""
 
     claim_name: DnsName
     """Name of the PersistentVolumeClaim."""
     read_only: bool = True
-    """Whether the claim is attached read-only."""
+    """True attaches the claim read-only."""
 
 
 class EmptyDirSource(ApiModel):
@@ -146,11 +146,11 @@ class EmptyDirSource(ApiModel):
     medium: Literal["", "Memory"] = ""
     """Memory keeps it in RAM, counted against the container's limit; empty is the node's disk."""
     size_limit: Quantity | None = None
-    """Most that it may hold, such as 8Gi."""
+    """Size limit, such as 8Gi."""
 
 
 class Volume(ApiModel):
-    """A volume with exactly one source; never hostPath, which would hand a node's files to a remote user."""
+    """A volume with exactly one source; never hostPath, which would expose a node's files to a remote user."""
 
     rules: ClassVar = (
         Rule(
@@ -169,14 +169,14 @@ class Volume(ApiModel):
 
 
 class VolumeMount(ApiModel):
-    """Where a volume appears in the worker container."""
+    """The mount of a volume in the worker container."""
 
     name: DnsLabel
     """Name of an entry of volumes."""
     mount_path: MountPath
     """Absolute path in the container."""
     read_only: bool = True
-    """Whether the container may not write there."""
+    """True makes the mount read-only."""
 
 
 class KeyRef(ApiModel):
@@ -189,7 +189,7 @@ class KeyRef(ApiModel):
 
 
 class EnvSource(ApiModel):
-    """Where an environment variable's value comes from."""
+    """The source of an environment variable's value."""
 
     rules: ClassVar = (
         Rule(
@@ -220,12 +220,12 @@ class EnvVar(ApiModel):
     name: EnvName
     """Name of the variable."""
     value: LongText | None = None
-    """Its value, as it stands."""
+    """Its literal value."""
     value_from: EnvSource | None = None
 
 
 class NodeRequirement(ApiModel):
-    """A core/v1 NodeSelectorRequirement: what a label of a node must be."""
+    """A core/v1 NodeSelectorRequirement: a requirement on a node's label."""
 
     rules: ClassVar = (
         Rule(
@@ -245,7 +245,7 @@ class NodeRequirement(ApiModel):
     key: Annotated[LabelKey, LABEL_KEY]
     """Label of the node, such as topology.kubernetes.io/zone."""
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"] = "In"
-    """How the label's value compares with values."""
+    """Comparison of the label's value with values."""
     values: Annotated[list[LabelValue], Field(max_length=64)] = []
     """Values to compare with."""
 
@@ -254,11 +254,11 @@ class Spread(ApiModel):
     """A core/v1 TopologySpreadConstraint over the pool's own instances."""
 
     topology_key: Annotated[LabelKey, LABEL_KEY]
-    """Label of nodes whose values tell places apart, such as kubernetes.io/hostname."""
+    """Label of nodes whose values distinguish places, such as kubernetes.io/hostname."""
     max_skew: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """By how many instances places may differ."""
+    """Largest difference in the number of instances between places."""
     when_unsatisfiable: Literal["ScheduleAnyway", "DoNotSchedule"] = "ScheduleAnyway"
-    """Whether an instance that finds no such place starts elsewhere or waits."""
+    """Action if no such place exists: start the instance elsewhere, or let it wait."""
 
 
 Spreads = Annotated[list[Spread], Field(max_length=8, json_schema_extra=keyed_by("topologyKey"))]
@@ -303,21 +303,22 @@ class PodTemplate(ApiModel):
     volumes: Annotated[list[Volume], Field(max_length=16, json_schema_extra=keyed_by("name"))] = []
     """Volumes that volumeMounts may use."""
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=16, json_schema_extra=keyed_by("mountPath"))] = []
-    """Where volumes appear in the worker container."""
+    """Mounts of the volumes in the worker container."""
     env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra=keyed_by("name"))] = []
     """Environment variables of the worker container."""
     image_pull_secrets: Annotated[list[LocalRef], Field(max_length=8, json_schema_extra=keyed_by("name"))] = []
-    """Secrets with which the node pulls the image."""
+    """Secrets for pulling the image."""
     priority_class_name: DnsName | None = None
     """PriorityClass of the pods."""
     service_account_name: DnsName | None = None
-    """ServiceAccount of the pods, for what a cluster grants by it (access to a bucket, pull secrets). Its token is not
-    mounted."""
+    """ServiceAccount of the pods, for rights such as access to a bucket, or pull secrets. Its token is not mounted."""
     runtime_class_name: DnsName | None = None
     """RuntimeClass of the pods, such as nvidia."""
     scheduler_name: DnsName | None = None
     """Scheduler of the pods; the cluster's default one if unset."""
     node_affinity: Annotated[list[NodeRequirement], Field(max_length=16)] = []
-    """What a node must meet, all of it."""
+    """Requirements that a node must meet, all of them."""
     topology_spread: Spreads | None = None
-    """Over which places the instances spread; if unset over zones and nodes, as far as possible; if empty nowhere."""
+    """Places over which the instances spread; by default zones and nodes, as far as possible; an empty list means no
+    spread.
+    """

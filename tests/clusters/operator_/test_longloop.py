@@ -139,7 +139,7 @@ def told(world, subject: str, reason: str) -> list[str]:
 def test_a_policy_that_measures_nothing_may_neither_convert_nor_scale(balanced):
     with pytest.raises(subprocess.CalledProcessError) as refused:
         balanced.hub.kubectl("patch", "prfaas", "kimi", "--type=merge", "-p", '{"spec": {"metrics": null}}')
-    assert "conversion and scaling decide from measurements" in refused.value.stderr
+    assert "conversion and scaling need measurements" in refused.value.stderr
 
 
 def test_without_measurements_nothing_is_changed_and_the_policy_says_so(balanced):

@@ -23,7 +23,7 @@ from prfaas_operator.errors import (
     NotLeaderError,
 )
 from prfaas_operator.options import OperatorOptions
-from prfaas_operator.plan.certificates import DISABLED
+from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.plan.roles import Sharer
 from prfaas_operator.serve import assemble
 
@@ -96,7 +96,7 @@ async def refuse(name: str, namespace: str, access: Any) -> Any:
 
 
 def controller_over(hub: MemoryCluster) -> Controller:
-    options = OperatorOptions("ns", leader_elect=False, member_token_days=30, certificates=DISABLED)
+    options = OperatorOptions("ns", leader_elect=False, member_token_days=30, certificates=CertificateMode.DISABLED)
     return assemble(hub, refuse, options, OFF).controller  # pyright: ignore[reportArgumentType]  # only what these tests need
 
 
