@@ -1,4 +1,4 @@
-"""The frame of every command: flags from a struct, `--version`, mistakes on one line, and what a missing extra says.
+"""Parses flags from a struct, shows `--version`, and ends a command after an error with one line.
 
 The flags of a deployable are the fields of one struct. Each field is annotated with its typer option, so that what a
 process was started with is defined once, may cross a process boundary, and is what the code gets.
@@ -39,7 +39,7 @@ def new_app(**settings: Any) -> typer.Typer:
 
 
 def read_options(options: Callable[..., T], name: str, text: str, arguments: Sequence[str] | None = None) -> T:
-    """Return the struct of flags that a command line gives; exit with 2 after a mistake, with 0 after --help.
+    """Return the struct of flags from a command line; exit with 2 after a mistake, with 0 after --help.
 
     Args:
         options: the struct. Fields with a typer option are flags; a tuple of any length is a flag that may be repeated.
@@ -81,7 +81,7 @@ def read_options(options: Callable[..., T], name: str, text: str, arguments: Seq
 
 
 def begin_logs(name: str, configure: Callable[[], object]) -> None:
-    """Configure the log; exit with 2 after a line if the environment asks for a level that is none."""
+    """Configure the log; exit with 2 and one line if the environment names an unknown level."""
     try:
         configure()
     except ConfigError as error:
@@ -89,18 +89,18 @@ def begin_logs(name: str, configure: Callable[[], object]) -> None:
 
 
 def refuse(name: str, text: str) -> NoReturn:
-    """Exit with 2 after a line that says what is wrong with the command line."""
+    """Exit with 2 after one line on stderr."""
     _say(name, text)
     sys.exit(2)
 
 
 def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a program of many commands, and exit as `run_program` does."""
+    """Run a program of many commands; exit as `run_program` does."""
     run_program(name, lambda: _run(app, name, arguments))
 
 
 def run_program(name: str, run: Callable[[], object], *, extra: str = "", config_code: int = 1) -> NoReturn:
-    """Run a program and exit with what it returns, or after an error of ours with one line.
+    """Run a program and exit with the code that it returns; after an error of ours print one line.
 
     Args:
         name: what it is called.
@@ -127,7 +127,6 @@ def run_program(name: str, run: Callable[[], object], *, extra: str = "", config
 
 
 def _run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> int:
-    """Return the exit code of a command line."""
     try:
         code = typer.main.get_command(app).main(arguments, prog_name=name, standalone_mode=False)
     except TyperException as error:
@@ -184,7 +183,7 @@ VersionOption = Annotated[
 
 
 def _complain(name: str, error: TyperException) -> None:
-    """Print what is wrong with a command line: one line, or the whole help where nothing was given."""
+    """Print one line about a mistake on the command line, or the whole help if no argument was given."""
     text = error.format_message().replace("Value error, ", "")  # pydantic's opening
     if "\n" in text:
         typer.echo(text, err=True)
@@ -201,14 +200,14 @@ def _say(name: str, text: str) -> None:
 
 
 def _extra_of(error: ModuleNotFoundError) -> str:
-    """Return the extra of the last package of ours on the way to an import that failed."""
+    """Return the extra of our last package in the traceback of a failed import."""
     frames = traceback.walk_tb(error.__traceback__)
     packages = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
     return next((EXTRAS[package] for package in reversed(packages) if package in EXTRAS), "")
 
 
 def _ours(error: BaseException) -> list[PrfaasError]:
-    """Return the errors in a group; raises the group if one is not of ours."""
+    """Return the errors in a group; raise the group if it holds another error than ours."""
     if isinstance(error, PrfaasError):
         return [error]
     if not isinstance(error, BaseExceptionGroup):

@@ -1,8 +1,8 @@
-"""The files that a process proves itself with, followed while it serves: tls.crt, tls.key and ca.crt of one directory.
+"""Reloads the TLS files of a process when they change: tls.crt, tls.key and ca.crt of one directory.
 
-A mounted Kubernetes TLS Secret is such a directory. Its files are replaced at any time, in place or all at once by the
-swap of a symlink above them, so every use asks whether they changed: three stat calls. What cannot be used (half
-written, a key without its certificate, expired) changes nothing: the former files stay, and the log says why, once.
+A mounted Kubernetes TLS Secret is such a directory. Kubernetes may replace its files at any time. So every use compares
+three file stamps. Unusable files (half written, a key without its certificate, expired) are logged once; the former
+files stay in use.
 """
 
 import datetime
@@ -33,7 +33,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Files(NamedTuple):
-    """One reading of the files, found to fit together. `generation` counts those readings."""
+    """One consistent reading of the files. `generation` counts the readings."""
 
     generation: int
     cluster: str
@@ -47,7 +47,7 @@ class Files(NamedTuple):
 
 
 class CredentialFiles(Generic[T]):
-    """What is made of the files of one directory, as of now. May be asked from any thread.
+    """Makes an object from the files of a directory, and makes it anew when the files change. Thread-safe.
 
     Args:
         directory: with tls.crt, tls.key and ca.crt.
@@ -73,11 +73,11 @@ class CredentialFiles(Generic[T]):
 
     @property
     def problem(self) -> str:
-        """Why newer files are not in use, empty when nothing is wrong."""
+        """Why newer files are not in use; empty if they are."""
         return self._problem
 
     def now(self) -> T:
-        """Return what new connections are to use, made anew where the files changed."""
+        """Return the object for new connections, made anew if the files changed."""
         with self._lock:
             stamp = self._stamp()
             if stamp != self._seen or (self._problem and time.monotonic() >= self._retry_at):
@@ -100,7 +100,6 @@ class CredentialFiles(Generic[T]):
             log.info("credentials of cluster %s are in use, valid until %s", files.cluster, f"{ends:%F %R} UTC")
 
     def _stamp(self) -> Stamp:
-        """Return what changes when the files do, through symlinks."""
         found: list[tuple[int, int, int]] = []
         for name in FILES:
             try:
@@ -130,7 +129,7 @@ class CredentialFiles(Generic[T]):
 
 
 def tls13(kind: type[C], side: int) -> C:
-    """Return an empty context of TLS 1.3 alone, in which host names prove nothing: peers are known by their cluster."""
+    """Return an empty context of TLS 1.3 only. It checks no host names: certificates name clusters."""
     context = kind(side)
     context.check_hostname = False
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
@@ -138,7 +137,7 @@ def tls13(kind: type[C], side: int) -> C:
 
 
 def load(context: ssl.SSLContext, files: Files) -> None:
-    """Give a context exactly what was checked: OpenSSL reads files alone, and those in the directory may change.
+    """Load the checked texts into a context. OpenSSL reads only files, and the files in the directory may change.
 
     Raises:
         OSError: OpenSSL does not take them.
@@ -152,5 +151,5 @@ def load(context: ssl.SSLContext, files: Files) -> None:
 
 
 def utc_now() -> datetime.datetime:
-    """Return the time by which certificates are judged."""
+    """Return the time that certificates are judged by."""
     return datetime.datetime.now(datetime.UTC)

@@ -57,21 +57,21 @@ class ProtocolError(PeerError):
 
 
 class DamagedError(ProtocolError):
-    """Bytes arrived otherwise than they were sent."""
+    """Received bytes differ from the sent bytes."""
 
 
 class IdentityError(PeerError):
-    """A certificate does not prove who its holder is, or proves somebody else; it must be replaced first."""
+    """A certificate proves no identity or a wrong one; it must be replaced first."""
 
 
 class CapacityError(PrfaasError):
-    """There is no room for this now."""
+    """The system is full now."""
 
 
 class InternalError(PrfaasError):
-    """A promise of our own code is broken."""
+    """Our own code broke a promise: a bug."""
 
 
 def install_extra(extra: str) -> str:
-    """Return how an extra is installed, for the error of a feature that needs it."""
+    """Return the command that installs an extra, for an error message."""
     return f"run in a checkout of prfaas: pip install '.[{extra}]'"

@@ -1,16 +1,15 @@
-"""Who is who between clusters: a certificate authority, the certificates it issues, and what they say.
+"""Certificates between clusters: a certificate authority, the certificates that it issues, and their checks.
 
-An instance proves the cluster it runs in by a certificate with one URI, as SPIFFE writes them:
+An instance proves its cluster by a certificate with one URI, as in SPIFFE:
 
     spiffe://prfaas.io/cluster/<name>
 
-Addresses of pods change and several clusters may share them, so nothing is proven by host names. Whoever holds a
-certificate of the authority is a cluster of this installation; the name says which one. What is hard is change: clocks
-differ, so validity begins in the past; certificates are renewed long before they end; and while the authority itself is
-replaced, a bundle holds the old and the new one, until every certificate of the old one is gone.
+Pod addresses change and clusters may share them, so host names prove nothing. Each certificate of the authority belongs
+to a cluster of this installation. Clocks differ, so validity begins in the past. Certificates are renewed long before
+their end. During a replacement of the authority, a bundle holds the old and the new one.
 
-Everything here is computed from its arguments; time is one of them, and always has a time zone. Keys are elliptic curve
-keys (P-256), everything else is PEM unless it says DER.
+Every function computes only from its arguments. Times always have a time zone. Keys are elliptic curve keys (P-256).
+All certificates and keys are PEM unless a name says DER.
 """
 
 import datetime
@@ -41,8 +40,6 @@ _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class Validity(NamedTuple):
-    """From when until when a certificate holds."""
-
     not_before: datetime.datetime
     not_after: datetime.datetime
 
@@ -56,8 +53,6 @@ class KeyPair:
 
 
 class Facts(NamedTuple):
-    """What a checked certificate says."""
-
     cluster: str
     validity: Validity
     authority: str
@@ -65,18 +60,18 @@ class Facts(NamedTuple):
 
 
 def valid_for(now: datetime.datetime, days: float) -> Validity:
-    """Return a validity of so many days from now, which began a little earlier for the sake of slow clocks."""
+    """Return a validity of some days from now. It begins a little earlier because of slow clocks."""
     now = now.replace(microsecond=0)  # certificates know no parts of a second
     return Validity(now - CLOCK_SKEW, now + datetime.timedelta(days=days))
 
 
 def when_to_renew(not_before: datetime.datetime, not_after: datetime.datetime) -> datetime.datetime:
-    """Return when a certificate should be replaced: a third of its life is left for what can go wrong."""
+    """Return the time to replace a certificate: a third of its life before its end."""
     return not_before + (not_after - not_before) * RENEW_AFTER
 
 
 def make_authority(name: str, validity: Validity) -> KeyPair:
-    """Return a new certificate authority, which may sign certificates and no further authorities."""
+    """Return a new certificate authority. It may sign certificates, but no further authorities."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(name)
     builder = _builder(subject, subject, key.public_key(), validity)
@@ -86,12 +81,7 @@ def make_authority(name: str, validity: Validity) -> KeyPair:
 
 
 def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
-    """Return a new certificate for a cluster's instances, which they use as servers and as clients.
-
-    Raises:
-        ConfigError: the name cannot be a cluster's, or the authority cannot sign for that time.
-
-    """
+    """Return a new server and client certificate for a cluster's instances."""
     if not _NAME.fullmatch(cluster):
         raise ConfigError(f"{cluster!r} cannot be a cluster's name; use up to 63 lower case letters, digits and '-'")
     names = [x509.UniformResourceIdentifier(URI_PREFIX + cluster), x509.DNSName(cluster + DNS_SUFFIX)]
@@ -99,7 +89,7 @@ def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
 
 
 def issue_server(authority: KeyPair, name: str, hosts: Sequence[str], validity: Validity) -> KeyPair:
-    """Return a certificate for the DNS names and IP addresses `hosts`, whose holder may also act as a client.
+    """Return a server and client certificate for the DNS names and IP addresses `hosts`.
 
     Raises:
         ConfigError: as `issue`.
@@ -119,7 +109,7 @@ def issue_client(authority: KeyPair, user: str, groups: Sequence[str], validity:
 
 
 def _issue(authority: KeyPair, subject: x509.Name, names: Sequence[x509.GeneralName], validity: Validity) -> KeyPair:
-    """Sign a certificate for servers and clients, or only for clients if it has no `names`."""
+    """Sign a certificate for servers and clients, or only for clients if `names` is empty."""
     signer = signing_certificate(authority)
     own = validity_of(signer)
     if validity.not_after > own.not_after or validity.not_after <= own.not_before:
@@ -152,38 +142,19 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def bundle(*authorities: bytes) -> bytes:
-    """Return all authorities' certificates as one bundle, each once, in order.
-
-    Raises:
-        ConfigError: one of them cannot be read.
-
-    """
+    """Return all authorities' certificates as one bundle, without duplicates, in order."""
     return b"".join(dict.fromkeys(_pem(certificate) for text in authorities for certificate in _load_all(text)))
 
 
 def fingerprints(text: bytes) -> dict[str, bytes]:
-    """Return the certificates of a bundle, each PEM, by their SHA-256 fingerprints; none for an empty text.
-
-    Raises:
-        ConfigError: it cannot be read.
-
-    """
+    """Return the PEM certificates of a bundle by their SHA-256 fingerprints."""
     return {_fingerprint(one): _pem(one) for one in _load_all(text)} if text.strip() else {}
 
 
 def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime) -> Facts:
-    """Check an instance's own credentials as its peers will: the key fits, the chain is good, a cluster is named.
+    """Check an instance's credentials as its peers do: key, chain and cluster.
 
-    Args:
-        certificate: the certificate, which intermediate authorities may follow.
-        key: its private key.
-        trusted: the bundle of authorities.
-        now: when.
-
-    Raises:
-        ConfigError: they cannot be read, or do not fit together.
-        IdentityError: peers would refuse them.
-
+    Raises ConfigError for unreadable or unmatched texts, IdentityError for credentials that peers would refuse.
     """
     leaf, *intermediates = _load_all(certificate)
     if _load_key(key).public_key() != leaf.public_key():
@@ -193,12 +164,7 @@ def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime
 
 
 def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> str:
-    """Return the cluster that a peer's certificate (DER) names; with `trusted` its chain to that bundle is checked too.
-
-    Raises:
-        IdentityError: it does not hold now, comes from no trusted authority, or names no cluster.
-
-    """
+    """Return the cluster that a peer's certificate (DER) names; with `trusted`, check its chain too."""
     try:
         leaf = x509.load_der_x509_certificate(der)
         _check_time(leaf, now)
@@ -210,12 +176,6 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> str
 
 
 def signing_certificate(authority: KeyPair) -> x509.Certificate:
-    """Return the authority's certificate that belongs to its key: a bundle of two may stand in its place.
-
-    Raises:
-        ConfigError: none does, or it is no authority's.
-
-    """
     public = _signing_key(authority.key).public_key()
     for certificate in _load_all(authority.certificate):
         if certificate.public_key() == public:
@@ -226,17 +186,11 @@ def signing_certificate(authority: KeyPair) -> x509.Certificate:
 
 
 def validity_of(certificate: x509.Certificate) -> Validity:
-    """Return from when until when a certificate holds."""
     return Validity(certificate.not_valid_before_utc, certificate.not_valid_after_utc)
 
 
 def validity_of_pem(certificate: bytes) -> Validity:
-    """Return from when until when the first certificate of a PEM text holds.
-
-    Raises:
-        ConfigError: it cannot be read.
-
-    """
+    """Return the validity of the first certificate of a PEM text."""
     return validity_of(_load_all(certificate)[0])
 
 
@@ -246,7 +200,7 @@ def _check_chain(
     trusted: Sequence[x509.Certificate],
     now: datetime.datetime,
 ) -> x509.Certificate:
-    """Climb from issuer to issuer to a trusted authority. The handshake itself is left to OpenSSL, which does more."""
+    """Check the chain from issuer to issuer up to a trusted authority. OpenSSL checks more at the handshake."""
     current = leaf
     for _ in range(_MAX_DEPTH):
         _check_time(current, now)
@@ -294,7 +248,7 @@ def _check_time(certificate: x509.Certificate, now: datetime.datetime) -> None:
 
 
 def _cluster_of(certificate: x509.Certificate) -> str:
-    """Return the one cluster that a certificate names; two would let it be whoever its reader expects."""
+    """Return the one cluster that a certificate names. Two names are refused: each reader could pick another."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)

@@ -1,7 +1,6 @@
-"""Four small mechanisms that every deployable needs: a rate, a back-off, files that change, and a message logged once.
+"""Four small mechanisms for every deployable: rate bucket, back-off, watched files, and a message logged once.
 
-Each is arithmetic over a time that the caller gives, or a comparison with what was there before. Waiting, reading and
-deciding stay with the caller.
+Each computes from a time that the caller gives, or compares with an earlier value. The caller waits, reads and decides.
 """
 
 import logging
@@ -31,16 +30,16 @@ class RateBucket:
         self._at_seconds = now_seconds
 
     def level(self, now_seconds: float) -> float:
-        """Return what the bucket holds now. A clock that went back adds nothing."""
+        """Return the level now. A clock that went back adds nothing."""
         refilled = max(0.0, now_seconds - self._at_seconds) * self.rate_per_second
         return min(self.depth, self._level + refilled)
 
     def delay_seconds(self, amount: float, now_seconds: float) -> float:
-        """Return how long until the bucket holds `amount`, 0 when it does. `amount` may not exceed the depth."""
+        """Return the seconds until the bucket holds `amount`. `amount` may not exceed the depth."""
         return max(0.0, amount - self.level(now_seconds)) / self.rate_per_second
 
     def take(self, amount: float, now_seconds: float) -> None:
-        """Take `amount` out, whether or not the bucket holds it; a negative amount adds."""
+        """Take `amount` out, even below zero; a negative amount adds."""
         self._level = min(self.depth, self.level(now_seconds) - amount)
         self._at_seconds = max(self._at_seconds, now_seconds)
 
@@ -69,12 +68,12 @@ class Backoff:
         return backoff_seconds(self.failures, self._first_seconds, self._max_seconds, jitter=self._jitter)
 
     def succeeded(self) -> None:
-        """Begin anew with the shortest pause."""
+        """Begin again with the shortest pause."""
         self.failures = 0
 
 
 def file_stamp(file: Path | os.DirEntry[str]) -> Stamp | None:
-    """Return what changes when a file is written or replaced, through symlinks; None where there is no file."""
+    """Return a value that changes when the file is written or replaced, through symlinks; None if it is missing."""
     try:
         status = file.stat()
     except OSError:
@@ -83,14 +82,14 @@ def file_stamp(file: Path | os.DirEntry[str]) -> Stamp | None:
 
 
 class WatchedFiles:
-    """Tells whether any of some files changed since the last look."""
+    """Detects changes of files since the last look."""
 
     def __init__(self, paths: Iterable[Path]):
         self._paths = tuple(paths)
         self._stamps: tuple[Stamp | None, ...] | None = None
 
     def changed(self) -> bool:
-        """Look at the files; return whether one differs from the last look. The first look finds a change."""
+        """Return whether a file changed since the last call; the first call returns True."""
         stamps = tuple(file_stamp(path) for path in self._paths)
         is_new = stamps != self._stamps
         self._stamps = stamps
@@ -98,7 +97,7 @@ class WatchedFiles:
 
 
 class LogOnce:
-    """Logs a failure once, however often it repeats, and once that it is over."""
+    """Logs a repeated failure once, and its end once."""
 
     def __init__(self, log: logging.Logger):
         self._log = log

@@ -1,59 +1,81 @@
-"""The `prfaas` command: what core offers itself, and the subcommands that installed parts register.
+"""The `prfaas` command: core's own subcommands, and the subcommands that installed parts register.
 
-A deployable adds a typer app under the entry point group `prfaas.commands`. A part whose extra is not installed is
-listed with the command that installs it, instead of vanishing or ending in a traceback.
+A deployable registers a typer app under the entry point group `prfaas.commands`. A subcommand whose extra is missing
+is listed with the command that installs the extra. A call imports only the subcommand that the command line names.
 """
 
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any, Final
 
 import typer
+from typer.core import TyperGroup
 
-from prfaas.cli import certs, crds
-from prfaas.cli.bench import bench
-from prfaas.cli.compare import compare
-from prfaas.cli.plan import plan
-from prfaas.cli.serve.command import serve
-from prfaas.cli.simulate import simulate
 from prfaas.console import EXTRAS, VersionOption, new_app, run_app
 from prfaas.errors import install_extra
 
 ENTRY_POINT_GROUP: Final = "prfaas.commands"
+CORE_COMMANDS: Final = {
+    "bench": "prfaas.cli.bench:bench",
+    "plan": "prfaas.cli.plan:plan",
+    "simulate": "prfaas.cli.simulate:simulate",
+    "compare": "prfaas.cli.compare:compare",
+    "serve": "prfaas.cli.serve.command:serve",
+    "crds": "prfaas.cli.crds:app",
+    "certs": "prfaas.cli.certs:app",
+}
 SANDBOX_COMMANDS: Final = {"demo": "make demo", "kind": "make kind", "sandbox": "make setup"}
 """Commands of the distribution prfaas-sandbox, which only a clone of the repository has."""
 PASSED_ON: Final[dict[str, Any]] = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-app = new_app(help="Serve hybrid-attention models across two clusters. Example: prfaas demo", no_args_is_help=True)
+
+class _Subcommands(TyperGroup):
+    """Imports a subcommand when the command line names it; help and a misspelt name import all."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = list(dict.fromkeys([*self.commands, *CORE_COMMANDS, *sorted(_registered().keys() | SANDBOX_COMMANDS)]))
+        self.commands = {name: self.get_command(ctx, name) for name in names}
+        return names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            part = new_app()
+            if cmd_name in CORE_COMMANDS:
+                _add(part, EntryPoint(cmd_name, CORE_COMMANDS[cmd_name], ENTRY_POINT_GROUP))
+            elif point := _registered().get(cmd_name):
+                _add(part, point)
+            elif how := SANDBOX_COMMANDS.get(cmd_name):
+                _add_stand_in(part, cmd_name, f"not installed: clone the repository and run `{how}` there")
+            else:
+                self.list_commands(ctx)  # the error suggests a name from self.commands
+                return None
+            self.commands[cmd_name] = typer.main.get_group(part).commands[cmd_name]
+        return self.commands[cmd_name]
 
 
-@app.callback()
-def prfaas(version: VersionOption = False) -> None:  # its callback shows it
-    """Serve hybrid-attention models across two clusters. Example: prfaas demo."""
+def _registered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-@app.command("version")
-def show_version() -> None:
-    """Print the version. Example: prfaas version."""
-    typer.echo(version("prfaas"))
-
-
-def _add(point: EntryPoint) -> None:
-    """Add what an entry point names: an app of many commands as a group, one of a single command as that command."""
+def _add(app: typer.Typer, point: EntryPoint) -> None:
+    """Add the object that an entry point names: an app of many commands as a group, else one command."""
     try:
-        part: typer.Typer = point.load()
+        part: Any = point.load()
     except ModuleNotFoundError as error:
+        if point.name in CORE_COMMANDS:
+            raise
         extra = EXTRAS.get(point.module.partition(".")[0], "dev")
-        _add_stand_in(point.name, f"{error.name} is missing; {install_extra(extra)}")
+        _add_stand_in(app, point.name, f"{error.name} is missing; {install_extra(extra)}")
         return
-    only = part.registered_commands[0] if len(part.registered_commands) == 1 else None
-    if only and only.callback and not part.registered_callback:
-        app.command(point.name)(only.callback)
+    if not isinstance(part, typer.Typer):
+        app.command(point.name, context_settings=PASSED_ON if point.name == "bench" else None)(part)
+    elif len(part.registered_commands) == 1 and not part.registered_callback:
+        app.command(point.name)(part.registered_commands[0].callback or part)
     else:
         app.add_typer(part, name=point.name)
 
 
-def _add_stand_in(name: str, problem: str) -> None:
-    """Add, for a subcommand that is not installed, one that says so whatever its arguments are."""
+def _add_stand_in(app: typer.Typer, name: str, problem: str) -> None:
+    """Add, for a subcommand that is not installed, a command that prints the problem, whatever its arguments are."""
 
     def explain() -> None:
         typer.echo(f"prfaas {name}: {problem}", err=True)
@@ -63,27 +85,24 @@ def _add_stand_in(name: str, problem: str) -> None:
     app.command(name, help=f"({problem})", context_settings=settings)(explain)
 
 
-def build() -> typer.Typer:
-    """Return the whole command with every registered subcommand mounted."""
-    app.command("bench", context_settings=PASSED_ON)(bench)
-    app.command("plan")(plan)
-    app.command("simulate")(simulate)
-    app.command("compare")(compare)
-    app.command("serve")(serve)
-    app.add_typer(crds.app, name="crds")
-    app.add_typer(certs.app, name="certs")
-    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    for name in sorted(points.keys() | SANDBOX_COMMANDS):
-        if name in points:
-            _add(points[name])
-        else:
-            _add_stand_in(name, f"not installed: clone the repository and run `{SANDBOX_COMMANDS[name]}` there")
-    return app
+SUMMARY: Final = "Serve hybrid-attention models across two clusters. Example: prfaas demo"
+app = new_app(cls=_Subcommands, help=SUMMARY, no_args_is_help=True)
+
+
+@app.callback()
+def prfaas(version: VersionOption = False) -> None:  # the option's callback shows the version
+    pass
+
+
+@app.command("version")
+def show_version() -> None:
+    """Print the version. Example: prfaas version."""
+    typer.echo(version("prfaas"))
 
 
 def main() -> None:
     """Run the command; our own errors end in one sentence and exit code 1, Ctrl-C in 130."""
-    run_app(build(), "prfaas")
+    run_app(app, "prfaas")
 
 
 if __name__ == "__main__":

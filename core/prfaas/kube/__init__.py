@@ -1,7 +1,7 @@
-"""The one client of API servers: calls, list and watch, Leases, and the ways to reach a server.
+"""The client for API servers: calls, list and watch, Leases, and kubeconfigs.
 
-Gateway, scheduler, operator and sandbox use it. They need a handful of verbs and a small memory, hard timeouts on every
-call, and no models of Kubernetes' own kinds. aiohttp comes with the extras of those that use it.
+Gateway, scheduler, operator and sandbox use it. Every call has a hard timeout. No model of Kubernetes' own kinds is
+loaded, which saves memory. aiohttp comes with the extras of the four.
 """
 
 from prfaas.kube.lease import LeaseHolder

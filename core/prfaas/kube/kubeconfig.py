@@ -1,7 +1,7 @@
-"""Reads a person's kubeconfig as kubectl does: merged files, contexts, files beside them, and exec plugins.
+"""Reads the user's kubeconfig as kubectl does: merged files, contexts, file references, and exec plugins.
 
-Only for the kubeconfig of whoever runs this process: a kubeconfig may run commands and read files. What other people
-give us goes through an allow-list of the operator's.
+Use it only for the kubeconfig of the process's own user: a kubeconfig may run commands and read files. The operator
+checks other kubeconfigs against an allow-list.
 """
 
 import base64
@@ -31,7 +31,7 @@ Entry = Mapping[str, Any]
 
 
 class KubeconfigAccess(NamedTuple):
-    """How a person reaches a cluster: a session that is not open yet, and its address, CA and TLS context."""
+    """Access to a cluster: an unopened session with address, CA and TLS context."""
 
     session: KubeSession
     server: str
@@ -40,7 +40,7 @@ class KubeconfigAccess(NamedTuple):
 
 
 def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONNECTIONS) -> KubeconfigAccess:
-    """Return access by a kubeconfig and one of its contexts; by default the usual file and its current context.
+    """Return access by a kubeconfig and a context; by default the usual file and its current context.
 
     Raises:
         ConfigError: there is no such file or context, or a credential cannot be used.
@@ -99,7 +99,7 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
 
 
 def _content(entry: Entry, field: str) -> str:
-    """Return what is given inline as FIELD-data, or in the file FIELD; empty where neither is there."""
+    """Return the inline FIELD-data, else the content of the file FIELD, else nothing."""
     if inline := entry.get(f"{field}-data"):
         try:
             return base64.b64decode(inline, validate=True).decode("ascii")
@@ -109,7 +109,6 @@ def _content(entry: Entry, field: str) -> str:
 
 
 def _credentials(user: Entry) -> tuple[Authorization | None, str, str]:
-    """Return the authorization, and the client certificate with its key."""
     certificate, key = _content(user, "client-certificate"), _content(user, "client-key")
     if "auth-provider" in user:
         raise ValueError("auth-provider is not supported: use an exec plugin, as kubectl advises")
@@ -129,7 +128,7 @@ def _credentials(user: Entry) -> tuple[Authorization | None, str, str]:
 
 
 class _ExecPlugin:
-    """A command that prints an ExecCredential; it is run again when that has ended."""
+    """Runs a command that prints an ExecCredential, and runs it again when the credential expires."""
 
     def __init__(self, config: Entry, folder: Path):
         command = str(config["command"])
@@ -145,7 +144,7 @@ class _ExecPlugin:
         return f"Bearer {self._token}" if self._token else ""
 
     def run(self) -> Entry:
-        """Run the command; return the status of the credential that it printed."""
+        """Run the command and return the status in its ExecCredential."""
         asked = {"apiVersion": self._api_version, "kind": "ExecCredential", "spec": {"interactive": sys.stdin.isatty()}}
         environment = {**os.environ, **self._variables, "KUBERNETES_EXEC_INFO": json.dumps(asked)}
         try:

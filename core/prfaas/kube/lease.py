@@ -1,9 +1,8 @@
-"""Hold a coordination.k8s.io Lease, so that of several replicas one writes.
+"""Holds a coordination.k8s.io Lease, so that only one of several replicas writes.
 
-Clocks of two machines are never compared: another holder is taken for dead when its record has not changed for
-`duration_seconds` as measured *here*, by this process's own monotonic clock. What this process believes of itself also
-expires: without a successful renewal it stops being the holder after two thirds of the duration, before anybody else
-may take over.
+Clocks of two machines are never compared. A replica takes a Lease when its record has not changed for
+`duration_seconds` on the replica's own monotonic clock. A holder without a successful renewal stops after two thirds of
+the duration, before another replica may take the Lease.
 """
 
 import time
@@ -20,7 +19,7 @@ CONFLICT = 409
 
 
 class LeaseHolder:
-    """One candidate for one Lease. Call `acquire_or_renew` every few seconds; act only while `is_holder`.
+    """A candidate for one Lease. Call `acquire_or_renew` every few seconds; act only while `is_holder`.
 
     Args:
         session: an open session; its account needs get, create and update on leases.
@@ -52,11 +51,10 @@ class LeaseHolder:
 
     @property
     def is_holder(self) -> bool:
-        """Whether this process may act as the holder right now."""
         return self._clock() < self._held_until
 
     async def acquire_or_renew(self, timeout_seconds: float = 5.0) -> bool:
-        """Take or renew the Lease where that is allowed, and return `is_holder`.
+        """Take or renew the Lease if possible, and return `is_holder`.
 
         Raises PeerError when the API server fails; what was held stays held until it expires.
         """
@@ -75,7 +73,7 @@ class LeaseHolder:
         return self.is_holder
 
     async def release(self, timeout_seconds: float = 2.0) -> None:
-        """Give the Lease up, so that another replica need not wait; says nothing when that fails, it expires anyway."""
+        """Give the Lease up, so that another replica need not wait. A failure is ignored: the Lease expires anyway."""
         if not self.is_holder:
             return
         self._held_until = float("-inf")
@@ -89,7 +87,7 @@ class LeaseHolder:
             return
 
     def _may_take(self, lease: dict[str, Any]) -> bool:
-        """Tell whether the Lease is ours, free, or held by somebody who has been silent for its whole duration."""
+        """Return whether the Lease is ours, free, or expired."""
         spec = _spec(lease)
         holder = spec.get("holderIdentity")
         seen = (holder, spec.get("renewTime"), spec.get("leaseTransitions"))
@@ -103,7 +101,7 @@ class LeaseHolder:
         )
 
     async def _write(self, lease: dict[str, Any] | None, timeout_seconds: float) -> bool:
-        """Write the Lease in our name; False when somebody else was faster."""
+        """Write the Lease in our name; return False if another replica was faster."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         old = _spec(lease)
         ours = old.get("holderIdentity") == self._identity

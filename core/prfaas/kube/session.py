@@ -1,8 +1,7 @@
-"""A session with one API server: address, TLS, credentials, and one call with a hard timeout and our own errors.
+"""A session with one API server: address, TLS, credentials, and calls with hard timeouts and our own errors.
 
-A bound service account token is replaced on disk about once an hour, so the file is read again for every call. A server
-that is half dead accepts connections and answers nothing: every call ends after `timeout_seconds`, whatever the server
-does.
+A bound service account token is replaced on disk about once an hour, so every call reads the file again. A half-dead
+server accepts connections and never answers, so every call ends after `timeout_seconds`.
 """
 
 import os
@@ -34,9 +33,10 @@ Authorization = Callable[[], str]
 
 
 class StatusError(PeerError):
-    """The API server refused a call. `status` is the HTTP status, `answer` its Status object, empty where it sent none.
+    """The API server refused a call.
 
-    `headers` are those of the answer, and `said` is the server's own sentence.
+    `status` is the HTTP status, `answer` the Status object (empty if missing), `headers` the answer's, `said` the
+    server's sentence.
     """
 
     def __init__(self, what: str, status: int, raw: bytes, headers: Mapping[str, str]):
@@ -52,7 +52,7 @@ class StatusError(PeerError):
 
 
 class ObjectKind(NamedTuple):
-    """One kind of object and where it lives. `api_version` as in a manifest: `v1`, `coordination.k8s.io/v1`, ..."""
+    """A kind of object and its path. `api_version` as in a manifest: `v1`, `coordination.k8s.io/v1`, ..."""
 
     api_version: str
     name: str
@@ -60,7 +60,7 @@ class ObjectKind(NamedTuple):
     namespaced: bool = True
 
     def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
-        """Return the URL path of the collection, of one object, or of its subresource."""
+        """Return the URL path of the collection, of one object, or of a subresource."""
         root = "/apis" if "/" in self.api_version else "/api"
         scope = f"/namespaces/{namespace}" if self.namespaced else ""
         return "/".join(filter(None, (f"{root}/{self.api_version}{scope}/{self.plural}", name, subresource)))
@@ -70,8 +70,6 @@ CONFIG_MAP = ObjectKind("v1", "ConfigMap", "configmaps")
 
 
 class ObjectRef(NamedTuple):
-    """One namespaced object by name."""
-
     kind: ObjectKind
     namespace: str
     name: str
@@ -93,7 +91,7 @@ class KubeAnswer(NamedTuple):
 
 
 class KubeSession:
-    """Calls to one API server. Use as an async context manager, or call `open` and `close`.
+    """Calls one API server. Use it as an async context manager, or call `open` and `close`.
 
     Args:
         server: base URL, `https://host:port`.
@@ -129,12 +127,7 @@ class KubeSession:
         environ: Mapping[str, str] = os.environ,
         connections: int = DEFAULT_CONNECTIONS,
     ) -> Self:
-        """Return the session of a pod's own service account.
-
-        Raises:
-            ConfigError: this process does not run in a pod that has one.
-
-        """
+        """Return the session of a pod's own service account; raise ConfigError outside of a pod."""
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port:
             raise ConfigError("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are unset: run this in a pod")
@@ -148,7 +141,7 @@ class KubeSession:
         return cls(f"https://{address}:{port}", authorization=authorization, tls=tls, connections=connections)
 
     def open(self) -> None:
-        """Make the connection pool; the event loop must run."""
+        """Make the connection pool. Call it inside the event loop."""
         connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True, limit=self._connections)
         self._client = aiohttp.ClientSession(connector=connector, trust_env=False)
 
@@ -173,7 +166,7 @@ class KubeSession:
         content_type: str = JSON,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> dict[str, Any]:
-        """Send one request and return the object it answers.
+        """Send one request and return the object in the answer.
 
         Raises:
             StatusError: the server refused.
@@ -210,7 +203,7 @@ class KubeSession:
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Open one request and yield its successful response; all of it, body included, ends after `timeout_seconds`.
+        """Open one request and yield its successful response; `timeout_seconds` bounds all of it with its body.
 
         Raises as `call` does, also for what goes wrong while the caller reads.
         """
@@ -236,7 +229,6 @@ def bearer(token: str) -> Authorization:
 
 
 def token_of_file(path: Path) -> Authorization:
-    """Return the authorization by a token in a file, which is read for every call."""
     return partial(_from_file, path)
 
 
@@ -248,11 +240,9 @@ def _from_file(path: Path) -> str:
 
 
 def client_tls(authority: str, certificate: str = "", key: str = "") -> ssl.SSLContext:
-    """Return a TLS context that trusts `authority` and shows `certificate`, all PEM; no authority: the system's.
+    """Return a TLS context that trusts `authority` (default: the system's) and shows `certificate`, all PEM.
 
-    Raises:
-        OSError, ValueError: one of them cannot be loaded; ssl.SSLError is an OSError.
-
+    Raises OSError or ValueError for unusable texts.
     """
     context = ssl.create_default_context(cadata=authority or None)
     if certificate:
@@ -273,7 +263,6 @@ def with_query(path: str, query: Mapping[str, Any] | None) -> str:
 
 
 def decode_object(raw: bytes, what: str) -> dict[str, Any]:
-    """Read one JSON object. Raises ProtocolError naming `what` was asked."""
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except UNREADABLE as error:
@@ -288,7 +277,7 @@ async def apply_status(
     field_manager: str,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
-    """Apply `status` to an object and return it as it is then: each writer owns exactly the fields it sends.
+    """Apply `status` to an object and return the new object: each writer owns exactly the fields that it sends.
 
     Fields that this manager applied before and that are now absent are removed; fields of other managers stay. An entry
     of `conditions` is owned by its `type`. Raises as `KubeSession.call`; a missing object is StatusError 404 (an apply

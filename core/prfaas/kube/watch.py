@@ -1,8 +1,8 @@
-"""List and watch for ever: through timeouts, dropped connections, expired resource versions and dead servers.
+"""Lists and watches for ever: through timeouts, dropped connections, expired resource versions and dead servers.
 
-The hard part is to notice silence. A server that is half dead keeps the connection and sends nothing, which looks
-exactly like objects that do not change. So every watch is asked to end after `window_seconds` and cut by the client
-shortly after; the next one resumes from the last resource version and costs one small request.
+A half-dead server keeps the connection and sends nothing, like a collection without changes. So the server shall end
+every watch after `window_seconds`, and the client cuts it shortly after. The next watch resumes from the last resource
+version with one small request.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ NOT_FOUND = 404
 
 
 class WatchEvent(NamedTuple):
-    """One line of a watch: ADDED, MODIFIED, DELETED or BOOKMARK, and the object as it was then."""
+    """One line of a watch: ADDED, MODIFIED, DELETED or BOOKMARK, and the object at that time."""
 
     type: str
     object: dict[str, Any]
 
 
 class ExpiredError(ProtocolError):
-    """A resource version is too old to watch from: list again."""
+    """A resource version is too old for a watch: list again."""
 
     reason = "Expired"
 
@@ -53,7 +53,7 @@ async def list_and_watch(
     failed: Callable[[PeerError | ConfigError, float], float],
     backoff: Backoff,
 ) -> AsyncIterator[L | WatchEvent]:
-    """Yield what `read` returns, then every change; after a failure, or where changes were lost, read again.
+    """Yield the result of `read`, then every change; read again after a failure or after lost changes.
 
     Never ends by itself and never raises for what a server does.
 
@@ -120,7 +120,7 @@ async def watch_events(
 async def watch_object(
     session: KubeSession, ref: ObjectRef, *, window_seconds: float = 30.0, max_backoff_seconds: float = 10.0
 ) -> AsyncIterator[dict[str, Any] | None]:
-    """Yield the object as it is now, and again after every change; None while it does not exist.
+    """Yield the object now and after every change; None while it does not exist.
 
     It goes on as `list_and_watch` does. The same object may be yielded more than once. Needs the verbs get and watch on
     this name only.
@@ -152,7 +152,7 @@ async def watch_object(
 
 
 def version_of(current: Mapping[str, Any]) -> str:
-    """Return metadata.resourceVersion; raises ProtocolError where there is none."""
+    """Return metadata.resourceVersion; raise ProtocolError if it is missing."""
     try:
         return str(current["metadata"]["resourceVersion"])
     except (KeyError, TypeError) as error:
@@ -172,7 +172,7 @@ def _event(line: bytes, path: str) -> WatchEvent:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Split a stream into lines; bounded, unlike what a broken peer may send without a newline."""
+    """Split a stream into lines of bounded length: a broken peer may send no newline."""
     buffer = bytearray()
     async for chunk in content.iter_any():
         buffer += chunk

@@ -1,1 +1,1 @@
-"""The prefix index: hash chains over tokens and bytes, and the canonical form of a request. Pure functions."""
+"""The prefix index: hash chains over tokens and bytes, and the canonical form of a request. No I/O."""

@@ -1,10 +1,10 @@
-"""Names of token blocks: SHA-256 chains, so that one name stands for a block and for everything before it.
+"""Names of token blocks: SHA-256 chains, so that a name identifies a block and its whole prefix.
 
     root = SHA-256(length and bytes of the model's fingerprint, length and bytes of the salt)
     hash of block i = SHA-256(hash of block i - 1, or root; the block's token ids as little-endian uint32)
 
-Equal names mean equal prefixes under the same weights, so a cache entry found by name can be used without a look at its
-tokens. A tenant's salt changes every name: nobody can probe for another tenant's prompts by timing.
+Equal names mean equal prefixes under the same weights, so a cache needs no comparison of tokens. A tenant's salt
+changes every name, so a tenant cannot probe for another tenant's prompts by timing.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ BlockHash = bytes
 
 
 def chain_root(fingerprint: str, salt: str) -> BlockHash:
-    """The name of nothing yet: what the first block's name is chained to. Lengths keep the two parts apart."""
+    """Return the parent of the first block's name. Lengths keep fingerprint and salt apart."""
     digest = hashlib.sha256()
     for part in (fingerprint.encode(), salt.encode()):
         digest.update(len(part).to_bytes(4, "little") + part)
@@ -28,9 +28,9 @@ def chain_root(fingerprint: str, salt: str) -> BlockHash:
 
 
 class BlockChain:
-    """Names of the full blocks of one growing sequence of tokens, each of which is hashed once.
+    """The names of the full blocks of one growing sequence of tokens; each block is hashed once.
 
-    Read `hashes`, and let `extend` alone change them.
+    Read `hashes`; only `extend` changes it.
     """
 
     def __init__(self, root: BlockHash, block_tokens: int = BLOCK_TOKENS):
@@ -41,11 +41,11 @@ class BlockChain:
 
     @property
     def tokens(self) -> int:
-        """Tokens taken in so far, those of the last, unfinished block included."""
+        """Tokens so far, with those of the last, unfinished block."""
         return len(self._token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens, each of 0 to 2**32 - 1."""
+        """Add tokens, each from 0 to 2**32 - 1."""
         self._token_ids.extend(token_ids)
         data = _little_endian(self._token_ids[len(self.hashes) * self.block_tokens :])
         parent, step = self.hashes[-1] if self.hashes else self.root, 4 * self.block_tokens
@@ -54,15 +54,15 @@ class BlockChain:
             self.hashes.append(parent)
 
     def parent(self, block: int) -> BlockHash | None:
-        """Name of the block before this one, None for the first."""
+        """Return the name of the block before this one, None for the first."""
         return self.hashes[block - 1] if block else None
 
     def token_ids(self, first: int, last: int) -> "array[int]":
-        """Token ids of the blocks from `first` up to but without `last`."""
+        """Return the token ids of the blocks from `first` to `last` - 1."""
         return self._token_ids[first * self.block_tokens : last * self.block_tokens]
 
     def copy(self) -> "BlockChain":
-        """An equal chain that grows by itself."""
+        """Return an equal chain that grows independently."""
         copy = BlockChain(self.root, self.block_tokens)
         copy.hashes, copy._token_ids = self.hashes[:], self._token_ids[:]
         return copy

@@ -1,9 +1,9 @@
-"""What is known of byte blocks: which block of tokens an instance says lies behind one, and what was sent to it.
+"""Maps byte blocks to token blocks of an instance, and remembers prompts that were sent to an instance.
 
-Both forget by generations: two are kept, the older goes when the newer is full. So what goes first is what was told, or
-sent, longest ago, nothing is moved one by one, and memory is bounded. Both are closed under prefixes, so that a chain
-is searched by galloping and bisection: whoever sends a prompt sends all of it, and an instance tells of all blocks of a
-request but those that it told of before, which are renewed whenever a prompt asks for them.
+Both keep two generations and drop the older one when the newer one is full. So the oldest entries go first, no entry is
+moved, and memory is bounded. Both are closed under prefixes, so a chain is searched by galloping and bisection. The
+reason: a client sends the whole prompt, and an instance reports all blocks of a request except those that it reported
+before, which each look-up renews.
 """
 
 from array import array
@@ -22,9 +22,9 @@ GENERATION_SECONDS: Final = 600.0
 
 
 def last_where(count: int, is_so: Callable[[int], bool]) -> int:
-    """Return the last of `count` places at which something is so, -1 for none; at all before that one it is so too.
+    """Return the last of `count` places at which `is_so` holds, -1 for none; it also holds at all places before.
 
-    Galloping first, because of most prompts little is known: the work grows with the logarithm of the answer.
+    Galloping comes first because most prompts match little: the work grows with the logarithm of the answer.
     """
     low, step = -1, 1
     while low + step < count and is_so(low + step):
@@ -41,7 +41,7 @@ def last_where(count: int, is_so: Callable[[int], bool]) -> int:
 
 
 class ByteMap:
-    """Byte blocks of one instance, by their hash, and the keys of the blocks of tokens behind them."""
+    """Maps hashes of byte blocks of one instance to keys of token blocks."""
 
     def __init__(self, max_pairs: int):
         self._max_pairs = max_pairs
@@ -54,13 +54,13 @@ class ByteMap:
         self._new, self._old = _Generation(), _Generation()
 
     def learn(self, byte_hashes: Sequence[int], blocks: Iterable[int]) -> None:
-        """Take in pairs of a byte hash and a block's key."""
+        """Add pairs of a byte hash and a block's key."""
         if len(self._new) >= self._max_pairs:
             self._old, self._new = self._new, _Generation()
         self._new.learn(byte_hashes, blocks)
 
     def get(self, byte_hash: int) -> int | None:
-        """Return the key of the block behind a byte block, None where nothing is known of that."""
+        """Return the key of the token block behind a byte block, None if unknown."""
         key = hash(byte_hash.to_bytes(8, "little"))
         number = self._new.keys.find(key)
         if number:
@@ -69,7 +69,7 @@ class ByteMap:
         return self._old.blocks[number] if number else None
 
     def renew(self, chain: ByteChain, count: int) -> None:
-        """Keep the first `count` blocks of a chain for another generation, if the last of them is of the old one."""
+        """Move the first `count` blocks of a chain to the newer generation if the last of them is in the older one."""
         if not len(self._old) or self._new.keys.find(key_of(chain[count - 1])):
             return
         told = [(one, block) for one in chain.all()[:count] if (block := self.get(one)) is not None]
@@ -93,7 +93,7 @@ class _Generation:
 
 
 class SentPrompts:
-    """What was sent to one instance that tells nothing of its cache."""
+    """The prompts sent to an instance that publishes no cache events."""
 
     def __init__(self, now_seconds: float):
         self._new: set[int] = set()
@@ -104,7 +104,7 @@ class SentPrompts:
         return len(self._new) + len(self._old)
 
     def add(self, chain: ByteChain, now_seconds: float) -> None:
-        """Note that a prompt was sent; of one that alone fills a generation the beginning is."""
+        """Record a sent prompt; of a prompt larger than a generation only the beginning."""
         self._turn(now_seconds)
         self._new.update(chain.all()[:GENERATION_BLOCKS])
 

@@ -1,11 +1,11 @@
-"""Names of byte blocks: what a gateway, which has no tokenizer, matches prompts by.
+"""Names of byte blocks, by which a gateway without a tokenizer matches prompts.
 
-The canonical bytes of a request are cut into blocks of 256; the hash of each is xxh3 over its bytes, seeded with the
-hash before it, so that like a token block's hash it names the whole prefix. The chain hangs on a root that names kind
-of request, model and salt (see `canonical`). Only full blocks have names.
+The canonical bytes of a request are cut into blocks of 256. The hash of each block is xxh3 over its bytes, seeded with
+the hash before it. So the hash names the whole prefix, like a token block's. The chain begins with a root of request
+kind, model and salt (see `canonical`). Only full blocks have names.
 
-xxh3 is quick and not made against an adversary: a collision here costs a detour, never a wrong answer, because workers
-decide on the hashes of `blocks`.
+xxh3 is fast and not safe against an adversary. A collision costs a detour, never a wrong answer, because workers decide
+on the hashes of `blocks`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def byte_hashes(root: bytes, data: bytes) -> list[int]:
 
 
 def chained(seed: int, data: bytes, block_bytes: int) -> list[int]:
-    """Return the hashes of the full blocks of bytes that come behind the block with hash `seed`."""
+    """Return the hashes of the full blocks that follow the block with hash `seed`."""
     named, hashes = xxhash.xxh3_64_intdigest, list[int]()
     for end in range(block_bytes, len(data) + 1, block_bytes):
         seed = named(data[end - block_bytes : end], seed)
@@ -36,17 +36,17 @@ def chained(seed: int, data: bytes, block_bytes: int) -> list[int]:
 
 @cache
 def token_seed() -> int:
-    """Return what chains over blocks of token ids hang on: of engines of others, whose names nobody can compute."""
+    """Return the seed of chains over token ids of foreign engines, whose own names cannot be computed here."""
     return xxhash.xxh3_64_intdigest(TOKEN_ROOT)
 
 
 def block_ends(hashes: Sequence[int]) -> range:
-    """Return where each block ends in the canonical bytes: the cuts of `canonical.tokens_before`."""
+    """Return the end of each block in the canonical bytes: the cuts of `canonical.tokens_before`."""
     return range(BYTE_BLOCK, len(hashes) * BYTE_BLOCK + 1, BYTE_BLOCK)
 
 
 class ByteChain:
-    """The same hashes, each computed when it is asked for: of most prompts the first few say that nothing is known."""
+    """The same hashes, computed on demand: most prompts are unknown after the first few."""
 
     def __init__(self, root: bytes, data: bytes, block_bytes: int = BYTE_BLOCK):
         self.data = data
@@ -58,7 +58,6 @@ class ByteChain:
         return len(self.data) // self._block_bytes
 
     def __getitem__(self, block: int) -> int:
-        """Return the hash of a block, counted from 0."""
         hashes, size = self._hashes, self._block_bytes
         if block >= len(hashes):
             data = self.data[len(hashes) * size : (block + 1) * size]

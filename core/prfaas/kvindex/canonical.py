@@ -1,14 +1,14 @@
-"""The canonical bytes of a request, which routers without a tokenizer compare, and the tokens surely in their prefix.
+"""The canonical bytes of a request, which routers compare without a tokenizer, and the tokens in a byte prefix.
 
-Requests whose canonical bytes begin alike have prompts that begin alike, and a request has the same bytes in the
-gateway and in the worker. A completion's bytes are its prompt in UTF-8, or its token ids as 32-bit integers. A chat's
-are lines of JSON: first what templates put before the messages, tools above all, then a line a message, role first and
-content last, since in the prompt the role comes before the content too. Kinds, models and cache salts never match each
-other: `root` stands before the chain of byte hashes.
+Requests with equal beginnings of canonical bytes have prompts with equal beginnings. Gateway and worker compute the
+same bytes. A completion's bytes are its prompt in UTF-8, or its token ids as 32-bit integers. A chat's bytes are lines
+of JSON: first the fields that templates put before the messages, above all tools. Then each message has a line, role
+first and content last, as in the prompt. `root` is the start of the hash chain, so kinds, models and cache salts never
+match each other.
 
-From bytes to tokens there is no exact way: a chat template writes what it likes around the contents, and a tokenizer
-may merge what a cut divides. `tokens_before` finds the contents in the prompt's own bytes, stays behind the last one
-that it found, and leaves out the tokens next to the cut.
+There is no exact way from bytes to tokens: a chat template adds text around the contents, and a tokenizer may merge
+tokens across a cut. `tokens_before` finds the contents in the prompt's own bytes, ends behind the last one that it
+found, and leaves out the tokens next to the cut.
 """
 
 import re
@@ -26,7 +26,7 @@ TOKEN_BYTES: Final = 4
 
 
 class Text(NamedTuple):
-    """A text that the prompt holds: where it begins in the canonical bytes, itself, and as JSON escapes it there."""
+    """A text in the prompt: its start in the canonical bytes, itself, and its JSON form there."""
 
     start: int
     data: bytes
@@ -34,7 +34,7 @@ class Text(NamedTuple):
 
 
 class Canonical(NamedTuple):
-    """`root` names kind, model and salt; `texts` lie in `data` in order, None if those are token ids."""
+    """`root` names kind, model and salt; `texts` lie in `data` in order, None if `data` holds token ids."""
 
     root: bytes
     data: bytes
@@ -71,7 +71,7 @@ _SORTED: Final = msgspec.json.Encoder(order="sorted")
 
 
 def canonical_completion(body: Mapping[str, Any]) -> Canonical | None:
-    """Return the canonical bytes of POST /v1/completions; None for a body that such a request cannot have.
+    """Return the canonical bytes of POST /v1/completions; None for an invalid body.
 
     `body` is the decoded JSON object; only COMPLETION_FIELDS are read.
     """
@@ -93,7 +93,7 @@ def canonical_completion(body: Mapping[str, Any]) -> Canonical | None:
 
 
 def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
-    """Return the canonical bytes of POST /v1/chat/completions; None for a body that such a request cannot have.
+    """Return the canonical bytes of POST /v1/chat/completions; None for an invalid body.
 
     `body` is the decoded JSON object; only CHAT_FIELDS are read.
     """
@@ -120,7 +120,7 @@ def tokens_before(
 ) -> list[int]:
     """Return how many tokens of the prompt surely lie before each cut, an offset in the canonical bytes.
 
-    Cuts ascend. `token_bytes` is what a token id adds to the text: nothing, for a special token.
+    Cuts ascend. `token_bytes` maps a token id to its bytes in the text; a special token has none.
     """
     if canonical.texts is None:
         return [min(cut // TOKEN_BYTES, len(token_ids)) for cut in cuts]
@@ -133,7 +133,7 @@ def tokens_before(
 
 
 class _Place:
-    """A text that was found in the prompt's bytes, perhaps without the white space around it."""
+    """A text found in the prompt's bytes, perhaps without the white space around it."""
 
     def __init__(self, text: Text, found: int):
         bare = _bare(text.data)
@@ -147,7 +147,7 @@ class _Place:
         self._saved = [0, *accumulate(len(escape[0]) - 1 for escape in escapes)]
 
     def offset(self, cut: int) -> int:
-        """Return the offset in the prompt's bytes that a cut at or behind the text's beginning has surely reached."""
+        """Return the offset in the prompt's bytes that surely lies before a cut at or behind the text's beginning."""
         inside = cut - self.start
         passed = bisect_right(self._escape_ends, inside)
         if passed < len(self._escape_ends):
@@ -157,7 +157,9 @@ class _Place:
 
 
 def _places(texts: Sequence[Text], prompt: bytes) -> list[_Place]:
-    """Find the texts in the prompt one behind the other, up to the first that is not there as it was sent.
+    """Find the texts in the prompt in order, up to the first that the template changed.
+
+    A short text may match too early, in the template's own words; then the result is too small, never too large.
 
     A short text may be found too early, in the template's own words: then less is claimed, never more.
     """
@@ -176,7 +178,7 @@ def _places(texts: Sequence[Text], prompt: bytes) -> list[_Place]:
 
 
 def _bare(text: bytes) -> bytes:
-    """Return a text without the white space around it, as templates strip it: more than ASCII's counts."""
+    """Strip white space as templates do, beyond ASCII's."""
     return text.decode().strip().encode()
 
 
@@ -187,7 +189,7 @@ def _offsets(places: Sequence[_Place], cuts: Sequence[int]) -> list[int]:
 
 
 def _texts_in(content: Any, encoded: bytes, start: int) -> list[Text]:
-    """Return the texts of a message's content, a string or a list of parts, given its JSON and where that begins."""
+    """Return the texts of a message's content (a string or a list of parts), given its JSON and its offset."""
     if isinstance(content, str):
         return [Text(start + 1, content.encode(), encoded[1:-1])]
     texts: list[Text] = []

@@ -1,20 +1,19 @@
-"""The global prefix index: what every instance has cached of a prompt, asked by bytes, without a tokenizer.
+"""The global prefix index: the cached part of a prompt in every instance, found by bytes, without a tokenizer.
 
-Each instance has a tree of its blocks (`tree`), from its cache events, and a map from byte blocks to blocks of tokens
-(`byte_maps`), from what it teaches about requests. A prompt's chain of byte blocks is searched for the last whose block
-of tokens the instance has: both chains are closed under prefixes, so bisection is exact. From there the tree tells the
-longest n with attention up to n and a state at n.
+Each instance has a tree of its blocks (`tree`), from its cache events, and a map from byte blocks to token blocks
+(`byte_maps`), from its reports on requests. A match searches a prompt's byte blocks for the last one whose token block
+the instance has. Both chains are closed under prefixes, so bisection is exact. Then the tree gives the longest n with
+attention up to n and a state at n.
 
-Where the bytes leave what is known, up to one byte block more may be shared, and the state of a conversation's last
-turn stands exactly there: half of all states would be missed by what is certain. So a state counts too that lies no
-further on than the tokens of one byte block and the block that rounding lost, where the tree has no branch. At worst
-that promises a few blocks too much, to a router that asks for a hint.
+Up to one byte block more than the match may be shared. The state of a conversation's last turn lies exactly there: half
+of all states would be missed. So a state also counts within the tokens of one byte block and one token block
+(rounding), if the tree has no branch there. The error is at most a few blocks, in a result that is only a hint.
 
-Nothing that one instance tells changes what is believed of another: trees and maps are apart, bounded each by a share,
-and names are salted. There is one exception. An instance that prefills for others sees tokens, never bytes, and teaches
-nothing; of it a map of another instance is believed: of that which knows most of the prompt, unless more of the others
-say something else at the same byte block than say the same. A forger can so feign or hide what such instances hold of
-prompts that no one else tells of, no further than the prompt is long.
+Reports of one instance do not change the result for another: trees and maps are separate and bounded, and names are
+salted. There is one exception. An instance that prefills for others sees tokens, never bytes, and reports no map. It
+uses the map of the instance that knows most of the prompt, unless more instances contradict it at the same byte block
+than agree. A forger can so invent or hide cached blocks of such instances only for prompts that no other instance
+reports, and never beyond the prompt's length.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +34,7 @@ WITNESSES: Final = 8
 
 
 class InstanceIndex:
-    """What one instance told."""
+    """The part of the index that one instance reported."""
 
     def __init__(self, max_blocks: int, max_pairs: int):
         self.tree = BlockTree(max_blocks)
@@ -51,7 +50,7 @@ class InstanceIndex:
         return self._match(chain, self.bytes, is_exact=True)
 
     def match(self, chain: ByteChain, byte_map: ByteMap) -> int:
-        """Return the usable match of a prompt in tokens, by this or by another instance's map."""
+        """Return the usable match of a prompt in tokens, by this or another instance's map."""
         return self._match(chain, byte_map, is_exact=False)
 
     def _match(self, chain: ByteChain, byte_map: ByteMap, *, is_exact: bool) -> int:
@@ -80,10 +79,10 @@ class InstanceIndex:
 
 
 class PrefixIndex:
-    """What all instances told.
+    """The index of all instances.
 
-    Each may hold an equal share. When instances come, shares shrink, and who holds more than the new one is forgotten:
-    `set_instances` returns their names, so that they are asked anew.
+    Each instance may hold an equal share. When instances are added, shares shrink. An instance above its share is
+    forgotten; `set_instances` returns its name, so that the caller asks it again.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS, max_pairs: int = MAX_PAIRS):
@@ -97,7 +96,7 @@ class PrefixIndex:
 
     @property
     def refused_blocks(self) -> int:
-        """Blocks that were left out, of the instances that are known."""
+        """Blocks that the known instances' bounds left out."""
         return sum(one.tree.refused_blocks for one in self._instances.values())
 
     @property
@@ -105,7 +104,7 @@ class PrefixIndex:
         return sum(len(one.bytes) for one in self._instances.values())
 
     def set_instances(self, names: Iterable[str]) -> list[str]:
-        """Know these instances and no others."""
+        """Keep exactly these instances; return the names that were forgotten because their share shrank."""
         wanted = list(dict.fromkeys(names))
         share, pairs = (bound // max(1, len(wanted)) for bound in (self._max_blocks, self._max_pairs))
         forgotten: list[str] = []
@@ -127,10 +126,10 @@ class PrefixIndex:
         return name in self._instances
 
     def match(self, chain: ByteChain, taught: Sequence[str], told: Sequence[str]) -> dict[str, int]:
-        """Return the usable match by instance, in tokens; those without one are left out.
+        """Return the usable match by instance, in tokens, without instances that match nothing.
 
-        Of instances in `taught` their own maps are believed, of those in `told`, which prefill what others ask, theirs
-        or else another's.
+        Instances in `taught` are matched by their own maps; those in `told`, which prefill for others, by their own or
+        another's.
         """
         if not len(chain):
             return {}
@@ -147,7 +146,7 @@ class PrefixIndex:
 
 
 def _witness(chain: ByteChain, maps: Sequence[ByteMap]) -> ByteMap:
-    """Return the map that knows most of a prompt and is not outvoted where it ends, of some that know its beginning."""
+    """Return the map that knows most of a prompt and is not outvoted at its end."""
     ends = [last_where(len(chain), lambda at, one=one: one.get(chain[at]) is not None) for one in maps]
     for end, candidate in sorted(zip(ends, maps, strict=True), key=lambda pair: -pair[0]):
         said = candidate.get(chain[end])

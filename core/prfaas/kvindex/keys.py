@@ -1,13 +1,13 @@
-"""Small numbers for 64-bit keys, in some 16 bytes a key: what tables of millions of blocks are addressed by.
+"""Numbers 64-bit keys in about 16 bytes a key, for tables of millions of blocks.
 
-A dict of integers takes about 100 bytes an entry. Here a key stands in an array at its number, and a table of 32-bit
-numbers, open addressing with linear probing, leads to it: 8 bytes and 6 to 12. The table is cut into 256 parts that
-grow each by itself, so that nobody waits while millions move. Keys are numbered in batches: calls would cost as much as
-the work.
+A dict of integers takes about 100 bytes an entry. Here an array holds each key at its number. A table of 32-bit
+numbers, with open addressing and linear probing, leads to the number. The two take 8 and 6 to 12 bytes a key. The table
+has 256 parts that grow separately, so that no caller waits while millions of entries move. Keys are numbered in
+batches, because calls would cost as much as the work.
 
-A key is Python's hash of a name's bytes, which is salted in each process: no peer can choose names that crowd one
-place of the table and make every look-up slow. Two names with one key are one to the table. Of ten million honest ones
-two are so with a chance of one to 300,000, and whoever forges names harms the table of his own events alone.
+A key is Python's hash of a name's bytes, salted in each process. So a peer cannot choose names that crowd one place of
+the table. Two names with one key are one to the table: among ten million honest names with a chance of one to 300,000.
+Forged names only harm the table of the forger's own events.
 """
 
 from array import array
@@ -25,7 +25,7 @@ _SMALLEST: Final = 8
 
 
 def key_of(name: bytes | int) -> int:
-    """Return the key of a name: bytes, or an integer, of which more than 64 bits are cut off."""
+    """Return the key of a name: bytes, or an integer of which 64 bits count."""
     return hash((name & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little") if isinstance(name, int) else name)
 
 
@@ -37,7 +37,7 @@ def keys_of(names: Sequence[bytes | int]) -> list[int]:
 
 
 class Keys:
-    """A set of keys, numbered from 2 on; numbers of removed keys are given again, the latest first."""
+    """A set of keys, numbered from 2 on. Numbers of removed keys are reused, the latest first."""
 
     def __init__(self) -> None:
         self._keys = array("q", [0, -1])
@@ -49,7 +49,7 @@ class Keys:
         return len(self._keys) - 2 - len(self._spare)
 
     def find(self, key: int) -> int:
-        """Return the number of a key, NONE where it has none."""
+        """Return the number of a key, NONE if it is not here."""
         part, keys = self._parts[key & 255], self._keys
         mask = len(part) - 1
         at = key >> 8 & mask
@@ -60,7 +60,7 @@ class Keys:
         return NONE
 
     def numbers(self, wanted: Sequence[int]) -> list[int]:
-        """Return the numbers of keys; those that have none are given one."""
+        """Return the numbers of keys; new keys get a number."""
         parts, keys, room, spare = self._parts, self._keys, self._room, self._spare
         found: list[int] = []
         for key in wanted:
@@ -98,7 +98,7 @@ class Keys:
         self._spare.append(number)
 
     def _make_room(self, which: int) -> None:
-        """Move one part to a table of twice the size, or of the same where half of what filled it is gone."""
+        """Move a part to a table of twice the size, or of the same size if half of its entries are removed ones."""
         old = np.frombuffer(self._parts[which], np.uint32)
         live = old[old > _GONE]
         size = len(old) * (2 if 3 * len(live) > len(old) else 1)
@@ -116,5 +116,5 @@ class Keys:
 
 
 def _room(size: int) -> int:
-    """Return how many places of a part may be taken: two thirds, beyond which searches get long."""
+    """Return how many places of a part may be filled: two thirds, because searches get long beyond."""
     return 2 * (size - 1) // 3 + 1

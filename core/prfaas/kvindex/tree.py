@@ -1,18 +1,17 @@
-"""What one instance has cached, as its events tell it: a tree of blocks with attention rows, states, or both.
+"""The cached blocks of one instance by its events: a tree of blocks with attention rows, states, or both.
 
     usable match of a prompt = the longest n with attention rows in blocks 1 to n, and a state after block n
 
-Groups are kept apart: attention and states are different bits of a block, and each is held in up to four mediums, of
-which one is enough. Of an instance that never told of a state its model has none, and attention alone counts.
+Attention and states are different bits of a block. Each may be in up to four mediums; one is enough. If an instance
+never reported a state, its model has none, and only attention counts.
 
-What is hard is being exact and quick. A prompt's blocks may be evicted in the middle, so a block that is here says
-little of those before it. Therefore a block stays in the tree, empty, as long as blocks behind it are: then blocks of
-the tree are closed under prefixes, whatever was evicted, and a chain can be searched by bisection for the last one that
-the tree has. From there the way up matters, for empty blocks and for states. It is not walked either: blocks that came
-one behind the other have consecutive numbers, a *run*, and what they hold lies in arrays of bytes that C searches.
+A prompt's blocks may be evicted in the middle, so a cached block proves little about those before it. Therefore an
+empty block stays in the tree as long as it has children. So the tree is closed under prefixes, and bisection finds the
+last block of a chain that the tree has. The path to that block has empty blocks and states. It is not walked:
+consecutive blocks of a chain have consecutive numbers, a *run*, and their bits lie in byte arrays that C searches.
 
-A block takes 24 bytes here beside its place in the table of keys. A tree has a bound of its own: blocks beyond it are
-left out, and all that come behind them, until the instance tells that others are gone.
+A block takes 24 bytes beside its place in the table of keys. A tree has a bound: it refuses further blocks and their
+descendants until others are removed.
 """
 
 from array import array
@@ -29,8 +28,6 @@ _ATTENTION: Final = 0b0000_1111
 
 
 class BlockTree:
-    """The blocks of one instance."""
-
     def __init__(self, max_blocks: int):
         self.max_blocks = max_blocks
         self.refused_blocks = 0
@@ -42,7 +39,7 @@ class BlockTree:
         return len(self._keys)
 
     def clear(self) -> None:
-        """Forget all blocks, but not whether there are states: that is of the model."""
+        """Forget all blocks, but not whether the model has states."""
         self._keys = Keys()
         self._rowless = 0  # blocks without attention rows
         # By number, of which 0 is the root and 1 is never given. Freed numbers have depth 0 and begin a run.
@@ -55,14 +52,14 @@ class BlockTree:
         self._heads = bytearray(b"\1\1")  # 1: begins a run, so the block before it has not the number before
 
     def find(self, key: int) -> int:
-        """Return the number of a block, NONE where it is not here."""
+        """Return the number of a block, NONE if it is not here."""
         return self._keys.find(key)
 
     def depth(self, number: int) -> int:
         return self._depths[number]
 
     def store(self, keys: Sequence[int], parent: int | None, is_state: bool, medium: int) -> None:
-        """Take in blocks of one chain behind the block with key `parent`, None for the beginning.
+        """Add blocks of one chain behind the block with key `parent`, None for the beginning.
 
         `medium` is below MEDIUMS. Blocks whose parent is not here are taken where they are known already.
         """
@@ -79,7 +76,7 @@ class BlockTree:
         self._fill(numbers, is_state, medium)
 
     def remove(self, keys: Iterable[int], is_state: bool, medium: int) -> None:
-        """Note that blocks are no more in a medium; those that are not here were not either."""
+        """Remove blocks from a medium; unknown blocks are ignored."""
         bit = _bit(is_state, medium)
         find, places = self._keys.find, self._places
         for key in keys:
@@ -115,7 +112,7 @@ class BlockTree:
         return 0
 
     def _connected(self, number: int) -> int:
-        """Return the last block on the way to this one up to which all have attention rows."""
+        """Return the last block on the path to this one up to which all blocks have attention rows."""
         at = last = number
         while at != ROOT:
             begin = self._heads.rfind(1, 0, at + 1)
@@ -126,7 +123,7 @@ class BlockTree:
         return last
 
     def _state_ahead(self, number: int, ahead: int) -> int:
-        """Return the last block with a state of a few that come behind this one with rows in all; NONE for none."""
+        """Return the last block with a state among the next `ahead` blocks, all with rows; NONE if none."""
         end = number + 1 + ahead
         branch = self._heads.find(1, number + 1, end)
         end = branch if branch >= 0 else end
@@ -135,7 +132,7 @@ class BlockTree:
         return max(self._states.rfind(1, number + 1, end), NONE)
 
     def _append(self, count: int, behind: int, is_state: bool, medium: int) -> None:
-        """Put in a chain of blocks that take the next numbers."""
+        """Add a chain of blocks with the next numbers."""
         first, depth = len(self._depths), self._depths[behind]
         self._parents.append(behind)
         self._parents.extend(range(first, first + count - 1))
@@ -153,7 +150,7 @@ class BlockTree:
             self._rowless += count
 
     def _place(self, numbers: Iterable[int], behind: int) -> None:
-        """Put in those blocks of a chain that are not here."""
+        """Add those blocks of a chain that are not here."""
         depths, known = self._depths, len(self._depths)
         depth = depths[behind]
         for number in numbers:
@@ -180,7 +177,7 @@ class BlockTree:
             behind = number
 
     def _few(self, keys: Sequence[int], behind: int, unfounded: bool) -> list[int]:
-        """Return the numbers of those blocks that are here, or find room, and whose parents are here."""
+        """Return the numbers of those blocks that are here or find room, and whose parents are here."""
         numbers: list[int] = []
         for key in keys:
             number = self._keys.find(key)
@@ -211,7 +208,7 @@ class BlockTree:
                 self._rowless -= 1
 
     def _prune(self, number: int) -> None:
-        """Give up an empty block if nothing is behind it, and those before it that are empty for its sake."""
+        """Remove an empty block without children, and its empty ancestors."""
         while number != ROOT and not self._places[number] and not self._children[number]:
             parent = self._parents[number]
             self._keys.remove(number)
@@ -223,5 +220,4 @@ class BlockTree:
 
 
 def _bit(is_state: bool, medium: int) -> int:
-    """Return the bit of a block's places that stands for one group and medium."""
     return 1 << (medium + MEDIUMS if is_state else medium)

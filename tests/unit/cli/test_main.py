@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from prfaas.cli import main
 from prfaas.console import run_app
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-APP = main.build()
 
 
 class Ended(NamedTuple):
@@ -31,7 +27,7 @@ def prfaas(*arguments: str) -> Ended:
     """Run the command in this process: a process of its own would import all of it anew."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        run_app(APP, "prfaas", arguments)
+        run_app(main.app, "prfaas", arguments)
     return Ended(ended.value.code, out.getvalue(), err.getvalue())
 
 
@@ -109,6 +105,17 @@ def test_benchmarks_are_listed_and_an_unknown_one_names_them(monkeypatch, tmp_pa
     assert (outside.returncode, "run from a checkout" in outside.stderr) == (1, True)
 
 
+def test_a_call_imports_only_the_subcommand_that_it_names():
+    """The others cost a second of imports, which each call in a shell loop would pay."""
+    code = "import sys; from prfaas.cli import main; sys.argv[1:] = ['crds', '--help']; main.main()"
+    show = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(*sorted(one for one in sys.modules if one.startswith('prfaas.cli.'))))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", show + code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.splitlines()[-1] == "prfaas.cli.crds prfaas.cli.main"
+
+
 def test_further_arguments_reach_the_benchmark():
     command = [sys.executable, "-m", "prfaas.cli.main", "bench", "worker", "--nope", "somewhere"]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
@@ -118,8 +125,7 @@ def test_further_arguments_reach_the_benchmark():
 def test_a_part_whose_extra_is_missing_says_how_to_install_it(monkeypatch):
     point = EntryPoint(name="fleet", value="prfaas_operator.no_such_module:app", group=main.ENTRY_POINT_GROUP)
     monkeypatch.setattr(main, "entry_points", lambda **_: [point])
-    monkeypatch.setattr(main, "app", typer.Typer())
-    ended = CliRunner().invoke(main.build(), ["fleet", "join", "--help"])
+    ended = CliRunner().invoke(main.app, ["fleet", "join", "--help"])
     assert ended.exit_code == 2
     assert "pip install '.[operator]'" in ended.output
 
@@ -127,8 +133,7 @@ def test_a_part_whose_extra_is_missing_says_how_to_install_it(monkeypatch):
 @pytest.mark.parametrize("command", ["demo", "kind", "sandbox"])
 def test_a_command_of_the_sandbox_without_the_sandbox_says_in_one_sentence_where_it_is(monkeypatch, command):
     monkeypatch.setattr(main, "entry_points", lambda **_: [])
-    monkeypatch.setattr(main, "app", typer.Typer())
-    ended = CliRunner().invoke(main.build(), [command, "--keep"])
+    ended = CliRunner().invoke(main.app, [command, "--keep"])
     assert ended.exit_code == 2
     assert ended.output.startswith(f"prfaas {command}: not installed: clone the repository and run `make ")
     assert ended.output.count("\n") == 1

@@ -106,9 +106,8 @@ def test_a_file_that_says_nothing_is_named(tmp_path, text, says):
         run("-f", str(path))
 
 
-def test_the_command_is_registered(monkeypatch):
-    monkeypatch.setattr(main, "app", typer.Typer())
-    assert CliRunner().invoke(main.build(), ["plan", "--help"]).exit_code == 0
+def test_the_command_is_registered():
+    assert CliRunner().invoke(main.app, ["plan", "--help"]).exit_code == 0
 
 
 def test_a_system_comes_from_a_file_or_from_a_cluster_and_not_from_both():

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from prfaas.cli.main import build
+from prfaas.cli.main import app
 from prfaas.errors import ConfigError
 from prfaas.simulate.scenario import POLICIES
 
@@ -28,7 +28,7 @@ def file(tmp_path):
 
 
 def run(*arguments: object):
-    return CliRunner().invoke(build(), [str(one) for one in arguments], catch_exceptions=True)
+    return CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=True)
 
 
 def test_a_run_prints_its_figures_and_the_same_ones_again(file):
