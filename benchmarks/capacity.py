@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.report import Figure, run
 from benchmarks.reproduction import sections, simulated
 
-from prfaas.capacity import bound, optimum, ttft
+from prfaas.capacity import equations, optimum, ttft
 from prfaas.capacity.optimum import Plan
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.system import System
@@ -45,7 +45,7 @@ def plan_figures(file: PlanFile) -> Iterator[Figure]:
     """How near plans come to what no policy exceeds."""
     whole = optimum.best(file.system, file.workload).lambda_max
     divided = optimum.fractional(file.system, file.workload).lambda_max
-    limit = bound.bound(file.system, file.workload).lambda_max
+    limit = equations.find_bound(file.system, file.workload).lambda_max
     rival = {"rival": "bound of the linear programme over whole instances", "rival_value": limit / whole}
     yield Figure(
         name="lambda_max, divided roles over whole instances",

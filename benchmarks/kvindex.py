@@ -33,9 +33,9 @@ from prfaas.kvindex.index import InstanceIndex, PrefixIndex
 from prfaas.kvindex.keys import key_of, keys_of
 from prfaas.names import HUB
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Facts, Refusal, Rule
+from prfaas.routing.facts import Refusal, RoutingFacts, RoutingRule
+from prfaas.simulate.arrivals import MOONCAKE_BLOCK_TOKENS, read_trace
 from prfaas.simulate.request import Arrival
-from prfaas.simulate.traces import MOONCAKE_BLOCK_TOKENS, read
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold
 
 TREES = 10
@@ -192,7 +192,7 @@ class World:
             short_interval_seconds=1,
             instances=tuple(instances),
         )
-        self._rule = Rule(threshold_tokens=1 << 40, bandwidth="Scarce", offload_clusters=frozenset())
+        self._rule = RoutingRule(threshold_tokens=1 << 40, bandwidth="Scarce", offload_clusters=frozenset())
 
     def at(self, seconds: float, then: Callable[[], None]) -> None:
         self._count += 1
@@ -204,7 +204,7 @@ class World:
 
     def place(self, one: Arrival, cached_on: dict[str, int]) -> int:
         """Place a prompt by what is believed; returns the tokens that were found where it went."""
-        facts = Facts(
+        facts = RoutingFacts(
             now_seconds=one.at_seconds,
             request_id=str(self._count),
             total_tokens=one.input_tokens,
@@ -267,11 +267,11 @@ def nothing(_world: World, _one: Arrival) -> dict[str, int]:
     return {}
 
 
-def read_trace() -> list[Arrival]:
+def load_trace() -> list[Arrival]:
     path = Path(os.environ.get("PRFAAS_TRACE", Path(__file__).resolve().parents[1] / TRACE))
     if not path.is_file():
         sys.exit(f"there is no trace at {path}: put mooncake_conversation.jsonl there, or name it in PRFAAS_TRACE")
-    return read(path.name, path.read_text().splitlines())
+    return read_trace(path.name, path.read_text().splitlines())
 
 
 def figures(given: argparse.Namespace) -> Iterator[Figure]:
@@ -284,7 +284,7 @@ def figures(given: argparse.Namespace) -> Iterator[Figure]:
         name="look-up of 200 blocks", value=ours, unit="us", reach=20.0, rival="dict of sets", rival_value=linear
     )
     trees.clear()
-    arrivals = read_trace()
+    arrivals = load_trace()
     most = hit_tokens(arrivals, all_knowing)
     found, spread = hit_tokens(arrivals, by_index), hit_tokens(arrivals, nothing)
     hit = "hit tokens, of an all-knowing router's"

@@ -21,7 +21,7 @@ from aiohttp import web
 from benchmarks.report import Figure, cpu_seconds, peak_mib, run
 
 from prfaas.names import HUB
-from prfaas.routing.controller import Config, Facts, Offered, State, initial_state, step
+from prfaas.routing.controller import Config, ControllerFacts, Offered, State, initial_state, step
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import Bins, demand_of
 from prfaas.routing.links import LinkFacts, LinkSample
@@ -84,7 +84,7 @@ def decision_us(links: int) -> float:
     sample = LinkSample(
         sampled_at_seconds=1.0, age_seconds=0.5, traffic_mbps=500, delivery_mbps=900, backlogged_fraction=0.5
     )
-    facts = Facts(
+    facts = ControllerFacts(
         now_seconds=100.0,
         links=tuple(
             LinkFacts(cluster=one.name, capacity_mbps=1000, reachable=True, ready_instances=4, sample=sample)
@@ -123,7 +123,7 @@ def forward_ms() -> float:
         if demand is None:
             raise RuntimeError("the benchmark's own histogram is no demand")
         offered = Offered(demand=demand, arrivals_per_second=50.0, pools=pools)
-        facts = Facts(now_seconds=100.0, links=links, hub_measured=True, recent_offloads=1, offered=offered)
+        facts = ControllerFacts(now_seconds=100.0, links=links, hub_measured=True, recent_offloads=1, offered=offered)
         if step(config, state, facts).state.base_tokens is None:
             raise RuntimeError("the benchmark's step found no optimum")
 

@@ -17,7 +17,7 @@ from benchmarks.report import Figure, run
 
 from prfaas.cli.simulate import Load
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Facts, rule_in_force
+from prfaas.routing.facts import RoutingFacts, rule_in_force
 from prfaas.simulate.gateway import routing_table
 from prfaas.simulate.scenario import POLICIES
 from prfaas.simulate.setup import scenario
@@ -37,7 +37,7 @@ def decide_seconds(loaded: Load, policy: str) -> float:
     started = time.process_time()
     for index, tokens in enumerate(lengths):
         decide(
-            Facts(
+            RoutingFacts(
                 now_seconds=0.0, request_id=str(index), total_tokens=tokens, rule=rule, table=table, in_flight=in_flight
             )
         )

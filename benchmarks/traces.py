@@ -18,8 +18,8 @@ from benchmarks.report import Figure, run
 
 from prfaas.cli.simulate import Load
 from prfaas.simulate.outcome import Result
+from prfaas.simulate.run import highest_rate
 from prfaas.simulate.scenario import POLICIES, PolicyName
-from prfaas.simulate.search import highest_rate
 from prfaas.simulate.setup import planned
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import msgspec
 
 from prfaas.capacity.optimum import Plan
 from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.system import HubPool, Link, OffloadPool, System
+from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.simulate.arrivals import poisson
 from prfaas.simulate.outcome import Result, Tally
@@ -103,7 +103,7 @@ def egress_gbps(profile: Profile, tokens: int, instances: int, rounds: int = 40)
 def _lone(profile: Profile, instances: int) -> Scenario:
     """Return an offload pool behind a link without a limit, and a hub without work."""
     system = System(
-        links=(Link(name="link", capacity_mbps=1e9),),
+        links=(LinkCapacity(name="link", capacity_mbps=1e9),),
         offload=(OffloadPool(name="pool", profile=profile, instances=instances, link="link"),),
         hub=(HubPool(name="hub", profile=NO_WORK, instances=1, max_batch=1_000_000, step_seconds=1e-9),),
         output_tokens=1,

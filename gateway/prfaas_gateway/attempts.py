@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from prfaas.errors import CapacityError, RequestError
-from prfaas.routing.admission import Overload, overload
-from prfaas.routing.decide import decide, decide_again
-from prfaas.routing.facts import Decision, Facts, Refusal, Route
+from prfaas.routing.decide import Overload, decide, decide_again, find_overload
+from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas_gateway.auth import Auth
@@ -76,7 +75,7 @@ class Attempts:
             facts = self._state.facts(request)
         if isinstance(decision, Refusal):
             raise _no_capacity(decision, facts)
-        if (late := overload(facts, decision)) is not None:
+        if (late := find_overload(facts, decision)) is not None:
             self._parts.metrics.slo_refusals.inc()
             raise _too_late(late)
         request.first_route, request.threshold_tokens = decision, facts.rule.threshold_tokens
@@ -213,12 +212,12 @@ class Attempts:
             name = route.decode.name
             self._state.saturation.refused(name, self._state.load(name), self._state.clock())
 
-        def again(facts: Facts) -> Decision:
+        def again(facts: RoutingFacts) -> Decision:
             return decide_again(facts, route, failure.leg, facts.table.on_offload_failure)
 
         return await self._until_served(again, until_seconds)
 
-    async def _until_served(self, choose: Callable[[Facts], Decision], until_seconds: float) -> Decision:
+    async def _until_served(self, choose: Callable[[RoutingFacts], Decision], until_seconds: float) -> Decision:
         """Return where the request can go; waits a while for an instance that failed just now and may be back."""
         request = self._request
         while True:
@@ -283,7 +282,7 @@ def _too_late(late: Overload) -> LateError:
     )
 
 
-def _no_capacity(refusal: Refusal, facts: Facts) -> CapacityError:
+def _no_capacity(refusal: Refusal, facts: RoutingFacts) -> CapacityError:
     """Return the error for a refusal, in a sentence that tells the causes apart."""
     if refusal.reason == "OffloadRejected":
         return CapacityError("the offload pool failed, and the policy's onOffloadFailure is Reject; try again later")

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from prfaas.errors import RequestError
 from prfaas.names import HUB
-from prfaas.wire.control import Bandwidth, LinkUse
+from prfaas.wire.control import Bandwidth, LinkReport
 from prfaas.wire.routes import InstanceState, Role, ThresholdMode
 from prfaas_gateway.metrics import Outcome
 from prfaas_gateway.openai import error_response
@@ -105,7 +105,7 @@ class DashboardMoment(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     offloaded: int
     local: int
-    links: tuple[LinkUse, ...]
+    links: tuple[LinkReport, ...]
 
 
 class RequestHistory:
@@ -195,7 +195,7 @@ class DashboardCluster(msgspec.Struct, frozen=True, kw_only=True):
     reachable: bool = True
     in_use: bool = True
     capacity_mbps: int = 0
-    link: LinkUse | None = None
+    link: LinkReport | None = None
     instances: tuple[DashboardInstance, ...] = ()
 
 

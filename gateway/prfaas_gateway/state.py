@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from prfaas.errors import CapacityError, InternalError
-from prfaas.routing.backlog import Backlog
-from prfaas.routing.facts import Facts, Kind, Route, Rule, cached_by_cluster, rule_in_force
-from prfaas.routing.lengths import Tally as Lengths
-from prfaas.routing.preferences import narrowed
+from prfaas.routing.facts import Kind, Route, RoutingFacts, RoutingRule, cached_by_cluster, narrow, rule_in_force
+from prfaas.routing.lengths import LengthTally as Lengths
+from prfaas.routing.prices import Backlog
 from prfaas.util import RateBucket, backoff_seconds
-from prfaas.wire.control import Counters, LinkUse, ThresholdUpdate
+from prfaas.wire.control import Counters, LinkReport, ThresholdUpdate
 from prfaas.wire.routes import Instance, RoutingTable
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.openai import SaturatedError
@@ -67,7 +66,7 @@ class GatewayState:
         self._update = update
         self._update_expires = self.clock() + update.expires_seconds
 
-    def rule(self) -> Rule | None:
+    def rule(self) -> RoutingRule | None:
         """Return the rule in force, or None before the first table."""
         if self.table is None:
             return None
@@ -76,7 +75,7 @@ class GatewayState:
     def _unexpired(self) -> ThresholdUpdate | None:
         return self._update if self.clock() < self._update_expires else None
 
-    def facts(self, request: GatewayRequest) -> Facts:
+    def facts(self, request: GatewayRequest) -> RoutingFacts:
         """Return the facts of a request at this moment, as its preferences and full instances leave them.
 
         Raises:
@@ -90,8 +89,8 @@ class GatewayState:
         full = self.saturation.full(self._in_flight, now_seconds)
         if full:
             self._check_room(full, now_seconds)
-        rule, table = narrowed(rule, self.table, request.preferences)
-        return Facts(
+        rule, table = narrow(rule, self.table, request.preferences)
+        return RoutingFacts(
             now_seconds=now_seconds,
             request_id=request.request_id,
             total_tokens=request.total_tokens,
@@ -140,7 +139,7 @@ class GatewayState:
         self._failed_offloads += 1
 
     @property
-    def links(self) -> tuple[LinkUse, ...]:
+    def links(self) -> tuple[LinkReport, ...]:
         """The links as the scheduler saw them last; none when its word has expired."""
         update = self._unexpired()
         return update.links if update else ()

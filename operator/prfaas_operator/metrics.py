@@ -11,7 +11,7 @@ import prometheus_client
 from prometheus_client import Counter, Gauge, Histogram
 
 from prfaas.api import PrfaaSPolicy
-from prfaas.capacity.longloop import Decision
+from prfaas.capacity.longloop import LongLoopDecision
 
 prometheus_client.disable_created_metrics()
 
@@ -87,7 +87,7 @@ def reconciled(kind: str, name: str, *, ready: bool) -> None:
     OBJECT_READY.labels(kind, name).set(ready)
 
 
-def balanced(name: str, decision: Decision) -> None:
+def balanced(name: str, decision: LongLoopDecision) -> None:
     """Report the loads that a policy's long loop used; no series while they are unknown."""
     for stage in STAGES:
         if decision.now is None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
 from prfaas.capacity.installation import system_of
-from prfaas.capacity.planfile import PlanFile, Slo
+from prfaas.capacity.planfile import PlanFile, PlanSlo
 from prfaas.capacity.system import check
 from prfaas.errors import ConfigError
 from prfaas_operator.clusters import kinds
@@ -82,7 +82,7 @@ def plan_file(facts: PolicyFacts) -> PlanFile:
     return PlanFile(
         system=check(system_of(found, found.load, found.counts, divided=False)),
         workload=found.load.workload,
-        slo=Slo(ttft_millis=policy.spec.slo.ttft_millis),
+        slo=PlanSlo(ttft_millis=policy.spec.slo.ttft_millis),
         published={},
         simulation={},
     )

@@ -18,17 +18,17 @@ import msgspec
 
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.routing import controller
-from prfaas.routing.controller import Config, Facts, Offered, State, Step
+from prfaas.routing.controller import Config, ControllerFacts, Offered, State, Step
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts
 from prfaas.util import LogOnce
-from prfaas.wire.control import LinkUse, ThresholdUpdate
+from prfaas.wire.control import LinkReport, ThresholdUpdate
 from prfaas.wire.routes import RoutingTable
 from prfaas_scheduler import observe, status
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.history import CounterHistory
-from prfaas_scheduler.measure import NOTHING, Measured, measure
+from prfaas_scheduler.measure import NOTHING, Measurements, measure
 from prfaas_scheduler.metrics import SchedulerMetrics
 from prfaas_scheduler.prometheus import Prometheus
 
@@ -107,7 +107,7 @@ class Loop:
         self.report = status.report(table, step, measured.errors, offloaded, self.report, self._observed)
         return float(table.short_interval_seconds)
 
-    async def _measure(self, table: RoutingTable) -> Measured:
+    async def _measure(self, table: RoutingTable) -> Measurements:
         if not table.prometheus_url:
             return NOTHING
         measured = await measure(self._prometheus(table), table, config_of(table).window_seconds)
@@ -119,7 +119,7 @@ class Loop:
         timeout_seconds = min(float(table.short_interval_seconds), MAX_QUERY_SECONDS)
         return Prometheus(self._http, table.prometheus_url, timeout_seconds)
 
-    async def _observe(self, table: RoutingTable, measured: Measured, step: Step) -> Mapping[str, Any] | None:
+    async def _observe(self, table: RoutingTable, measured: Measurements, step: Step) -> Mapping[str, Any] | None:
         """Return a new summary for the long loop; None where nothing new is known well enough."""
         arrivals = self._history.mean_arrivals_per_second()
         if not table.prometheus_url or measured.errors or step.metrics == "Stale" or arrivals is None:
@@ -140,13 +140,13 @@ class Loop:
         else:
             self._failures.worked("measuring")
 
-    def _step(self, table: RoutingTable, measured: Measured) -> Step:
+    def _step(self, table: RoutingTable, measured: Measurements) -> Step:
         config = config_of(table)
         known = self._known
         if known is None or known.config.threshold != config.threshold:  # a changed policy starts from its own tokens
             known = Known(config, controller.initial_state(config))
         now_seconds = self._clock()
-        facts = Facts(
+        facts = ControllerFacts(
             now_seconds=now_seconds,
             links=links_of(table, measured),
             hub_measured=measured.hub_measured,
@@ -159,7 +159,7 @@ class Loop:
         self._known = Known(config, step.state)
         return step
 
-    def _offered(self, table: RoutingTable, measured: Measured) -> Offered | None:
+    def _offered(self, table: RoutingTable, measured: Measurements) -> Offered | None:
         """Return what comes and what the pools can do about it; None while lengths or profiles are not known."""
         counts = self._history.lengths()
         demand = demand_of(BINS, counts) if counts and measured.profiles else None
@@ -184,7 +184,7 @@ def config_of(table: RoutingTable) -> Config:
     return Config(threshold=table.threshold, watermarks=table.watermarks, stale_after_seconds=table.stale_after_seconds)
 
 
-def links_of(table: RoutingTable, measured: Measured) -> tuple[LinkFacts, ...]:
+def links_of(table: RoutingTable, measured: Measurements) -> tuple[LinkFacts, ...]:
     """Return what table and measurements say of every link."""
     ready = [instance.cluster for instance in table.instances if instance.state == "Ready"]
     return tuple(
@@ -199,7 +199,7 @@ def links_of(table: RoutingTable, measured: Measured) -> tuple[LinkFacts, ...]:
     )
 
 
-def pools_of(table: RoutingTable, measured: Measured) -> tuple[PoolFacts, ...]:
+def pools_of(table: RoutingTable, measured: Measurements) -> tuple[PoolFacts, ...]:
     """Return every prefill pool that was measured; instances that two pools share are measured as the decode pool's."""
     home = next((one.pool for one in table.instances if one.convertible and one.role == "decode"), "")
     ready = Counter(
@@ -224,7 +224,7 @@ def update_of(table: RoutingTable, step: Step) -> ThresholdUpdate:
         reason=step.reason,
         prices=step.prices,
         links=tuple(
-            LinkUse(
+            LinkReport(
                 cluster=link.cluster,
                 state=link.state,
                 effective_mbps=link.effective_mbps,

@@ -46,7 +46,7 @@ FIGURES: Mapping[str, str] = {
 }
 
 
-class Measured(NamedTuple):
+class Measurements(NamedTuple):
     """One round of measurements. `errors` are whole sentences, empty when every query was answered."""
 
     samples: Mapping[str, LinkSample]
@@ -58,10 +58,10 @@ class Measured(NamedTuple):
     """In the hub."""
 
 
-NOTHING = Measured({}, hub_measured=False, errors=())
+NOTHING = Measurements({}, hub_measured=False, errors=())
 
 
-async def measure(prometheus: Prometheus, table: RoutingTable, window_seconds: int) -> Measured:
+async def measure(prometheus: Prometheus, table: RoutingTable, window_seconds: int) -> Measurements:
     """Ask everything at once. Never raises: what failed is missing, and named in `errors`."""
     errors: list[PrfaasError] = []
     figures, traffic = await asyncio.gather(
@@ -69,7 +69,7 @@ async def measure(prometheus: Prometheus, table: RoutingTable, window_seconds: i
         asyncio.gather(*(_traffic(prometheus, cluster, errors) for cluster in table.clusters)),
     )
     samples = samples_of(figures, dict(traffic))
-    return Measured(
+    return Measurements(
         samples,
         hub_measured(figures, table.stale_after_seconds),
         tuple(errors),

@@ -7,10 +7,11 @@ renewed grows old by its own time instead of being thinned out. Integers only, a
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from prfaas.capacity.observed import points_of, slices
+from prfaas.capacity.profile import points_of
+from prfaas.capacity.workload import slices
 from prfaas.names import HUB
 from prfaas.routing.lengths import EDGES
-from prfaas.routing.links import LinkReport
+from prfaas.wire.control import LinkReport
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import RoutingTable
 from prfaas_scheduler.measure import matcher, own_pools

@@ -9,8 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from prfaas.errors import ConfigError, PrfaasError, UnreachableError
 from prfaas.routing.controller import Step
-from prfaas.routing.links import LinkReport, LinkState
-from prfaas.wire.control import Counters
+from prfaas.wire.control import Counters, LinkReport, LinkState
 from prfaas.wire.routes import RoutingTable
 
 METRICS_FRESH: Final = "MetricsFresh"

@@ -13,7 +13,7 @@ import msgspec
 
 from prfaas.capacity import optimum, ttft
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.system import HubPool, Link, OffloadPool, System
+from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Role, Threshold
@@ -43,7 +43,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """Why its replicas are not ours to write; empty when they are."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What comes, and what decoding it takes: BS_max, T_decode and L_out."""
 
     workload: Workload
@@ -62,9 +62,9 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
     """Pools of one policy, exactly one of which decodes, links that are alive, and what decides where prompts go."""
 
     pools: tuple[Pool, ...]
-    links: tuple[Link, ...]
+    links: tuple[LinkCapacity, ...]
     threshold: Threshold
-    load: Load | None
+    load: MeasuredLoad | None
     """None: not known."""
 
     @property
@@ -131,7 +131,7 @@ def _share(arrivals: float, capacity: float) -> float:
     return arrivals / capacity if capacity > 0 else math.inf
 
 
-def system_of(installation: Installation, load: Load, counts: Counts, *, divided: bool = True) -> System:
+def system_of(installation: Installation, load: MeasuredLoad, counts: Counts, *, divided: bool = True) -> System:
     """Return the system that so many instances make; pools without instances, profile or link are left out.
 
     Args:
@@ -218,7 +218,7 @@ def ttft_p90_seconds(installation: Installation, seen: Outlook) -> float:
     return ttft.queued(system, load.workload, seen.plan, load.arrivals_per_second).p90_seconds
 
 
-def _planned(installation: Installation, load: Load, system: System) -> Plan:
+def _planned(installation: Installation, load: MeasuredLoad, system: System) -> Plan:
     threshold = installation.threshold
     split = {pool.name: float(pool.min_prefill) for pool in system.hub}
     if threshold.mode == "Fixed":

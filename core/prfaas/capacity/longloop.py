@@ -1,29 +1,59 @@
-"""The long timescale: when load and capacity drift apart, which one change of the pools to make, and when to rest.
+"""The long timescale: finds the one change of the pools to make now, and decides when to make none.
 
-Two kinds of change. A *conversion* moves instances that two pools share from one role to the other, towards the split
-that carries most, equation (8). A change *in number* adds instances to the stage that is too busy, or takes one away.
-What makes this hard is resting:
+There are two kinds of change. A *conversion* moves instances that two pools share from one role to the other, towards
+the split that carries most, equation (8). *Scaling* adds instances to the stage that is too busy, or removes one.
+The hard part is to rest:
 
-- everything is measured, so a gain below a tenth is noise; and after one change follows none for a cooldown, in which
-  the short loop finds its new threshold and the measurements leave the old state behind
-- a conversion never crosses the best split, and none is made that would break a promised time to the first token, so
-  that facts that stay the same lead to a state in which nothing is wanted, and never back
-- old, missing and thin facts, and pools that have not become what was last asked of them, mean: hold.
+- Every figure is measured, so a gain below a tenth is noise. After a change a cooldown follows, in which the short loop
+  finds its new threshold and the measurements leave the old state behind.
+- A conversion never crosses the best split, and never breaks a promised time to the first token. So facts that stay the
+  same lead to a state in which nothing is wanted.
+- Old, missing and thin facts, and pools that have not become what was last asked of them, mean: hold.
 
-No clock and no I/O: facts in, at most one change out, with its reason. Bounds and owners of a pool are facts like any.
+*Conversions.* More instances that prefill raise the prefill rate and lower the decode rate. So the best split lies on
+either side of where the two cross, found by halving, and each step towards it serves more. A promised time to the first
+token adds two rules: no step may break it, or make it worse where it is broken; and where waits break it, a step that
+shortens them by a tenth is worth its cost in capacity, if no stage gets too busy.
+
+*Scaling.* A stage that is too busy gets as many instances as it lacks, at most as many as the pool has: measurements
+may be wrong. Of several prefill pools the one grows whose next instance helps most; a full link excludes an offload
+pool. Instances are removed one at a time, and only where the rest stays below three quarters of the target, so that the
+next step does not add them again. Only pools with an upper bound whose replicas we may write take part. A pool goes to
+zero only where its lower bound says so, and returns when requests wait. The decode pool never goes to zero: a gateway
+without it refuses requests, and their arrival would not be seen.
+
+No clock and no I/O: facts in, at most one change out, with its reason. Bounds and owners of a pool are facts.
 """
 
 import math
-from typing import Literal
+from collections.abc import Iterable
+from typing import Final, Literal
 
 import msgspec
 
-from prfaas.capacity.changes import Proposal, Rules, gain, percent, told
-from prfaas.capacity.conversion import best_split, conversion
 from prfaas.capacity.installation import Installation, Outlook, Pool, outlook, ttft_p90_seconds
-from prfaas.capacity.scaling import scaled, wake, when_idle
+from prfaas.wire.routes import Role
 
-__all__ = ["Decision", "Moment", "Rules", "decide"]
+MIN_GAIN: Final = 0.1
+"""A gain that is worth a change: profiles, lengths and steps are hardly known better than that."""
+MAX_SHARE_AT_ONCE: Final = 0.1
+"""Of shared instances, so many convert together, at least one."""
+ROOM_SHARE: Final = 0.75
+"""Share of the target below which the rest must stay for an instance to go."""
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy's part."""
+
+    converts: bool
+    min_prefill: int
+    min_decode: int
+    conversion_cooldown_seconds: float
+    scales: bool
+    target_load: float
+    scaling_cooldown_seconds: float
+    ttft_seconds: float | None = None
+    """Promised P90 of the time to the first token."""
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +73,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """Whether what is under way is our own last change."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class LongLoopDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What to do, what the condition Balanced says, and the figures behind it."""
 
     status: Literal["True", "False", "Unknown"]
@@ -57,39 +87,49 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """With as many instances as there are, divided anew."""
 
 
-def decide(rules: Rules, installation: Installation, moment: Moment) -> Decision:
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that is worth making: new replicas by pool."""
+
+    kind: Literal["Converting", "Scaling"]
+    changes: dict[str, int]
+    why: str
+
+
+def decide(rules: Rules, installation: Installation, moment: Moment) -> LongLoopDecision:
     """Return the one change to make now, or why none is made."""
     if moment.stale:
-        return Decision(status="Unknown", reason="MetricsStale", message=f"{moment.stale}: nothing is changed")
-    if (moment.arrivals_per_second or moment.waiting_prefills) and (woken := wake(rules, installation)):
+        return LongLoopDecision(status="Unknown", reason="MetricsStale", message=f"{moment.stale}: nothing is changed")
+    if (moment.arrivals_per_second or moment.waiting_prefills) and (woken := find_first_instance(rules, installation)):
         return _made(woken)  # without a cooldown: they wait
     now = best = None
     if not moment.unknown:
         now = outlook(installation, installation.counts)
-        best = best_split(rules, installation, now)
+        best = find_best_split(rules, installation, now)
     if moment.under_way:
         reason = "Converting" if moment.ours else "PoolsNotSettled"
-        figures = f" ({told(now)})" if now else ""
+        figures = f" ({describe(now)})" if now else ""
         message = f"{moment.under_way}: nothing else is changed before that{figures}"
-        return Decision(status="False", reason=reason, message=message, now=now, best=best)
+        return LongLoopDecision(status="False", reason=reason, message=message, now=now, best=best)
     if moment.arrivals_per_second == 0:
-        wanted = when_idle(rules, installation)
+        wanted = shrink_when_idle(rules, installation)
     elif now is None or best is None:
-        return Decision(status="Unknown", reason="NotMeasured", message=f"{moment.unknown}: nothing is changed")
+        return LongLoopDecision(status="Unknown", reason="NotMeasured", message=f"{moment.unknown}: nothing is changed")
     else:
-        wanted = conversion(rules, installation, now, best) or scaled(rules, installation, now)
+        wanted = find_conversion(rules, installation, now, best) or find_scaling(rules, installation, now)
     if wanted is not None:
         return _if_allowed(rules, installation, moment, wanted, _made(wanted, now, best))
-    return _resting(rules, installation, now, best)
+    return _rest(rules, installation, now, best)
 
 
-def _made(made: Proposal, now: Outlook | None = None, best: Outlook | None = None) -> Decision:
-    return Decision(status="False", reason=made.kind, message=made.why, changes=made.changes, now=now, best=best)
+def _made(made: Proposal, now: Outlook | None = None, best: Outlook | None = None) -> LongLoopDecision:
+    return LongLoopDecision(
+        status="False", reason=made.kind, message=made.why, changes=made.changes, now=now, best=best
+    )
 
 
 def _if_allowed(
-    rules: Rules, installation: Installation, moment: Moment, wanted: Proposal, decision: Decision
-) -> Decision:
+    rules: Rules, installation: Installation, moment: Moment, wanted: Proposal, decision: LongLoopDecision
+) -> LongLoopDecision:
     """Return the decision, without its change where a pool is not ours to write or the cooldown is not over."""
     refusals = [pool.refusal for pool in installation.pools if pool.name in wanted.changes and pool.refusal]
     if refusals:
@@ -103,17 +143,17 @@ def _if_allowed(
     return decision
 
 
-def _resting(rules: Rules, installation: Installation, now: Outlook | None, best: Outlook | None) -> Decision:
+def _rest(rules: Rules, installation: Installation, now: Outlook | None, best: Outlook | None) -> LongLoopDecision:
     """Return the decision to change nothing, and whether that is well."""
     if now is None or best is None:
-        return Decision(status="True", reason="Balanced", message="no request comes", now=now, best=best)
-    seen = told(now)
+        return LongLoopDecision(status="True", reason="Balanced", message="no request comes", now=now, best=best)
+    seen = describe(now)
     if trouble := _trouble(rules, installation, now):
         reason, why = trouble
-        return Decision(status="False", reason=reason, message=f"{seen}; {why}", now=now, best=best)
+        return LongLoopDecision(status="False", reason=reason, message=f"{seen}; {why}", now=now, best=best)
     more = gain(best, now)
     other = f"; N_p {installation.hub_prefill(best.counts)} would serve {percent(more)} more" if more > 0 else ""
-    return Decision(status="True", reason="Balanced", message=f"{seen}{other}", now=now, best=best)
+    return LongLoopDecision(status="True", reason="Balanced", message=f"{seen}{other}", now=now, best=best)
 
 
 def _trouble(rules: Rules, installation: Installation, now: Outlook) -> tuple[str, str] | None:
@@ -137,3 +177,250 @@ def _kept_by(pool: Pool) -> str:
     if pool.refusal:
         return pool.refusal
     return "has no maxReplicas" if pool.most is None else f"{pool.replicas} of at most {pool.most}"
+
+
+def find_best_split(rules: Rules, installation: Installation, now: Outlook) -> Outlook:
+    """Return the split that carries most within bounds, with as many instances as there are."""
+    allowed = _allowed(rules, installation)
+    if not allowed:
+        return now
+    low, high = allowed[0], allowed[-1]
+    while low < high:
+        middle = (low + high) // 2
+        seen = _foresee_split(installation, middle)
+        if seen.prefill_per_second >= seen.decode_per_second:
+            high = middle
+        else:
+            low = middle + 1
+    sides = [_foresee_split(installation, n) for n in (low, low - 1) if n in allowed]
+    return max(sides, key=lambda seen: seen.lambda_max)
+
+
+def find_conversion(rules: Rules, installation: Installation, now: Outlook, best: Outlook) -> Proposal | None:
+    """Return the conversion to make: back within bounds, towards the best split, or towards a shorter wait."""
+    sharer, allowed = installation.sharer, _allowed(rules, installation)
+    if sharer is None or not allowed:
+        return None
+    if sharer.replicas not in allowed:
+        nearest = allowed[0] if sharer.replicas < allowed[0] else allowed[-1]
+        return _convert(installation, now, nearest, "the bounds ask for it")
+    towards_best = _step_towards(rules, installation, now, best)
+    return towards_best or _convert_for_ttft(rules, installation, now, sharer)
+
+
+def _step_towards(rules: Rules, installation: Installation, now: Outlook, best: Outlook) -> Proposal | None:
+    """Return a step towards the best split, if it is worth it and keeps what is promised."""
+    sharer, more = installation.sharer, gain(best, now)
+    if sharer is None or more < MIN_GAIN:
+        return None
+    most = max(1, int(MAX_SHARE_AT_ONCE * (sharer.replicas + installation.decode.replicas)))
+    wanted = sharer.replicas + max(-most, min(most, best.counts[sharer.name] - sharer.replicas))
+    seen = _foresee_split(installation, wanted)
+    if seen.lambda_max <= now.lambda_max:
+        return None
+    promised = rules.ttft_seconds
+    if promised is not None:
+        expected = ttft_p90_seconds(installation, seen)
+        if expected > promised and expected > ttft_p90_seconds(installation, now):
+            return None
+    carried = f"{more:.0%} more would be served" if math.isfinite(more) else "now nothing is served, and some would"
+    return _convert(installation, now, wanted, f"{carried} with N_p {installation.hub_prefill(best.counts)}")
+
+
+def _convert_for_ttft(rules: Rules, installation: Installation, now: Outlook, sharer: Pool) -> Proposal | None:
+    """Return a conversion of one instance that shortens a wait that is too long."""
+    promised, allowed = rules.ttft_seconds, _allowed(rules, installation)
+    if promised is None or (expected := ttft_p90_seconds(installation, now)) <= promised:
+        return None
+    neighbours = [n for n in (sharer.replicas - 1, sharer.replicas + 1) if n in allowed]
+    times = {n: ttft_p90_seconds(installation, _foresee_split(installation, n)) for n in neighbours}
+    least = min(times, key=lambda n: times[n], default=None)
+    if least is None or not math.isfinite(times[least]) or times[least] > (1 - MIN_GAIN) * expected:
+        return None
+    why = f"P90 of the first token is {expected:.3g} s where {promised:.3g} s are promised, and would be "
+    return _convert(installation, now, least, f"{why}{times[least]:.3g} s")
+
+
+def _convert(installation: Installation, now: Outlook, prefilling: int, why: str) -> Proposal:
+    return propose("Converting", installation, now, _divide(installation, prefilling), why)
+
+
+def _allowed(rules: Rules, installation: Installation) -> range:
+    """Return how many of the shared instances may prefill, from fewest to most; empty where bounds leave nothing."""
+    decode, sharer = installation.decode, installation.sharer
+    if sharer is None or not rules.converts:
+        return range(0)
+    total = decode.replicas + sharer.replicas
+    fewest = max(rules.min_prefill, sharer.least or 0, total - decode.most if decode.most is not None else 0)
+    most = total - max(rules.min_decode, decode.least or 0)
+    return range(fewest, (most if sharer.most is None else min(most, sharer.most)) + 1)
+
+
+def _divide(installation: Installation, prefilling: int) -> dict[str, int]:
+    """Return the replicas of both pools when so many of the shared instances prefill."""
+    decode, sharer = installation.decode, installation.sharer
+    if sharer is None:
+        return {}
+    return {sharer.name: prefilling, decode.name: decode.replicas + sharer.replicas - prefilling}
+
+
+def _foresee_split(installation: Installation, prefilling: int) -> Outlook:
+    return outlook(installation, {**installation.counts, **_divide(installation, prefilling)})
+
+
+def find_scaling(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+    """Return the change in number to make."""
+    if not rules.scales:
+        return None
+    return (
+        _grow_decode(rules, installation, now)
+        or _grow_prefill(rules, installation, now)
+        or _scale_for_ttft(rules, installation, now)
+        or _shrink(rules, installation, now)
+    )
+
+
+def _grow_decode(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+    pool = next(iter(_growing(installation, "decode")), None)
+    if pool is None or now.decode_load <= rules.target_load:
+        return None
+    return _grow(rules, installation, pool, now)
+
+
+def _grow_prefill(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+    if now.prefill_load <= rules.target_load:
+        return None
+    pools = _growing(installation, "prefill")
+    tried = {pool.name: _foresee_size(installation, pool, pool.replicas + 1).prefill_per_second for pool in pools}
+    useful = [pool for pool in pools if tried[pool.name] > now.prefill_per_second]
+    if useful:
+        return _grow(rules, installation, max(useful, key=lambda pool: tried[pool.name]), now)
+    # An instance has to run before it is measured.
+    new = next((pool for pool in pools if not pool.replicas and pool.profile is None), None)
+    if new is None:
+        return None
+    why = f"prefill is {percent(now.prefill_load)} busy, and what {new.name} could do is not known"
+    return propose("Scaling", installation, now, {new.name: 1}, why)
+
+
+def _grow(rules: Rules, installation: Installation, pool: Pool, now: Outlook) -> Proposal:
+    """Return so many more that the pool's stage is below its target, if that many may be added."""
+
+    def load(seen: Outlook) -> float:
+        return seen.decode_load if pool.role == "decode" else seen.prefill_load
+
+    most, wanted = min(pool.most or 0, max(1, 2 * pool.replicas)), pool.replicas + 1
+    while wanted < most and load(_foresee_size(installation, pool, wanted)) > rules.target_load:
+        wanted += 1
+    why = f"{pool.role} is {percent(load(now))} busy, above {rules.target_load:.0%}"
+    return propose("Scaling", installation, now, {pool.name: wanted}, why)
+
+
+def _scale_for_ttft(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+    """Return the instance that shortens a wait that is too long most, by a tenth at least."""
+    promised = rules.ttft_seconds
+    if promised is None or (expected := ttft_p90_seconds(installation, now)) <= promised:
+        return None
+    times = {
+        pool.name: ttft_p90_seconds(installation, _foresee_size(installation, pool, pool.replicas + 1))
+        for role in ("decode", "prefill")
+        for pool in _growing(installation, role)
+    }
+    best = min(times, key=lambda name: times[name], default=None)
+    if best is None or not math.isfinite(times[best]) or times[best] > (1 - MIN_GAIN) * expected:
+        return None
+    why = f"P90 of the first token is {expected:.3g} s where {promised:.3g} s are promised"
+    return propose("Scaling", installation, now, {best: installation.counts[best] + 1}, why)
+
+
+def _shrink(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+    """Return the instance that is missed least, if the rest has room without it."""
+    tried = [(pool, _foresee_size(installation, pool, pool.replicas - 1)) for pool in _shrinking(installation.pools)]
+    room = [(pool, seen) for pool, seen in tried if _has_room(rules, installation, seen)]
+    if not room:
+        return None
+    pool, seen = max(room, key=lambda one: one[1].lambda_max)
+    busy = f"prefill would be {percent(seen.prefill_load)} busy and decode {percent(seen.decode_load)}"
+    return propose("Scaling", installation, now, {pool.name: pool.replicas - 1}, f"without it {busy}")
+
+
+def _has_room(rules: Rules, installation: Installation, seen: Outlook) -> bool:
+    if seen.busiest > ROOM_SHARE * rules.target_load:
+        return False
+    return rules.ttft_seconds is None or ttft_p90_seconds(installation, seen) <= ROOM_SHARE * rules.ttft_seconds
+
+
+def shrink_when_idle(rules: Rules, installation: Installation) -> Proposal | None:
+    """Return one instance fewer of the largest pool, for when nothing comes at all."""
+    largest = max(_shrinking(installation.pools), key=lambda pool: pool.replicas, default=None)
+    if largest is None or not rules.scales:
+        return None
+    why = f"scales {largest.name} {largest.replicas} to {largest.replicas - 1}, since no request comes"
+    return Proposal(kind="Scaling", changes={largest.name: largest.replicas - 1}, why=why)
+
+
+def find_first_instance(rules: Rules, installation: Installation) -> Proposal | None:
+    """Return the first instance of a role that nobody has, for when requests come: nothing has to be known for that."""
+    if not rules.scales:
+        return None
+    roles: tuple[Role, ...] = ("decode", "prefill")
+    for role in roles:
+        if any(pool.replicas for pool in installation.pools if pool.role == role):
+            continue
+        # At home first: what an offload pool sends has to cross a link.
+        for pool in sorted(_growing(installation, role), key=lambda pool: bool(pool.link)):
+            why = f"scales {pool.name} 0 to 1, since requests come and no instance is there to {role}"
+            return Proposal(kind="Scaling", changes={pool.name: 1}, why=why)
+    return None
+
+
+def _growing(installation: Installation, role: Role) -> list[Pool]:
+    return [
+        pool
+        for pool in installation.pools
+        if pool.role == role and not pool.refusal and pool.most is not None and pool.replicas < pool.most
+    ]
+
+
+def _shrinking(pools: Iterable[Pool]) -> list[Pool]:
+    return [pool for pool in pools if not pool.refusal and pool.most is not None and pool.replicas > _least(pool)]
+
+
+def _least(pool: Pool) -> int:
+    """Return the fewest instances to leave: one, where nobody says otherwise."""
+    if pool.least is None:
+        return 1
+    return max(1, pool.least) if pool.role == "decode" else pool.least
+
+
+def _foresee_size(installation: Installation, pool: Pool, replicas: int) -> Outlook:
+    return outlook(installation, {**installation.counts, pool.name: replicas})
+
+
+def propose(
+    kind: Literal["Converting", "Scaling"], installation: Installation, now: Outlook, changes: dict[str, int], why: str
+) -> Proposal:
+    """Return a proposal with the sentence that tells of it: what changes, why, and what that carries."""
+    after = outlook(installation, {**installation.counts, **changes})
+    moved = ", ".join(f"{name} {now.counts[name]} to {count}" for name, count in changes.items())
+    figures = f"{now.lambda_max:.3g} to {after.lambda_max:.3g} requests/s, {now.arrivals_per_second:.3g} arrive"
+    verb = "converts" if kind == "Converting" else "scales"
+    return Proposal(kind=kind, changes=changes, why=f"{verb} {moved}, since {why}: {figures}")
+
+
+def describe(seen: Outlook) -> str:
+    """Return what an outlook says, as a sentence."""
+    loads = f"prefill is {percent(seen.prefill_load)} busy and decode {percent(seen.decode_load)}"
+    return f"{seen.arrivals_per_second:.3g} requests/s arrive, {seen.lambda_max:.3g} can be served; {loads}"
+
+
+def percent(share: float) -> str:
+    """Return a load as people read it."""
+    return f"{share:.0%}" if math.isfinite(share) else "hopelessly"
+
+
+def gain(best: Outlook, now: Outlook) -> float:
+    """Return by which share the best serves more; infinite where now nothing is served."""
+    if best.lambda_max <= now.lambda_max:
+        return 0.0
+    return best.lambda_max / now.lambda_max - 1 if now.lambda_max > 0 else math.inf

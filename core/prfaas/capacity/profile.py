@@ -22,14 +22,15 @@ import math
 import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Final, NamedTuple
 
 from prfaas.wire.profile import Profile
 
 Coefficients = tuple[float, float, float]
 _Class = tuple[int, int]
-
+POINT_TOKENS: Final = (1024, 16_384, 131_072)
+"""Lengths at which three points describe a profile to people."""
 _MEMORY_SAMPLES: Final = 16
 """Each class remembers about so many of its latest prefills."""
 _TOLERANCE: Final = 0.1
@@ -41,6 +42,8 @@ _SHORTEST_SECONDS: Final = 1e-7
 _LONGEST_SECONDS: Final = 1e6
 _SINGULAR: Final = 1e-9
 """Columns that are this close to depending on each other are not told apart."""
+# A straight line through the origin first, then what explains more.
+_SUPPORTS: Final = ((1,), (0,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 
 
 class Sample(NamedTuple):
@@ -49,6 +52,14 @@ class Sample(NamedTuple):
     tokens: int
     seconds: float
     start_tokens: int = 0
+
+
+class ProfilePoint(NamedTuple):
+    """The prefill seconds and the cache size of a prompt of one length."""
+
+    tokens: int
+    seconds: float
+    cache_bytes: float
 
 
 def prefill_seconds(profile: Profile, tokens: int, start_tokens: int = 0) -> float:
@@ -68,6 +79,35 @@ def kv_bits_per_second(profile: Profile, tokens: int) -> float:
     """
     seconds = prefill_seconds(profile, tokens)
     return 8 * cache_bytes(profile, tokens) / seconds if seconds > 0 else 0.0
+
+
+def points_of(profile: Profile) -> list[ProfilePoint]:
+    """Return three points that determine a profile."""
+    return [ProfilePoint(n, prefill_seconds(profile, n), cache_bytes(profile, n)) for n in POINT_TOKENS]
+
+
+def profile_through(points: Sequence[ProfilePoint], samples: int) -> Profile | None:
+    """Return the profile through three points; None where they make no curve: too few, absurd, or falling."""
+    if len({point.tokens for point in points}) != 3 or not all(map(math.isfinite, chain(*points))):
+        return None
+    short, middle, long = sorted(points)
+    slope = (middle.seconds - short.seconds) / (middle.tokens - short.tokens)
+    rise = (long.seconds - middle.seconds) / (long.tokens - middle.tokens)
+    squared = (rise - slope) / (long.tokens - short.tokens)
+    token = slope - squared * (short.tokens + middle.tokens)
+    fixed = short.seconds - token * short.tokens - squared * short.tokens * short.tokens
+    token_bytes = (long.cache_bytes - short.cache_bytes) / (long.tokens - short.tokens)
+    if short.seconds <= 0 or long.seconds <= short.seconds or token_bytes < 0:
+        return None
+    return Profile(
+        state_bytes=max(0, round(short.cache_bytes - token_bytes * short.tokens)),
+        token_bytes=round(token_bytes),
+        fixed_seconds=max(0.0, fixed),  # a rounding error below 0 is none of the curve's
+        token_seconds=max(0.0, token),
+        squared_seconds=max(0.0, squared),
+        samples=samples,
+        max_tokens=long.tokens,
+    )
 
 
 class Curve:
@@ -281,10 +321,6 @@ def _solve(classes: Iterable[_Sums]) -> Coefficients:
             fixed, token, squared = (values.get(i, 0.0) / sizes[i] for i in range(3))
             best, least = (fixed, token, squared), loss
     return best
-
-
-# A straight line through the origin first, then what explains more.
-_SUPPORTS: Final = ((1,), (0,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 
 
 def _eliminate(rows: list[list[float]]) -> list[float] | None:

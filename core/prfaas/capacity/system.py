@@ -13,7 +13,7 @@ from prfaas.errors import ConfigError
 from prfaas.wire.profile import Profile
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class LinkCapacity(msgspec.Struct, frozen=True, kw_only=True):
     """The path from a member cluster to the hub. Pools of the same cluster share it."""
 
     name: str
@@ -56,12 +56,12 @@ class HubPool(msgspec.Struct, frozen=True, kw_only=True):
 class System(msgspec.Struct, frozen=True, kw_only=True):
     """One hub, with what offloads for it. `output_tokens` is L_out, the mean length of an answer."""
 
-    links: tuple[Link, ...]
+    links: tuple[LinkCapacity, ...]
     offload: tuple[OffloadPool, ...]
     hub: tuple[HubPool, ...]
     output_tokens: float
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> LinkCapacity:
         """Return the link of this name; `check` has seen that there is one."""
         return next(link for link in self.links if link.name == name)
 

@@ -6,6 +6,10 @@ therefore a row of lengths with probabilities, and running sums of their moments
 whether the lengths come from a formula, a trace or a histogram.
 
 A log-normal is cut into narrow bins, each replaced by its mean length, which keeps shares and means exact at the edges.
+
+A status carries an observed histogram as slices of equally many prompts, each given by its mean length. That keeps the
+mean exactly, and a tail, which a few quantiles would lose. `workload_of` reads it back: it spreads each slice evenly as
+far as half way to its nearer neighbour, so that a threshold may fall inside a slice, and the mean stays.
 """
 
 import math
@@ -20,7 +24,12 @@ from prfaas.errors import ConfigError
 
 MAX_TOKENS: Final = 1 << 30
 """No prompt is longer; what claims to be is another unit."""
+MIN_PROMPTS: Final = 50
+"""Lengths of fewer prompts are too uncertain to move instances by."""
+SLICES: Final = 32
 _BINS: Final = 4096
+_SPREAD: Final = (-0.75, -0.25, 0.25, 0.75)
+"""Middles of four equal parts of [-1, 1]."""
 
 
 class Randomness(Protocol):
@@ -186,6 +195,51 @@ class Workload:
 
     def _at(self, place: int) -> int:
         return self.lengths[min(place, len(self.lengths)) - 1]
+
+
+def slices(edges: Sequence[float], counts: Sequence[float], number: int = SLICES) -> list[int]:
+    """Return the mean length, in tokens, of each of `number` slices of equally many prompts, shortest first.
+
+    Args:
+        edges: of the bins, in tokens, one more than counts; inside a bin prompts count as of its middle length.
+        counts: prompts by bin.
+        number: how many slices.
+
+    """
+    total = sum(counts)
+    if total <= 0:
+        return []
+    means: list[int] = []
+    size, held, tokens = total / number, 0.0, 0.0
+    for (low, high), count in zip(pairwise(edges), counts, strict=True):
+        left = float(count)
+        while left > 0 and len(means) < number - 1 and held + left >= size:
+            part = size - held
+            means.append(round((tokens + part * (low + high) / 2) / size))
+            left -= part
+            held = tokens = 0.0
+        held += left
+        tokens += left * (low + high) / 2
+    last = tokens / held if held > 0 else float(means[-1])
+    return [max(1, mean) for mean in (*means, round(last))]
+
+
+def workload_of(means: Sequence[int]) -> Workload:
+    """Return the workload behind slices.
+
+    Raises:
+        ConfigError: there are none, or they are no lengths.
+
+    """
+    weights: dict[int, float] = {}
+    for place, mean in enumerate(means):
+        gaps = [abs(mean - means[other]) for other in (place - 1, place + 1) if 0 <= other < len(means)]
+        reach = min(gaps, default=0) / 2
+        for share in _SPREAD:
+            tokens = max(1, round(mean + share * reach))
+            weights[tokens] = weights.get(tokens, 0.0) + 1.0
+    lengths = sorted(weights)
+    return Workload(lengths, [weights[length] for length in lengths])
 
 
 def _normal_between(low: float, high: float) -> float:

@@ -20,8 +20,8 @@ from prfaas.cli.simulate import (
 from prfaas.console import TableOrJson
 from prfaas.errors import ConfigError
 from prfaas.simulate.outcome import Result
+from prfaas.simulate.run import highest_rate
 from prfaas.simulate.scenario import POLICIES, PolicyName
-from prfaas.simulate.search import highest_rate
 
 
 def compare(

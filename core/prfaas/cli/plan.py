@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.capacity import planfile
-from prfaas.capacity.comparison import Comparison, Figures, compare
-from prfaas.capacity.equalcost import Bought, EqualCost
+from prfaas.capacity.comparison import Bought, Comparison, EqualCost, Figures, compare
 from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas.cli.plots import check_plot, draw_plan
 from prfaas.console import TableOrJson
 from prfaas.errors import ConfigError, install_extra
 from prfaas.simulate import setup as setups
-from prfaas.simulate import traces
+from prfaas.simulate.arrivals import read_trace
 
 TITLES = {
     "prfaas_pd": "PrfaaS-PD",
@@ -106,7 +105,7 @@ def load(path: Path) -> planfile.PlanFile:
 
     def load_trace(name: str) -> list[tuple[int, int]]:
         where = path.parent / name
-        return [(one.input_tokens, one.output_tokens) for one in traces.read(str(where), _text(where).splitlines())]
+        return [(one.input_tokens, one.output_tokens) for one in read_trace(str(where), _text(where).splitlines())]
 
     try:
         documents: list[object] = list(yaml.safe_load_all(_text(path)))

@@ -22,8 +22,7 @@ from prfaas.cli.plots import check_plot, draw_runs
 from prfaas.console import TableOrJson
 from prfaas.errors import ConfigError
 from prfaas.simulate import setup as setups
-from prfaas.simulate import traces
-from prfaas.simulate.arrivals import at_rate, poisson, sharing
+from prfaas.simulate.arrivals import at_rate, poisson, read_trace, sharing
 from prfaas.simulate.outcome import Result, Tally
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.run import simulate as serve
@@ -65,7 +64,7 @@ class Load:
         if trace is not None:
             try:
                 with trace.open(encoding="utf-8") as lines:
-                    self.trace = traces.read(str(trace), lines)
+                    self.trace = read_trace(str(trace), lines)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{trace} cannot be read: {error}") from error
             self.file = _planned_for(self.file, self.trace)

@@ -1,44 +1,67 @@
-"""Which of several instances serves a request, by what is cached there and what stands before it, in one unit: tokens.
+"""Uses what instances have cached: which of several instances serves a request, and which one it fetches a prefix from.
+
+An instance is chosen by its cache and its load in one unit, tokens:
 
     cost = tokens that the instance has still to compute for others
          + tokens of this prompt that are not cached there
          + ANSWER_TOKENS for every request that it decodes
 
-The first two are what has to be computed before this prompt's first token, wherever the instance is as fast as the
-others: the least is the earliest. The third is in the same unit because a token decoded takes at least the computing of
-a token prefilled, through the same weights: so much is still to be computed for requests under way, as a mean, and what
-is to come slows them and this one. Equals are decided by the number of requests, then by the request's id.
+The first two are to be computed before this prompt's first token, on an instance as fast as the others: the least is
+the earliest. The third has the same unit because a decoded token takes at least the computing of a prefilled one,
+through the same weights: so much is still to be computed for requests under way, as a mean, and what is to come slows
+them and this one. Equals are decided by the number of requests, then by the request's id.
 
 Nothing has to be tuned. A prefix of n tokens draws requests to the instance that has it until n tokens more wait there
-than elsewhere; the next request goes elsewhere, computes or fetches the prefix, and thereby makes a second place that
-has it. So hot prefixes spread over as many instances as their load needs, and rare ones stay where they are.
+than elsewhere. The next request goes elsewhere, computes or fetches the prefix, and so makes a second instance that has
+it. So hot prefixes spread over as many instances as their load needs, and rare ones stay where they are.
+
+A prefix is fetched where that is quicker than computing it. The instance that prefills has h tokens of a prompt cached;
+another one has n > h. With a prompt of t tokens, a link of r bits a second and a round trip of RTT between the two,
+
+    fetching    ROUND_TRIPS * RTT + 8 * (state_bytes + token_bytes * (n - h)) / r
+    computing   T(t - h behind h) - T(t - n behind n)         what a prefill takes, less what is left of it
+
+Fetching also takes bandwidth from others and can fail, and a prefill beside others is slower than T says. So it must
+save a share of the time, `MARGIN`. Where the prefill is not measured yet, the prefix is computed.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
 import xxhash
 
-from prfaas.routing.facts import Facts
+from prfaas.capacity.profile import prefill_seconds
+from prfaas.names import HUB
+from prfaas.routing.facts import RoutingFacts
+from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance
 
 ANSWER_TOKENS: Final = 343
 """Mean length of an answer in the published conversation trace (Mooncake), of which the gateway cannot know its own."""
+CLUSTER_MBPS: Final = 1000.0
+"""What instances of one cluster are thought to be joined by at least, since nobody measures it: the slowest Ethernet
+that servers have. A faster one makes prefixes worth fetching that are computed for it."""
+MARGIN: Final = 0.3
+"""Share of the computing time that fetching must save."""
+ROUND_TRIPS: Final = 3
+"""Until what was asked for flows at the link's rate: the question, and the beginning of a connection that slept."""
 
 
-def cached_tokens(facts: Facts, instance: Instance) -> int:
+def cached_tokens(facts: RoutingFacts, instance: Instance) -> int:
     """Return the tokens of the prompt that are cached at an instance; where only clusters are known, in its cluster."""
     if facts.cached_on is None:
         return facts.cached_tokens.get(instance.cluster, 0)
     return min(facts.cached_on.get(instance.name, 0), facts.total_tokens)
 
 
-def lacking_tokens(facts: Facts, instance: Instance) -> int:
+def lacking_tokens(facts: RoutingFacts, instance: Instance) -> int:
     """Return the tokens of the prompt that are not cached at an instance."""
     return max(0, facts.total_tokens - cached_tokens(facts, instance))
 
 
-def cost_tokens(facts: Facts, instance: Instance) -> int:
+def cost_tokens(facts: RoutingFacts, instance: Instance) -> int:
     """Return what a request costs at an instance."""
     decoding = facts.in_flight.get(instance.name, 0) if instance.role == "decode" else 0
     queued = facts.queued_tokens.get(instance.name, 0)
@@ -47,7 +70,7 @@ def cost_tokens(facts: Facts, instance: Instance) -> int:
     return queued + lacking + ANSWER_TOKENS * decoding
 
 
-def cheapest(facts: Facts, instances: Sequence[Instance]) -> Instance | None:
+def cheapest(facts: RoutingFacts, instances: Sequence[Instance]) -> Instance | None:
     """Return the instance where the request costs least."""
     if len(instances) < 2:
         return instances[0] if instances else None
@@ -56,7 +79,7 @@ def cheapest(facts: Facts, instances: Sequence[Instance]) -> Instance | None:
     return spread(facts, [one for one, cost in zip(instances, costs, strict=True) if cost == least])
 
 
-def spread(facts: Facts, equals: Sequence[Instance]) -> Instance | None:
+def spread(facts: RoutingFacts, equals: Sequence[Instance]) -> Instance | None:
     """Return one of equals by the request's id.
 
     Taking the first by name would send every request of an idle moment, from every gateway, to one instance. A checksum
@@ -65,3 +88,89 @@ def spread(facts: Facts, equals: Sequence[Instance]) -> Instance | None:
     if len(equals) < 2:  # there is no choice
         return equals[0] if equals else None
     return min(equals, key=lambda one: (xxhash.xxh3_64_intdigest(f"{facts.request_id}/{one.name}".encode()), one.name))
+
+
+class PrefixFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, what is cached of it at both ends, and what either way costs."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Cached with a state at their end at the instance that prefills."""
+    source_tokens: int
+    """Likewise, at the source."""
+    profile: Profile
+    """Of the instance that prefills."""
+    link_mbps: float
+    round_trip_seconds: float
+
+
+def pays(facts: PrefixFacts) -> bool:
+    """Return whether fetching saves a good share of the time."""
+    if facts.source_tokens <= facts.cached_tokens or not (math.isfinite(facts.link_mbps) and facts.link_mbps > 0):
+        return False
+    return fetching_seconds(facts) < (1 - MARGIN) * computing_seconds(facts)
+
+
+def computing_seconds(facts: PrefixFacts) -> float:
+    """Return how much longer a prefill takes without the tokens at the source; 0 where nothing was measured."""
+    whole = prefill_seconds(facts.profile, facts.prompt_tokens - facts.cached_tokens, facts.cached_tokens)
+    rest = prefill_seconds(facts.profile, facts.prompt_tokens - facts.source_tokens, facts.source_tokens)
+    return whole - rest
+
+
+def fetched_bytes(facts: PrefixFacts) -> int:
+    """Return the rows and states that cross."""
+    return facts.profile.state_bytes + facts.profile.token_bytes * (facts.source_tokens - facts.cached_tokens)
+
+
+def fetching_seconds(facts: PrefixFacts) -> float:
+    """Return how long the fetch takes."""
+    return ROUND_TRIPS * facts.round_trip_seconds + 8 * fetched_bytes(facts) / (facts.link_mbps * 1e6)
+
+
+def prefix_source(
+    facts: RoutingFacts, prefiller: Instance, candidates: Sequence[Instance], clusters: Sequence[str]
+) -> Instance | None:
+    """Return the instance that `prefiller` should fetch more of the prompt's prefix from; None where that pays nowhere.
+
+    `candidates` can be talked to. Those of the same cluster count. Where bandwidth is abundant, those of `clusters`
+    count for an instance of the hub: the hub reaches them, and they do not reach the hub.
+    """
+    profile = facts.profiles.get(prefiller.name)
+    if profile is None or not facts.cached_on:
+        return None
+    have_tokens = cached_tokens(facts, prefiller)
+    near = [one for one in candidates if _reaches(facts, prefiller, one, clusters)]
+    best = max((cached_tokens(facts, one) for one in near), default=0)
+    if best <= have_tokens:
+        return None
+    source = cheapest(facts, [one for one in near if cached_tokens(facts, one) == best])
+    if source is None:
+        return None
+    link_mbps, round_trip_seconds = _link(facts, prefiller, source)
+    found = PrefixFacts(
+        prompt_tokens=facts.total_tokens,
+        cached_tokens=have_tokens,
+        source_tokens=best,
+        profile=profile,
+        link_mbps=link_mbps,
+        round_trip_seconds=round_trip_seconds,
+    )
+    return source if pays(found) else None
+
+
+def _reaches(facts: RoutingFacts, prefiller: Instance, source: Instance, clusters: Sequence[str]) -> bool:
+    if source.name == prefiller.name:
+        return False
+    if source.cluster == prefiller.cluster:
+        return True
+    return facts.rule.bandwidth == "Abundant" and prefiller.cluster == HUB and source.cluster in clusters
+
+
+def _link(facts: RoutingFacts, prefiller: Instance, source: Instance) -> tuple[float, float]:
+    """Return the Mbit/s and the round trip between two instances."""
+    if source.cluster == prefiller.cluster:
+        return CLUSTER_MBPS, 0.0
+    priced = next((one.link_mbps for one in facts.rule.prices if one.cluster == source.cluster), None)
+    cluster = next(one for one in facts.table.clusters if one.name == source.cluster)
+    return priced or float(cluster.capacity_mbps), cluster.round_trip_millis / 1000

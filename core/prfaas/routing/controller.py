@@ -46,13 +46,12 @@ from prfaas.routing.links import (
     Link,
     LinkFacts,
     LinkMemory,
-    LinkReport,
     LinkSample,
     Moment,
     judge,
 )
 from prfaas.routing.prices import prices_of
-from prfaas.wire.control import Bandwidth, Price
+from prfaas.wire.control import Bandwidth, LinkReport, Price
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
 RISE_FACTOR = 1.5
@@ -66,7 +65,7 @@ RELIEF_FALL, RELIEF_RISE, MIN_RELIEF = 0.8, 1.05, 0.25
 
 MetricsState = Literal["Fresh", "Held", "Stale"]
 
-__all__ = ["Config", "Facts", "LinkFacts", "LinkSample", "Offered", "State", "Step", "initial_state", "step"]
+__all__ = ["Config", "ControllerFacts", "LinkFacts", "LinkSample", "Offered", "State", "Step", "initial_state", "step"]
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +79,7 @@ class Offered(msgspec.Struct, frozen=True, kw_only=True):
     """Prefills that wait in the hub's pools."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class ControllerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one step depends on. `now_seconds` is this process's monotonic clock."""
 
     now_seconds: float
@@ -159,7 +158,7 @@ def initial_state(config: Config) -> State:
     return State(tokens=float(config.threshold.tokens))
 
 
-def step(config: Config, state: State, facts: Facts) -> Step:
+def step(config: Config, state: State, facts: ControllerFacts) -> Step:
     """Judge every link, then move the threshold."""
     moment = Moment(
         now_seconds=facts.now_seconds, stale_after_seconds=config.stale_after_seconds, hub_measured=facts.hub_measured
@@ -186,7 +185,7 @@ def step(config: Config, state: State, facts: Facts) -> Step:
     )
 
 
-def _after(config: Config, state: State, facts: Facts, move: _Move, links: list[Link]) -> State:
+def _after(config: Config, state: State, facts: ControllerFacts, move: _Move, links: list[Link]) -> State:
     """Return what is remembered after a move."""
     now, window_seconds = facts.now_seconds, config.window_seconds
     bounded = min(max(move.tokens, float(config.threshold.min_tokens)), float(config.threshold.max_tokens))
@@ -209,7 +208,7 @@ def _after(config: Config, state: State, facts: Facts, move: _Move, links: list[
     )
 
 
-def _decide(config: Config, state: State, facts: Facts, alive: list[Link], metrics: MetricsState) -> _Move:
+def _decide(config: Config, state: State, facts: ControllerFacts, alive: list[Link], metrics: MetricsState) -> _Move:
     """Return the next threshold before its bounds, the bandwidth, and why."""
     if metrics == "Stale":
         tokens = config.threshold.tokens
@@ -321,7 +320,7 @@ def _mean_seconds(pool: PoolFacts, part: Above) -> float:
 
 
 def _fed_back(
-    config: Config, state: State, facts: Facts, pressure_percent: float, local_percent: float
+    config: Config, state: State, facts: ControllerFacts, pressure_percent: float, local_percent: float
 ) -> tuple[float, str]:
     """Return the threshold after one move under these pressures, and the word for it.
 
@@ -342,7 +341,7 @@ def _fed_back(
 
 
 def _raised(
-    config: Config, state: State, facts: Facts, pressure_percent: float, local_percent: float
+    config: Config, state: State, facts: ControllerFacts, pressure_percent: float, local_percent: float
 ) -> tuple[float, str]:
     """Return the threshold under a pressure above the high watermark."""
     high = float(config.watermarks.high_percent)
@@ -376,7 +375,7 @@ def _bandwidth(config: Config, before: Bandwidth, link_percent: float) -> Bandwi
     return "Abundant" if link_percent < config.watermarks.low_percent else before
 
 
-def _metrics_state(config: Config, facts: Facts, alive: list[Link]) -> MetricsState:
+def _metrics_state(config: Config, facts: ControllerFacts, alive: list[Link]) -> MetricsState:
     """Say whether the live links, or without any the hub, were measured just now."""
     if not alive:
         return "Fresh" if facts.hub_measured else "Held"

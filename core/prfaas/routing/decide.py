@@ -20,26 +20,25 @@ paired. A decision never waits and never fails: that nothing can serve is an ans
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 from msgspec.structs import replace
 
 from prfaas.names import HUB
-from prfaas.routing.affinity import cheapest, lacking_tokens, spread
-from prfaas.routing.backlog import Work
-from prfaas.routing.facts import Decision, Facts, Leg, Refusal, Route, RouteReason
-from prfaas.routing.prefix_fetch import prefix_source
-from prfaas.routing.prices import NOTHING_WAITS, cost_seconds, own_work, work_of
+from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spread
+from prfaas.routing.facts import Decision, Leg, Refusal, Route, RouteReason, RoutingFacts
+from prfaas.routing.prices import NOTHING_WAITS, Work, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
 from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure
 
 
-def decide(facts: Facts) -> Decision:
+def decide(facts: RoutingFacts) -> Decision:
     """Decide where a request goes."""
     clusters = _offload_clusters(facts)
     priced = _cheapest(facts, clusters) if facts.rule.prices else None
     return _with_prefix(facts, priced or _by_threshold(facts, clusters))
 
 
-def _by_threshold(facts: Facts, clusters: Sequence[Cluster]) -> Decision:
+def _by_threshold(facts: RoutingFacts, clusters: Sequence[Cluster]) -> Decision:
     """Decide by the incremental length alone."""
     length_tokens = incremental_tokens(facts, clusters)
     if length_tokens <= facts.rule.threshold_tokens:
@@ -57,7 +56,7 @@ def _by_threshold(facts: Facts, clusters: Sequence[Cluster]) -> Decision:
     )
 
 
-def _cheapest(facts: Facts, clusters: Sequence[Cluster]) -> Decision | None:
+def _cheapest(facts: RoutingFacts, clusters: Sequence[Cluster]) -> Decision | None:
     """Decide by prices; None where they do not compare both sides, so that the threshold has to."""
     prices = {price.cluster: price for price in facts.rule.prices}
     if HUB not in prices:
@@ -83,7 +82,7 @@ def _cheapest(facts: Facts, clusters: Sequence[Cluster]) -> Decision | None:
     )
 
 
-def _costs(facts: Facts, prices: Mapping[str, Price]) -> dict[Instance, float]:
+def _costs(facts: RoutingFacts, prices: Mapping[str, Price]) -> dict[Instance, float]:
     """Return what this request costs at each instance that may prefill it and is of a cluster with a price."""
     backlog = facts.backlog or NOTHING_WAITS
     costs: dict[Instance, float] = {}
@@ -96,26 +95,50 @@ def _costs(facts: Facts, prices: Mapping[str, Price]) -> dict[Instance, float]:
     return costs
 
 
-def _comparable(facts: Facts) -> list[Instance]:
+def _comparable(facts: RoutingFacts) -> list[Instance]:
     """Return the instances that prices compare."""
     prefills = _prefills(facts)
     at_home = any(one.cluster == HUB for one in prefills)
     return prefills if at_home else [*prefills, *_usable(facts, "decode")]
 
 
-def _cheapest_of(facts: Facts, costs: Mapping[Instance, float], instances: Sequence[Instance]) -> Instance | None:
+def _cheapest_of(
+    facts: RoutingFacts, costs: Mapping[Instance, float], instances: Sequence[Instance]
+) -> Instance | None:
     """Return the instance where the request costs least; its id decides between equals."""
     least = min((costs[one] for one in instances), default=0.0)
     return spread(facts, [one for one in instances if costs[one] == least])
 
 
-def _work(facts: Facts, price: Price, instance: Instance) -> Work:
+def _work(facts: RoutingFacts, price: Price, instance: Instance) -> Work:
     """Return what this request asks of an instance of a cluster."""
     crossing_tokens = max(0, facts.total_tokens - facts.cached_tokens.get(HUB, 0))
     return work_of(price, lacking_tokens(facts, instance), crossing_tokens)
 
 
-def considered(facts: Facts, route: Route) -> list[Instance]:
+class Overload(msgspec.Struct, frozen=True, kw_only=True):
+    """A request is not taken: so much waits before it, and in so many seconds few enough will."""
+
+    wait_seconds: float
+    slo_seconds: float
+
+    @property
+    def retry_after_seconds(self) -> float:
+        """After which the wait is within the promise, if nothing else comes."""
+        return self.wait_seconds - self.slo_seconds
+
+
+def find_overload(facts: RoutingFacts, route: Route) -> Overload | None:
+    """Return why a request that `decide` gave this route is not to be taken; None where it is."""
+    slo_millis, backlog = facts.table.ttft_slo_millis, facts.backlog
+    if slo_millis is None or backlog is None:
+        return None
+    waits = [backlog.waiting_seconds(one.name, facts.now_seconds) for one in find_considered(facts, route)]
+    wait_seconds, slo_seconds = min(waits, default=0.0), slo_millis / 1000
+    return Overload(wait_seconds=wait_seconds, slo_seconds=slo_seconds) if wait_seconds > slo_seconds else None
+
+
+def find_considered(facts: RoutingFacts, route: Route) -> list[Instance]:
     """Return the instances among which the one that prefills was chosen, when `decide` took this route."""
     clusters = _offload_clusters(facts)
     if route.reason == "Cheaper":
@@ -126,7 +149,7 @@ def considered(facts: Facts, route: Route) -> list[Instance]:
     return _prefills_beside(facts, route.decode) or _usable(facts, "decode")
 
 
-def decide_again(facts: Facts, failed: Route, leg: Leg, on_offload_failure: OnOffloadFailure) -> Decision:
+def decide_again(facts: RoutingFacts, failed: Route, leg: Leg, on_offload_failure: OnOffloadFailure) -> Decision:
     """Decide where a request goes after one leg of `failed` did; `facts.tried` already names the instance at fault.
 
     The policy's `on_offload_failure` speaks of the prefill leg of an offload alone. A request that went local stays
@@ -142,7 +165,7 @@ def decide_again(facts: Facts, failed: Route, leg: Leg, on_offload_failure: OnOf
     return _with_prefix(facts, _local(facts, "OffloadFailed"))
 
 
-def incremental_tokens(facts: Facts, clusters: Iterable[Cluster]) -> int:
+def incremental_tokens(facts: RoutingFacts, clusters: Iterable[Cluster]) -> int:
     """Return l, the tokens that no usable cache holds; `clusters` are those that may prefill this request."""
     cached_tokens = facts.cached_tokens.get(HUB, 0)
     if facts.rule.bandwidth == "Abundant":
@@ -150,7 +173,7 @@ def incremental_tokens(facts: Facts, clusters: Iterable[Cluster]) -> int:
     return max(0, facts.total_tokens - cached_tokens)
 
 
-def _local(facts: Facts, reason: RouteReason) -> Decision:
+def _local(facts: RoutingFacts, reason: RouteReason) -> Decision:
     """Prefill in the hub."""
     decode = cheapest(facts, _usable(facts, "decode"))
     if decode is None:
@@ -158,12 +181,12 @@ def _local(facts: Facts, reason: RouteReason) -> Decision:
     return _at_home(facts, reason, decode, cheapest(facts, _prefills_beside(facts, decode)))
 
 
-def _prefills_beside(facts: Facts, decode: Instance) -> list[Instance]:
+def _prefills_beside(facts: RoutingFacts, decode: Instance) -> list[Instance]:
     """Return the hub's prefill instances that a decode instance can talk to."""
     return [one for one in _prefills(facts) if one.cluster == HUB and _speech(one) == _speech(decode)]
 
 
-def _at_home(facts: Facts, reason: RouteReason, decode: Instance, prefill: Instance | None) -> Route:
+def _at_home(facts: RoutingFacts, reason: RouteReason, decode: Instance, prefill: Instance | None) -> Route:
     price = next((one for one in facts.rule.prices if one.cluster == HUB), None)
     return Route(
         kind="local",
@@ -175,7 +198,7 @@ def _at_home(facts: Facts, reason: RouteReason, decode: Instance, prefill: Insta
     )
 
 
-def _with_prefix(facts: Facts, decision: Decision) -> Decision:
+def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
     """Add what a route's cache means: how much is left to prefill, and who has more."""
     if isinstance(decision, Refusal):
         return decision
@@ -190,14 +213,14 @@ def _with_prefix(facts: Facts, decision: Decision) -> Decision:
     return replace(route, prefix=source) if source is not None else route
 
 
-def _prefix_source(facts: Facts, prefiller: Instance) -> Instance | None:
+def _prefix_source(facts: RoutingFacts, prefiller: Instance) -> Instance | None:
     """Return who has more of the prompt than who prefills it, where fetching that pays."""
     others = [*_usable(facts, "decode"), *_usable(facts, "prefill")]
     alike = [one for one in others if _speech(one) == _speech(prefiller)]
     return prefix_source(facts, prefiller, alike, [cluster.name for cluster in _offload_clusters(facts)])
 
 
-def _offload_clusters(facts: Facts) -> list[Cluster]:
+def _offload_clusters(facts: RoutingFacts) -> list[Cluster]:
     """Return the clusters that may prefill this request."""
     return [
         cluster
@@ -208,7 +231,7 @@ def _offload_clusters(facts: Facts) -> list[Cluster]:
     ]
 
 
-def _preferred(facts: Facts, clusters: Sequence[Cluster], instances: Sequence[Instance]) -> list[Instance]:
+def _preferred(facts: RoutingFacts, clusters: Sequence[Cluster], instances: Sequence[Instance]) -> list[Instance]:
     """Return the instances in the datacenter that the policy likes best of theirs."""
     prefer = facts.table.prefer_datacenters
     ranks = {one.name: prefer.index(one.datacenter) if one.datacenter in prefer else len(prefer) for one in clusters}
@@ -216,7 +239,7 @@ def _preferred(facts: Facts, clusters: Sequence[Cluster], instances: Sequence[In
     return [one for one in instances if ranks[one.cluster] == best]
 
 
-def _offload_instances(facts: Facts, clusters: Sequence[Cluster]) -> list[Instance]:
+def _offload_instances(facts: RoutingFacts, clusters: Sequence[Cluster]) -> list[Instance]:
     """Return the instances of the best clusters that have some."""
     usable = _prefills(facts)
     prefer = facts.table.prefer_datacenters
@@ -234,13 +257,13 @@ def _offload_instances(facts: Facts, clusters: Sequence[Cluster]) -> list[Instan
     return [one for one in usable if one.cluster in names]
 
 
-def _prefills(facts: Facts) -> list[Instance]:
+def _prefills(facts: RoutingFacts) -> list[Instance]:
     """Return the prefill instances that some decode instance can talk to."""
     kinds = {_speech(one) for one in _usable(facts, "decode")}
     return [one for one in _usable(facts, "prefill") if _speech(one) in kinds]
 
 
-def _decode_for(facts: Facts, prefill: Instance | None) -> Instance | None:
+def _decode_for(facts: RoutingFacts, prefill: Instance | None) -> Instance | None:
     """Return the cheapest decode instance that can talk to a prefill instance."""
     if prefill is None:
         return None
@@ -252,7 +275,7 @@ def _speech(instance: Instance) -> tuple[EngineName, bool]:
     return instance.engine, instance.url.startswith("https:")
 
 
-def _usable(facts: Facts, role: str) -> list[Instance]:
+def _usable(facts: RoutingFacts, role: str) -> list[Instance]:
     """Return the instances of a role that may take a new request."""
     ejected = facts.ejected_until_seconds
     return [

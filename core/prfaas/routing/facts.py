@@ -8,9 +8,11 @@ from collections.abc import Mapping, Set
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from prfaas.routing.backlog import Backlog, Work
+from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Bandwidth, Price, ThresholdUpdate
+from prfaas.wire.preferences import NO_PREFERENCES, Preferences, covers
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
@@ -28,7 +30,7 @@ RouteReason = Literal[
 RefusalReason = Literal["NoDecodeInstance", "OffloadRejected"]
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingRule(msgspec.Struct, frozen=True, kw_only=True):
     """The threshold in force: what the scheduler pushed last, or what the routing table says by itself."""
 
     threshold_tokens: int
@@ -39,14 +41,14 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """What each cluster charges by; empty: the threshold decides."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One request and the world at this moment. Mappings without an entry mean zero."""
 
     now_seconds: float
     request_id: str
     """Spreads equally loaded instances; the same id always takes the same one."""
     total_tokens: int
-    rule: Rule
+    rule: RoutingRule
     table: RoutingTable
     cached_tokens: Mapping[str, int] = {}
     """Longest cached prefix of this prompt by cluster."""
@@ -100,7 +102,7 @@ def cached_by_cluster(table: RoutingTable, on: Mapping[str, int]) -> dict[str, i
     return longest
 
 
-def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Rule:
+def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> RoutingRule:
     """Return the rule that a table and the scheduler's last unexpired update give together.
 
     Modes Auto and Priced take the scheduler's threshold, never outside the policy's own bounds, and only Priced its
@@ -110,13 +112,44 @@ def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Rule:
     threshold = table.threshold
     clusters = frozenset(cluster.name for cluster in table.clusters)
     if threshold.mode == "Disabled":
-        return Rule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=frozenset())
+        return RoutingRule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=frozenset())
     if update is None:
-        return Rule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=clusters)
+        return RoutingRule(threshold_tokens=threshold.tokens, bandwidth="Scarce", offload_clusters=clusters)
     bounded = min(max(update.tokens, threshold.min_tokens), threshold.max_tokens)
-    return Rule(
+    return RoutingRule(
         threshold_tokens=threshold.tokens if threshold.mode == "Fixed" else bounded,
         bandwidth=update.bandwidth,
         offload_clusters=clusters & frozenset(update.offload_clusters),
         prices=update.prices if threshold.mode == "Priced" else (),
     )
+
+
+def narrow(rule: RoutingRule, table: RoutingTable, preferences: Preferences) -> tuple[RoutingRule, RoutingTable]:
+    """Return the rule and the table that a request with these preferences is decided by.
+
+    forbid     clusters in such a datacenter get no prompt of this request, beside those that the policy forbids
+    prefer     its datacenters come before those that the policy prefers, among clusters that may serve
+    never      the prompt is prefilled in the hub
+    always     the threshold is the lowest that the policy allows, `threshold.min`, and prices do not count
+
+    Preferences widen nothing: a cluster that the policy forbids, a dead link and mode Disabled stay what they are, and
+    prompts up to `threshold.min` stay at home. So a decision needs no notion of preferences: it gets other facts.
+    """
+    if preferences == NO_PREFERENCES:
+        return rule, table
+    forbidden = {one.name for one in table.clusters if any(covers(name, one.datacenter) for name in preferences.forbid)}
+    clusters = frozenset[str]() if preferences.offload == "never" else rule.offload_clusters - forbidden
+    rule = replace(rule, offload_clusters=clusters)
+    if preferences.offload == "always":
+        rule = replace(rule, threshold_tokens=min(rule.threshold_tokens, table.threshold.min_tokens), prices=())
+    return rule, _prefer(table, preferences)
+
+
+def _prefer(table: RoutingTable, preferences: Preferences) -> RoutingTable:
+    """Return the table with the preferred datacenters in front of those that the policy prefers."""
+    if not preferences.prefer:
+        return table
+    preferred = [
+        one.datacenter for name in preferences.prefer for one in table.clusters if covers(name, one.datacenter)
+    ]
+    return replace(table, prefer_datacenters=tuple(dict.fromkeys([*preferred, *table.prefer_datacenters])))

@@ -108,7 +108,7 @@ def demand_of(bins: Bins, counts: Sequence[float]) -> Demand | None:
     return Demand(bins, counts) if math.isfinite(total) and total > 0 else None
 
 
-class Tally:
+class LengthTally:
     """Counts lengths as they come, in the bins of `EDGES`. One addition a prompt."""
 
     def __init__(self) -> None:

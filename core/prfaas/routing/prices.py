@@ -1,32 +1,122 @@
-"""Prices: what a prompt costs in each cluster, so that every request can take the cheapest by itself.
+"""Prices and backlogs: what a prompt costs in each cluster, given what waits there.
 
-A threshold divides prompts by length alone. But a long prompt is cheap at home when the home pool is idle, and a short
-one worth sending when it is not. So a request is charged for when its cache would be in the hub, and for those whom it
-keeps waiting:
+A threshold divides prompts by length only. But a long prompt is cheap at home when the home pool is idle, and a short
+one worth sending when it is not. So a request is charged for the time until its cache is in the hub, and for the
+requests that it delays:
 
     done = max(W + T(n) + state / B, (bits before it + its bits) / B)     at home W + T(n)
     cost = done + T(n) * Q
 
 W is the work that waits for the instance, Q how many requests that is, n the tokens that the cluster's caches lack, B
 what the link carries. T * Q is the shadow price of the instance's time: a second of it delays everybody who comes
-before the queue is empty, and in a stationary queue as many come during a stay as there were when it began. It is what
-keeps long prompts out of a queue of short ones, and what makes the choice good for all instead of for the next alone. A
+before the queue is empty, and in a stationary queue as many come during a stay as there were when it began. It keeps
+long prompts out of a queue of short ones, and makes the choice good for all requests instead of the next one only. A
 price on the link besides changed nothing in simulation: (bits before it) / B says the same.
 
-W, Q and the bits are the gateway's own, of this very moment (prfaas.routing.backlog). Profiles and links come from the
-scheduler once an interval. Prices that were moved by measured pressure instead, once a second, did worse than a good
-threshold: they send everything to one place until the next second.
+W, Q and the bits are the gateway's own, of this very moment: its `Backlog`. Profiles and links come from the scheduler
+once an interval. Prices that were moved by measured pressure instead, once a second, did worse than a good threshold:
+they send everything to one place until the next second.
+
+A gateway knows its backlog without asking anybody. Each request that it places adds its estimated seconds of prefill to
+an instance and its bits to a link, and removes both when its first token is there. In between there is no news of it,
+so the rest has to be guessed, and there are two guesses. A virtual server that works through what it was given forgets
+what takes longer than estimated. The sum of what has not answered yet still counts what is long computed and only waits
+for the link. The smaller of the two is taken.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+
+import msgspec
 
 from prfaas.names import HUB
-from prfaas.routing.backlog import Backlog, Work
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.links import Link
 from prfaas.wire.control import Price
 from prfaas.wire.profile import Profile
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request asks of a prefill instance, and of the link behind which that stands; at home there is none."""
+
+    seconds: float
+    link: str = ""
+    bits: float = 0.0
+    mbps: float = 0.0
+    """What the link carries."""
+
+
+class Backlog:
+    """All instances and links that one gateway places requests on. Times are of any one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._placed: dict[Hashable, tuple[str, Work]] = {}
+        self._instances: dict[str, _Queue] = {}
+        self._links: dict[str, _Queue] = {}
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    def add(self, request: Hashable, instance: str, work: Work, now_seconds: float) -> None:
+        """Place a request that is placed nowhere yet."""
+        self._placed[request] = instance, work
+        self._instances.setdefault(instance, _Queue()).add(work.seconds, now_seconds, 1.0)
+        if work.link:
+            self._links.setdefault(work.link, _Queue()).add(work.bits, now_seconds, work.mbps * 1e6)
+
+    def remove(self, request: Hashable) -> None:
+        """Take a request away, if it is placed: its cache is where it should be, or it is over."""
+        if request not in self._placed:
+            return
+        instance, work = self._placed.pop(request)
+        if self._instances[instance].remove(work.seconds):
+            del self._instances[instance]
+        if work.link and self._links[work.link].remove(work.bits):
+            del self._links[work.link]
+
+    def waiting_seconds(self, instance: str, now_seconds: float) -> float:
+        """Return how long a request that comes now waits for an instance."""
+        queue = self._instances.get(instance)
+        return queue.left(now_seconds, 1.0) if queue else 0.0
+
+    def waiting_requests(self, instance: str) -> int:
+        """Return how many requests are placed on an instance."""
+        queue = self._instances.get(instance)
+        return queue.count if queue else 0
+
+    def waiting_bits(self, link: str, now_seconds: float, mbps: float) -> float:
+        """Return what is to cross a link, which carries `mbps`, before a request that comes now."""
+        queue = self._links.get(link)
+        return queue.left(now_seconds, mbps * 1e6) if queue else 0.0
+
+
+class _Queue:
+    """What waits for one server: an instance that computes a second a second, or a link that carries bits."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sum = 0.0
+        self._left = 0.0
+        self._since_seconds = 0.0
+
+    def left(self, now_seconds: float, speed: float) -> float:
+        """Return what is left to do, when `speed` of it is done a second."""
+        done = speed * (now_seconds - self._since_seconds)
+        self._left, self._since_seconds = max(0.0, min(self._left - done, self._sum)), now_seconds
+        return self._left
+
+    def add(self, amount: float, now_seconds: float, speed: float) -> None:
+        """Take more."""
+        self._left = self.left(now_seconds, speed) + amount
+        self._sum += amount
+        self.count += 1
+
+    def remove(self, amount: float) -> bool:
+        """Forget one that was added; True when nothing is left."""
+        self._sum -= amount
+        self.count -= 1
+        return self.count == 0
+
 
 NOTHING_WAITS = Backlog()
 """Of a gateway that has placed nothing; not to be added to."""

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from prfaas.names import HUB
-from prfaas.routing.backlog import Backlog
 from prfaas.routing.decide import decide, decide_again
-from prfaas.routing.facts import Decision, Facts, Leg, Route, Rule, cached_by_cluster, rule_in_force
+from prfaas.routing.facts import Decision, Leg, Route, RoutingFacts, RoutingRule, cached_by_cluster, rule_in_force
+from prfaas.routing.prices import Backlog
 from prfaas.simulate.cache import Caches
-from prfaas.simulate.events import Events
+from prfaas.simulate.events import EventQueue
 from prfaas.simulate.request import Request
 from prfaas.simulate.scenario import Scenario
 from prfaas.wire.control import ThresholdUpdate
@@ -67,12 +67,12 @@ class Gateway:
 
     """
 
-    def __init__(self, events: Events, table: RoutingTable, caches: Caches, profiles: Mapping[str, Profile]):
+    def __init__(self, events: EventQueue, table: RoutingTable, caches: Caches, profiles: Mapping[str, Profile]):
         self._events = events
         self._caches = caches
         self._profiles = profiles
         self.table = table
-        self.rule: Rule = rule_in_force(table, None)
+        self.rule: RoutingRule = rule_in_force(table, None)
         self.on: dict[str, dict[Request, None]] = {one.name: {} for one in table.instances}
         """Requests in flight by instance, in the order in which they came."""
         self._in_flight = dict.fromkeys(self.on, 0)
@@ -133,9 +133,9 @@ class Gateway:
         if route.prefill is not None:
             self.leave(route.prefill.name, request)
 
-    def _facts(self, request: Request) -> Facts:
+    def _facts(self, request: Request) -> RoutingFacts:
         found = self._caches.found(request)  # of which nothing is said where there is nothing, as a gateway does
-        return Facts(
+        return RoutingFacts(
             now_seconds=self._events.now,
             request_id=str(request.index),
             total_tokens=request.total_tokens,

@@ -1,13 +1,14 @@
-"""The way of every request from its first decision to its one end.
+"""Takes every request from its first decision to its one end.
 
     decide -> [round trip, fetch of a longer prefix] -> queue -> prefill, chunks on the link -> cache whole in the hub
     -> queue for the batch -> first token -> last token
 
 A leg that fails goes through `routing.decide_again`, with what was generated so far as part of the prompt, as the
-gateway resumes. What an abandoned route still had scheduled is told by the request's `run`, which counts its routes.
+gateway resumes. A request's `run` counts its routes, so that events of an abandoned route are recognised.
 
-Inside a cluster what was prefilled reaches the decode instance in no time. A prefill is first come, first served; a
-link and a batch are shared equally.
+Inside a cluster a prefilled cache reaches the decode instance in no time. A prefill is first come, first served; a link
+and a batch are shared equally. A prefix fetch inside a cluster takes as long as the decision estimated, and loads no
+resource; between clusters its bytes cross the link among others.
 """
 
 from collections.abc import Iterable
@@ -15,22 +16,21 @@ from typing import NamedTuple
 
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.names import HUB
+from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, fetched_bytes, fetching_seconds
 from prfaas.routing.facts import Decision, Leg, Refusal, Route
-from prfaas.routing.lengths import Tally as Lengths
+from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.simulate.cache import Caches
-from prfaas.simulate.events import Events
+from prfaas.simulate.events import EventQueue
 from prfaas.simulate.gateway import Gateway, routing_table
-from prfaas.simulate.instances import HubServer, PrefillServer
-from prfaas.simulate.links import SharedLink
 from prfaas.simulate.outcome import Outcome, Tally
-from prfaas.simulate.prefix_fetch import PrefixFetches
-from prfaas.simulate.request import Arrival, Request
+from prfaas.simulate.plant import HubServer, PrefillServer, SharedLink
+from prfaas.simulate.request import Arrival, PrefixFetch, Request
 from prfaas.simulate.scenario import Conditions, Scenario
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
 
-class Attempt(NamedTuple):
+class _Attempt(NamedTuple):
     """A request on one of its routes; over when the request's `run` has moved on."""
 
     request: Request
@@ -50,7 +50,7 @@ class RequestProcess:
     def __init__(self, scenario: Scenario, tally: Tally):
         self.scenario = scenario
         self.tally = tally
-        self.events = Events()
+        self.events = EventQueue()
         table, by_pool = routing_table(scenario), scenario.profiles
         self._profiles = {one.name: by_pool[one.pool] for one in table.instances}
         self.caches = Caches(scenario, table.instances, self._profiles)
@@ -64,7 +64,6 @@ class RequestProcess:
             )
             for link in scenario.system.links
         }
-        self._prefix_fetches = PrefixFetches(self.caches, self.links, self._profiles)
         hub = {pool.name: pool for pool in scenario.system.hub}
         self.hub = {
             one.name: HubServer(self.events, hub[one.pool], self._first, self._last, self._in_hub)
@@ -104,11 +103,11 @@ class RequestProcess:
 
     def doom(self, request: Request, leg: Leg) -> None:
         """Have the request's present route fail, by this leg, as soon as that is noticed."""
-        self.events.after(self.scenario.detection_seconds, self._fail, Attempt(request, request.run, leg))
+        self.events.after(self.scenario.detection_seconds, self._fail, _Attempt(request, request.run, leg))
 
     def doom_if_stalled(self, request: Request) -> None:
         """Have whatever a request does over a link fail, if that still carries nothing by then."""
-        self.events.after(self.scenario.detection_seconds, self._fail_if_stalled, Attempt(request, request.run))
+        self.events.after(self.scenario.detection_seconds, self._fail_if_stalled, _Attempt(request, request.run))
 
     def withdraw(self, request: Request) -> None:
         """Stop whatever is done for a request, and keep what was generated. It stays in flight on its instances."""
@@ -141,7 +140,7 @@ class RequestProcess:
         else:
             self._begin(request, decision)
 
-    def _fail(self, attempt: Attempt) -> None:
+    def _fail(self, attempt: _Attempt) -> None:
         request, run, leg = attempt
         route = request.route
         if request.run != run or route is None:
@@ -152,7 +151,7 @@ class RequestProcess:
         self._release(request, route)
         self._follow(request, self.gateway.decide_again(request, route, leg))
 
-    def _fail_if_stalled(self, attempt: Attempt) -> None:
+    def _fail_if_stalled(self, attempt: _Attempt) -> None:
         request, route = attempt.request, attempt.request.route
         if request.run != attempt.run or route is None:
             return
@@ -184,9 +183,9 @@ class RequestProcess:
 
     def _begin(self, request: Request, route: Route) -> None:
         prefiller = _prefiller(route)
-        request.fetch = self._prefix_fetches.plan(request, route)
+        request.fetch = self._plan_fetch(request, route)
         self._plan_prefill(request, prefiller)
-        attempt = Attempt(request, request.run)
+        attempt = _Attempt(request, request.run)
         if route.kind == "local":
             self._fetch(attempt)
             return
@@ -197,7 +196,7 @@ class RequestProcess:
         self._plan_transfer(request, self._profiles[prefiller.name], self.caches.match(route.decode.name, request))
         self.events.after(link.round_trip_seconds, self._fetch, attempt)
 
-    def _fetch(self, attempt: Attempt) -> None:
+    def _fetch(self, attempt: _Attempt) -> None:
         """Bring the prefix that a route names to the instance that prefills, and have it prefill."""
         request, fetch = attempt.request, attempt.request.fetch
         if not self._stands(attempt):
@@ -211,11 +210,11 @@ class RequestProcess:
         else:
             self.events.after(fetch.seconds, self._fetched, attempt)
 
-    def _fetched(self, attempt: Attempt) -> None:
+    def _fetched(self, attempt: _Attempt) -> None:
         if self._stands(attempt):
             self._submit(attempt.request)
 
-    def _stands(self, attempt: Attempt) -> bool:
+    def _stands(self, attempt: _Attempt) -> bool:
         """Tell whether a request is still on that route, and who prefills lives."""
         route = attempt.request.route
         return attempt.request.run == attempt.run and route is not None and _prefiller(route).name not in self.dead
@@ -226,6 +225,27 @@ class RequestProcess:
             return
         self.tally.computed_tokens += request.computed_tokens
         self.prefills[_prefiller(route).name].prefill(request)
+
+    def _plan_fetch(self, request: Request, route: Route) -> PrefixFetch | None:
+        """Return the fetch that precedes a route's prefill, from the instance that the gateway named; None: none."""
+        to, source = _prefiller(route), route.prefix
+        if source is None:
+            return None
+        cluster = source.cluster if to.cluster == HUB else to.cluster
+        link = self.links[cluster] if source.cluster != to.cluster else None
+        facts = PrefixFacts(
+            prompt_tokens=request.total_tokens,
+            cached_tokens=self.caches.match(to.name, request),
+            source_tokens=self.caches.match(source.name, request),
+            profile=self._profiles[to.name],
+            link_mbps=CLUSTER_MBPS if link is None else link.mbps,
+            round_trip_seconds=0.0 if link is None else link.round_trip_seconds,
+        )
+        if facts.source_tokens <= facts.cached_tokens:
+            return None
+        if link is None:
+            return PrefixFetch(facts.source_tokens, fetching_seconds(facts), "", 0.0)
+        return PrefixFetch(facts.source_tokens, 0.0, cluster, float(fetched_bytes(facts)))
 
     def _plan_prefill(self, request: Request, one: Instance) -> None:
         profile, cached_tokens = self._profiles[one.name], self.caches.match(one.name, request)
@@ -266,9 +286,9 @@ class RequestProcess:
             self._submit(request)
         elif request.prefilled:
             half_seconds = self._link(route).round_trip_seconds / 2
-            self.events.after(half_seconds, self._landed, Attempt(request, request.run))
+            self.events.after(half_seconds, self._landed, _Attempt(request, request.run))
 
-    def _landed(self, attempt: Attempt) -> None:
+    def _landed(self, attempt: _Attempt) -> None:
         if attempt.request.run == attempt.run:
             self._in_hub(attempt.request)
 

@@ -1,17 +1,21 @@
-"""One run: arrivals, faults and the short loop on one clock, until every request has ended."""
+"""Runs arrivals, faults and control loops on one clock, until every request has ended.
+
+`highest_rate` repeats runs to find Lambda at an SLO: the highest rate of arrivals that keeps a promise.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from prfaas.names import HUB
-from prfaas.simulate.faults import Faults
-from prfaas.simulate.longloop import LongLoop
+from prfaas.simulate.loops import LongLoop, ShortLoop
 from prfaas.simulate.outcome import Interval, Result, Tally
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.request_process import RequestProcess
-from prfaas.simulate.scenario import Scenario
-from prfaas.simulate.shortloop import ShortLoop
+from prfaas.simulate.scenario import Failure, Scenario
 
 PROGRESS_EVERY = 1000
+DOUBLINGS: Final = 8
+HALVINGS: Final = 6
 
 
 def simulate(
@@ -85,3 +89,106 @@ class _Run:
             )
         )
         self._events.after(process.table.short_interval_seconds, self._interval)
+
+
+class Faults:
+    """Puts a scenario's schedules and failures onto the clock.
+
+    Args:
+        process: those that they befall.
+
+    """
+
+    def __init__(self, process: RequestProcess):
+        self._process = process
+        scenario, events = process.scenario, process.events
+        self._deaths: dict[str, int] = {}
+        for name, conditions in scenario.conditions.items():
+            for at_seconds, mbps in conditions.schedule:
+                events.at(at_seconds, self._carry, (name, mbps))
+        for failure in scenario.failures:
+            events.at(failure.at_seconds, self._fail, failure)
+            events.at(failure.at_seconds + failure.for_seconds, self._mend, failure)
+
+    def _carry(self, change: tuple[str, float]) -> None:
+        name, mbps = change
+        self._process.links[name].set_mbps(mbps)
+        self._notice(name)
+
+    def _fail(self, failure: Failure) -> None:
+        link = self._process.links.get(failure.name)
+        if link is not None:
+            self._count(failure.name, 1)
+            link.set_cut(True)
+            self._notice(failure.name)
+        for name in self._instances(failure):
+            self._count(name, 1)
+            self._kill(name)
+
+    def _mend(self, failure: Failure) -> None:
+        """Overlapping failures of one thing end with the last of them."""
+        link = self._process.links.get(failure.name)
+        if link is not None and self._count(failure.name, -1) == 0:
+            link.set_cut(False)
+        for name in self._instances(failure):
+            if self._count(name, -1) == 0:
+                self._process.dead.discard(name)
+
+    def _kill(self, name: str) -> None:
+        process = self._process
+        process.dead.add(name)
+        process.caches.clear(name)
+        for request in list(process.gateway.on[name]):
+            route = request.route
+            process.withdraw(request)
+            process.doom(request, "decode" if route is not None and route.decode.name == name else "prefill")
+
+    def _notice(self, link: str) -> None:
+        """Let whoever needs the link find out that it stands still."""
+        process = self._process
+        if not process.links[link].down:
+            return
+        for request in list(process.links[link].to_hub):
+            if request.route is not None and request.route.kind == "local":
+                process.doom_if_stalled(request)
+        for one in process.table.instances:
+            if one.cluster == link:
+                for request in list(process.gateway.on[one.name]):
+                    process.doom_if_stalled(request)
+
+    def _instances(self, failure: Failure) -> list[str]:
+        table = self._process.table
+        return [one.name for one in table.instances if failure.name in (one.name, one.cluster)]
+
+    def _count(self, name: str, change: int) -> int:
+        self._deaths[name] = self._deaths.get(name, 0) + change
+        return self._deaths[name]
+
+
+def highest_rate(keeps: Callable[[float], bool], start_per_second: float) -> float:
+    """Return the highest rate found to keep the promise, within about 1 %; 0 if none down to a 256th of `start`.
+
+    Args:
+        keeps: tries a rate. Taken to be true up to some rate and false above.
+        start_per_second: where the search starts.
+
+    """
+    low, high = start_per_second, start_per_second
+    if keeps(start_per_second):
+        for _ in range(DOUBLINGS):
+            high = 2 * low
+            if not keeps(high):
+                break
+            low = high
+    else:
+        for _ in range(DOUBLINGS):
+            low = high / 2
+            if keeps(low):
+                break
+            high = low
+        else:
+            return 0.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low

@@ -39,7 +39,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's (see `instance_names`) or a link's."""
 
 
-class Conversion(msgspec.Struct, frozen=True, kw_only=True):
+class ConversionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How the long loop converts the hub's instances, with a policy's own defaults."""
 
     interval_seconds: float = 60.0
@@ -58,7 +58,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     short_interval_seconds: int = 1
     stale_after_seconds: int = 10
     on_offload_failure: OnOffloadFailure = "PrefillLocally"
-    conversion: Conversion | None = None
+    conversion: ConversionPolicy | None = None
     """None: the split of the hub stays as it began."""
 
 

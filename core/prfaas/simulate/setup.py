@@ -26,13 +26,12 @@ import msgspec
 
 from prfaas.capacity import optimum
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.section import Section
+from prfaas.capacity.planfile import PlanFile, Section
 from prfaas.capacity.system import System
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
 from prfaas.simulate.arrivals import Bursts
-from prfaas.simulate.scenario import Conditions, Conversion, Failure, Policy, PolicyName, Scenario, instance_names
+from prfaas.simulate.scenario import Conditions, ConversionPolicy, Failure, Policy, PolicyName, Scenario, instance_names
 from prfaas.wire.routes import Threshold, ThresholdMode
 
 GIB: Final = 1 << 30
@@ -60,7 +59,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: dict[str, float]
     links: dict[str, "Weather"]
     failures: tuple[Failure, ...]
-    conversion: Conversion | None
+    conversion: ConversionPolicy | None
 
 
 class Weather(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,9 +163,9 @@ def _bursts(section: Section) -> Bursts:
     return bursts
 
 
-def _conversion(section: Section, file: PlanFile) -> Conversion:
-    usual, promised_millis = Conversion(), file.slo.ttft_millis
-    conversion = Conversion(
+def _conversion(section: Section, file: PlanFile) -> ConversionPolicy:
+    usual, promised_millis = ConversionPolicy(), file.slo.ttft_millis
+    conversion = ConversionPolicy(
         interval_seconds=section.number("intervalSeconds", usual.interval_seconds),
         cooldown_seconds=section.number("cooldownSeconds", usual.cooldown_seconds),
         conversion_seconds=section.number("conversionSeconds", usual.conversion_seconds),

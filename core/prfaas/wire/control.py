@@ -24,7 +24,10 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     """Effective capacity toward the hub; 0 for the hub itself."""
 
 
-class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
+LinkState = Literal["Alive", "Unreachable", "NoReadyInstance", "Silent"]
+
+
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     """One link as the scheduler sees it, for people to look at: no decision is made by it."""
 
     cluster: str
@@ -49,7 +52,7 @@ class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     prices: tuple[Price, ...] = ()
     """By cluster, in mode Priced; empty: the threshold decides."""
-    links: tuple[LinkUse, ...] = ()
+    links: tuple[LinkReport, ...] = ()
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):

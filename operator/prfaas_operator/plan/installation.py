@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 
 from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
 from prfaas.api.policystatus import Observed, ObservedPool
-from prfaas.capacity import observed as wire
-from prfaas.capacity.installation import Installation, Load, Pool
-from prfaas.capacity.system import Link
+from prfaas.capacity.installation import Installation, MeasuredLoad, Pool
+from prfaas.capacity.profile import ProfilePoint, profile_through
+from prfaas.capacity.system import LinkCapacity
+from prfaas.capacity.workload import MIN_PROMPTS, workload_of
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Threshold
 from prfaas_operator.plan.policy import PolicyFacts
@@ -54,8 +55,8 @@ def unknown(found: Installation, facts: PolicyFacts) -> str:
     seen, decode = policy.status.observed, facts.decode_pools[policy.spec.decode_pool]
     if seen is None:
         return "the gateway's scheduler has no summary of its measurements yet: send requests for a minute"
-    if seen.prompts < wire.MIN_PROMPTS:
-        return f"{seen.prompts} prompts in the last minutes are too few; {wire.MIN_PROMPTS} are needed"
+    if seen.prompts < MIN_PROMPTS:
+        return f"{seen.prompts} prompts in the last minutes are too few; {MIN_PROMPTS} are needed"
     if seen.output_milli_tokens is None:
         return "no answer ended in the last minutes, so the length of answers is not known"
     if _batch(decode, seen) is None or _step_seconds(decode, seen) is None:
@@ -86,14 +87,14 @@ def _pool(pool: AnyPool, decode_pool: str, seen: Observed | None, refusal: str) 
 
 def _profile(name: str, seen: Observed | None) -> Profile | None:
     one = next((pool for pool in (seen.pools if seen else ()) if pool.name == name), ObservedPool(name=name))
-    points = [wire.Point(point.tokens, point.prefill_micros / 1e6, point.cache_bytes) for point in one.profile]
-    return wire.profile_through(points, one.samples)
+    points = [ProfilePoint(point.tokens, point.prefill_micros / 1e6, point.cache_bytes) for point in one.profile]
+    return profile_through(points, one.samples)
 
 
-def _links(facts: PolicyFacts, seen: Observed | None) -> tuple[Link, ...]:
+def _links(facts: PolicyFacts, seen: Observed | None) -> tuple[LinkCapacity, ...]:
     measured = {link.cluster_name: link.effective_mbps for link in (seen.links if seen else ())}
     return tuple(
-        Link(name=name, capacity_mbps=float(mbps))
+        LinkCapacity(name=name, capacity_mbps=float(mbps))
         for name, pools in sorted(_by_cluster(facts.routed_pools).items())
         if (mbps := measured.get(name, 0) or _declared_mbps(facts, name, pools))
     )
@@ -114,14 +115,14 @@ def _declared_mbps(facts: PolicyFacts, cluster: str, pools: Iterable[AnyPool]) -
     return facts.clusters[cluster].spec.link.capacity_mbps
 
 
-def _load(policy: PrfaaSPolicy, decode: DecodePool, seen: Observed | None) -> Load | None:
+def _load(policy: PrfaaSPolicy, decode: DecodePool, seen: Observed | None) -> MeasuredLoad | None:
     if seen is None or not seen.length_tokens or not seen.output_milli_tokens:
         return None
     batch, step_seconds = _batch(decode, seen), _step_seconds(decode, seen)
     if batch is None or step_seconds is None:
         return None
-    return Load(
-        workload=wire.workload_of(seen.length_tokens),
+    return MeasuredLoad(
+        workload=workload_of(seen.length_tokens),
         arrivals_per_second=arrivals_per_second(policy),
         output_tokens=seen.output_milli_tokens / 1000,
         max_batch=batch,

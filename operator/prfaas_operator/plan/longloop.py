@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.capacity.installation import Installation, ttft_p90_seconds
-from prfaas.capacity.longloop import Decision, Moment, Rules
+from prfaas.capacity.longloop import LongLoopDecision, Moment, Rules
 from prfaas_operator.plan import installation as installed
 from prfaas_operator.plan import ownership
 from prfaas_operator.plan.conditions import READY, ConditionState
@@ -171,12 +171,12 @@ def unfinished(policy: PrfaaSPolicy, pools: Iterable[PoolSeen]) -> dict[str, int
     }
 
 
-def condition(decision: Decision) -> ConditionState:
+def condition(decision: LongLoopDecision) -> ConditionState:
     passing = decision.reason in {"Converting", "Scaling", "PoolsNotSettled"}
     return ConditionState("Unknown" if passing else decision.status, decision.reason, decision.message)
 
 
-def plan_fields(found: Installation, decision: Decision, now: str) -> dict[str, Any]:
+def plan_fields(found: Installation, decision: LongLoopDecision, now: str) -> dict[str, Any]:
     """Return status.plan after a decision with a change."""
     counts = {**found.counts, **decision.changes}
     return {
@@ -187,7 +187,7 @@ def plan_fields(found: Installation, decision: Decision, now: str) -> dict[str, 
     }
 
 
-def capacity_fields(found: Installation, decision: Decision) -> dict[str, Any] | None:
+def capacity_fields(found: Installation, decision: LongLoopDecision) -> dict[str, Any] | None:
     """Return status.capacity; None while it is unknown."""
     now, best = decision.now, decision.best
     if now is None or best is None or now.plan is None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from prfaas.api import DecodePool, PrfaaSPolicy
-from prfaas.capacity.longloop import Decision, decide
+from prfaas.capacity.longloop import LongLoopDecision, decide
 from prfaas.errors import PrfaasError
 from prfaas_operator import metrics
 from prfaas_operator.clusters.kinds import DECODE_POOL, POLICY, PREFILL_POOL, Object
@@ -139,7 +139,7 @@ class PolicyBalancer:
             else:
                 return
 
-    async def _tell(self, live: Object, pools: Sequence[PoolSeen], decision: Decision) -> None:
+    async def _tell(self, live: Object, pools: Sequence[PoolSeen], decision: LongLoopDecision) -> None:
         name = live["metadata"]["name"]
         log.info("PrfaaSPolicy %s: %s", name, decision.message)
         metrics.POOL_CHANGES.labels(name, decision.reason).inc()

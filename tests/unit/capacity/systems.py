@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prfaas.capacity import planfile
 from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.system import HubPool, Link, OffloadPool, System
+from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.wire.profile import Profile
 
@@ -40,7 +40,9 @@ profiles = st.builds(
 @st.composite
 def systems(draw: st.DrawFn, offload: bool = True) -> System:
     """Systems that can serve: the hub has an instance to decode, and one to prefill where nothing else does."""
-    links = [Link(name=f"link-{i}", capacity_mbps=draw(st.floats(1, 1e6))) for i in range(draw(st.integers(1, 2)))]
+    links = [
+        LinkCapacity(name=f"link-{i}", capacity_mbps=draw(st.floats(1, 1e6))) for i in range(draw(st.integers(1, 2)))
+    ]
     pools = [
         OffloadPool(
             name=f"offload-{i}",

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tests.unit.capacity.systems import no_traces, paper, paper_document
 
-from prfaas.capacity import equalcost, optimum, planfile
+from prfaas.capacity import comparison, optimum, planfile
 from prfaas.capacity.system import System
 from prfaas.errors import ConfigError
 
@@ -18,8 +18,8 @@ def with_costs(offload: float | None, hub: float | None) -> System:
     )
 
 
-def found(offload: float, hub: float) -> equalcost.EqualCost:
-    made = equalcost.compare(with_costs(offload, hub), paper().workload)
+def found(offload: float, hub: float) -> comparison.EqualCost:
+    made = comparison.compare_costs(with_costs(offload, hub), paper().workload)
     assert made is not None
     return made
 
@@ -28,13 +28,13 @@ def test_the_hub_alone_gets_as_many_instances_as_the_money_buys():
     made = found(3.0, 1.5)
     assert made.described.cost_per_hour == pytest.approx(24)
     assert made.homogeneous.instances == {"pd": 16}
-    alone = optimum.best(equalcost._alone(with_costs(3.0, 1.5), 24), paper().workload)
+    alone = optimum.best(comparison._alone(with_costs(3.0, 1.5), 24), paper().workload)
     assert made.gain == pytest.approx(made.described.lambda_max / alone.lambda_max - 1)
 
 
 def test_the_best_mix_is_the_best_of_all_that_the_money_buys():
     made, system, workload = found(2.0, 1.0), with_costs(2.0, 1.0), paper().workload
-    mixes = [equalcost._with_counts(system, (far, near)) for far in range(8) for near in range(1, 17 - 2 * far)]
+    mixes = [comparison._with_counts(system, (far, near)) for far in range(8) for near in range(1, 17 - 2 * far)]
     every = [optimum.best(one, workload).lambda_max for one in mixes if one.hub_instances >= (1 if one.offload else 2)]
     assert made.best_mix.lambda_max == pytest.approx(max(every))
     assert made.best_mix.cost_per_hour <= made.described.cost_per_hour
@@ -48,19 +48,19 @@ def test_at_the_even_ratio_both_serve_as_much_and_above_it_the_hub_alone_does_be
 
 
 def test_without_prices_there_is_nothing_to_compare():
-    assert equalcost.compare(with_costs(None, None), paper().workload) is None
+    assert comparison.compare_costs(with_costs(None, None), paper().workload) is None
     hub_alone = optimum.homogeneous(with_costs(2.0, 1.0))
-    assert equalcost.compare(hub_alone, paper().workload) is None
+    assert comparison.compare_costs(hub_alone, paper().workload) is None
 
 
 def test_a_price_for_some_pools_alone_is_refused_by_name():
     with pytest.raises(ConfigError, match="costPerHour is given for pd and missing for prfaas"):
-        equalcost.compare(with_costs(None, 1.0), paper().workload)
+        comparison.compare_costs(with_costs(None, 1.0), paper().workload)
 
 
 def test_prices_that_buy_no_hub_at_all_name_the_field():
     with pytest.raises(ConfigError, match=r"hub\.pd\.costPerHour is 1000"):
-        equalcost._alone(with_costs(0.1, 1000.0), 900.0)
+        comparison._alone(with_costs(0.1, 1000.0), 900.0)
 
 
 @pytest.mark.parametrize(

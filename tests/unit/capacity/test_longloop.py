@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from tests.unit.capacity.systems import paper, profiles, workloads
 
 from prfaas.capacity import optimum
-from prfaas.capacity.conversion import best_split
-from prfaas.capacity.installation import Installation, Load, Pool, outlook, ttft_p90_seconds
-from prfaas.capacity.longloop import Decision, Moment, Rules, decide
-from prfaas.capacity.scaling import ROOM_SHARE
-from prfaas.capacity.system import Link
+from prfaas.capacity.installation import Installation, MeasuredLoad, Pool, outlook, ttft_p90_seconds
+from prfaas.capacity.longloop import ROOM_SHARE, LongLoopDecision, Moment, Rules, decide, find_best_split
+from prfaas.capacity.system import LinkCapacity
 from prfaas.capacity.workload import Workload
 from prfaas.wire.routes import Threshold
 
@@ -44,7 +42,7 @@ def installed(prefill: int = 1, decode: int = 7, arrivals: float = 2.0, **given_
         Pool(name="swing", role="prefill", replicas=prefill, shares=True),
         Pool(name="decode", role="decode", replicas=decode, profile=hub.profile),
     )
-    load = Load(
+    load = MeasuredLoad(
         workload=given_.pop("workload", PAPER.workload),
         arrivals_per_second=arrivals,
         output_tokens=PAPER.system.output_tokens,
@@ -61,7 +59,7 @@ def altered(installation: Installation, **pools: dict) -> Installation:
     return msgspec.structs.replace(installation, pools=tuple(replaced))
 
 
-def after(installation: Installation, decision: Decision) -> Installation:
+def after(installation: Installation, decision: LongLoopDecision) -> Installation:
     return altered(installation, **{name: {"replicas": count} for name, count in decision.changes.items()})
 
 
@@ -102,7 +100,7 @@ def test_a_gain_below_a_tenth_is_left_alone():
     assert (near.status, near.reason, near.changes) == ("True", "Balanced", {})
     # With a fourth kind of instance the best is 4 of 9, by less than a tenth.
     off = installed(4, 5)
-    best = best_split(rules(), off, outlook(off, off.counts))
+    best = find_best_split(rules(), off, outlook(off, off.counts))
     assert 1.0 <= best.lambda_max / outlook(off, off.counts).lambda_max < 1.1
     assert not decide(rules(), off, calm(off)).changes
 
@@ -216,9 +214,9 @@ arbitrary = st.builds(
             Pool(name="swing", role="prefill", replicas=counts[2], shares=True, most=most[2]),
             Pool(name="decode", role="decode", replicas=counts[3], profile=hub, most=most[3]),
         ),
-        links=(Link(name="eu", capacity_mbps=mbps),),
+        links=(LinkCapacity(name="eu", capacity_mbps=mbps),),
         threshold=AUTO,
-        load=Load(
+        load=MeasuredLoad(
             workload=workload, arrivals_per_second=arrivals, output_tokens=500.0, max_batch=16, step_seconds=0.03
         ),
     ),
@@ -274,7 +272,7 @@ def test_longer_prompts_never_lower_the_number_that_prefills(installation, facto
     longer = msgspec.structs.replace(load, workload=Workload(stretched, load.workload.weights))
     of = rules(min_prefill=0)
     found = [
-        best_split(of, one, outlook(one, one.counts)).counts["swing"]
+        find_best_split(of, one, outlook(one, one.counts)).counts["swing"]
         for one in (installation, msgspec.structs.replace(installation, load=longer))
     ]
     assert found[1] >= found[0]

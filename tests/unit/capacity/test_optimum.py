@@ -1,4 +1,4 @@
-"""Proves that plans are the best ones: against every threshold and split, the equations, and the bound."""
+"""Proves that plans are the best ones: against every threshold and split, the equations, and the find_bound."""
 
 import itertools
 import math
@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from tests.unit.capacity.systems import paper, systems, workloads
 
 from prfaas.capacity import equations, optimum
-from prfaas.capacity.bound import bound
+from prfaas.capacity.equations import find_bound
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
-from prfaas.capacity.system import HubPool, Link, OffloadPool, System
+from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 from prfaas.wire.profile import Profile
@@ -23,7 +23,9 @@ def test_equations_3_to_6_are_what_one_counts_by_hand():
     workload = Workload([1_000, 9_000], [3, 1])
     hub = HubPool(name="hub", profile=PROFILE, instances=4, max_batch=10, step_seconds=0.02)
     pool = OffloadPool(name="pool", profile=PROFILE, instances=2, link="link")
-    system = System(links=(Link(name="link", capacity_mbps=80),), offload=(pool,), hub=(hub,), output_tokens=100)
+    system = System(
+        links=(LinkCapacity(name="link", capacity_mbps=80),), offload=(pool,), hub=(hub,), output_tokens=100
+    )
     long, short, split = workload.above(1_000), workload.below(1_000), {"hub": 1.0}
     assert prefill_seconds(PROFILE, 9_000) == pytest.approx(1.0)
     assert 8 * cache_bytes(PROFILE, 9_000) == 80e6
@@ -43,7 +45,7 @@ def test_pools_with_small_caches_come_first_on_a_narrow_link():
     )
     hub = HubPool(name="hub", profile=large, instances=1, max_batch=1, step_seconds=0.01)
     # 1,000 tokens a second and instance: 0.08 Mbit/s from the small one, 8 from the large one, of which half fits.
-    system = System(links=(Link(name="link", capacity_mbps=4.08),), offload=pools, hub=(hub,), output_tokens=1)
+    system = System(links=(LinkCapacity(name="link", capacity_mbps=4.08),), offload=pools, hub=(hub,), output_tokens=1)
     shares = equations.offload_shares(system, Workload([1_000], [1.0]).all())
     assert {share.pool.name: share.rate for share in shares} == pytest.approx({"small": 1.0, "large": 0.5})
 
@@ -66,7 +68,7 @@ def test_no_threshold_and_no_split_beats_the_best_plan(system, workload):
 def test_divided_roles_carry_no_less_than_whole_ones_and_no_more_than_the_bound(system, workload):
     whole = optimum.best(system, workload).lambda_max
     divided = optimum.fractional(system, workload).lambda_max
-    limit = bound(system, workload)
+    limit = find_bound(system, workload)
     assert whole <= divided * (1 + 1e-9)
     assert divided <= limit.lambda_max * (1 + 1e-9)
     assert limit.reached <= limit.lambda_max * (1 + 1e-9)

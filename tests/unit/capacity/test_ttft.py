@@ -9,7 +9,7 @@ from tests.unit.capacity.systems import paper, systems, workloads
 
 from prfaas.capacity import optimum, ttft
 from prfaas.capacity.profile import prefill_seconds
-from prfaas.capacity.system import HubPool, Link, OffloadPool, System
+from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 from prfaas.wire.profile import Profile
@@ -28,7 +28,9 @@ def hub_of(prefill: int, workload: Workload) -> tuple[System, optimum.Plan]:
 def test_in_the_papers_sense_a_first_token_is_prefill_and_transfer():
     pool = OffloadPool(name="pool", profile=PROFILE, instances=1, link="link")
     hub = HubPool(name="hub", profile=PROFILE, instances=2, max_batch=10, step_seconds=0.02)
-    system = System(links=(Link(name="link", capacity_mbps=800),), offload=(pool,), hub=(hub,), output_tokens=100)
+    system = System(
+        links=(LinkCapacity(name="link", capacity_mbps=800),), offload=(pool,), hub=(hub,), output_tokens=100
+    )
     plan = optimum.at_threshold(system, EXAMPLE, 1_000)
     found = ttft.unloaded(system, EXAMPLE, plan)
     assert found.mean_seconds == pytest.approx(0.75 * 0.2 + 0.25 * (1.0 + 0.1))

@@ -32,9 +32,9 @@ from prfaas.cli.serve.plan import (
 )
 from prfaas.cli.serve.processes import Child
 from prfaas.errors import PeerError, ProtocolError
-from prfaas.routing.backlog import Backlog, Work
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Facts, Route, rule_in_force
+from prfaas.routing.facts import Route, RoutingFacts, rule_in_force
+from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.profile import ProfileAnswer, read_profile
 from prfaas.wire.routes import decode
@@ -67,7 +67,7 @@ AWAY = told(2e-5, fixed_seconds=0.2)
 
 def route(settings: Settings, tokens: int, update: ThresholdUpdate | None, **more: Any) -> Route:
     table = routing_table(settings, PORTS)
-    facts = Facts(
+    facts = RoutingFacts(
         **({"now_seconds": 0.0} | more),
         request_id="r",
         total_tokens=tokens,

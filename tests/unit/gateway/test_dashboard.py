@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from prfaas.wire.control import LinkUse, ThresholdUpdate
+from prfaas.wire.control import LinkReport, ThresholdUpdate
 from prfaas_gateway.dashboard import REQUESTS, RequestHistory
 
 from .conftest import QUICK
@@ -25,7 +25,7 @@ async def push(world, **links: float) -> None:
         expires_seconds=60,
         reason="the link has room",
         links=tuple(
-            LinkUse(cluster=name, state="Alive", effective_mbps=95, utilisation_percent=percent)
+            LinkReport(cluster=name, state="Alive", effective_mbps=95, utilisation_percent=percent)
             for name, percent in links.items()
         ),
     )

@@ -14,7 +14,7 @@ from aiohttp import web
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from prfaas.wire import headers
-from prfaas.wire.control import LinkUse, ThresholdUpdate
+from prfaas.wire.control import LinkReport, ThresholdUpdate
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH; `make browser` installs it")
@@ -35,7 +35,7 @@ async def browser() -> AsyncIterator[Browser]:
 async def busy(world):
     """A gateway that has offloaded, served at home, met a failure, and knows its link."""
     await world.start("d0", "d1", "p0", "x0", "x1")
-    links = (LinkUse(cluster="eu", state="Alive", effective_mbps=93, utilisation_percent=61.4),)
+    links = (LinkReport(cluster="eu", state="Alive", effective_mbps=93, utilisation_percent=61.4),)
     update = ThresholdUpdate(
         tokens=1500, bandwidth="Scarce", offload_clusters=("eu",), expires_seconds=60, reason=HOSTILE, links=links
     )

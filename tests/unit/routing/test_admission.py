@@ -1,5 +1,5 @@
 """Proves what an SLO refuses: a request before which more waits than the promise allows at every place that its
-decision considered, and nothing else. An idle system refuses nothing, however long the prompt.
+decision find_considered, and nothing else. An idle system refuses nothing, however long the prompt.
 """
 
 import math
@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.names import HUB
-from prfaas.routing.admission import Overload, overload
-from prfaas.routing.backlog import Backlog, Work
-from prfaas.routing.decide import considered, decide
-from prfaas.routing.facts import Facts, Route, Rule
+from prfaas.routing.decide import Overload, find_considered, decide, find_overload
+from prfaas.routing.facts import Route, RoutingFacts, RoutingRule
+from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Price
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
@@ -27,8 +26,10 @@ def instance(name: str) -> Instance:
     return Instance(name=name, pool=role, cluster=cluster, role=role, url=f"http://{name}:8000")
 
 
-def facts(names, waits=None, *, slo: int | None = 1000, total: int = 10_000, prices=(), now: float = 0.0) -> Facts:
-    """Facts by which an instance has so many seconds of work before it."""
+def facts(
+    names, waits=None, *, slo: int | None = 1000, total: int = 10_000, prices=(), now: float = 0.0
+) -> RoutingFacts:
+    """RoutingFacts by which an instance has so many seconds of work before it."""
     table = RoutingTable(
         policy="p",
         namespace="n",
@@ -45,21 +46,21 @@ def facts(names, waits=None, *, slo: int | None = 1000, total: int = 10_000, pri
     backlog = Backlog()
     for name, seconds in (waits or {}).items():
         backlog.add(name, name, Work(seconds=seconds), 0.0)
-    return Facts(
+    return RoutingFacts(
         now_seconds=now,
         request_id="r",
         total_tokens=total,
-        rule=Rule(threshold_tokens=5000, bandwidth="Scarce", offload_clusters=frozenset({"eu"}), prices=prices),
+        rule=RoutingRule(threshold_tokens=5000, bandwidth="Scarce", offload_clusters=frozenset({"eu"}), prices=prices),
         table=table,
         backlog=backlog,
         profiles=dict.fromkeys(names, PROFILE),
     )
 
 
-def judged(given_facts: Facts) -> Overload | None:
+def judged(given_facts: RoutingFacts) -> Overload | None:
     route = decide(given_facts)
     assert isinstance(route, Route)
-    return overload(given_facts, route)
+    return find_overload(given_facts, route)
 
 
 fleets = st.sets(st.sampled_from(NAMES)).map(lambda names: sorted({"d0", *names}))
@@ -83,16 +84,16 @@ def test_who_is_refused_has_no_place_in_time_and_is_taken_when_told_to_come_agai
     given_facts = facts(names, waiting, slo=slo, total=total, prices=priced)
     route = decide(given_facts)
     assert isinstance(route, Route)
-    places = [one.name for one in considered(given_facts, route)]
+    places = [one.name for one in find_considered(given_facts, route)]
     assert (route.prefill or route.decode).name in places
-    late = overload(given_facts, route)
+    late = find_overload(given_facts, route)
     assert (late is not None) == all(waiting.get(name, 0.0) > slo / 1000 for name in places)
     if late is not None:
         assert math.isclose(late.wait_seconds, min(waiting[name] for name in places))
         moment = late.retry_after_seconds + 1e-6 * late.wait_seconds
         assert moment > 0
         later = msgspec.structs.replace(given_facts, now_seconds=moment)
-        assert overload(later, route) is None
+        assert find_overload(later, route) is None
 
 
 @given(fleets, lengths, waits, st.integers(1, 100_000))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prfaas.names import HUB
 from prfaas.routing.affinity import ANSWER_TOKENS, cost_tokens
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Facts, Route, Rule
+from prfaas.routing.facts import Route, RoutingFacts, RoutingRule
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
 
@@ -23,7 +23,9 @@ def instance(name: str) -> Instance:
     return Instance(name=name, pool=role, cluster=cluster, role=role, url=f"http://{name}:8000")
 
 
-def facts(names: str, *, total: int = 10_000, bandwidth: str = "Scarce", threshold: int = 100_000, **more) -> Facts:
+def facts(
+    names: str, *, total: int = 10_000, bandwidth: str = "Scarce", threshold: int = 100_000, **more
+) -> RoutingFacts:
     world = RoutingTable(
         policy="p",
         namespace="n",
@@ -36,12 +38,12 @@ def facts(names: str, *, total: int = 10_000, bandwidth: str = "Scarce", thresho
         clusters=(Cluster(name="eu", capacity_mbps=1000, utilisation_query="", round_trip_millis=10),),
         instances=tuple(map(instance, names.split())),
     )
-    rule = Rule(threshold_tokens=threshold, bandwidth=bandwidth, offload_clusters=frozenset({"eu"}))
+    rule = RoutingRule(threshold_tokens=threshold, bandwidth=bandwidth, offload_clusters=frozenset({"eu"}))
     more.setdefault("profiles", {})
-    return Facts(now_seconds=0, request_id="r", total_tokens=total, rule=rule, table=world, **more)
+    return RoutingFacts(now_seconds=0, request_id="r", total_tokens=total, rule=rule, table=world, **more)
 
 
-def route(given: Facts) -> Route:
+def route(given: RoutingFacts) -> Route:
     decision = decide(given)
     assert isinstance(decision, Route)
     return decision
@@ -93,8 +95,8 @@ def test_no_instance_costs_less_than_the_chosen_one(cached, queued, in_flight):
     assert chosen.prefill_tokens == 10_000 - min(cached.get(chosen.decode.name, 0), 10_000)
 
 
-def busy(names: str, busy_ones: str, **more) -> Facts:
-    """Facts by which some instances are too busy to be chosen for what they have cached."""
+def busy(names: str, busy_ones: str, **more) -> RoutingFacts:
+    """RoutingFacts by which some instances are too busy to be chosen for what they have cached."""
     return facts(names, queued_tokens=dict.fromkeys(busy_ones.split(), 50_000), **more)
 
 
@@ -116,7 +118,7 @@ def test_the_decode_instance_of_a_route_is_fetched_from_as_any_other():
 
 
 def test_a_prefix_crosses_to_the_hub_only_where_bandwidth_is_abundant_and_never_from_it():
-    def asked(bandwidth: str) -> Facts:
+    def asked(bandwidth: str) -> RoutingFacts:
         return facts(
             "d0 x0",
             bandwidth=bandwidth,

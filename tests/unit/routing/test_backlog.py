@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.routing.backlog import Backlog, Work
+from prfaas.routing.prices import Backlog, Work
 
 seconds = st.floats(0, 100)
 works = st.builds(lambda s, bits: Work(seconds=s, link="eu", bits=bits, mbps=100.0), seconds, st.floats(0, 1e10))

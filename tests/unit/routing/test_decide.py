@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prfaas.names import HUB
 from prfaas.routing.decide import decide, decide_again
-from prfaas.routing.facts import Facts, Refusal, Route, Rule, rule_in_force
+from prfaas.routing.facts import Refusal, Route, RoutingFacts, RoutingRule, rule_in_force
 from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
 
@@ -49,13 +49,13 @@ def table(
 TWO_CLUSTERS = table(instance("d0"), instance("d1"), instance("p0", "prefill"), instance("x0", "prefill", "eu"))
 
 
-def facts(total: int = 2000, world: RoutingTable = TWO_CLUSTERS, **more) -> Facts:
+def facts(total: int = 2000, world: RoutingTable = TWO_CLUSTERS, **more) -> RoutingFacts:
     more.setdefault("rule", rule_in_force(world, None))
-    return Facts(now_seconds=NOW, request_id="r1", total_tokens=total, table=world, **more)
+    return RoutingFacts(now_seconds=NOW, request_id="r1", total_tokens=total, table=world, **more)
 
 
-def rule(bandwidth: str, tokens: int = 1000) -> Rule:
-    return Rule(threshold_tokens=tokens, bandwidth=bandwidth, offload_clusters=frozenset({"eu"}))
+def rule(bandwidth: str, tokens: int = 1000) -> RoutingRule:
+    return RoutingRule(threshold_tokens=tokens, bandwidth=bandwidth, offload_clusters=frozenset({"eu"}))
 
 
 def route(decision) -> Route:
@@ -233,7 +233,7 @@ tokens = st.integers(0, 10_000)
 
 
 @st.composite
-def worlds(draw) -> Facts:
+def worlds(draw) -> RoutingFacts:
     instances = tuple(
         instance(
             name,
@@ -247,7 +247,7 @@ def worlds(draw) -> Facts:
     datacenters = st.lists(st.sampled_from([f"dc-{name}" for name in CLUSTER_NAMES]), unique=True, max_size=2)
     forbid = tuple(draw(datacenters))
     world = table(*instances, clusters=clusters, forbid_datacenters=forbid, prefer_datacenters=tuple(draw(datacenters)))
-    in_force = Rule(
+    in_force = RoutingRule(
         threshold_tokens=draw(tokens),
         bandwidth=draw(st.sampled_from(["Scarce", "Abundant"])),
         offload_clusters=frozenset(draw(st.sets(st.sampled_from(CLUSTER_NAMES)))),
@@ -263,7 +263,7 @@ def worlds(draw) -> Facts:
     )
 
 
-def usable(one: Instance, world: Facts) -> bool:
+def usable(one: Instance, world: RoutingFacts) -> bool:
     return (
         one.state == "Ready"
         and one.name not in world.tried
@@ -271,7 +271,7 @@ def usable(one: Instance, world: Facts) -> bool:
     )
 
 
-def check(decision, world: Facts) -> None:
+def check(decision, world: RoutingFacts) -> None:
     """Check every promise that holds for one decision, whatever led to it."""
     if isinstance(decision, Refusal):
         return

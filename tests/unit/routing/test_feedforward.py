@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import InternalError
 from prfaas.routing.feedforward import PoolFacts, optimum
-from prfaas.routing.lengths import BINS, EDGES, Bins, Tally, demand_of
+from prfaas.routing.lengths import BINS, EDGES, Bins, LengthTally, demand_of
 from prfaas.wire.profile import Profile
 
 FAST = Profile(
@@ -50,7 +50,7 @@ def best(mbps: float = 1e5, arrivals: float | None = None, of: list[PoolFacts] |
 
 @given(st.lists(st.integers(2, 1_000_000), min_size=1, max_size=60), st.floats(0, 2e6), st.floats(0, 2e6))
 def test_what_lies_above_a_threshold_only_falls_as_it_rises_and_everything_lies_above_nothing(lengths, one, other):
-    tally = Tally()
+    tally = LengthTally()
     for tokens in lengths:
         tally.add(tokens)
     demand = demand_of(BINS, tally.counts)
@@ -64,7 +64,7 @@ def test_what_lies_above_a_threshold_only_falls_as_it_rises_and_everything_lies_
 
 
 def test_a_tally_counts_every_length_once_and_no_prompt_that_is_cached_whole():
-    tally = Tally()
+    tally = LengthTally()
     for tokens in (0, 1, 2, 1000, 1 << 24, 1 << 30):
         tally.add(tokens)
     assert sum(tally.counts) == 5

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Facts, Refusal, Route, rule_in_force
-from prfaas.routing.preferences import narrowed as narrowed_parts
+from prfaas.routing.facts import Refusal, Route, RoutingFacts, rule_in_force
+from prfaas.routing.facts import narrow as narrowed_parts
 from prfaas.wire.control import Price, ThresholdUpdate
 from prfaas.wire.preferences import Preferences, covers
 from prfaas.wire.profile import Profile
@@ -44,12 +44,14 @@ def table(mode: str = "Fixed", **more) -> RoutingTable:
     )
 
 
-def facts(tokens: int, world: RoutingTable | None = None, update: ThresholdUpdate | None = None) -> Facts:
+def facts(tokens: int, world: RoutingTable | None = None, update: ThresholdUpdate | None = None) -> RoutingFacts:
     world = world or table()
-    return Facts(now_seconds=0, request_id="r", total_tokens=tokens, table=world, rule=rule_in_force(world, update))
+    return RoutingFacts(
+        now_seconds=0, request_id="r", total_tokens=tokens, table=world, rule=rule_in_force(world, update)
+    )
 
 
-def narrowed(given: Facts, preferences: Preferences) -> Facts:
+def narrowed(given: RoutingFacts, preferences: Preferences) -> RoutingFacts:
     rule, world = narrowed_parts(given.rule, given.table, preferences)
     return replace(given, rule=rule, table=world)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.routing.prefix_fetch import MARGIN, PrefixFacts, computing_seconds, fetching_seconds, pays
+from prfaas.routing.affinity import MARGIN, PrefixFacts, computing_seconds, fetching_seconds, pays
 from prfaas.wire.profile import Profile
 
 PROFILE = Profile(

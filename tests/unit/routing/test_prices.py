@@ -5,13 +5,14 @@ import math
 import msgspec
 import pytest
 
-from prfaas.routing.backlog import Backlog, Work
-from prfaas.routing.controller import Config, Facts, LinkFacts, LinkSample, Offered, Step, initial_state, step
+from prfaas.routing.controller import Config, ControllerFacts, Offered, Step, initial_state, step
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Facts as RequestFacts
 from prfaas.routing.facts import Route, rule_in_force
+from prfaas.routing.facts import RoutingFacts as RequestFacts
 from prfaas.routing.feedforward import PoolFacts
-from prfaas.routing.lengths import BINS, Tally, demand_of
+from prfaas.routing.lengths import BINS, LengthTally, demand_of
+from prfaas.routing.links import LinkFacts, LinkSample
+from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Price, ThresholdUpdate
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
@@ -171,7 +172,7 @@ def profile(token_seconds: float) -> Profile:
 
 
 def stepped(*, mode: str = "Priced", busy: float = 0.0, waiting: float = 0.0, times: int = 1) -> Step:
-    tally = Tally()
+    tally = LengthTally()
     for tokens in range(100, 8000, 20):
         tally.add(tokens)
     demand = demand_of(BINS, tally.counts)
@@ -189,7 +190,9 @@ def stepped(*, mode: str = "Priced", busy: float = 0.0, waiting: float = 0.0, ti
         result = step(
             config,
             state,
-            Facts(now_seconds=float(second), links=(link,), hub_measured=True, recent_offloads=1, offered=offered),
+            ControllerFacts(
+                now_seconds=float(second), links=(link,), hub_measured=True, recent_offloads=1, offered=offered
+            ),
         )
         state = result.state
     return result

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.routing.controller import (
-    Config,
-    Facts,
-    State,
-    Step,
-    initial_state,
-    step,
-)
+from prfaas.routing.controller import Config, ControllerFacts, State, Step, initial_state, step
 from prfaas.routing.links import LinkFacts, LinkSample, effective_capacity_mbps
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
@@ -44,7 +37,7 @@ links = st.builds(
     sample=st.none() | samples,
 )
 worlds = st.builds(
-    Facts,
+    ControllerFacts,
     now_seconds=st.floats(0, 1e6),
     links=st.lists(links, max_size=2, unique_by=lambda link: link.cluster).map(tuple),
     hub_measured=st.booleans(),
@@ -69,10 +62,10 @@ def sample(at: float = 1.0, **given) -> LinkSample:
     return LinkSample(**{"sampled_at_seconds": at, "age_seconds": 0.5, "traffic_mbps": 0.0} | given)
 
 
-def world(link: LinkSample | None, *, now: float = 100.0, offloads: int | None = 1, **given) -> Facts:
+def world(link: LinkSample | None, *, now: float = 100.0, offloads: int | None = 1, **given) -> ControllerFacts:
     facts = {"cluster": "eu", "capacity_mbps": 100.0, "reachable": True, "ready_instances": 1, "sample": link} | given
     hub = facts.pop("hub_measured", True)
-    return Facts(now_seconds=now, links=(LinkFacts(**facts),), hub_measured=hub, recent_offloads=offloads)
+    return ControllerFacts(now_seconds=now, links=(LinkFacts(**facts),), hub_measured=hub, recent_offloads=offloads)
 
 
 def at(tokens: float, **given) -> State:
@@ -159,7 +152,7 @@ def test_the_busiest_live_link_decides():
     busy = LinkFacts(
         cluster="eu", capacity_mbps=100.0, reachable=True, ready_instances=1, sample=sample(traffic_mbps=100.0)
     )
-    facts = Facts(now_seconds=100.0, links=(quiet, busy), hub_measured=True, recent_offloads=1)
+    facts = ControllerFacts(now_seconds=100.0, links=(quiet, busy), hub_measured=True, recent_offloads=1)
     result = step(CONFIG, at(2000.0), facts)
     assert result.tokens == 3000
     assert result.offload_clusters == ("eu", "us")
@@ -351,7 +344,7 @@ def test_a_dead_link_does_not_stop_the_others():
     live = LinkFacts(
         cluster="us", capacity_mbps=100.0, reachable=True, ready_instances=1, sample=sample(traffic_mbps=100.0)
     )
-    facts = Facts(now_seconds=100.0, links=(dead, live), hub_measured=True, recent_offloads=1)
+    facts = ControllerFacts(now_seconds=100.0, links=(dead, live), hub_measured=True, recent_offloads=1)
     result = step(CONFIG, at(2000.0), facts)
     assert (result.offload_clusters, result.tokens, result.metrics) == (("us",), 3000, "Fresh")
 
@@ -364,7 +357,7 @@ def test_a_link_that_comes_back_after_long_is_not_called_stale():
 
 
 def test_a_policy_without_links_holds():
-    facts = Facts(now_seconds=1.0, links=(), hub_measured=True, recent_offloads=0)
+    facts = ControllerFacts(now_seconds=1.0, links=(), hub_measured=True, recent_offloads=0)
     result = step(CONFIG, at(2000.0), facts)
     assert (result.tokens, result.offload_clusters, result.metrics) == (2000, (), "Fresh")
 

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.routing.controller import Config, Facts, LinkFacts, LinkSample, Offered, State, Step, step
+from prfaas.routing.controller import Config, ControllerFacts, Offered, State, Step, step
 from prfaas.routing.feedforward import PoolFacts
-from prfaas.routing.lengths import BINS, Tally, demand_of
+from prfaas.routing.lengths import BINS, LengthTally, demand_of
+from prfaas.routing.links import LinkFacts, LinkSample
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
@@ -20,8 +21,8 @@ FULL_LINK = {"traffic_mbps": 100.0, "unsent_bytes": 50e6}
 """100 Mbit/s that are all used, and 4 s of data that wait: a pressure of 200 %."""
 
 
-def lengths() -> Tally:
-    tally = Tally()
+def lengths() -> LengthTally:
+    tally = LengthTally()
     for tokens in range(100, 8000, 20):
         tally.add(tokens)
     return tally
@@ -50,7 +51,7 @@ def after(
     sample = LinkSample(**({"sampled_at_seconds": at, "age_seconds": 0.0, "traffic_mbps": 0.0} | link))
     pools = tuple(PoolFacts(cluster=name, ready_instances=1, profile=profile) for name in ("eu", "hub"))
     offered = Offered(demand=DEMAND, arrivals_per_second=arrivals, pools=pools, local_waiting_prefills=waiting)
-    facts = Facts(
+    facts = ControllerFacts(
         now_seconds=at,
         links=(LinkFacts(cluster="eu", capacity_mbps=100, reachable=True, ready_instances=1, sample=sample),),
         hub_measured=True,

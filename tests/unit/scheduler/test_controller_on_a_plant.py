@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 import pytest
 
-from prfaas.routing.controller import Config, Facts, Step, initial_state, step
+from prfaas.routing.controller import Config, ControllerFacts, Step, initial_state, step
 from prfaas.routing.links import LinkFacts, LinkSample
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
@@ -52,7 +52,7 @@ class Plant:
         self._seconds += 1
         self._counters.append((self._sent_bytes, self._busy_seconds, self._offloads))
 
-    def facts(self) -> Facts:
+    def facts(self) -> ControllerFacts:
         first, last = self._counters[0], self._counters[-1]
         window_seconds = max(1, len(self._counters) - 1)
         mbps = (last[0] - first[0]) * 8 / 1e6 / window_seconds
@@ -66,7 +66,7 @@ class Plant:
             unsent_bytes=self.unsent_bytes,
         )
         link = LinkFacts(cluster="eu", capacity_mbps=DECLARED_MBPS, reachable=True, ready_instances=1, sample=sample)
-        return Facts(
+        return ControllerFacts(
             now_seconds=float(self._seconds), links=(link,), hub_measured=True, recent_offloads=last[2] - first[2]
         )
 
@@ -131,12 +131,12 @@ def test_the_threshold_doubles_within_seconds_of_a_cut_and_is_back_soon_after(na
 
 def test_negative_control_without_seeing_what_waits_the_same_cut_goes_unnoticed():
     class Blind(Plant):
-        def facts(self) -> Facts:
+        def facts(self) -> ControllerFacts:
             facts = super().facts()
             link = facts.links[0]
             traffic = LinkSample(sampled_at_seconds=link.sample.sampled_at_seconds, age_seconds=0.5)
             traffic = LinkSample(**{**_fields(traffic), "traffic_mbps": link.sample.traffic_mbps})
-            return Facts(**{**_fields(facts), "links": (LinkFacts(**{**_fields(link), "sample": traffic}),)})
+            return ControllerFacts(**{**_fields(facts), "links": (LinkFacts(**{**_fields(link), "sample": traffic}),)})
 
     plant = Blind(steady(3000, 1.0), bytes_per_token=1000)
     steps = drive(plant, 50, cut_and_widened(5.0))

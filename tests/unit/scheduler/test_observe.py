@@ -5,17 +5,16 @@ import random
 import pytest
 
 from prfaas.api.policystatus import MAX_SLICES, Observed
-from prfaas.capacity.observed import Point, profile_through, slices, workload_of
-from prfaas.capacity.profile import prefill_seconds
-from prfaas.routing.lengths import EDGES, Tally
-from prfaas.routing.links import LinkReport, LinkState
-from prfaas.wire.control import Counters
+from prfaas.capacity.profile import ProfilePoint, prefill_seconds, profile_through
+from prfaas.capacity.workload import slices, workload_of
+from prfaas.routing.lengths import EDGES, LengthTally
+from prfaas.wire.control import Counters, LinkReport, LinkState
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance
 from prfaas_scheduler import observe
 from prfaas_scheduler.history import CounterHistory
 from prfaas_scheduler.loop import pools_of
-from prfaas_scheduler.measure import Measured
+from prfaas_scheduler.measure import Measurements
 from prfaas_scheduler.prometheus import Figure
 
 NOW = "2026-02-03T04:05:06Z"
@@ -27,7 +26,7 @@ DRAWN = [round(RANDOM.lognormvariate(9.0, 1.0)) for _ in range(20_000)]
 
 
 def counted(lengths: list[int]) -> tuple[int, ...]:
-    tally = Tally()
+    tally = LengthTally()
     for length in lengths:
         tally.add(length)
     return tally.counts
@@ -77,7 +76,7 @@ def test_lengths_and_profiles_come_back_as_they_were():
     assert workload.mean_tokens == pytest.approx(sum(DRAWN) / len(DRAWN), rel=0.01)
     for share in (0.1, 0.5, 0.9):
         assert workload.quantile(share) == pytest.approx(sorted(DRAWN)[int(share * len(DRAWN))], rel=0.06)
-    points = [Point(one.tokens, one.prefill_micros / 1e6, one.cache_bytes) for one in found.pools[0].profile]
+    points = [ProfilePoint(one.tokens, one.prefill_micros / 1e6, one.cache_bytes) for one in found.pools[0].profile]
     profile = profile_through(points, 12)
     assert profile is not None
     for tokens in (100, 5_000, 200_000):
@@ -95,12 +94,12 @@ def test_slices_of_any_prompts_ascend_and_keep_their_mean(lengths):
 
 
 def test_points_that_fall_or_are_too_few_make_no_profile():
-    rising = [Point(1, 1.0, 10.0), Point(2, 2.0, 20.0), Point(3, 3.0, 30.0)]
+    rising = [ProfilePoint(1, 1.0, 10.0), ProfilePoint(2, 2.0, 20.0), ProfilePoint(3, 3.0, 30.0)]
     assert profile_through(rising, 1) is not None
     assert profile_through(rising[:2], 1) is None
     assert profile_through([rising[0], rising[0], rising[1]], 1) is None
-    assert profile_through([*rising[:2], Point(3, 0.5, 30.0)], 1) is None
-    assert profile_through([*rising[:2], Point(3, float("nan"), 30.0)], 1) is None
+    assert profile_through([*rising[:2], ProfilePoint(3, 0.5, 30.0)], 1) is None
+    assert profile_through([*rising[:2], ProfilePoint(3, float("nan"), 30.0)], 1) is None
 
 
 def test_the_mean_of_arrivals_needs_half_a_minute():
@@ -126,5 +125,5 @@ def test_instances_that_two_pools_share_have_the_profile_of_the_decode_pool(tabl
         return Instance(name=name, pool=pool, cluster="hub", role=role, url="http://192.0.2.3:8000", convertible=True)
 
     shared = table(instances=(instance("a", "decode", "decode"), instance("b", "swing", "prefill")))
-    (found,) = pools_of(shared, Measured({}, hub_measured=True, errors=(), profiles={("hub", "decode"): PROFILE}))
+    (found,) = pools_of(shared, Measurements({}, hub_measured=True, errors=(), profiles={("hub", "decode"): PROFILE}))
     assert (found.cluster, found.ready_instances, found.profile) == ("hub", 1, PROFILE)

@@ -11,7 +11,7 @@ import pytest
 from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
 from prfaas.errors import ConfigError
 from prfaas_scheduler import observe
-from prfaas_scheduler.measure import Measured, measure
+from prfaas_scheduler.measure import Measurements, measure
 from prfaas_scheduler.prometheus import Prometheus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,7 +25,7 @@ def ask(site, http, table):
     return lambda: measure(prometheus, table(), WINDOW_SECONDS)
 
 
-async def until(ask, holds, what: str) -> Measured:
+async def until(ask, holds, what: str) -> Measurements:
     deadline = time.monotonic() + 20
     while True:
         measured = await ask()
@@ -36,7 +36,7 @@ async def until(ask, holds, what: str) -> Measured:
         await asyncio.sleep(0.2)
 
 
-def about(measured: Measured, **expected: float) -> bool:
+def about(measured: Measurements, **expected: float) -> bool:
     link = measured.samples.get("eu")
     return link is not None and all(
         getattr(link, name) == pytest.approx(value, rel=0.1, abs=0.01) for name, value in expected.items()

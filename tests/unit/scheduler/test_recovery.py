@@ -11,9 +11,10 @@ from statistics import NormalDist
 
 import pytest
 
-from prfaas.routing.controller import Config, Facts, LinkFacts, LinkSample, Offered, Step, initial_state, step
+from prfaas.routing.controller import Config, ControllerFacts, Offered, Step, initial_state, step
 from prfaas.routing.feedforward import PoolFacts
-from prfaas.routing.lengths import BINS, Tally, demand_of
+from prfaas.routing.lengths import BINS, LengthTally, demand_of
+from prfaas.routing.links import LinkFacts, LinkSample
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
@@ -51,7 +52,7 @@ class Plant:
         self._due = 0.0
         self._sent_bytes = self._busy_seconds = 0.0
         self._seconds = 0
-        self.tally = Tally()
+        self.tally = LengthTally()
         for tokens in LENGTHS:
             self.tally.add(tokens)
         first = (0.0, 0.0, 0)  # bytes sent, seconds busy, prompts offloaded
@@ -83,7 +84,7 @@ class Plant:
         seconds = max(1, intervals) * self._interval_seconds
         return (last[0] - first[0]) * 8 / 1e6 / seconds, (last[1] - first[1]) / seconds
 
-    def facts(self) -> Facts:
+    def facts(self) -> ControllerFacts:
         scrapes = list(self._scrapes)
         mbps, fraction = self._between(scrapes[0], scrapes[-1], len(scrapes) - 1)
         latest_mbps, latest = self._between(scrapes[-2], scrapes[-1], 1) if len(scrapes) > 1 else (0.0, 0.0)
@@ -101,7 +102,7 @@ class Plant:
         demand = demand_of(BINS, self.tally.counts)
         assert demand is not None
         offered = Offered(demand=demand, arrivals_per_second=ARRIVALS, pools=self._pools)
-        return Facts(
+        return ControllerFacts(
             now_seconds=float(self._seconds),
             links=(link,),
             hub_measured=True,

@@ -5,7 +5,7 @@ import pytest
 from prfaas.api import PrfaaSPolicyStatus
 from prfaas.errors import ConfigError, ProtocolError, UnreachableError
 from prfaas.routing.controller import State, Step
-from prfaas.routing.links import LinkReport
+from prfaas.wire.control import LinkReport
 from prfaas_scheduler import status
 
 NOW, EARLIER = "2026-02-03T04:05:06Z", "2026-01-01T00:00:00Z"

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Facts, Route
-from prfaas.simulate.faults import Faults
+from prfaas.routing.facts import Route, RoutingFacts
 from prfaas.simulate.gateway import EJECT_SECONDS
 from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request import Arrival, Request
 from prfaas.simulate.request_process import RequestProcess
+from prfaas.simulate.run import Faults
 from prfaas.simulate.scenario import Conditions, Failure, Scenario
 from prfaas.telemetry.tracing import OFF
 from prfaas.wire.control import ThresholdUpdate
@@ -36,7 +36,7 @@ class Live:
         self.state = GatewayState(Limits(eject_seconds=EJECT_SECONDS), clock=lambda: process.events.now)
         self.state.set_table(process.table)
 
-    def facts(self, request: Request) -> Facts:
+    def facts(self, request: Request) -> RoutingFacts:
         profiles = {one.name: self.process.scenario.profiles[one.pool] for one in self.process.table.instances}
         served = GatewayRequest(
             OFF.start("request", NO_TRACE),

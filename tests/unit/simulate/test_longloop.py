@@ -12,7 +12,7 @@ from prfaas.errors import ConfigError
 from prfaas.simulate.outcome import Result, Tally
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.run import simulate
-from prfaas.simulate.scenario import Conversion, Failure, Scenario
+from prfaas.simulate.scenario import ConversionPolicy, Failure, Scenario
 
 from .worlds import PAPER, requests, threshold, world
 
@@ -31,7 +31,7 @@ def shifting() -> list[Arrival]:
     return [*first, *later]
 
 
-def decode_heavy(conversion: Conversion | None, **more) -> Scenario:
+def decode_heavy(conversion: ConversionPolicy | None, **more) -> Scenario:
     """The paper's system as planned for answers that are long: nearly all of the hub decodes."""
     policy = msgspec.structs.replace(threshold(19_400, "Auto"), conversion=conversion)
     return world(policy, hub=(1, 7), **more)
@@ -49,7 +49,7 @@ def splits(result: Result) -> list[tuple[float, int]]:
 
 def test_a_shift_of_the_workload_converts_instances_and_serves_more_and_sooner():
     arrivals = shifting()
-    still, moving = served(decode_heavy(None), arrivals), served(decode_heavy(Conversion()), arrivals)
+    still, moving = served(decode_heavy(None), arrivals), served(decode_heavy(ConversionPolicy()), arrivals)
     assert [count for _, count in splits(still)] == [1]
     counts = [count for _, count in splits(moving)]
     assert counts[-1] > 2, splits(moving)
@@ -61,7 +61,7 @@ def test_a_shift_of_the_workload_converts_instances_and_serves_more_and_sooner()
 
 
 def test_it_ends_at_the_planners_split_and_rests_there():
-    scenario = decode_heavy(Conversion(cooldown_seconds=60))
+    scenario = decode_heavy(ConversionPolicy(cooldown_seconds=60))
     arrivals = list(requests(6_000, 2.0))
     found = served(scenario, arrivals)
     best = optimum.best(scenario.system, PAPER).split["home"]
@@ -71,7 +71,7 @@ def test_it_ends_at_the_planners_split_and_rests_there():
 
 
 def test_a_conversion_takes_its_time_and_only_one_is_made_a_cooldown():
-    slow = Conversion(interval_seconds=20, cooldown_seconds=100, conversion_seconds=30)
+    slow = ConversionPolicy(interval_seconds=20, cooldown_seconds=100, conversion_seconds=30)
     began = [at for at, _ in splits(served(decode_heavy(slow), shifting()))[1:]]
     assert began
     assert all((at - 30) % 20 == pytest.approx(0, abs=1.001) for at in began), "looks are every 20 s, roles 30 s later"
@@ -80,20 +80,20 @@ def test_a_conversion_takes_its_time_and_only_one_is_made_a_cooldown():
 
 def test_nothing_is_converted_while_an_instance_is_dead():
     failure = Failure(at_seconds=0, for_seconds=1e6, name="home-decode-0")
-    assert len(splits(served(decode_heavy(Conversion(), failures=(failure,)), shifting()))) == 1
+    assert len(splits(served(decode_heavy(ConversionPolicy(), failures=(failure,)), shifting()))) == 1
 
 
 def test_the_same_seed_converts_alike_to_the_byte():
-    first, second = (msgspec.json.encode(served(decode_heavy(Conversion()), shifting())) for _ in range(2))
+    first, second = (msgspec.json.encode(served(decode_heavy(ConversionPolicy()), shifting())) for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize(
     ("conversion", "names"),
     [
-        (Conversion(interval_seconds=0), "longLoop.intervalSeconds"),
-        (Conversion(cooldown_seconds=-1), "longLoop.cooldownSeconds"),
-        (Conversion(conversion_seconds=-1), "longLoop.conversionSeconds"),
+        (ConversionPolicy(interval_seconds=0), "longLoop.intervalSeconds"),
+        (ConversionPolicy(cooldown_seconds=-1), "longLoop.cooldownSeconds"),
+        (ConversionPolicy(conversion_seconds=-1), "longLoop.conversionSeconds"),
     ],
 )
 def test_absurd_figures_are_refused_by_name(conversion, names):

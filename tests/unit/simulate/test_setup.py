@@ -10,8 +10,8 @@ from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 from prfaas.simulate import setup
 from prfaas.simulate.arrivals import Bursts, poisson
-from prfaas.simulate.scenario import POLICIES, Conversion
-from prfaas.simulate.search import highest_rate
+from prfaas.simulate.run import highest_rate
+from prfaas.simulate.scenario import POLICIES, ConversionPolicy
 
 LINK = "between"
 DOCUMENT = {
@@ -86,7 +86,11 @@ def test_failures_of_what_a_policy_does_not_have_pass_it_by():
 
 def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defaults():
     found = {name: one.policy.conversion for name, one in scenarios(longLoop={"cooldownSeconds": 30}).items()}
-    assert found == {**dict.fromkeys(POLICIES), "threshold": Conversion(cooldown_seconds=30), "price": found["price"]}
+    assert found == {
+        **dict.fromkeys(POLICIES),
+        "threshold": ConversionPolicy(cooldown_seconds=30),
+        "price": found["price"],
+    }
     assert found["price"] == found["threshold"]
     assert {one.policy.conversion for one in scenarios().values()} == {None}
 

@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.simulate.events import Events
-from prfaas.simulate.sharing import FairShare
+from prfaas.simulate.events import EventQueue, FairShare
 
 CAPACITY = 100.0
 
 
 class Resource:
     def __init__(self) -> None:
-        self.events = Events()
+        self.events = EventQueue()
         self.capacity = CAPACITY
         self.ends: dict[object, float] = {}
         self.share: FairShare[object] = FairShare(self.events, lambda n: self.capacity / n, self.note)

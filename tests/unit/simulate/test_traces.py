@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import ConfigError
-from prfaas.simulate.arrivals import at_rate
-from prfaas.simulate.traces import read
+from prfaas.simulate.arrivals import at_rate, read_trace
 
 MOONCAKE = [
     '{"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [0, 1]}',
@@ -23,7 +22,7 @@ AZURE = [
 
 
 def test_mooncake_requests_of_one_stamp_are_spread_until_the_next():
-    found = read("t", MOONCAKE)
+    found = read_trace("t", MOONCAKE)
     assert [one.at_seconds for one in found] == [0.0, 1.5, 3.0]
     assert [(one.input_tokens, one.output_tokens, list(one.blocks)) for one in found] == [
         (600, 50, [0, 1]),
@@ -33,7 +32,7 @@ def test_mooncake_requests_of_one_stamp_are_spread_until_the_next():
 
 
 def test_azure_stamps_have_seven_decimals_and_no_prefixes():
-    found = read("t", [line + "\r\n" for line in AZURE])
+    found = read_trace("t", [line + "\r\n" for line in AZURE])
     assert found[1].at_seconds == pytest.approx(0.052)
     assert [(one.input_tokens, one.output_tokens, list(one.blocks)) for one in found] == [(4808, 10, []), (3180, 8, [])]
 
@@ -57,20 +56,20 @@ def test_azure_stamps_have_seven_decimals_and_no_prefixes():
 )
 def test_a_trace_that_makes_no_sense_is_named_with_its_place(lines, said):
     with pytest.raises(ConfigError, match=said):
-        read("t", lines)
+        read_trace("t", lines)
 
 
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused_in_one_sentence(text):
     with suppress(ConfigError):
-        assert all(one.input_tokens > 0 for one in read("t", text.splitlines()))
+        assert all(one.input_tokens > 0 for one in read_trace("t", text.splitlines()))
 
 
 def test_a_trace_served_at_another_rate_keeps_its_shape():
-    found = list(at_rate(read("t", MOONCAKE), 4.0))
+    found = list(at_rate(read_trace("t", MOONCAKE), 4.0))
     assert [one.at_seconds for one in found] == [0.0, 0.25, 0.5]
 
 
 def test_a_rate_needs_two_different_times():
     with pytest.raises(ConfigError, match="within no time"):
-        at_rate(read("t", MOONCAKE[:1]), 1.0)
+        at_rate(read_trace("t", MOONCAKE[:1]), 1.0)

@@ -6,7 +6,7 @@ from itertools import islice
 
 import msgspec
 
-from prfaas.capacity.system import HubPool, Link, OffloadPool, System
+from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.simulate.arrivals import poisson
 from prfaas.simulate.outcome import Result, Tally
@@ -49,7 +49,7 @@ def world(
     """Return the paper's system, or one like it. `hub`: how many prefill and decode; `profiles`: far, and at home."""
     decode_rate, max_batch = 0.782, 20
     system = System(
-        links=(Link(name="member", capacity_mbps=link_mbps),) if offload else (),
+        links=(LinkCapacity(name="member", capacity_mbps=link_mbps),) if offload else (),
         offload=(OffloadPool(name="far", profile=profiles[0], instances=offload, link="member"),) if offload else (),
         hub=(
             HubPool(

@@ -1,0 +1,281 @@
+"""The control loops of a run: the scheduler's short loop and the operator's long loop, both with the live code.
+
+The short loop steps the controller once an interval. The metrics and counters that a scheduler would read are gathered
+here over windows of the same length. The long loop converts instances of the hub as load and links ask for it, with the
+summary that an operator reads from a policy's status. A conversion costs as much as there: the role changes a moment
+later, and an instance finishes what runs on it. Numbers of instances stay: no profile says what starting one takes.
+"""
+
+import math
+from collections import deque
+from operator import sub
+from typing import Final, NamedTuple
+
+from prfaas.capacity.installation import Installation, MeasuredLoad, Pool
+from prfaas.capacity.longloop import Moment, Rules, decide
+from prfaas.capacity.system import HubPool, LinkCapacity
+from prfaas.capacity.workload import MIN_PROMPTS, slices, workload_of
+from prfaas.names import HUB
+from prfaas.routing.controller import Config, ControllerFacts, Offered, Step, initial_state, step
+from prfaas.routing.feedforward import PoolFacts
+from prfaas.routing.lengths import BINS, EDGES, demand_of
+from prfaas.routing.links import LinkFacts, LinkSample
+from prfaas.simulate.request_process import RequestProcess
+from prfaas.simulate.scenario import ConversionPolicy
+from prfaas.wire.control import LinkReport, ThresholdUpdate
+
+LENGTHS_WINDOW_SECONDS: Final = 300.0
+LENGTHS_STEP_SECONDS: Final = 10.0
+ARRIVALS_WINDOW_SECONDS: Final = 30.0
+SHARER: Final = "{}/prefill"
+"""How the PrefillPool is called here that shares a hub pool's instances."""
+
+
+class _Counted(NamedTuple):
+    at_seconds: float
+    lengths: tuple[int, ...]
+
+
+class ShortLoop:
+    """The policy's short timescale.
+
+    Args:
+        process: what is watched.
+
+    """
+
+    def __init__(self, process: RequestProcess):
+        table = process.table
+        self._process = process
+        self._table = table
+        self._config = Config(
+            threshold=table.threshold, watermarks=table.watermarks, stale_after_seconds=table.stale_after_seconds
+        )
+        self._state = initial_state(self._config)
+        self._offloads = deque([(0.0, 0)])
+        self._lengths: deque[_Counted] = deque()
+        self.links: tuple[LinkReport, ...] = ()
+        """As the last step saw them."""
+        self._profiles = process.scenario.profiles
+
+    def step(self) -> Step:
+        """Measure, and decide."""
+        now_seconds = self._process.events.now
+        self._count_lengths(now_seconds)
+        made = step(
+            self._config,
+            self._state,
+            ControllerFacts(
+                now_seconds=now_seconds,
+                links=self._links(),
+                hub_measured=True,
+                recent_offloads=self._recent_offloads(now_seconds),
+                offered=self._offered(now_seconds),
+            ),
+        )
+        self._state, self.links = made.state, made.links
+        return made
+
+    def lengths_lately(self) -> list[int]:
+        """Return the prompts of the last minutes by bin."""
+        latest = self._process.lengths.counts
+        return list(map(sub, latest, self._lengths[0].lengths)) if self._lengths else []
+
+    def arrivals_lately(self) -> float | None:
+        """Return the requests a second over the same minutes; None: too few seconds."""
+        if not self._lengths:
+            return None
+        seconds = self._process.events.now - self._lengths[0].at_seconds
+        return None if seconds < LENGTHS_STEP_SECONDS else sum(self.lengths_lately()) / seconds
+
+    def update(self, made: Step) -> ThresholdUpdate:
+        """Return what the gateway is told of a step."""
+        return ThresholdUpdate(
+            tokens=made.tokens,
+            bandwidth=made.bandwidth,
+            offload_clusters=made.offload_clusters,
+            expires_seconds=self._table.stale_after_seconds,
+            reason=made.reason,
+            prices=made.prices,
+        )
+
+    def _links(self) -> tuple[LinkFacts, ...]:
+        return tuple(
+            LinkFacts(
+                cluster=cluster.name,
+                capacity_mbps=cluster.capacity_mbps,
+                reachable=cluster.reachable,
+                ready_instances=sum(one.cluster == cluster.name for one in self._process.living()),
+                sample=self._sample(cluster.name),
+            )
+            for cluster in self._table.clusters
+        )
+
+    def _sample(self, cluster: str) -> LinkSample | None:
+        link = self._process.links[cluster]
+        sample = link.sample(self._config.window_seconds, self._waiting(cluster))
+        return None if link.down else sample
+
+    def _waiting(self, cluster: str) -> int:
+        """Return the prompts that wait at prefill instances of a cluster."""
+        process = self._process
+        return sum(
+            process.prefills[one.name].waiting_prefills
+            for one in process.table.instances
+            if one.cluster == cluster and one.role == "prefill"
+        )
+
+    def _recent_offloads(self, now_seconds: float) -> int:
+        offloads = self._process.offloads
+        self._offloads.append((now_seconds, offloads))
+        while len(self._offloads) > 2 and self._offloads[1][0] <= now_seconds - self._config.window_seconds:
+            self._offloads.popleft()
+        return offloads - self._offloads[0][1]
+
+    def _count_lengths(self, now_seconds: float) -> None:
+        if not self._lengths or now_seconds - self._lengths[-1].at_seconds >= LENGTHS_STEP_SECONDS:
+            self._lengths.append(_Counted(now_seconds, self._process.lengths.counts))
+            while len(self._lengths) > 1 and self._lengths[1].at_seconds <= now_seconds - LENGTHS_WINDOW_SECONDS:
+                self._lengths.popleft()
+
+    def _offered(self, now_seconds: float) -> Offered | None:
+        """Return what came lately and who can prefill it; None before anything came, or where nothing moves."""
+        if self._config.threshold.mode not in ("Auto", "Priced"):
+            return None
+        demand = demand_of(BINS, self.lengths_lately())
+        if demand is None:
+            return None
+        ready: dict[tuple[str, str], int] = {}
+        for one in self._process.living():
+            if one.role == "prefill":
+                ready[one.cluster, one.pool] = ready.get((one.cluster, one.pool), 0) + 1
+        return Offered(
+            demand=demand,
+            arrivals_per_second=self._arrivals_per_second(_Counted(now_seconds, self._process.lengths.counts)),
+            pools=tuple(
+                PoolFacts(cluster=cluster, ready_instances=count, profile=self._profiles[pool])
+                for (cluster, pool), count in ready.items()
+            ),
+            local_waiting_prefills=float(self._waiting(HUB)),
+        )
+
+    def _arrivals_per_second(self, latest: _Counted) -> float | None:
+        earlier = [one for one in self._lengths if one.at_seconds <= latest.at_seconds - ARRIVALS_WINDOW_SECONDS]
+        first = earlier[-1] if earlier else self._lengths[0]
+        seconds = latest.at_seconds - first.at_seconds
+        return None if seconds < LENGTHS_STEP_SECONDS else (sum(latest.lengths) - sum(first.lengths)) / seconds
+
+
+class _Answers(NamedTuple):
+    at_seconds: float
+    tokens: float
+    finished: int
+
+
+class LongLoop:
+    """The policy's long timescale, for a hub of one pool; looks and converts by itself.
+
+    Args:
+        process: what is watched, and converted.
+        short: has measured lengths and links.
+        conversion: the policy's part.
+
+    """
+
+    def __init__(self, process: RequestProcess, short: ShortLoop, conversion: ConversionPolicy):
+        self._process = process
+        self._short = short
+        self._conversion = conversion
+        self._pool: HubPool = process.scenario.system.hub[0]
+        self._rules = Rules(
+            converts=True,
+            min_prefill=max(1, self._pool.min_prefill),
+            min_decode=max(1, self._pool.min_decode),
+            conversion_cooldown_seconds=conversion.cooldown_seconds,
+            scales=False,
+            target_load=1.0,
+            scaling_cooldown_seconds=math.inf,
+            ttft_seconds=conversion.ttft_seconds,
+        )
+        self._prefilling = process.scenario.prefilling(self._pool)
+        self._decided_at_seconds = -math.inf
+        self._answers = deque([_Answers(0.0, 0.0, 0)])
+        process.events.after(conversion.interval_seconds, self._look)
+
+    def _look(self, _: None) -> None:
+        self._process.events.after(self._conversion.interval_seconds, self._look)
+        now_seconds, installation = self._process.events.now, self._installation()
+        decision = decide(self._rules, installation, self._moment(installation))
+        if decision.changes:
+            self._prefilling = decision.changes[SHARER.format(self._pool.name)]
+            self._decided_at_seconds = now_seconds
+            self._process.events.after(self._conversion.conversion_seconds, self._convert, self._prefilling)
+
+    def _convert(self, prefilling: int) -> None:
+        self._process.gateway.divide(self._pool.name, prefilling)
+
+    def _moment(self, installation: Installation) -> Moment:
+        since_seconds = self._process.events.now - self._decided_at_seconds
+        ours = since_seconds < self._conversion.conversion_seconds
+        links = {link.name for link in installation.links}
+        lacking = [
+            one.name
+            for one in self._process.table.instances
+            if one.name in self._process.dead and (one.cluster == HUB or one.cluster in links)
+        ]
+        return Moment(
+            arrivals_per_second=self._short.arrivals_lately(),
+            since_change_seconds=since_seconds,
+            unknown="" if installation.load else f"fewer than {MIN_PROMPTS} prompts came, or none was answered",
+            under_way="a conversion is not over" if ours else ", ".join(lacking),
+            ours=ours,
+        )
+
+    def _installation(self) -> Installation:
+        scenario, name = self._process.scenario, self._pool.name
+        links = tuple(
+            LinkCapacity(name=link.cluster, capacity_mbps=link.effective_mbps)
+            for link in self._short.links
+            if link.state == "Alive"
+        )
+        alive = {link.name for link in links}
+        away = (
+            Pool(name=pool.name, role="prefill", replicas=pool.instances, link=pool.link, profile=pool.profile)
+            for pool in scenario.system.offload
+            if pool.link in alive
+        )
+        decoding, profile = self._pool.instances - self._prefilling, self._pool.profile
+        return Installation(
+            pools=(
+                Pool(name=name, role="decode", replicas=decoding, profile=profile),
+                Pool(name=SHARER.format(name), role="prefill", replicas=self._prefilling, shares=True),
+                *away,
+            ),
+            links=links,
+            threshold=scenario.policy.threshold,
+            load=self._load(),
+        )
+
+    def _load(self) -> MeasuredLoad | None:
+        """Return what came and was answered in the last minutes; None: too little to plan with."""
+        lengths, output_tokens = self._short.lengths_lately(), self._output_tokens()
+        if sum(lengths) < MIN_PROMPTS or output_tokens is None:
+            return None
+        return MeasuredLoad(
+            workload=workload_of(slices(EDGES, lengths)),
+            arrivals_per_second=self._short.arrivals_lately() or 0.0,
+            output_tokens=output_tokens,
+            max_batch=self._pool.max_batch,
+            step_seconds=self._pool.step_seconds,
+        )
+
+    def _output_tokens(self) -> float | None:
+        """Return the tokens generated a finished answer."""
+        process, now_seconds = self._process, self._process.events.now
+        tokens = sum(one.generated_tokens for one in process.hub.values())
+        self._answers.append(_Answers(now_seconds, tokens, process.tally.completed))
+        while len(self._answers) > 2 and self._answers[1].at_seconds <= now_seconds - LENGTHS_WINDOW_SECONDS:
+            self._answers.popleft()
+        first, last = self._answers[0], self._answers[-1]
+        finished = last.finished - first.finished
+        return (last.tokens - first.tokens) / finished if finished and last.tokens > first.tokens else None
