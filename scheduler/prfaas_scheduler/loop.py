@@ -23,7 +23,7 @@ from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts
 from prfaas.util import LogOnce
-from prfaas.wire.control import LinkReport, ThresholdUpdate
+from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.routes import RoutingTable
 from prfaas_scheduler import observe, status
 from prfaas_scheduler.gateway import GatewayClient
@@ -215,21 +215,5 @@ def pools_of(table: RoutingTable, measured: Measurements) -> tuple[PoolFacts, ..
 
 
 def update_of(table: RoutingTable, step: Step) -> ThresholdUpdate:
-    """Return what the gateway shall do until it hears again, or has heard nothing for as long as metrics may be old."""
-    return ThresholdUpdate(
-        tokens=step.tokens,
-        bandwidth=step.bandwidth,
-        offload_clusters=step.offload_clusters,
-        expires_seconds=max(table.stale_after_seconds, 3 * table.short_interval_seconds),
-        reason=step.reason,
-        prices=step.prices,
-        links=tuple(
-            LinkReport(
-                cluster=link.cluster,
-                state=link.state,
-                effective_mbps=link.effective_mbps,
-                utilisation_percent=link.utilisation_percent,
-            )
-            for link in step.links
-        ),
-    )
+    """Return the update for the gateway, which expires when metrics of that age would be stale."""
+    return step.update(max(table.stale_after_seconds, 3 * table.short_interval_seconds))

@@ -7,7 +7,7 @@ a pool's instances is one too. Points that make no such curve (absurd, falling, 
 import math
 from collections.abc import Mapping, Sequence
 
-from prfaas.capacity.profile import ProfilePoint, profile_through
+from prfaas.capacity.profile import CurvePoint, profile_through
 from prfaas.wire.profile import Profile
 from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure
 
@@ -51,4 +51,4 @@ def profile_of(seconds: Points, sizes: Points, samples: int) -> Profile | None:
     if len(lengths) < 3:
         return None
     chosen = (lengths[0], lengths[len(lengths) // 2], lengths[-1])
-    return profile_through([ProfilePoint(tokens, seconds[tokens], sizes[tokens]) for tokens in chosen], samples)
+    return profile_through([CurvePoint(tokens, seconds[tokens], sizes[tokens]) for tokens in chosen], samples)

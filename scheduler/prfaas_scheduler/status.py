@@ -9,14 +9,14 @@ from typing import Any, Final, Literal, NamedTuple
 
 from prfaas.errors import ConfigError, PrfaasError, UnreachableError
 from prfaas.routing.controller import Step
-from prfaas.wire.control import Counters, LinkReport, LinkState
+from prfaas.wire.control import Counters, LinkReport
 from prfaas.wire.routes import RoutingTable
 
 METRICS_FRESH: Final = "MetricsFresh"
 LINK_HEALTHY: Final = "LinkHealthy"
 MAX_MESSAGE_CHARS: Final = 1000
 
-LINK_REASONS: Mapping[LinkState, tuple[str, str]] = {
+LINK_REASONS: Mapping[str, tuple[str, str]] = {
     "Unreachable": ("ClusterUnreachable", "its API server does not answer the operator: see the MemberCluster"),
     "NoReadyInstance": ("NoReadyInstance", "no instance of its pools is Ready: see the PrefillPool"),
     "Silent": (

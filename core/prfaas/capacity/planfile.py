@@ -25,7 +25,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from prfaas.capacity.profile import Curve, ProfilePoint, Sample
+from prfaas.capacity.profile import Curve, CurvePoint, Sample
 from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System, check, check_profile
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
@@ -265,8 +265,8 @@ def _profile(section: Section) -> Profile:
     return profile
 
 
-def _point(section: Section) -> ProfilePoint:
-    point = ProfilePoint(
+def _point(section: Section) -> CurvePoint:
+    point = CurvePoint(
         tokens=section.whole("tokens"),
         seconds=section.number("seconds"),
         cache_bytes=section.number("cacheMib") * MIB,
@@ -275,7 +275,7 @@ def _point(section: Section) -> ProfilePoint:
     return point
 
 
-def fit(where: str, points: Sequence[ProfilePoint]) -> Profile:
+def fit(where: str, points: Sequence[CurvePoint]) -> Profile:
     """Fit a profile to measured points: no coefficient below zero, by relative error for the seconds.
 
     Raises:

@@ -36,6 +36,7 @@ from operator import sub
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from prfaas.names import HUB
 from prfaas.routing.feedforward import PoolFacts, bearable_at_home, optimum
@@ -43,15 +44,12 @@ from prfaas.routing.lengths import Above, Demand
 from prfaas.routing.links import (
     SATURATED_DRAIN_SECONDS,
     SATURATED_QUEUE_PER_INSTANCE,
-    Link,
     LinkFacts,
-    LinkMemory,
-    LinkSample,
-    Moment,
-    judge,
+    LinkView,
+    view_link,
 )
 from prfaas.routing.prices import prices_of
-from prfaas.wire.control import Bandwidth, LinkReport, Price
+from prfaas.wire.control import Bandwidth, LinkReport, Price, ThresholdUpdate
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
 RISE_FACTOR = 1.5
@@ -64,8 +62,6 @@ UNKNOWN_PREFILL_SECONDS = SATURATED_DRAIN_SECONDS / SATURATED_QUEUE_PER_INSTANCE
 RELIEF_FALL, RELIEF_RISE, MIN_RELIEF = 0.8, 1.05, 0.25
 
 MetricsState = Literal["Fresh", "Held", "Stale"]
-
-__all__ = ["Config", "ControllerFacts", "LinkFacts", "LinkSample", "Offered", "State", "Step", "initial_state", "step"]
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,10 +117,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """What the optimum is multiplied with, MIN_RELIEF to 1."""
     risen_at_seconds: float = -math.inf
     fell_at_seconds: float = -math.inf
+    jumped: bool = False
+    """The last move took over a new optimum."""
     jumped_at_seconds: float = -math.inf
     patience_seconds: float = 0.0
     """How long a fall waits after a rise, where longer than the window."""
-    links: tuple[LinkMemory, ...] = ()
+    links: tuple[LinkView, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,16 +139,17 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Fresh: every live link brought a new sample. Held: one did not. Stale: one did not for `stale_after_seconds`."""
     reason: str
 
-
-class _Move(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step decides, before the bounds of the policy."""
-
-    tokens: float
-    bandwidth: Bandwidth
-    reason: str
-    base_tokens: float | None = None
-    relief: float = 1.0
-    jumped: bool = False
+    def update(self, expires_seconds: int) -> ThresholdUpdate:
+        """Return what the gateway shall route by for so many seconds."""
+        return ThresholdUpdate(
+            tokens=self.tokens,
+            bandwidth=self.bandwidth,
+            offload_clusters=self.offload_clusters,
+            expires_seconds=expires_seconds,
+            reason=self.reason,
+            prices=self.prices,
+            links=self.links,
+        )
 
 
 def initial_state(config: Config) -> State:
@@ -159,71 +158,65 @@ def initial_state(config: Config) -> State:
 
 
 def step(config: Config, state: State, facts: ControllerFacts) -> Step:
-    """Judge every link, then move the threshold."""
-    moment = Moment(
-        now_seconds=facts.now_seconds, stale_after_seconds=config.stale_after_seconds, hub_measured=facts.hub_measured
+    """Update the view of every link, then move the threshold."""
+    now, before = facts.now_seconds, {view.cluster: view for view in state.links}
+    links = tuple(
+        view_link(link, before.get(link.cluster), now, config.stale_after_seconds, hub_measured=facts.hub_measured)
+        for link in facts.links
     )
-    remembered = {memory.cluster: memory for memory in state.links}
-    links = [judge(moment, link, remembered.get(link.cluster)) for link in facts.links]
-    alive = [link for link in links if link.report.state == "Alive"]
+    alive = [link for link in links if link.state == "Alive"]
     metrics = _metrics_state(config, facts, alive)
-    move = _decide(config, state, facts, alive, metrics)
+    moved, reason = _decide(config, state, facts, alive, metrics)
     threshold = config.threshold
-    offload = () if threshold.mode == "Disabled" else tuple(sorted(link.report.cluster for link in alive))
-    after = _after(config, state, facts, move, links)
+    offload = () if threshold.mode == "Disabled" else tuple(sorted(link.cluster for link in alive))
+    after = _bound(config, state, now, replace(moved, links=links))
     moving = threshold.mode in {"Auto", "Priced"}
     known = facts.offered.pools if facts.offered is not None and metrics != "Stale" else ()
     return Step(
         state=after,
         tokens=round(after.tokens) if moving else threshold.tokens,
-        bandwidth=move.bandwidth,
+        bandwidth=moved.bandwidth,
         offload_clusters=offload,
         links=tuple(link.report for link in links),
         metrics=metrics,
-        reason=move.reason if moving else f"threshold mode is {threshold.mode}",
+        reason=reason if moving else f"threshold mode is {threshold.mode}",
         prices=prices_of(known, alive) if threshold.mode == "Priced" else (),
     )
 
 
-def _after(config: Config, state: State, facts: ControllerFacts, move: _Move, links: list[Link]) -> State:
-    """Return what is remembered after a move."""
-    now, window_seconds = facts.now_seconds, config.window_seconds
-    bounded = min(max(move.tokens, float(config.threshold.min_tokens)), float(config.threshold.max_tokens))
+def _bound(config: Config, state: State, now: float, moved: State) -> State:
+    """Return the moved state within the policy's bounds, with the times and the patience that follow from the move."""
+    window_seconds = config.window_seconds
+    bounded = min(max(moved.tokens, float(config.threshold.min_tokens)), float(config.threshold.max_tokens))
     rose, fell = bounded > state.tokens, bounded < state.tokens
     patience_seconds = max(state.patience_seconds, float(window_seconds))
-    if rose and not move.jumped and now - state.fell_at_seconds <= window_seconds:  # that fall was a mistake
+    if rose and not moved.jumped and now - state.fell_at_seconds <= window_seconds:  # that fall was a mistake
         patience_seconds = min(2.0 * patience_seconds, float(MAX_PATIENCE_WINDOWS * window_seconds))
     elif now - state.risen_at_seconds > 2.0 * patience_seconds:
         patience_seconds = float(window_seconds)
-    return State(
+    return replace(
+        moved,
         tokens=bounded,
-        bandwidth=move.bandwidth,
-        base_tokens=move.base_tokens,
-        relief=move.relief,
         risen_at_seconds=now if rose else state.risen_at_seconds,
         fell_at_seconds=now if fell else state.fell_at_seconds,
-        jumped_at_seconds=now if move.jumped else state.jumped_at_seconds,
+        jumped_at_seconds=now if moved.jumped else state.jumped_at_seconds,
         patience_seconds=patience_seconds,
-        links=tuple(link.memory for link in links),
     )
 
 
-def _decide(config: Config, state: State, facts: ControllerFacts, alive: list[Link], metrics: MetricsState) -> _Move:
-    """Return the next threshold before its bounds, the bandwidth, and why."""
+def _decide(
+    config: Config, state: State, facts: ControllerFacts, alive: list[LinkView], metrics: MetricsState
+) -> tuple[State, str]:
+    """Return the state with the next threshold before its bounds, and the reason."""
     if metrics == "Stale":
         tokens = config.threshold.tokens
         reason = f"no new measurement for {config.stale_after_seconds} s: back to {tokens} tokens"
-        return _Move(tokens=float(tokens), bandwidth="Scarce", reason=reason)
+        stale = replace(state, tokens=float(tokens), bandwidth="Scarce", base_tokens=None, relief=1.0, jumped=False)
+        return stale, reason
     measured = [link for link in alive if link.link_percent is not None]
     if not measured:
         reason = "no new measurement: held" if alive else "no link is alive: nothing is offloaded"
-        return _Move(
-            tokens=state.tokens,
-            bandwidth=state.bandwidth,
-            reason=reason,
-            base_tokens=state.base_tokens,
-            relief=state.relief,
-        )
+        return replace(state, jumped=False), reason
     busiest = max(measured, key=lambda link: link.pressure_percent)
     pressure_percent = busiest.pressure_percent
     local_seconds = _local_wait_seconds(facts.offered, state.tokens)
@@ -234,23 +227,23 @@ def _decide(config: Config, state: State, facts: ControllerFacts, alive: list[Li
     moved, word = _fed_back(config, state, facts, pressure_percent, local_percent)
     if moved < floor:
         moved, word = floor, "at the optimum of the lengths" if state.tokens <= floor else "lowered to the optimum"
-    report = busiest.report
     reason = (
-        f"link {report.cluster} under {pressure_percent:.0f}% pressure, "
-        f"{report.utilisation_percent or 0.0:.0f}% of {report.effective_mbps:.1f} Mbit/s used: {word}"
+        f"link {busiest.cluster} under {pressure_percent:.0f}% pressure, "
+        f"{busiest.utilisation_percent or 0.0:.0f}% of {busiest.effective_mbps:.1f} Mbit/s used: {word}"
     )
-    return _Move(
+    after = replace(
+        state,
         tokens=moved,
         bandwidth=_bandwidth(config, state.bandwidth, max(link.link_percent or 0.0 for link in measured)),
-        reason=reason,
         base_tokens=base,
         relief=relief,
         jumped=moved == floor > state.tokens and base != state.base_tokens,
     )
+    return after, reason
 
 
 def _base(
-    config: Config, state: State, offered: Offered | None, alive: list[Link], local_seconds: float
+    config: Config, state: State, offered: Offered | None, alive: list[LinkView], local_seconds: float
 ) -> float | None:
     """Return the optimum on what is offered, the one before where it hardly changed; None: not known."""
     if offered is None:
@@ -260,8 +253,8 @@ def _base(
     def best(carried_mbps: dict[str, float]) -> float | None:
         return optimum(offered.demand, offered.pools, carried_mbps, offered.arrivals_per_second, bounds)
 
-    planned = {link.report.cluster: link.report.effective_mbps * config.target_share for link in alive}
-    draining = {link.report.cluster: _draining_mbps(config, link, local_seconds) for link in alive}
+    planned = {link.cluster: link.effective_mbps * config.target_share for link in alive}
+    draining = {link.cluster: _draining_mbps(config, link, local_seconds) for link in alive}
     base = best(draining)
     if base is not None and local_seconds > 0.0 and draining != planned:
         # What is kept off a link goes to the hub, and does not wait less there once that is full.
@@ -281,13 +274,13 @@ def _bearable_at_home(config: Config, offered: Offered) -> float:
     return bearable_at_home(offered.demand, offered.pools, offered.arrivals_per_second, _bounds(config))
 
 
-def _draining_mbps(config: Config, link: Link, local_seconds: float) -> float:
+def _draining_mbps(config: Config, link: LinkView, local_seconds: float) -> float:
     """Return what a link may carry: its share of the capacity, less what drains a backlog as fast as it came to be.
 
     A backlog is what waits for longer than in the hub.
     """
-    effective_mbps = link.report.effective_mbps
-    waiting_seconds = link.memory.unsent_bytes * 8 / 1e6 / effective_mbps
+    effective_mbps = link.effective_mbps
+    waiting_seconds = link.unsent_bytes * 8 / 1e6 / effective_mbps
     backlog_share = max(0.0, waiting_seconds - max(USUAL_WAIT_SECONDS, local_seconds)) / USUAL_WAIT_SECONDS
     return effective_mbps * max(0.001, config.target_share - backlog_share)
 
@@ -375,11 +368,11 @@ def _bandwidth(config: Config, before: Bandwidth, link_percent: float) -> Bandwi
     return "Abundant" if link_percent < config.watermarks.low_percent else before
 
 
-def _metrics_state(config: Config, facts: ControllerFacts, alive: list[Link]) -> MetricsState:
+def _metrics_state(config: Config, facts: ControllerFacts, alive: list[LinkView]) -> MetricsState:
     """Say whether the live links, or without any the hub, were measured just now."""
     if not alive:
         return "Fresh" if facts.hub_measured else "Held"
-    age_seconds = max(facts.now_seconds - link.memory.measured_at_seconds for link in alive)
+    age_seconds = max(facts.now_seconds - link.measured_at_seconds for link in alive)
     if age_seconds > config.stale_after_seconds:
         return "Stale"
     return "Fresh" if all(link.link_percent is not None for link in alive) else "Held"

@@ -23,6 +23,9 @@ import math
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
+
+from prfaas.wire.control import LinkReport
 
 PROBE_FACTOR = 1.1
 COLLAPSE_SHARE = 0.5
@@ -32,6 +35,7 @@ SATURATED_QUEUE_PER_INSTANCE = 4.0
 MIN_BACKLOGGED_FRACTION = 0.02  # below this too little data waited to say what the link can deliver
 MAX_PERCENT = 1000.0
 SILENT_AFTER_SECONDS = 1.5  # a busy worker may miss one scrape of a second; then the link would flap
+
 
 LinkState = Literal["Alive", "Unreachable", "NoReadyInstance", "Silent"]
 
@@ -64,113 +68,91 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     sample: LinkSample | None
 
 
-class LinkMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of one link from step to step."""
+class LinkView(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a step believes of one link; the next step starts from it.
+
+    `link_percent` and `queue_percent` are the pressures; None when the step brought no new measurement.
+    """
 
     cluster: str
+    state: LinkState = "Alive"
     declared_mbps: float
     effective_mbps: float
-    utilisation_percent: float | None
-    sampled_at_seconds: float | None
+    utilisation_percent: float | None = None
+    sampled_at_seconds: float | None = None
     measured_at_seconds: float
-    """When, by our clock, a new sample came last, or the link was first known."""
-    heard_at_seconds: float
-    """When, by our clock, there was a sample at all; -inf: never."""
+    """By our clock: when a new sample came last, or the link was first known."""
+    heard_at_seconds: float = -math.inf
+    """By our clock: when there was a sample at all; -inf: never."""
     unsent_bytes: float = 0.0
-
-
-class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step thinks of one link."""
-
-    cluster: str
-    state: LinkState
-    effective_mbps: float
-    utilisation_percent: float | None
-    """0 to 1000, of the effective capacity; None: never measured."""
-
-
-class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """One link within a step. Pressures are None when it brought nothing new."""
-
-    report: LinkReport
-    memory: LinkMemory
-    link_percent: float | None
-    queue_percent: float | None
+    link_percent: float | None = None
+    queue_percent: float | None = None
 
     @property
     def pressure_percent(self) -> float:
         """The larger of the two pressures."""
         return max(self.link_percent or 0.0, self.queue_percent or 0.0)
 
+    @property
+    def report(self) -> LinkReport:
+        """The part that the gateway and the policy's status show."""
+        return LinkReport(
+            cluster=self.cluster,
+            state=self.state,
+            effective_mbps=self.effective_mbps,
+            utilisation_percent=self.utilisation_percent,
+        )
 
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """What all links of one step have in common."""
 
-    now_seconds: float
-    stale_after_seconds: int
-    hub_measured: bool
-
-
-def judge(moment: Moment, link: LinkFacts, memory: LinkMemory | None) -> Link:
-    """Return everything one step thinks of one link, whose `memory` is of the step before."""
+def view_link(
+    link: LinkFacts, before: LinkView | None, now_seconds: float, stale_after_seconds: int, *, hub_measured: bool
+) -> LinkView:
+    """Return what one step believes of one link; `before` is the view of the step before."""
     declared_mbps = max(1.0, _number(link.capacity_mbps) or 1.0)
-    before = memory if memory and memory.declared_mbps == declared_mbps else _unknown(link, declared_mbps, moment)
-    if link.sample is not None and link.sample.age_seconds <= moment.stale_after_seconds:
-        before = msgspec.structs.replace(before, heard_at_seconds=moment.now_seconds)
-    state = _link_state(moment, link, before)
+    if before is None or before.declared_mbps != declared_mbps:  # never measured, or declared anew
+        before = LinkView(
+            cluster=link.cluster,
+            declared_mbps=declared_mbps,
+            effective_mbps=declared_mbps,
+            measured_at_seconds=now_seconds,
+        )
+    heard = link.sample is not None and link.sample.age_seconds <= stale_after_seconds
+    heard_at_seconds = now_seconds if heard else before.heard_at_seconds
+    silent = hub_measured and now_seconds - heard_at_seconds > SILENT_AFTER_SECONDS
+    state = _link_state(link, silent=silent)
+    view = replace(before, state=state, heard_at_seconds=heard_at_seconds, link_percent=None, queue_percent=None)
     if state != "Alive":  # its clock starts again when it comes back: it was not expected to be measured meanwhile
-        before = msgspec.structs.replace(before, measured_at_seconds=moment.now_seconds, unsent_bytes=0.0)
+        return replace(view, measured_at_seconds=now_seconds, unsent_bytes=0.0)
     sample = usable(link.sample)
     if (
-        state != "Alive"
-        or sample is None
+        sample is None
         or sample.traffic_mbps is None
-        or sample.age_seconds > moment.stale_after_seconds
+        or sample.age_seconds > stale_after_seconds
         or sample.sampled_at_seconds == before.sampled_at_seconds
     ):
-        return Link(report=_report(before, state), memory=before, link_percent=None, queue_percent=None)
+        return view
     effective_mbps = effective_capacity_mbps(sample, declared_mbps, before.effective_mbps)
     utilisation = min(MAX_PERCENT, 100.0 * max(sample.traffic_mbps / effective_mbps, sample.backlogged_fraction))
     drain_seconds = sample.unsent_bytes * 8 / 1e6 / effective_mbps
-    memory = LinkMemory(
-        cluster=link.cluster,
-        declared_mbps=declared_mbps,
+    return replace(
+        view,
         effective_mbps=effective_mbps,
         utilisation_percent=utilisation,
         sampled_at_seconds=sample.sampled_at_seconds,
-        measured_at_seconds=moment.now_seconds,
-        heard_at_seconds=moment.now_seconds,
+        measured_at_seconds=now_seconds,
+        heard_at_seconds=now_seconds,
         unsent_bytes=sample.unsent_bytes,
-    )
-    return Link(
-        report=_report(memory, state),
-        memory=memory,
         link_percent=max(utilisation, 100.0 * drain_seconds / SATURATED_DRAIN_SECONDS),
         queue_percent=100.0 * sample.waiting_prefills / link.ready_instances / SATURATED_QUEUE_PER_INSTANCE,
     )
 
 
-def _unknown(link: LinkFacts, declared_mbps: float, moment: Moment) -> LinkMemory:
-    """Return the memory of a link that was never measured, or whose declared capacity was changed."""
-    return LinkMemory(
-        cluster=link.cluster,
-        declared_mbps=declared_mbps,
-        effective_mbps=declared_mbps,
-        utilisation_percent=None,
-        sampled_at_seconds=None,
-        measured_at_seconds=moment.now_seconds,
-        heard_at_seconds=-math.inf,
-    )
-
-
-def _link_state(moment: Moment, link: LinkFacts, memory: LinkMemory) -> LinkState:
-    """Say whether prompts may cross the link at all."""
+def _link_state(link: LinkFacts, *, silent: bool) -> LinkState:
     if not link.reachable:
         return "Unreachable"
     if link.ready_instances < 1:
         return "NoReadyInstance"
-    silent = moment.now_seconds - memory.heard_at_seconds > SILENT_AFTER_SECONDS
-    return "Silent" if silent and moment.hub_measured else "Alive"
+    return "Silent" if silent else "Alive"
 
 
 def effective_capacity_mbps(sample: LinkSample, declared_mbps: float, held_mbps: float) -> float:
@@ -208,9 +190,8 @@ def usable(sample: LinkSample | None) -> LinkSample | None:
     traffic_mbps = _number(sample.traffic_mbps)
     if traffic_mbps is not None and delivery_mbps is not None:  # what our own counters saw leave was there
         traffic_mbps = max(traffic_mbps, delivery_mbps * backlogged_fraction)
-    return LinkSample(
-        sampled_at_seconds=sample.sampled_at_seconds,
-        age_seconds=sample.age_seconds,
+    return replace(
+        sample,
         traffic_mbps=traffic_mbps,
         delivery_mbps=delivery_mbps,
         backlogged_fraction=backlogged_fraction,
@@ -228,12 +209,3 @@ def _number(value: float | None) -> float | None:
 
 def _share(value: float) -> float:
     return min(1.0, _number(value) or 0.0)
-
-
-def _report(memory: LinkMemory, state: LinkState) -> LinkReport:
-    return LinkReport(
-        cluster=memory.cluster,
-        state=state,
-        effective_mbps=memory.effective_mbps,
-        utilisation_percent=memory.utilisation_percent,
-    )

@@ -31,7 +31,7 @@ import msgspec
 
 from prfaas.names import HUB
 from prfaas.routing.feedforward import PoolFacts
-from prfaas.routing.links import Link
+from prfaas.routing.links import LinkView
 from prfaas.wire.control import Price
 from prfaas.wire.profile import Profile
 
@@ -122,13 +122,13 @@ NOTHING_WAITS = Backlog()
 """Of a gateway that has placed nothing; not to be added to."""
 
 
-def prices_of(pools: Sequence[PoolFacts], links: Sequence[Link]) -> tuple[Price, ...]:
+def prices_of(pools: Sequence[PoolFacts], links: Sequence[LinkView]) -> tuple[Price, ...]:
     """Return the price of the hub and of every cluster with a live link; empty when one side is not known."""
     home = _mean_profile(HUB, pools)
     away = tuple(
-        Price(cluster=link.report.cluster, profile=profile, link_mbps=link.report.effective_mbps)
+        Price(cluster=link.cluster, profile=profile, link_mbps=link.effective_mbps)
         for link in links
-        if link.report.state == "Alive" and (profile := _mean_profile(link.report.cluster, pools)) is not None
+        if link.state == "Alive" and (profile := _mean_profile(link.cluster, pools)) is not None
     )
     return (Price(cluster=HUB, profile=home), *away) if home is not None and away else ()
 

@@ -22,7 +22,7 @@ from prfaas.routing.lengths import BINS, EDGES, demand_of
 from prfaas.routing.links import LinkFacts, LinkSample
 from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import ConversionPolicy
-from prfaas.wire.control import LinkReport, ThresholdUpdate
+from prfaas.wire.control import LinkReport
 
 LENGTHS_WINDOW_SECONDS: Final = 300.0
 LENGTHS_STEP_SECONDS: Final = 10.0
@@ -87,17 +87,6 @@ class ShortLoop:
             return None
         seconds = self._process.events.now - self._lengths[0].at_seconds
         return None if seconds < LENGTHS_STEP_SECONDS else sum(self.lengths_lately()) / seconds
-
-    def update(self, made: Step) -> ThresholdUpdate:
-        """Return what the gateway is told of a step."""
-        return ThresholdUpdate(
-            tokens=made.tokens,
-            bandwidth=made.bandwidth,
-            offload_clusters=made.offload_clusters,
-            expires_seconds=self._table.stale_after_seconds,
-            reason=made.reason,
-            prices=made.prices,
-        )
 
     def _links(self) -> tuple[LinkFacts, ...]:
         return tuple(

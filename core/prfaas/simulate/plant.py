@@ -20,7 +20,6 @@ from prfaas.simulate.request import Request
 
 Told = Callable[[Request], None]
 MBIT_BYTES = 1e6 / 8
-Told = Callable[[Request], None]
 
 
 class PrefillServer:

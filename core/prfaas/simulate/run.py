@@ -77,7 +77,7 @@ class _Run:
     def _interval(self, _: None) -> None:
         process = self._process
         made = self._loop.step()
-        process.gateway.update(self._loop.update(made))
+        process.gateway.update(made.update(process.table.stale_after_seconds))
         self._tally.timeline.append(
             Interval(
                 at_seconds=self._events.now,

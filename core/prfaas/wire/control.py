@@ -24,15 +24,12 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     """Effective capacity toward the hub; 0 for the hub itself."""
 
 
-LinkState = Literal["Alive", "Unreachable", "NoReadyInstance", "Silent"]
-
-
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     """One link as the scheduler sees it, for people to look at: no decision is made by it."""
 
     cluster: str
     state: str
-    """Alive, or why nothing is sent over it, as `prfaas.routing.links.LinkState` has it."""
+    """Alive, or why no prompt is offloaded over it, as `prfaas.routing.links.LinkState` has it."""
     effective_mbps: float
     utilisation_percent: float | None
     """Of the effective capacity; None: never measured."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.names import HUB
-from prfaas.routing.decide import Overload, find_considered, decide, find_overload
+from prfaas.routing.decide import Overload, decide, find_considered, find_overload
 from prfaas.routing.facts import Route, RoutingFacts, RoutingRule
 from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Price
