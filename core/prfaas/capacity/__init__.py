@@ -1,1 +1,1 @@
-"""What instances and links can carry: measured profiles, and what follows from them. Pure functions and no clock."""
+"""Computes what instances and links can carry, from measured profiles. Pure functions and no clock."""

@@ -30,8 +30,10 @@ from prfaas.errors import ConfigError
 
 LOADS: Final = (0.5, 0.7, 0.9)
 MAX_MIXES: Final = 1_000
-"""Where the money buys more of them, counts go in steps."""
+"""Counts go in steps where the budget allows more mixes."""
 _ROUNDING: Final = 1e-9
+_MOST: Final = 1e18
+"""Instances that any budget buys at most: an absurd price must not make them infinite."""
 
 
 class Figures(Carried, frozen=True, kw_only=True):
@@ -65,7 +67,7 @@ class Bought(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EqualCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The described system, what its money buys otherwise, and how much more it serves than the hub alone."""
+    """The described system beside those of the same cost, and its gain over the hub only."""
 
     described: Bought
     homogeneous: Bought
@@ -78,7 +80,7 @@ class EqualCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All of it. Systems that do not exist, for want of offload pools, are None."""
+    """The whole table. Systems that need offload pools are None where there are none."""
 
     prfaas_pd: Figures | None = None
     homogeneous: Figures
@@ -90,7 +92,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lambda_bound: float
     """No policy carries more (a linear programme's bound)."""
     prices: dict[str, float]
-    """What the bound says the pools and links are worth, in requests a second each; together they are the bound."""
+    """The worth of each pool and link, in requests a second; together they are the bound."""
     queueing: dict[str, list[Loaded]]
     arrivals_within_slo: dict[str, float | None] | None = None
     """By system; None: it keeps slo.ttftMillis at no rate."""
@@ -152,21 +154,17 @@ def _figures(system: System, workload: Workload, plan: Plan) -> Figures:
 
 
 def _loaded(system: System, workload: Workload, plan: Plan) -> list[Loaded]:
-    def at(load: float, first: FirstToken) -> Loaded:
-        return Loaded(
-            load=load,
-            arrivals_per_second=load * plan.lambda_max,
-            ttft_mean_seconds=first.mean_seconds,
-            ttft_p50_seconds=first.p50_seconds,
-            ttft_p90_seconds=first.p90_seconds,
-            ttft_p99_seconds=first.p99_seconds,
-        )
-
-    return [at(load, ttft.queued(system, workload, plan, load * plan.lambda_max)) for load in LOADS]
+    found: list[Loaded] = []
+    for load in LOADS:
+        arrivals = load * plan.lambda_max
+        first = ttft.queued(system, workload, plan, arrivals)
+        times = {f"ttft_{name}": getattr(first, name) for name in FirstToken.__struct_fields__}
+        found.append(Loaded(load=load, arrivals_per_second=arrivals, **times))
+    return found
 
 
 def _within_slo(file: PlanFile, plans: dict[str, tuple[System, Plan]]) -> dict[str, float | None] | None:
-    """Return the rate at which each system's P90 keeps the SLO; that the planned one does at some rate is demanded."""
+    """Return the rate at which each system's P90 keeps the SLO; the planned system has to keep it at some rate."""
     if file.slo.ttft_millis is None:
         return None
     rates: dict[str, float | None] = {}
@@ -181,7 +179,7 @@ def _within_slo(file: PlanFile, plans: dict[str, tuple[System, Plan]]) -> dict[s
 
 
 def _notes(system: System, workload: Workload, plan: Plan) -> list[str]:
-    """Say what the figures rest on where that is thin."""
+    """Return warnings about figures that rest on little."""
     notes: list[str] = []
     above = workload.above(plan.threshold_tokens) if plan.threshold_tokens is not None else workload.above(0)
     for link in system.links:
@@ -195,7 +193,7 @@ def _notes(system: System, workload: Workload, plan: Plan) -> list[str]:
 
 
 def profile_notes(system: System, workload: Workload) -> list[str]:
-    """Say which profiles are used far beyond what was measured, or do not fit it."""
+    """Return a warning for each profile that is used far beyond its measurements, or does not fit them."""
     notes: list[str] = []
     for pool in (*system.offload, *system.hub):
         known = pool.profile.max_tokens
@@ -248,10 +246,11 @@ def _alone(system: System, budget: float) -> System:
     first = system.hub[0]
     count = _affordable(first, budget)
     lone = msgspec.structs.replace(system, links=(), offload=(), hub=(_sized(first, count),))
-    if count < 2:
+    if not 2 <= count <= optimum.MAX_SPLITS:
         raise ConfigError(
             f"hub.{first.name}.costPerHour is {first.cost_per_hour:g}: {budget:g} an hour buy {count} of it, "
-            "and alone it takes one to prefill and one to decode; check costPerHour of every pool"
+            f"and alone it takes 2 to {optimum.MAX_SPLITS}, one to prefill and one to decode; "
+            "check costPerHour of every pool"
         )
     return lone
 
@@ -297,7 +296,7 @@ def _with_counts(system: System, counts: Sequence[int]) -> System:
 
 
 def _sized(pool: HubPool, instances: int) -> HubPool:
-    """Return the pool with so many instances; what it had to keep for a role was said of another size."""
+    """Return the pool with so many instances, and without minima: these were given for another size."""
     return msgspec.structs.replace(pool, instances=instances, min_prefill=0, min_decode=0)
 
 
@@ -314,7 +313,7 @@ def _bought(system: System, plan: Plan) -> Bought:
 
 
 def _affordable(pool: OffloadPool | HubPool, budget: float) -> int:
-    return max(0, math.floor(budget / _cost(pool) + _ROUNDING))
+    return max(0, math.floor(min(budget / _cost(pool), _MOST) + _ROUNDING))
 
 
 def _cost(pool: OffloadPool | HubPool) -> float:

@@ -30,7 +30,7 @@ from prfaas.capacity.workload import Moments, Workload
 from prfaas.wire.profile import Profile
 
 Split = Mapping[str, float]
-"""How many instances of each pool of the hub prefill, by the pool's name; the others decode."""
+"""Instances that prefill, by pool of the hub; the others decode."""
 BITS_PER_MBIT = 1e6
 _GAP: Final = 1e-4
 """The bound is at most this share above what routing can reach."""
@@ -41,7 +41,7 @@ Column = list[float]
 
 
 class Share(NamedTuple):
-    """What one offload pool takes of the offloaded requests: requests a second while all pools are busy."""
+    """The offloaded requests a second that one offload pool takes while all pools are busy."""
 
     pool: OffloadPool
     rate: float
@@ -168,7 +168,7 @@ def find_bound(system: System, workload: Workload) -> Bound:
 
 
 class _Option(msgspec.Struct, frozen=True):
-    """One way to prefill: which resources it takes, and how much of each for every length of the workload."""
+    """One way to prefill: its resources, and the share of each that a prompt of every length takes."""
 
     resources: tuple[int, ...]
     shares: tuple[list[float], ...]

@@ -33,18 +33,18 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     link: str = ""
     """Of an offload pool, to the hub; empty in the hub."""
     shares: bool = False
-    """Whether a prefill pool has instances of the decode pool's Deployment, and not its own."""
+    """True for a prefill pool whose instances belong to the decode pool's Deployment."""
     least: int | None = None
     most: int | None = None
     """Bounds of replicas; None: none."""
     profile: Profile | None = None
     """None: not measured. Instances that two pools share have the decode pool's."""
     refusal: str = ""
-    """Why its replicas are not ours to write; empty when they are."""
+    """The reason why we may not write its replicas; empty: we may."""
 
 
 class MeasuredLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes, and what decoding it takes: BS_max, T_decode and L_out."""
+    """The measured workload, and the cost of decoding it: BS_max, T_decode and L_out."""
 
     workload: Workload
     arrivals_per_second: float
@@ -59,7 +59,7 @@ class MeasuredLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """Pools of one policy, exactly one of which decodes, links that are alive, and what decides where prompts go."""
+    """The pools of one policy, its live links and its threshold. Exactly one pool decodes."""
 
     pools: tuple[Pool, ...]
     links: tuple[LinkCapacity, ...]
@@ -94,7 +94,7 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What so many instances carry, in requests a second."""
+    """The requests a second that given numbers of instances carry."""
 
     counts: dict[str, int]
     plan: Plan | None = None
@@ -106,17 +106,16 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lambda_max(self) -> float:
-        """At which the first stage is full."""
         return min(self.prefill_per_second, self.decode_per_second)
 
     @property
     def prefill_load(self) -> float:
-        """What arrives, as a share of what prefill can do."""
+        """Arrivals as a share of the prefill rate."""
         return _share(self.arrivals_per_second, self.prefill_per_second)
 
     @property
     def decode_load(self) -> float:
-        """What arrives, as a share of what decode can do."""
+        """Arrivals as a share of the decode rate."""
         return _share(self.arrivals_per_second, self.decode_per_second)
 
     @property

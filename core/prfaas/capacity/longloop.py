@@ -57,24 +57,24 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """How the installation stands at this time."""
+    """The state of the installation now."""
 
     arrivals_per_second: float | None = None
     """None: not known."""
     waiting_prefills: int = 0
     since_change_seconds: float = math.inf
     stale: str = ""
-    """Why nothing that was measured counts, as a sentence; empty: it does."""
+    """A sentence that says why measurements are too old; empty: they are not."""
     unknown: str = ""
-    """What is not known well enough to plan with, as a sentence."""
+    """A sentence that names the facts that are missing for a plan; empty: none."""
     under_way: str = ""
-    """Which change or trouble of the pools has not ended, as a sentence."""
+    """A sentence that names a change or failure of the pools that has not ended; empty: none."""
     ours: bool = False
-    """Whether what is under way is our own last change."""
+    """True when our own last change is under way."""
 
 
 class LongLoopDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do, what the condition Balanced says, and the figures behind it."""
+    """The changes to make, the condition Balanced, and the figures behind both."""
 
     status: Literal["True", "False", "Unknown"]
     reason: str
@@ -144,7 +144,7 @@ def _if_allowed(
 
 
 def _rest(rules: Rules, installation: Installation, now: Outlook | None, best: Outlook | None) -> LongLoopDecision:
-    """Return the decision to change nothing, and whether that is well."""
+    """Return the decision to change nothing, and say if the promises are kept."""
     if now is None or best is None:
         return LongLoopDecision(status="True", reason="Balanced", message="no request comes", now=now, best=best)
     seen = describe(now)
@@ -157,7 +157,7 @@ def _rest(rules: Rules, installation: Installation, now: Outlook | None, best: O
 
 
 def _trouble(rules: Rules, installation: Installation, now: Outlook) -> tuple[str, str] | None:
-    """Return the reason and a sentence, where no change that may be made would help."""
+    """Return the reason and a sentence when a promise is broken and no allowed change would help."""
     kept = "; ".join(f"{pool.name}: {_kept_by(pool)}" for pool in installation.pools)
     if rules.scales and now.busiest > rules.target_load:
         return "AtBounds", f"that is above {rules.target_load:.0%}, and no pool may grow that would help ({kept})"
@@ -304,7 +304,7 @@ def _grow_prefill(rules: Rules, installation: Installation, now: Outlook) -> Pro
 
 
 def _grow(rules: Rules, installation: Installation, pool: Pool, now: Outlook) -> Proposal:
-    """Return so many more that the pool's stage is below its target, if that many may be added."""
+    """Add as many instances as bring the pool's stage below its target, within the pool's bounds."""
 
     def load(seen: Outlook) -> float:
         return seen.decode_load if pool.role == "decode" else seen.prefill_load
@@ -317,7 +317,7 @@ def _grow(rules: Rules, installation: Installation, pool: Pool, now: Outlook) ->
 
 
 def _scale_for_ttft(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
-    """Return the instance that shortens a wait that is too long most, by a tenth at least."""
+    """Add the instance that shortens a wait that is too long most, by a tenth at least."""
     promised = rules.ttft_seconds
     if promised is None or (expected := ttft_p90_seconds(installation, now)) <= promised:
         return None
@@ -334,7 +334,7 @@ def _scale_for_ttft(rules: Rules, installation: Installation, now: Outlook) -> P
 
 
 def _shrink(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
-    """Return the instance that is missed least, if the rest has room without it."""
+    """Remove the instance that is missed least, if the rest has room without it."""
     tried = [(pool, _foresee_size(installation, pool, pool.replicas - 1)) for pool in _shrinking(installation.pools)]
     room = [(pool, seen) for pool, seen in tried if _has_room(rules, installation, seen)]
     if not room:
@@ -351,7 +351,7 @@ def _has_room(rules: Rules, installation: Installation, seen: Outlook) -> bool:
 
 
 def shrink_when_idle(rules: Rules, installation: Installation) -> Proposal | None:
-    """Return one instance fewer of the largest pool, for when nothing comes at all."""
+    """Remove one instance of the largest pool, when no request comes."""
     largest = max(_shrinking(installation.pools), key=lambda pool: pool.replicas, default=None)
     if largest is None or not rules.scales:
         return None
@@ -360,7 +360,7 @@ def shrink_when_idle(rules: Rules, installation: Installation) -> Proposal | Non
 
 
 def find_first_instance(rules: Rules, installation: Installation) -> Proposal | None:
-    """Return the first instance of a role that nobody has, for when requests come: nothing has to be known for that."""
+    """Add the first instance of a role without any, when requests come; that needs no measurement."""
     if not rules.scales:
         return None
     roles: tuple[Role, ...] = ("decode", "prefill")
@@ -387,7 +387,7 @@ def _shrinking(pools: Iterable[Pool]) -> list[Pool]:
 
 
 def _least(pool: Pool) -> int:
-    """Return the fewest instances to leave: one, where nobody says otherwise."""
+    """Return the lower bound of a pool; one where it has none."""
     if pool.least is None:
         return 1
     return max(1, pool.least) if pool.role == "decode" else pool.least
@@ -400,7 +400,7 @@ def _foresee_size(installation: Installation, pool: Pool, replicas: int) -> Outl
 def propose(
     kind: Literal["Converting", "Scaling"], installation: Installation, now: Outlook, changes: dict[str, int], why: str
 ) -> Proposal:
-    """Return a proposal with the sentence that tells of it: what changes, why, and what that carries."""
+    """Return a proposal with a sentence on the change, its reason and its effect."""
     after = outlook(installation, {**installation.counts, **changes})
     moved = ", ".join(f"{name} {now.counts[name]} to {count}" for name, count in changes.items())
     figures = f"{now.lambda_max:.3g} to {after.lambda_max:.3g} requests/s, {now.arrivals_per_second:.3g} arrive"
@@ -409,18 +409,17 @@ def propose(
 
 
 def describe(seen: Outlook) -> str:
-    """Return what an outlook says, as a sentence."""
+    """Return an outlook as a sentence."""
     loads = f"prefill is {percent(seen.prefill_load)} busy and decode {percent(seen.decode_load)}"
     return f"{seen.arrivals_per_second:.3g} requests/s arrive, {seen.lambda_max:.3g} can be served; {loads}"
 
 
 def percent(share: float) -> str:
-    """Return a load as people read it."""
     return f"{share:.0%}" if math.isfinite(share) else "hopelessly"
 
 
 def gain(best: Outlook, now: Outlook) -> float:
-    """Return by which share the best serves more; infinite where now nothing is served."""
+    """Return the share by which the best split serves more; infinite where nothing is served now."""
     if best.lambda_max <= now.lambda_max:
         return 0.0
     return best.lambda_max / now.lambda_max - 1 if now.lambda_max > 0 else math.inf

@@ -45,7 +45,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(Carried, frozen=True, kw_only=True):
-    """The same, and by pool."""
+    """The same, with the split by pool."""
 
     split: dict[str, float]
     """Instances of each pool of the hub that prefill."""
@@ -139,7 +139,7 @@ def _serving(plan: Plan) -> Plan:
 def _splits(system: System) -> Iterable[Split]:
     """Yield every division of the hub into whole prefill and decode instances."""
     choices = [range(pool.min_prefill, pool.instances - pool.min_decode + 1) for pool in system.hub]
-    count = math.prod(len(choice) for choice in choices)
+    count = math.prod(max(0, choice.stop - choice.start) for choice in choices)  # len() has a limit
     if count > MAX_SPLITS:
         raise ConfigError(
             f"hub: {len(choices)} pools can be split in {count} ways, and {MAX_SPLITS} are searched; "

@@ -58,7 +58,7 @@ _UNITS: Final[dict[str, tuple[str, dict[str, float]]]] = {
 
 
 class PlanSlo(msgspec.Struct, frozen=True, kw_only=True):
-    """What users are promised, in milliseconds: P90 of the first token, and time a token after it."""
+    """The promises to users, in milliseconds: P90 of the first token, and the time of each later token."""
 
     ttft_millis: float | None = None
     tpot_millis: float | None = None
@@ -79,7 +79,7 @@ LoadTrace = Callable[[str], list[tuple[int, int]]]
 
 
 def read(document: object, load_trace: LoadTrace) -> PlanFile:
-    """Read a parsed document: what YAML or JSON gave.
+    """Read a parsed YAML or JSON document.
 
     Raises:
         ConfigError: a field is unknown, missing or absurd, or no plan can keep the SLO.
@@ -124,7 +124,6 @@ class Section:
 
     @property
     def keys(self) -> list[str]:
-        """Return the names of all fields."""
         return list(self._fields)
 
     def number(self, key: str, default: object = _REQUIRED) -> float:
@@ -146,7 +145,6 @@ class Section:
         return _whole(self._path(key), self.number(key, default))
 
     def numbers(self, key: str) -> list[float]:
-        """Take a list of numbers."""
         return [_number(f"{self._path(key)}[{i}]", key, value) for i, value in enumerate(self._list(key))]
 
     def wholes(self, key: str) -> list[int]:
@@ -172,7 +170,6 @@ class Section:
         return Section(self._path(key), self._take(key, default))._fields
 
     def section(self, key: str, default: object = _REQUIRED) -> "Section":
-        """Take a section."""
         return Section(self._path(key), self._take(key, default))
 
     def sections(self, key: str) -> list["Section"]:
@@ -201,7 +198,7 @@ class Section:
         return there[0]
 
     def end(self) -> None:
-        """Refuse fields that nobody asked for."""
+        """Refuse the fields that were not taken."""
         for key in self._fields:
             if key not in self._asked:
                 raise ConfigError(f"{self._path(key)} is no field here; {_advice(key, list(self._asked))}")
@@ -390,7 +387,7 @@ def _whole(where: str, value: float) -> int:
 
 
 def _number_advice(key: str, text: str) -> str:
-    """Say what to write instead of a number with a unit."""
+    """Return the number to write instead of a number with a unit."""
     for ending, (unit, factors) in _UNITS.items():
         if key.endswith(ending):
             found = _WITH_UNIT.fullmatch(text)
@@ -401,7 +398,7 @@ def _number_advice(key: str, text: str) -> str:
 
 
 def _alike(key: str, other: str) -> bool:
-    """Whether two names differ only in their case, underscores or unit."""
+    """Return True when two names differ only in case, underscores or unit."""
     return _without_unit(key) == _without_unit(other)
 
 
@@ -414,7 +411,7 @@ def _without_unit(key: str) -> str:
 
 
 def _advice(key: str, known: list[str]) -> str:
-    """Say which known field was probably meant."""
+    """Return a sentence on the known field that was probably meant."""
     for name in known:
         if _alike(key, name) and key != name:
             for ending, (unit, factors) in _UNITS.items():

@@ -111,7 +111,7 @@ def profile_through(points: Sequence[CurvePoint], samples: int) -> Profile | Non
 
 
 class Curve:
-    """T_prefill(l) as fitted to the prefills that it was told of."""
+    """T_prefill(l), fitted to the prefills that were added."""
 
     def __init__(self) -> None:
         self.coefficients: Coefficients = (0.0, 0.0, 0.0)
@@ -172,7 +172,7 @@ class Curve:
         self._max_tokens = max(self._max_tokens, sample.start_tokens + sample.tokens)
 
     def profile(self, state_bytes: int, token_bytes: int) -> Profile:
-        """Return the curve as it is now beside the cache's sizes."""
+        """Return the present curve with the cache's sizes."""
         fixed, token, squared = self.coefficients
         return Profile(
             state_bytes=state_bytes,
@@ -194,7 +194,6 @@ class _Sums:
         self.vector = [0.0] * 3
 
     def add(self, features: Coefficients, seconds: float, weight: float) -> None:
-        """Take a sample in."""
         self.fade()
         for row in range(3):
             self.vector[row] += weight * features[row] * seconds
@@ -223,13 +222,12 @@ class _Fading:
         self._count = 0
 
     def add(self, value: float) -> None:
-        """Take a value in."""
         self._count += 1
         self.value += (value - self.value) / min(self._count, _MEMORY_SAMPLES)
 
 
 def _note(classes: "dict[_Class, _Sums]", sample: Sample, belief: Coefficients) -> _Class:
-    """Add a sample to the sums of its class, weighed by its error against what is believed; returns the class."""
+    """Add a sample to the sums of its class, weighed by its error against the belief, and return the class."""
     expected = _seconds(belief, sample.tokens, sample.start_tokens) or sample.seconds
     slower = 1 - expected / sample.seconds
     weight = min(1.0, _TOLERANCE / slower if slower > 0 else 1.0) / sample.seconds**2

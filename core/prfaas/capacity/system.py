@@ -1,4 +1,4 @@
-"""What serves: offload pools behind links, and the hub's instances that may prefill or decode.
+"""The system that serves: offload pools behind links, and the hub's instances that may prefill or decode.
 
 These are facts about machines, as a planner, a simulator or a control loop needs them; how many of the hub's instances
 prefill is a decision and stands in a plan. Each pool is of one hardware kind; kinds differ in their profiles.
@@ -111,7 +111,7 @@ def check(system: System) -> System:
 
 
 def check_profile(where: str, profile: Profile) -> None:
-    """Refuse a profile that says nothing, falls with the length, or is in another unit."""
+    """Refuse a profile that is empty, falls with the length, or is in another unit."""
     for name in ("fixed_seconds", "token_seconds", "squared_seconds", "state_bytes", "token_bytes"):
         value = getattr(profile, name)
         if not 0 <= value < 1e15:

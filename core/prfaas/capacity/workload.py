@@ -1,4 +1,4 @@
-"""How long prompts are: the distribution of L, the incremental (uncached) input length in tokens.
+"""The distribution of L, the incremental (uncached) input length of prompts in tokens.
 
 Equations (3) to (7) ask only for integrals of T_prefill and S_kv over the prompts above or below a threshold. T is
 quadratic in the length and S linear, so the zeroth, first and second partial moments answer all of them. A workload is
@@ -91,7 +91,7 @@ class Workload:
 
     @classmethod
     def observed(cls, lengths: Iterable[int]) -> Self:
-        """Return the workload of prompts that were seen, such as a trace's."""
+        """Return the workload of observed prompts, such as a trace's."""
         counts = Counter(lengths)
         if not counts:
             raise ConfigError("workload: the trace holds no prompts; give one with at least one line")
@@ -176,14 +176,6 @@ class Workload:
         total = self._shares[-1]
         return Moments(self._shares[place] / total, self._tokens[place] / total, self._squares[place] / total)
 
-    def share_above(self, threshold_tokens: float) -> float:
-        """p = P(L > t)."""
-        return self.above(threshold_tokens).share
-
-    def mean_above(self, threshold_tokens: float) -> float:
-        """l_long = E[L | L > t]; 0 where no prompt is longer."""
-        return self.above(threshold_tokens).mean_tokens
-
     def quantile(self, share: float) -> int:
         """Return the shortest length that at least this share, 0 to 1, of the prompts does not exceed."""
         return self._at(bisect_left(self._shares, share * self._shares[-1], 1))
@@ -225,7 +217,7 @@ def slices(edges: Sequence[float], counts: Sequence[float], number: int = SLICES
 
 
 def workload_of(means: Sequence[int]) -> Workload:
-    """Return the workload behind slices.
+    """Return the workload that slices stand for.
 
     Raises:
         ConfigError: there are none, or they are no lengths.

@@ -1,1 +1,1 @@
-"""Where a request is prefilled and decoded, and how long a prompt must be to leave the hub. Pure: facts to decision."""
+"""Decides where a request is prefilled and decoded, and which prompts leave the hub. Pure: facts to decision."""

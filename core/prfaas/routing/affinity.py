@@ -41,12 +41,12 @@ from prfaas.wire.routes import Instance
 ANSWER_TOKENS: Final = 343
 """Mean length of an answer in the published conversation trace (Mooncake), of which the gateway cannot know its own."""
 CLUSTER_MBPS: Final = 1000.0
-"""What instances of one cluster are thought to be joined by at least, since nobody measures it: the slowest Ethernet
-that servers have. A faster one makes prefixes worth fetching that are computed for it."""
+"""Assumed between instances of one cluster, where the rate is not measured: the slowest Ethernet of servers. Where it
+is faster, some prefixes are computed that would be worth fetching."""
 MARGIN: Final = 0.3
 """Share of the computing time that fetching must save."""
 ROUND_TRIPS: Final = 3
-"""Until what was asked for flows at the link's rate: the question, and the beginning of a connection that slept."""
+"""Round trips until data flows at the link's rate: the request, and the slow start of an idle connection."""
 
 
 def cached_tokens(facts: RoutingFacts, instance: Instance) -> int:
@@ -91,7 +91,7 @@ def spread(facts: RoutingFacts, equals: Sequence[Instance]) -> Instance | None:
 
 
 class PrefixFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, what is cached of it at both ends, and what either way costs."""
+    """One prompt, its cached tokens at both ends, and the facts that give the cost of either way."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -105,7 +105,7 @@ class PrefixFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pays(facts: PrefixFacts) -> bool:
-    """Return whether fetching saves a good share of the time."""
+    """Return True when fetching saves at least `MARGIN` of the computing time."""
     if facts.source_tokens <= facts.cached_tokens or not (math.isfinite(facts.link_mbps) and facts.link_mbps > 0):
         return False
     return fetching_seconds(facts) < (1 - MARGIN) * computing_seconds(facts)
@@ -124,7 +124,6 @@ def fetched_bytes(facts: PrefixFacts) -> int:
 
 
 def fetching_seconds(facts: PrefixFacts) -> float:
-    """Return how long the fetch takes."""
     return ROUND_TRIPS * facts.round_trip_seconds + 8 * fetched_bytes(facts) / (facts.link_mbps * 1e6)
 
 

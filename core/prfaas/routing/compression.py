@@ -1,4 +1,4 @@
-"""Does compressing what crosses a link pay? Facts about the link and the codecs -> which codec, and why.
+"""Chooses the codec for a link, from facts about the link and the codecs.
 
 Encoding, the wire and decoding work at the same time on different frames, so the slowest of them decides when the last
 byte is placed. For a cache of B bits, with a codec that makes it `ratio` times smaller,
@@ -24,17 +24,17 @@ import msgspec
 from prfaas.wire.frames import Codec
 
 WireCodec = Literal["auto", "none", "lossless", "int8"]
-"""What an operator may say."""
+"""The settings of an operator."""
 
 ADOPT_GAIN = 0.1
 """Share of the time that an unused codec must save to be taken up."""
 START_WEIGHT_BYTES = 16 << 20
-"""What was measured at the start counts like so much of real frames."""
+"""The weight of the first measurement, in bytes of real frames."""
 HALF_LIFE_SECONDS = 60.0
 
 
 class CodecSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a codec does here: Mbit of tensors a second of one core, and tensor bytes over wire bytes. All positive."""
+    """The speed of a codec in Mbit of tensors a second of one core, and tensor bytes over wire bytes. All positive."""
 
     encode_mbps: float
     decode_mbps: float
@@ -46,14 +46,14 @@ class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     setting: WireCodec
     delivery_mbps: float | None
-    """What the link was seen to deliver, wire bytes; None: not measured yet."""
+    """Measured delivery of the link, in wire bytes; None: not measured yet."""
     cores: float
     """Cores that the codec may take, at each end; 0.5: half of one."""
     lossless: CodecSpeed
     peer_decodes: tuple[int, ...]
     """Wire values of the codecs that the peer reads; some may be of later versions."""
     current: Codec = Codec.NONE
-    """What is in use on this link."""
+    """The codec in use on this link."""
 
 
 class CodecChoice(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def speed(self, now_seconds: float) -> CodecSpeed:
-        """Return what is believed now; decoding is the peer's, so it stays as measured here at the start."""
+        """Return the estimate for now; the peer decodes, so that speed stays as measured here at the start."""
         kept = self._kept(now_seconds)
         tensor_bytes = START_WEIGHT_BYTES + self.tensor_bytes * kept
         wire_bytes = START_WEIGHT_BYTES / self.start.ratio + self.wire_bytes * kept

@@ -1,4 +1,4 @@
-"""The threshold controller: how long must a prompt be to leave the hub, given what the links carry right now?
+"""The threshold controller: moves the length above which prompts leave the hub, by what the links carry now.
 
 One pure step an interval (section 3.4.3 of the paper) makes the threshold from two parts:
 
@@ -65,7 +65,7 @@ MetricsState = Literal["Fresh", "Held", "Stale"]
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes, and what the pools can do about it."""
+    """The demand, and the pools that can serve it."""
 
     demand: Demand
     arrivals_per_second: float | None
@@ -107,26 +107,26 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step hands to the next. `tokens` keeps its fraction, so that small thresholds move too."""
+    """The memory from one step to the next. `tokens` keeps its fraction, so that small thresholds move too."""
 
     tokens: float
     bandwidth: Bandwidth = "Scarce"
     base_tokens: float | None = None
     """The optimum as last counted; None: not known."""
     relief: float = 1.0
-    """What the optimum is multiplied with, MIN_RELIEF to 1."""
+    """The factor on the optimum, MIN_RELIEF to 1."""
     risen_at_seconds: float = -math.inf
     fell_at_seconds: float = -math.inf
     jumped: bool = False
     """The last move took over a new optimum."""
     jumped_at_seconds: float = -math.inf
     patience_seconds: float = 0.0
-    """How long a fall waits after a rise, where longer than the window."""
+    """Time for which a fall waits after a rise, where longer than the window."""
     links: tuple[LinkView, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows from one step. `offload_clusters` are the clusters with a live link, sorted."""
+    """The result of one step. `offload_clusters` are the clusters with a live link, sorted."""
 
     state: State
     tokens: int
@@ -134,13 +134,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     offload_clusters: tuple[str, ...]
     links: tuple[LinkReport, ...]
     prices: tuple[Price, ...] = ()
-    """What each cluster charges by; empty: not in mode Priced, or not known."""
+    """The price of each cluster; empty: not in mode Priced, or not known."""
     metrics: MetricsState
     """Fresh: every live link brought a new sample. Held: one did not. Stale: one did not for `stale_after_seconds`."""
     reason: str
 
     def update(self, expires_seconds: int) -> ThresholdUpdate:
-        """Return what the gateway shall route by for so many seconds."""
+        """Return the update that the gateway routes by for so many seconds."""
         return ThresholdUpdate(
             tokens=self.tokens,
             bandwidth=self.bandwidth,
@@ -369,7 +369,7 @@ def _bandwidth(config: Config, before: Bandwidth, link_percent: float) -> Bandwi
 
 
 def _metrics_state(config: Config, facts: ControllerFacts, alive: list[LinkView]) -> MetricsState:
-    """Say whether the live links, or without any the hub, were measured just now."""
+    """Return how fresh the measurements of the live links are; of the hub where no link is alive."""
     if not alive:
         return "Fresh" if facts.hub_measured else "Held"
     age_seconds = max(facts.now_seconds - link.measured_at_seconds for link in alive)

@@ -1,4 +1,4 @@
-"""Where one request is prefilled and decoded (section 3.4.3 of the paper, and what it leaves open: failures).
+"""Decides where one request is prefilled and decoded (section 3.4.3 of the paper, with failures, which it omits).
 
     l > t    the prompt's incremental length exceeds the threshold: an offload pool prefills it
     l <= t   a local prefill instance does, where one is Ready, or else the decode instance itself
@@ -12,8 +12,8 @@ Draining instances take nothing new, and an ejected one is left alone until its 
 policy forbids is never used; one that it prefers comes first, in the order given, then the cluster with the longest
 cached prefix, then the instance where the request costs least, by load and cache together (prfaas.routing.affinity).
 Where prices are in force they take the threshold's place: the request goes where it costs least, with what waits there
-(prfaas.routing.prices); where the hub has no prefill instance, home is the decode instance. Who prefills is told of an
-instance that has more of the prompt, where fetching that pays.
+(prfaas.routing.prices); where the hub has no prefill instance, home is the decode instance. If another instance caches
+a longer prefix and fetching it is cheaper than computing it, the route names that instance.
 Instances inside TLS and plain ones do not talk to each other, nor do those of two engines, so only alike ones are
 paired. A decision never waits and never fails: that nothing can serve is an answer too.
 """
@@ -39,7 +39,7 @@ def decide(facts: RoutingFacts) -> Decision:
 
 
 def _by_threshold(facts: RoutingFacts, clusters: Sequence[Cluster]) -> Decision:
-    """Decide by the incremental length alone."""
+    """Decide by the incremental length only."""
     length_tokens = incremental_tokens(facts, clusters)
     if length_tokens <= facts.rule.threshold_tokens:
         return _local(facts, "WithinThreshold")
@@ -117,19 +117,25 @@ def _work(facts: RoutingFacts, price: Price, instance: Instance) -> Work:
 
 
 class Overload(msgspec.Struct, frozen=True, kw_only=True):
-    """A request is not taken: so much waits before it, and in so many seconds few enough will."""
+    """The refusal of a request that would begin too late: the wait before it, and the promised time.
+
+    `slo.ttftMillis` promises a first token. Where more than that waits before a prefill could begin, at the best of the
+    considered instances, no decision keeps the promise, to this request or to those behind it. So it is refused at
+    once. Its own prefill does not count: an idle system refuses no request, however long the prompt. Nor does what
+    crosses a link: with prices the decision weighs it, without prices it is not known.
+    """
 
     wait_seconds: float
     slo_seconds: float
 
     @property
     def retry_after_seconds(self) -> float:
-        """After which the wait is within the promise, if nothing else comes."""
+        """The time after which the wait is within the promise, if no other request comes."""
         return self.wait_seconds - self.slo_seconds
 
 
 def find_overload(facts: RoutingFacts, route: Route) -> Overload | None:
-    """Return why a request that `decide` gave this route is not to be taken; None where it is."""
+    """Return the refusal of a request that `decide` gave this route; None: it can begin in time."""
     slo_millis, backlog = facts.table.ttft_slo_millis, facts.backlog
     if slo_millis is None or backlog is None:
         return None
@@ -152,7 +158,7 @@ def find_considered(facts: RoutingFacts, route: Route) -> list[Instance]:
 def decide_again(facts: RoutingFacts, failed: Route, leg: Leg, on_offload_failure: OnOffloadFailure) -> Decision:
     """Decide where a request goes after one leg of `failed` did; `facts.tried` already names the instance at fault.
 
-    The policy's `on_offload_failure` speaks of the prefill leg of an offload alone. A request that went local stays
+    The policy's `on_offload_failure` concerns the prefill leg of an offload only. A request that went local stays
     local, so that a link that fails again and again costs it one attempt; every other failure asks for another
     instance.
     """
@@ -199,7 +205,7 @@ def _at_home(facts: RoutingFacts, reason: RouteReason, decode: Instance, prefill
 
 
 def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
-    """Add what a route's cache means: how much is left to prefill, and who has more."""
+    """Add to a route the tokens left to prefill, and the instance to fetch a prefix from."""
     if isinstance(decision, Refusal):
         return decision
     prefiller = decision.prefill or decision.decode
@@ -214,7 +220,7 @@ def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
 
 
 def _prefix_source(facts: RoutingFacts, prefiller: Instance) -> Instance | None:
-    """Return who has more of the prompt than who prefills it, where fetching that pays."""
+    """Return the instance to fetch a longer prefix from; None where that is not cheaper."""
     others = [*_usable(facts, "decode"), *_usable(facts, "prefill")]
     alike = [one for one in others if _speech(one) == _speech(prefiller)]
     return prefix_source(facts, prefiller, alike, [cluster.name for cluster in _offload_clusters(facts)])
@@ -271,7 +277,7 @@ def _decode_for(facts: RoutingFacts, prefill: Instance | None) -> Instance | Non
 
 
 def _speech(instance: Instance) -> tuple[EngineName, bool]:
-    """Return what two instances must have in common to talk to each other: the engine, and TLS or not."""
+    """Return the engine and the use of TLS, which two instances must share to talk to each other."""
     return instance.engine, instance.url.startswith("https:")
 
 

@@ -1,4 +1,4 @@
-"""What a routing decision may depend on, and what it may say.
+"""The facts that a routing decision depends on, and its results.
 
 Everything here is a frozen value or a read-only view. The gateway gathers the facts of one request and applies the
 decision; the same types serve a simulator and the tests. Times are seconds of any one monotonic clock.
@@ -38,7 +38,7 @@ class RoutingRule(msgspec.Struct, frozen=True, kw_only=True):
     offload_clusters: frozenset[str]
     """Clusters with a live link; none: nothing is offloaded."""
     prices: tuple[Price, ...] = ()
-    """What each cluster charges by; empty: the threshold decides."""
+    """The price of each cluster; empty: the threshold decides."""
 
 
 class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: Mapping[str, int] = {}
     """Tokens of prompts that an instance still computes for requests placed there."""
     backlog: Backlog | None = None
-    """What waits where, as prices need it; None: nothing."""
+    """The work that waits at each instance and link, for prices; None: none."""
     ejected_until_seconds: Mapping[str, float] = {}
     """Instances that failed lately, and until when they are left alone."""
     tried: Set[str] = frozenset()
@@ -79,9 +79,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int = 0
     """Tokens of the prompt that are not cached where it is prefilled."""
     prefix: Instance | None = None
-    """An instance from which who prefills should fetch more of the prompt's prefix than it has."""
+    """The instance from which the prefill instance should fetch a longer prefix of the prompt."""
     work: Work | None = None
-    """What the prefill asks of who computes it, and with prices of its link; None: no profile says it."""
+    """The work of the prefill for its instance, and with prices for its link; None: no profile is known."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

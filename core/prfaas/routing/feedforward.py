@@ -73,7 +73,7 @@ def optimum(
     offload = [(link_mbps[name] * 1e6, found) for name, found in remote.items()]
 
     def bearable(threshold_tokens: float) -> bool:
-        """Tell whether what lies above this threshold can be offloaded. Once true, true for every higher one."""
+        """Return True when the prompts above this threshold can be offloaded; then true for every higher one."""
         above = demand.above(threshold_tokens)
         rate = 0.0
         for bits_per_second, found in offload:

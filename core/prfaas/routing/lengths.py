@@ -1,4 +1,4 @@
-"""How long the prompts are: a histogram of incremental lengths, and what of the demand lies above a threshold.
+"""A histogram of incremental lengths, and the part of the demand above a threshold.
 
 Work is not proportional to length: a prefill costs fixed + token * l + squared * l^2 seconds and state + token * l
 bytes. So the mean above a threshold is not enough; shares, lengths and squares have to be summed. They are summed once,
@@ -79,10 +79,10 @@ class Demand:
         self._tokens_above = _from_the_end(tokens)
         self._squares_above = _from_the_end(list(map(mul, counts, bins.squares[first:end])))
         self.prompts = self._shares_above[0]
-        """How many were counted."""
+        """Prompts that were counted."""
         longest_part = max(tokens) / self._tokens_above[0] if self._tokens_above[0] > 0 else 1.0
         self.has_spread = longest_part <= 0.5
-        """Whether no bin alone holds most tokens: a threshold cannot divide prompts that are equally long."""
+        """False when one bin holds most tokens: a threshold cannot divide prompts of one length."""
 
     def above(self, threshold_tokens: float) -> Above:
         """Return what is longer than a threshold. Every figure falls, without a jump, as the threshold rises."""

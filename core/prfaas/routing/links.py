@@ -1,6 +1,6 @@
-"""What is believed of one link: is it alive, what can it carry now, and how hard do its traffic and queues press?
+"""Estimates of one link: its state, its effective capacity, and the pressure of its traffic and queues.
 
-All that pushes back is put on one scale, percent:
+All pressures are on one scale, percent:
 
     utilisation  traffic / effective capacity, or the share of time in which data waited, whichever is more
     drain        unsent bytes / effective capacity;      2 s of it count as 100 %
@@ -41,7 +41,7 @@ LinkState = Literal["Alive", "Unreachable", "NoReadyInstance", "Silent"]
 
 
 class LinkSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of one link. Anything may be absurd; `usable` says what of it is believed."""
+    """The measurements of one link. Any figure may be absurd; `usable` keeps the sensible ones."""
 
     sampled_at_seconds: float
     """When the newest sample was taken, by the measuring system's clock; only told apart from the one before."""

@@ -37,13 +37,13 @@ from prfaas.wire.profile import Profile
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request asks of a prefill instance, and of the link behind which that stands; at home there is none."""
+    """The work of one request for a prefill instance, and for its link to the hub; at home there is no link."""
 
     seconds: float
     link: str = ""
     bits: float = 0.0
     mbps: float = 0.0
-    """What the link carries."""
+    """The capacity of the link."""
 
 
 class Backlog:
@@ -85,13 +85,13 @@ class Backlog:
         return queue.count if queue else 0
 
     def waiting_bits(self, link: str, now_seconds: float, mbps: float) -> float:
-        """Return what is to cross a link, which carries `mbps`, before a request that comes now."""
+        """Return the bits that cross a link of `mbps` before those of a request that comes now."""
         queue = self._links.get(link)
         return queue.left(now_seconds, mbps * 1e6) if queue else 0.0
 
 
 class _Queue:
-    """What waits for one server: an instance that computes a second a second, or a link that carries bits."""
+    """The work that waits for one server: an instance that computes a second a second, or a link that carries bits."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -100,19 +100,18 @@ class _Queue:
         self._since_seconds = 0.0
 
     def left(self, now_seconds: float, speed: float) -> float:
-        """Return what is left to do, when `speed` of it is done a second."""
+        """Return the amount left, of which `speed` is done a second."""
         done = speed * (now_seconds - self._since_seconds)
         self._left, self._since_seconds = max(0.0, min(self._left - done, self._sum)), now_seconds
         return self._left
 
     def add(self, amount: float, now_seconds: float, speed: float) -> None:
-        """Take more."""
         self._left = self.left(now_seconds, speed) + amount
         self._sum += amount
         self.count += 1
 
     def remove(self, amount: float) -> bool:
-        """Forget one that was added; True when nothing is left."""
+        """Remove one amount; True when nothing is left."""
         self._sum -= amount
         self.count -= 1
         return self.count == 0

@@ -39,7 +39,7 @@ class PrefixCache:
         self.used_bytes = 0
 
     def match(self, blocks: Sequence[int], tokens: int) -> int:
-        """Return how many tokens of a prompt can be taken from here; always fewer than it has. Changes nothing."""
+        """Return the tokens of a prompt that are cached, always fewer than it has. Changes nothing."""
         for count in range(self._attention_blocks(blocks, tokens), 0, -1):
             if ("state", blocks[count - 1]) in self._used:
                 return count * self._block_tokens
@@ -66,7 +66,7 @@ class PrefixCache:
         self.used_bytes = 0
 
     def _attention_blocks(self, blocks: Sequence[int], tokens: int) -> int:
-        """Return how many leading full blocks are here, of at most one token less than the prompt has."""
+        """Return the number of leading full blocks in the cache, of all but the prompt's last token."""
         low, high = 0, min(len(blocks), (tokens - 1) // self._block_tokens)
         while low < high:
             middle = (low + high + 1) // 2
@@ -85,14 +85,7 @@ class PrefixCache:
 
 
 class Caches:
-    """The caches of all instances; those of a cluster share its memory equally.
-
-    Args:
-        scenario: says how much memory each cluster has.
-        instances: whose they are.
-        profiles: by instance.
-
-    """
+    """The caches of all instances; those of a cluster share its memory equally."""
 
     def __init__(self, scenario: Scenario, instances: Sequence[Instance], profiles: Mapping[str, Profile]):
         sharing = Counter(one.cluster for one in instances)
@@ -126,6 +119,5 @@ class Caches:
             cache.insert(blocks, request.arrival.input_tokens)
 
     def clear(self, name: str) -> None:
-        """Forget what an instance had."""
         if name in self._caches:
             self._caches[name].clear()

@@ -36,7 +36,7 @@ class EventQueue:
         self.at(self.now + seconds, action, subject)
 
     def step(self) -> bool:
-        """Do the next thing; False when there is none."""
+        """Run the next action; False when there is none."""
         if not self._heap:
             return False
         self.now, _, action, subject = heappop(self._heap)
@@ -46,7 +46,7 @@ class EventQueue:
 
 Job = TypeVar("Job", bound=Hashable)
 _ROUNDING_SECONDS = 1e-8
-"""What would take less time than this is rounding, and counts as served: the clock itself is no finer on long runs."""
+"""Less time than this is rounding, and counts as served: the clock is no finer on long runs."""
 
 
 class FairShare(Generic[Job]):
@@ -91,7 +91,7 @@ class FairShare(Generic[Job]):
 
     @property
     def busy_seconds(self) -> float:
-        """Time so far in which somebody waited for this resource."""
+        """Time so far in which a job was here."""
         self._advance()
         return self._busy_seconds
 
@@ -126,7 +126,7 @@ class FairShare(Generic[Job]):
         return left
 
     def rate_changed(self) -> None:
-        """Look at `rate_each` again; call it whenever its answer may have changed."""
+        """Ask `rate_each` again; call this whenever its answer may have changed."""
         self._advance()
         if not self._ends:
             self._each = self._sum_of_ends = self._rate = 0.0
@@ -152,7 +152,7 @@ class FairShare(Generic[Job]):
         heappush(self._heap, (self._ends[job], self._said, job))
 
     def _plan(self) -> None:
-        """Be woken at the next end. One that is due earlier finds nothing to do, and plans anew."""
+        """Schedule a wake-up at the next end. An earlier one finds nothing to do, and plans anew."""
         if self._rate <= 0:
             return
         due = self._events.now + max(0.0, self._heap[0][0] - self._each) / self._rate

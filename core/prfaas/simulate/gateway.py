@@ -1,23 +1,22 @@
-"""The gateway's part of a run: the routing table, what is in flight where, and decisions by the live code."""
+"""The gateway of a run: its routing table, the requests in flight, and decisions by the live code."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from prfaas.names import HUB
 from prfaas.routing.decide import decide, decide_again
 from prfaas.routing.facts import Decision, Leg, Route, RoutingFacts, RoutingRule, cached_by_cluster, rule_in_force
 from prfaas.routing.prices import Backlog
 from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import EventQueue
 from prfaas.simulate.request import Request
-from prfaas.simulate.scenario import Scenario
+from prfaas.simulate.scenario import Scenario, instances_of
 from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Cluster, Instance, Role, RoutingTable
+from prfaas.wire.routes import Cluster, RoutingTable
 
 EJECT_SECONDS = 5.0
-"""How long an instance that failed is left alone, as long as a gateway does after some failures in a row."""
+"""Time for which a failed instance gets no request, as after some failures in a row at a gateway."""
 
 
 def routing_table(scenario: Scenario) -> RoutingTable:
@@ -37,35 +36,12 @@ def routing_table(scenario: Scenario) -> RoutingTable:
             Cluster(name=link.name, capacity_mbps=max(1, round(link.capacity_mbps)), utilisation_query="")
             for link in scenario.system.links
         ),
-        instances=tuple(_instances(scenario)),
+        instances=tuple(instances_of(scenario)),
     )
 
 
-def _instances(scenario: Scenario) -> Iterable[Instance]:
-    def made(pool: str, cluster: str, role: Role, name: str) -> Instance:
-        return Instance(name=name, pool=pool, cluster=cluster, role=role, url="")
-
-    for pool in scenario.system.hub:
-        prefilling = scenario.prefilling(pool)
-        for i in range(prefilling):
-            yield made(pool.name, HUB, "prefill", f"{pool.name}-prefill-{i}")
-        for i in range(pool.instances - prefilling):
-            yield made(pool.name, HUB, "decode", f"{pool.name}-decode-{i}")
-    for pool in scenario.system.offload:
-        for i in range(pool.instances):
-            yield made(pool.name, pool.link, "prefill", f"{pool.name}-{i}")
-
-
 class Gateway:
-    """Gathers the facts of each decision.
-
-    Args:
-        events: the run's clock.
-        table: the first routing table.
-        caches: what instances have, as their events tell.
-        profiles: by instance.
-
-    """
+    """Gathers the facts of each decision."""
 
     def __init__(self, events: EventQueue, table: RoutingTable, caches: Caches, profiles: Mapping[str, Profile]):
         self._events = events
@@ -85,7 +61,7 @@ class Gateway:
         self.rule = rule_in_force(self.table, update)
 
     def divide(self, pool: str, prefilling: int) -> None:
-        """Take the table in which so many of a hub pool's instances prefill, and as few as possible change sides."""
+        """Let so many of a hub pool's instances prefill, with as few changes of role as possible."""
         mine = [one for one in self.table.instances if one.pool == pool]
         ordered = sorted(mine, key=lambda one: one.role != "prefill")
         prefills = {one.name for one in ordered[:prefilling]}
@@ -120,7 +96,7 @@ class Gateway:
             self._backlog.add(request, prefiller, route.work, self._events.now)
 
     def leave(self, name: str, request: Request) -> None:
-        """Count it no more on an instance; once is enough."""
+        """Stop counting a request on an instance, if it is counted there."""
         if request in self.on[name]:
             del self.on[name][request]
             self._in_flight[name] -= 1

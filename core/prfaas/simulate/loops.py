@@ -28,7 +28,7 @@ LENGTHS_WINDOW_SECONDS: Final = 300.0
 LENGTHS_STEP_SECONDS: Final = 10.0
 ARRIVALS_WINDOW_SECONDS: Final = 30.0
 SHARER: Final = "{}/prefill"
-"""How the PrefillPool is called here that shares a hub pool's instances."""
+"""Name of the PrefillPool that shares a hub pool's instances."""
 
 
 class _Counted(NamedTuple):
@@ -37,12 +37,7 @@ class _Counted(NamedTuple):
 
 
 class ShortLoop:
-    """The policy's short timescale.
-
-    Args:
-        process: what is watched.
-
-    """
+    """The policy's short timescale."""
 
     def __init__(self, process: RequestProcess):
         table = process.table
@@ -59,7 +54,6 @@ class ShortLoop:
         self._profiles = process.scenario.profiles
 
     def step(self) -> Step:
-        """Measure, and decide."""
         now_seconds = self._process.events.now
         self._count_lengths(now_seconds)
         made = step(
@@ -128,7 +122,7 @@ class ShortLoop:
                 self._lengths.popleft()
 
     def _offered(self, now_seconds: float) -> Offered | None:
-        """Return what came lately and who can prefill it; None before anything came, or where nothing moves."""
+        """Return the latest demand and the pools for it; None before any request, or in a mode that never moves."""
         if self._config.threshold.mode not in ("Auto", "Priced"):
             return None
         demand = demand_of(BINS, self.lengths_lately())
@@ -162,14 +156,7 @@ class _Answers(NamedTuple):
 
 
 class LongLoop:
-    """The policy's long timescale, for a hub of one pool; looks and converts by itself.
-
-    Args:
-        process: what is watched, and converted.
-        short: has measured lengths and links.
-        conversion: the policy's part.
-
-    """
+    """The policy's long timescale, for a hub of one pool; it decides and converts once an interval."""
 
     def __init__(self, process: RequestProcess, short: ShortLoop, conversion: ConversionPolicy):
         self._process = process
@@ -246,7 +233,7 @@ class LongLoop:
         )
 
     def _load(self) -> MeasuredLoad | None:
-        """Return what came and was answered in the last minutes; None: too little to plan with."""
+        """Return the load of the last minutes; None: too little to plan with."""
         lengths, output_tokens = self._short.lengths_lately(), self._output_tokens()
         if sum(lengths) < MIN_PROMPTS or output_tokens is None:
             return None
@@ -259,7 +246,7 @@ class LongLoop:
         )
 
     def _output_tokens(self) -> float | None:
-        """Return the tokens generated a finished answer."""
+        """Return the mean tokens of a finished answer."""
         process, now_seconds = self._process, self._process.events.now
         tokens = sum(one.generated_tokens for one in process.hub.values())
         self._answers.append(_Answers(now_seconds, tokens, process.tally.completed))

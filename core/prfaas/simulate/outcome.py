@@ -1,4 +1,4 @@
-"""What a run tells: one row of figures a request, and a summary in which every request ends exactly once."""
+"""Counts the requests of a run as they end, and sums them up: every request ends exactly once."""
 
 import math
 from array import array
@@ -23,7 +23,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """What the short loop saw and chose at one time; its busiest link speaks for all."""
+    """The short loop's measurements and threshold at one time; the utilisation is the busiest link's."""
 
     at_seconds: float
     threshold_tokens: int

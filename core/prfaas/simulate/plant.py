@@ -18,7 +18,7 @@ from prfaas.routing.links import LinkSample
 from prfaas.simulate.events import EventQueue, FairShare
 from prfaas.simulate.request import Request
 
-Told = Callable[[Request], None]
+Callback = Callable[[Request], None]
 MBIT_BYTES = 1e6 / 8
 
 
@@ -32,7 +32,7 @@ class PrefillServer:
 
     """
 
-    def __init__(self, events: EventQueue, chunk: Told, done: Told):
+    def __init__(self, events: EventQueue, chunk: Callback, done: Callback):
         self._events = events
         self._chunk = chunk
         self._done = done
@@ -47,7 +47,6 @@ class PrefillServer:
 
     @property
     def busy(self) -> bool:
-        """Whether a prompt is being computed."""
         return self._running is not None
 
     def prefill(self, request: Request) -> None:
@@ -95,7 +94,7 @@ class HubServer:
 
     """
 
-    def __init__(self, events: EventQueue, pool: HubPool, admitted: Told, done: Told, prefilled: Told):
+    def __init__(self, events: EventQueue, pool: HubPool, admitted: Callback, done: Callback, prefilled: Callback):
         self._pool = pool
         self._admitted = admitted
         self._done = done
@@ -165,7 +164,7 @@ class _Reading(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """What two readings say together. No delivery where nobody waited."""
+    """The rates between two readings. No delivery where no data waited."""
 
     traffic_mbps: float
     delivery_mbps: float | None
@@ -181,17 +180,9 @@ class _Rates(NamedTuple):
 
 
 class SharedLink:
-    """One link, in the direction to the hub.
+    """One link, in the direction to the hub."""
 
-    Args:
-        events: the run's clock.
-        mbps: what it carries at first.
-        round_trip_seconds: there and back.
-        arrived: called with a request all of whose bytes handed over so far have crossed to the hub.
-
-    """
-
-    def __init__(self, events: EventQueue, mbps: float, round_trip_seconds: float, arrived: Told):
+    def __init__(self, events: EventQueue, mbps: float, round_trip_seconds: float, arrived: Callback):
         self._events = events
         self.round_trip_seconds = round_trip_seconds
         self._mbps = mbps
@@ -201,12 +192,10 @@ class SharedLink:
 
     @property
     def mbps(self) -> float:
-        """What it carries now, each way."""
         return 0.0 if self._cut else self._mbps
 
     @property
     def down(self) -> bool:
-        """Whether nothing crosses at all."""
         return self._cut or self._mbps <= 0
 
     def set_mbps(self, mbps: float) -> None:
@@ -220,7 +209,7 @@ class SharedLink:
         self._changed()
 
     def sample(self, window_seconds: float, waiting_prefills: int) -> LinkSample:
-        """Return what a scheduler would be told now, by rates over a window; a second call takes a new reading."""
+        """Take a reading and return the sample that a scheduler would get now, with rates over a window."""
         now = self._events.now
         self._readings.append(_Reading(now, self.to_hub.served, self.to_hub.busy_seconds))
         while len(self._readings) > 2 and self._readings[1].at_seconds <= now - window_seconds:

@@ -1,4 +1,4 @@
-"""A request: what arrives, and what becomes of it while it is served."""
+"""A request: its arrival, and its state while it is served."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from prfaas.routing.facts import Route
 
 
 class Arrival(NamedTuple):
-    """One request as a trace or a generator tells it.
+    """One request of a trace or a generator.
 
     `blocks` name the prompt's blocks of the trace's own size, the last one perhaps not full. Equal names mean equal
     prompts up to the end of that block. Without any, the prompt shares nothing with others.
@@ -25,9 +25,9 @@ class PrefixFetch(NamedTuple):
     tokens: int
     """Of the prompt's beginning, there when it has come."""
     seconds: float
-    """How long it takes inside a cluster; 0 over a link, where that depends on others."""
+    """Duration inside a cluster; 0 over a link, where it depends on other transfers."""
     link: str
-    """Which it crosses; empty: none, inside a cluster."""
+    """The link that it crosses; empty: none, inside a cluster."""
     nbytes: float
 
 
@@ -67,7 +67,7 @@ class Request:
         self.generated_tokens = 0
         self.first_token_seconds: float | None = None
         self.fetch: PrefixFetch | None = None
-        """What its prefill instance takes from another one first, of its present route."""
+        """The prefix that its prefill instance fetches first, on its present route."""
         self.queued_tokens = 0
         """Tokens that its gateway counts as still to be prefilled."""
         self.prefill_seconds = 0.0
@@ -79,7 +79,7 @@ class Request:
         self.last_bytes = 0.0
         """Bytes that follow the last chunk, with the linear state."""
         self.prefilled = False
-        """Whether its prefill instance has computed all of it."""
+        """True when its prefill instance has computed all of it."""
 
     @property
     def total_tokens(self) -> int:

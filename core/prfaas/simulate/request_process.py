@@ -39,13 +39,7 @@ class _Attempt(NamedTuple):
 
 
 class RequestProcess:
-    """All requests on their way, and what they meet there.
-
-    Args:
-        scenario: validated.
-        tally: told of every arrival and end.
-
-    """
+    """All requests of a run, with the gateway, instances, caches and links that serve them."""
 
     def __init__(self, scenario: Scenario, tally: Tally):
         self.scenario = scenario
@@ -106,11 +100,11 @@ class RequestProcess:
         self.events.after(self.scenario.detection_seconds, self._fail, _Attempt(request, request.run, leg))
 
     def doom_if_stalled(self, request: Request) -> None:
-        """Have whatever a request does over a link fail, if that still carries nothing by then."""
+        """Have a request's use of a link fail, if the link still carries nothing when that is noticed."""
         self.events.after(self.scenario.detection_seconds, self._fail_if_stalled, _Attempt(request, request.run))
 
     def withdraw(self, request: Request) -> None:
-        """Stop whatever is done for a request, and keep what was generated. It stays in flight on its instances."""
+        """Stop all work for a request, and keep the generated tokens. It stays in flight on its instances."""
         route = request.route
         if route is None:
             return
@@ -161,7 +155,7 @@ class RequestProcess:
             self._do_without(request, route, self.links[request.fetch.link])
 
     def _do_without(self, request: Request, route: Route, link: SharedLink) -> None:
-        """Have a local prefill begin whose prefix does not come."""
+        """Begin a local prefill without the prefix, which does not arrive."""
         if request in link.to_hub:
             link.to_hub.remove(request)
             request.fetch = None
@@ -215,7 +209,7 @@ class RequestProcess:
             self._submit(attempt.request)
 
     def _stands(self, attempt: _Attempt) -> bool:
-        """Tell whether a request is still on that route, and who prefills lives."""
+        """Return True while the request is on that route and its prefill instance lives."""
         route = attempt.request.route
         return attempt.request.run == attempt.run and route is not None and _prefiller(route).name not in self.dead
 
@@ -310,8 +304,6 @@ class RequestProcess:
 
     def _last(self, request: Request) -> None:
         self._end(request, "completed")
-
-    # Small questions.
 
     def _link(self, route: Route) -> SharedLink:
         return self.links[_prefiller(route).cluster]

@@ -21,13 +21,12 @@ HALVINGS: Final = 6
 def simulate(
     scenario: Scenario, arrivals: Iterable[Arrival], tally: Tally, progress: Callable[[int], None] | None = None
 ) -> Result:
-    """Serve the arrivals, which are in order of time, and return what came of it.
+    """Serve the arrivals, which are in order of time, and return the result.
 
-    Args:
-        scenario: what serves them; raises ConfigError where it makes no sense.
-        arrivals: read as they are needed.
-        tally: a fresh one.
-        progress: called now and then with how many requests have arrived.
+    The tally is a fresh one. `progress` is called now and then with the number of requests that have arrived.
+
+    Raises:
+        ConfigError: the scenario makes no sense.
 
     """
     return _Run(scenario.validated(), iter(arrivals), tally, progress).result()
@@ -92,12 +91,7 @@ class _Run:
 
 
 class Faults:
-    """Puts a scenario's schedules and failures onto the clock.
-
-    Args:
-        process: those that they befall.
-
-    """
+    """Puts a scenario's schedules and failures onto the clock."""
 
     def __init__(self, process: RequestProcess):
         self._process = process
@@ -144,7 +138,7 @@ class Faults:
             process.doom(request, "decode" if route is not None and route.decode.name == name else "prefill")
 
     def _notice(self, link: str) -> None:
-        """Let whoever needs the link find out that it stands still."""
+        """Make the requests that need the link notice that it carries nothing."""
         process = self._process
         if not process.links[link].down:
             return

@@ -1,4 +1,4 @@
-"""What is simulated: a system, how its hub is split into roles, the policy, and what befalls links and instances.
+"""The scenario of a run: a system, the split of its hub into roles, the policy, and the faults.
 
 Everything is a frozen value in seconds, bytes, tokens and Mbit/s. A link stands for its member cluster, under the same
 name. A scenario says nothing of the requests: they come from a trace or a generator (`prfaas.simulate.arrivals`).
@@ -14,7 +14,7 @@ from prfaas.capacity.system import HubPool, System, check
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import LinkWatermarks, OnOffloadFailure, Threshold
+from prfaas.wire.routes import Instance, LinkWatermarks, OnOffloadFailure, Role, Threshold
 
 PolicyName = Literal["threshold", "price", "static", "naive", "homogeneous"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -23,7 +23,7 @@ naive: everything is offloaded. homogeneous: nothing is."""
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link really does, whatever capacity was declared for it."""
+    """The real behaviour of a link, whatever capacity was declared for it."""
 
     round_trip_seconds: float = 0.0
     schedule: tuple[tuple[float, float], ...] = ()
@@ -40,7 +40,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversionPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How the long loop converts the hub's instances, with a policy's own defaults."""
+    """The long loop's settings for conversions, with a policy's own defaults."""
 
     interval_seconds: float = 60.0
     cooldown_seconds: float = 300.0
@@ -51,7 +51,7 @@ class ConversionPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """The part that a PrfaaSPolicy says."""
+    """The settings of a PrfaaSPolicy that a run needs."""
 
     threshold: Threshold
     watermarks: LinkWatermarks = LinkWatermarks(high_percent=80, low_percent=50)
@@ -67,7 +67,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     system: System
     prefill_instances: Mapping[str, int]
-    """How many of each hub pool's instances prefill at first; the rest decode."""
+    """Instances of each hub pool that prefill at first; the rest decode."""
     policy: Policy
     conditions: Mapping[str, Conditions] = {}
     """By link."""
@@ -79,7 +79,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 512
     """Tokens of a block, as the arrivals name them."""
     detection_seconds: float = 1.0
-    """How long a dead instance, or a link that stands still, is waited for."""
+    """Time until a dead instance, or a link that carries nothing, is noticed."""
     attempts: int = 4
     """Routes that one request may be given."""
 
@@ -98,7 +98,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def offloads(self) -> bool:
-        """Whether anything may ever be offloaded."""
         return bool(self.system.offload) and self.policy.threshold.mode != "Disabled"
 
     @property
@@ -148,11 +147,23 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         yield "blockTokens", self.block_tokens, self.block_tokens >= 1, "at least 1"
 
 
-def instance_names(scenario: Scenario) -> list[str]:
-    """Return the names of all instances, as failures and reports use them."""
-    names: list[str] = []
+def instances_of(scenario: Scenario) -> Iterable[Instance]:
+    """Yield the instances at the start, each in its role."""
+
+    def made(pool: str, cluster: str, role: Role, name: str) -> Instance:
+        return Instance(name=name, pool=pool, cluster=cluster, role=role, url="")
+
     for pool in scenario.system.hub:
         prefilling = scenario.prefilling(pool)
-        names += [f"{pool.name}-prefill-{i}" for i in range(prefilling)]
-        names += [f"{pool.name}-decode-{i}" for i in range(pool.instances - prefilling)]
-    return names + [f"{pool.name}-{i}" for pool in scenario.system.offload for i in range(pool.instances)]
+        for i in range(prefilling):
+            yield made(pool.name, HUB, "prefill", f"{pool.name}-prefill-{i}")
+        for i in range(pool.instances - prefilling):
+            yield made(pool.name, HUB, "decode", f"{pool.name}-decode-{i}")
+    for pool in scenario.system.offload:
+        for i in range(pool.instances):
+            yield made(pool.name, pool.link, "prefill", f"{pool.name}-{i}")
+
+
+def instance_names(scenario: Scenario) -> list[str]:
+    """Return the names of all instances, as failures and reports use them."""
+    return [one.name for one in instances_of(scenario)]

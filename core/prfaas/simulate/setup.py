@@ -1,4 +1,4 @@
-"""From a described system and its `simulation` section to a scenario for each policy.
+"""Makes a scenario for each policy from a described system and its `simulation` section.
 
     requests, seed      how many, and of which random numbers
     load                share of the planned lambda_max that arrives; or ratePerSecond
@@ -63,13 +63,13 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Weather(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link goes through; a period of 0 never repeats."""
+    """The capacity of a link over time; a period of 0 never repeats."""
 
     round_trip_seconds: float = 0.0
     schedule: tuple[tuple[float, float], ...] = ()
     every_seconds: float = 0.0
     low_seconds: float | None = None
-    """How long it is low at the end of each period; None: it swings between high and low."""
+    """Time at the end of each period in which capacity is low; None: it swings between high and low."""
     low_mbps: float = 0.0
 
     def conditions(self, high_mbps: float, horizon_seconds: float) -> Conditions:
@@ -243,7 +243,7 @@ def rate(file: PlanFile, setup: Setup) -> float:
 
 
 def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: float) -> Scenario:
-    """Return what serves under a policy.
+    """Return the scenario of a policy.
 
     Raises:
         ConfigError: nothing can, or the section names what is not there.
@@ -282,7 +282,7 @@ def _failures(file: PlanFile, setup: Setup, there: Scenario) -> tuple[Failure, .
 
 
 def _is_of_hub(file: PlanFile, name: str) -> bool:
-    """Whether an instance of the hub has this name in some split; baselines have a larger hub."""
+    """Return True when an instance of the hub has this name in some split; baselines have a larger hub."""
     stem, _, number = name.rpartition("-")
     roles = {f"{pool.name}-{role}" for pool in file.system.hub for role in ("prefill", "decode")}
     return (

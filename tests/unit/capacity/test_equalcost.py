@@ -63,6 +63,17 @@ def test_prices_that_buy_no_hub_at_all_name_the_field():
         comparison._alone(with_costs(0.1, 1000.0), 900.0)
 
 
+@pytest.mark.parametrize("cost", [1e-12, 1e-86, 5e-324])
+def test_a_hub_for_nothing_names_the_field(cost: float):
+    with pytest.raises(ConfigError, match=r"hub\.pd\.costPerHour is .* check costPerHour"):
+        comparison.compare_costs(with_costs(2.0, cost), paper().workload)
+
+
+@pytest.mark.parametrize("cost", [1e-12, 1e-86, 5e-324])
+def test_offload_for_nothing_is_counted(cost: float):
+    assert found(cost, 2.0).best_mix.lambda_max > 0
+
+
 @pytest.mark.parametrize(
     ("cost", "said"), [(0, "costPerHour is 0; it must be above 0"), ("2 EUR", "costPerHour is '2 EUR'")]
 )

@@ -18,8 +18,8 @@ lengths = st.lists(st.integers(1, 200_000), min_size=1, max_size=60)
 
 def test_the_papers_workload_has_the_published_shares():
     assert PAPER.mean_tokens == pytest.approx(27_300, rel=0.02)
-    assert PAPER.share_above(19_400) == pytest.approx(0.496, abs=0.001)
-    assert PAPER.mean_above(19_400) == pytest.approx(44_000, rel=0.03)
+    assert PAPER.above(19_400).share == pytest.approx(0.496, abs=0.001)
+    assert PAPER.above(19_400).mean_tokens == pytest.approx(44_000, rel=0.03)
 
 
 @pytest.mark.parametrize("threshold", [500, 5_000, 19_400, 100_000])

@@ -72,7 +72,7 @@ BOTTLENECKS = {
     "decode": (world(offload=8, hub=(6, 3)), 3 * 0.782),
     "link": (
         world(link_mbps=5_000, offload=8, hub=(6, 9)),
-        5e9 / (8 * (FAST.state_bytes * DRAWN.share_above(T) + FAST.token_bytes * DRAWN.above(T).tokens)),
+        5e9 / (8 * (FAST.state_bytes * DRAWN.above(T).share + FAST.token_bytes * DRAWN.above(T).tokens)),
     ),
 }
 
