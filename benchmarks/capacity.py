@@ -22,7 +22,7 @@ from prfaas.capacity.optimum import Plan
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.system import System
 from prfaas.cli.plan import load
-from prfaas.cli.simulate import Load
+from prfaas.cli.simulate import SimulatedLoad
 from prfaas.simulate.arrivals import poisson
 from prfaas.simulate.outcome import Result, Tally
 from prfaas.simulate.run import simulate
@@ -78,7 +78,7 @@ def times(file: PlanFile, name: str, system: System, plan: Plan) -> Iterator[Fig
 
 def recovery(load: float) -> Iterator[Figure]:
     """The link falls for good to a fifth, at a share of the load that the best threshold then still carries."""
-    loaded = Load(EXAMPLES / "simulate.yaml", None, None, requests=FALL_REQUESTS)
+    loaded = SimulatedLoad(EXAMPLES / "simulate.yaml", None, None, requests=FALL_REQUESTS)
     system = loaded.file.system
     (link,) = system.links
     low = msgspec.structs.replace(link, capacity_mbps=LOW_SHARE * link.capacity_mbps)

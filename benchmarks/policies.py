@@ -20,7 +20,7 @@ from statistics import mean
 import msgspec
 from benchmarks.report import Figure, run
 
-from prfaas.cli.simulate import Load
+from prfaas.cli.simulate import SimulatedLoad
 from prfaas.simulate.outcome import Result
 from prfaas.simulate.scenario import PolicyName
 from prfaas.simulate.setup import Setup, Weather, planned
@@ -62,7 +62,7 @@ ON_TRACES = (
 class Runs:
     """One trial with several seeds."""
 
-    def __init__(self, load: Load, trial: Trial, seeds: Sequence[int]):
+    def __init__(self, load: SimulatedLoad, trial: Trial, seeds: Sequence[int]):
         self._load = load
         plan = planned(load.file, "static")[1]
         self._planned_tokens = plan.threshold_tokens or 1
@@ -93,7 +93,7 @@ class Runs:
             self._load.setup = before
 
 
-def _swinging(load: Load) -> dict[str, Weather]:
+def _swinging(load: SimulatedLoad) -> dict[str, Weather]:
     return {
         link.name: Weather(every_seconds=SWING_SECONDS, low_mbps=LOW_SHARE * link.capacity_mbps)
         for link in load.file.system.links
@@ -102,7 +102,7 @@ def _swinging(load: Load) -> dict[str, Weather]:
 
 def figures(given: argparse.Namespace) -> Iterator[Figure]:
     """Serve every trial under every policy."""
-    load = Load(given.file, given.trace, None)
+    load = SimulatedLoad(given.file, given.trace, None)
     seeds = [given.first_seed] if given.trace else range(given.first_seed, given.first_seed + given.seeds)
     for trial in ON_TRACES if given.trace else TRIALS:
         runs = Runs(load, trial, seeds)

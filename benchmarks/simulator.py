@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.report import Figure, run
 
-from prfaas.cli.simulate import Load
+from prfaas.cli.simulate import SimulatedLoad
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import RoutingFacts, rule_in_force
 from prfaas.simulate.gateway import routing_table
@@ -28,7 +28,7 @@ REACH_FOR = 1_000_000
 DECISIONS = 20_000
 
 
-def decide_seconds(loaded: Load, policy: str) -> float:
+def decide_seconds(loaded: SimulatedLoad, policy: str) -> float:
     """Time of one decision on the scenario's own routing table."""
     table = routing_table(scenario(loaded.file, loaded.setup, policy, 1.0))
     rule = rule_in_force(table, None)
@@ -45,7 +45,7 @@ def decide_seconds(loaded: Load, policy: str) -> float:
 
 
 def figures(given: argparse.Namespace) -> Iterator[Figure]:
-    loaded = Load(PAPER, None, None, requests=given.requests)
+    loaded = SimulatedLoad(PAPER, None, None, requests=given.requests)
     each_seconds = decide_seconds(loaded, given.policy)
 
     def show(arrived: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from benchmarks.report import Figure, run
 
-from prfaas.cli.simulate import Load
+from prfaas.cli.simulate import SimulatedLoad
 from prfaas.simulate.outcome import Result
 from prfaas.simulate.run import highest_rate
 from prfaas.simulate.scenario import POLICIES, PolicyName
@@ -67,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def rows(path: Path, loads: Sequence[float]) -> Iterator[Row]:
     """Serve a trace under every policy."""
-    load = Load(SYSTEM, path, None)
+    load = SimulatedLoad(SYSTEM, path, None)
     load.setup = msgspec.structs.replace(load.setup, links={})
     highest = planned(load.file, "static")[1].lambda_max
     for policy in POLICIES:
@@ -81,7 +81,7 @@ def rows(path: Path, loads: Sequence[float]) -> Iterator[Row]:
             )
 
 
-def _within_slo(load: Load, policy: PolicyName, start: float) -> float:
+def _within_slo(load: SimulatedLoad, policy: PolicyName, start: float) -> float:
     limit_seconds = (load.file.slo.ttft_millis or 0.0) / 1000
 
     def keeps(rate_per_second: float) -> bool:
@@ -119,7 +119,7 @@ def figures(given: argparse.Namespace) -> Iterator[Figure]:
     """Compute everything."""
     found = [row for path in given.traces for row in rows(path, given.loads)]
     if given.write:
-        slo_millis = Load(SYSTEM, None, None).file.slo.ttft_millis or 0.0
+        slo_millis = SimulatedLoad(SYSTEM, None, None).file.slo.ttft_millis or 0.0
         PAGE.write_text(page(found, slo_millis / 1000), encoding="utf-8")
     for row in found:
         where = f"{row.trace}, {row.policy}, {row.load:.0%}"

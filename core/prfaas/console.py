@@ -1,7 +1,7 @@
 """Parses flags from a struct, shows `--version`, and ends a command after an error with one line.
 
-The flags of a deployable are the fields of one struct. Each field is annotated with its typer option, so that what a
-process was started with is defined once, may cross a process boundary, and is what the code gets.
+The flags of a deployable are the fields of one struct, each annotated with its typer option. So each flag is defined
+once, and the code gets the struct, which may also cross a process boundary.
 """
 
 import inspect
@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
@@ -26,11 +27,14 @@ EXTRAS: Final = {
     "prfaas_scheduler": "scheduler",
     "prfaas_worker": "worker",
 }
-"""Which extra installs what a package imports."""
+"""The extra that installs a package's imports."""
 
 LogFormatOption = Annotated[LogFormat, typer.Option(envvar=FORMAT_VARIABLE, help="How log lines are written.")]
 TableOrJson = Annotated[Literal["table", "json"], typer.Option("--output", "-o", help="How the result is printed.")]
 TextOrJson = Annotated[Literal["text", "json"], typer.Option("--output", "-o", help="How the result is printed.")]
+HubContext = Annotated[str | None, typer.Option(help="Kubeconfig context of the hub; the current one if not given.")]
+HubKubeconfig = Annotated[Path | None, typer.Option(help="Kubeconfig file of the hub; the usual one if not given.")]
+HubNamespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the hub where prfaas is installed.")]
 
 
 def new_app(**settings: Any) -> typer.Typer:
@@ -43,7 +47,7 @@ def read_options(options: Callable[..., T], name: str, text: str, arguments: Seq
 
     Args:
         options: the struct. Fields with a typer option are flags; a tuple of any length is a flag that may be repeated.
-        name: what the program is called.
+        name: the program's name.
         text: its help, with an example.
         arguments: the command line; that of the process if None.
 
@@ -103,9 +107,9 @@ def run_program(name: str, run: Callable[[], object], *, extra: str = "", config
     """Run a program and exit with the code that it returns; after an error of ours print one line.
 
     Args:
-        name: what it is called.
+        name: its name.
         run: the program.
-        extra: the one that installs what it imports; if empty, that of the package in which an import fails.
+        extra: installs its imports; if empty, the extra of the package in which an import fails.
         config_code: exit code of a ConfigError. Another error of ours is 1, a missing extra 2, Ctrl-C 130.
 
     """

@@ -17,6 +17,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas import identity
 from prfaas.errors import ConfigError, PrfaasError
+from prfaas.util import WatchedFiles
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,10 @@ KEY: Final = "tls.key"
 AUTHORITIES: Final = "ca.crt"
 FILES: Final = (CERTIFICATE, KEY, AUTHORITIES)
 RETRY_SECONDS: Final = 1.0
-"""How often files that cannot be used are looked at again although nothing about them changed."""
+"""How often files that cannot be used are read again although they did not change."""
 
 T = TypeVar("T")
 C = TypeVar("C", bound=ssl.SSLContext)
-Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Files(NamedTuple):
@@ -41,7 +41,7 @@ class Files(NamedTuple):
     validity: identity.Validity
     chain_and_key: bytes
     authorities: bytes
-    """The bundle as it lies in the directory, PEM."""
+    """The bundle as the directory holds it, PEM."""
     trusted: str
     """The bundle as OpenSSL takes it."""
 
@@ -51,10 +51,10 @@ class CredentialFiles(Generic[T]):
 
     Args:
         directory: with tls.crt, tls.key and ca.crt.
-        make: makes of them what connections use; may raise OSError where OpenSSL does not take them.
+        make: makes of the files what connections use; may raise OSError where OpenSSL does not take them.
 
     Raises:
-        ConfigError: they cannot be used at the start.
+        ConfigError: the files cannot be used at the start.
 
     """
 
@@ -62,7 +62,8 @@ class CredentialFiles(Generic[T]):
         self.directory = Path(directory)
         self._make = make
         self._lock = threading.Lock()
-        self._seen = self._stamp()
+        self._watched = WatchedFiles(self.directory / name for name in FILES)
+        self._watched.changed()  # from here on
         self._retry_at = 0.0
         self._problem = ""
         try:
@@ -79,9 +80,7 @@ class CredentialFiles(Generic[T]):
     def now(self) -> T:
         """Return the object for new connections, made anew if the files changed."""
         with self._lock:
-            stamp = self._stamp()
-            if stamp != self._seen or (self._problem and time.monotonic() >= self._retry_at):
-                self._seen = stamp
+            if self._watched.changed() or (self._problem and time.monotonic() >= self._retry_at):
                 self._retry_at = time.monotonic() + RETRY_SECONDS
                 self._renew()
             return self._made
@@ -98,16 +97,6 @@ class CredentialFiles(Generic[T]):
             self._files, self._problem = files, ""
             ends = files.validity.not_after
             log.info("credentials of cluster %s are in use, valid until %s", files.cluster, f"{ends:%F %R} UTC")
-
-    def _stamp(self) -> Stamp:
-        found: list[tuple[int, int, int]] = []
-        for name in FILES:
-            try:
-                stat = (self.directory / name).stat()
-                found.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
-            except OSError:
-                found.append((0, 0, 0))
-        return tuple(found)
 
     def _read(self, generation: int) -> Files:
         certificate, key, authorities = (self._bytes(name) for name in FILES)

@@ -31,12 +31,12 @@ from prfaas.errors import ConfigError, IdentityError
 URI_PREFIX: Final = "spiffe://prfaas.io/cluster/"
 DNS_SUFFIX: Final = ".prfaas.internal"
 CLOCK_SKEW: Final = datetime.timedelta(minutes=10)
-"""How far validity reaches back, for peers whose clocks are slow."""
+"""How far validity reaches back, for peers with slow clocks."""
 RENEW_AFTER: Final = 2 / 3
 """Part of its life after which a certificate is renewed."""
 _MAX_DEPTH: Final = 4
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-"""The same as for a MemberCluster."""
+"""A MemberCluster's name has the same form."""
 
 
 class Validity(NamedTuple):
@@ -52,11 +52,11 @@ class KeyPair:
     key: bytes = field(repr=False)
 
 
-class Facts(NamedTuple):
+class CertificateFacts(NamedTuple):
     cluster: str
     validity: Validity
     authority: str
-    """Fingerprint of the trusted authority that its chain leads to."""
+    """Fingerprint of the trusted authority at the end of its chain."""
 
 
 def valid_for(now: datetime.datetime, days: float) -> Validity:
@@ -151,7 +151,7 @@ def fingerprints(text: bytes) -> dict[str, bytes]:
     return {_fingerprint(one): _pem(one) for one in _load_all(text)} if text.strip() else {}
 
 
-def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime) -> Facts:
+def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime) -> CertificateFacts:
     """Check an instance's credentials as its peers do: key, chain and cluster.
 
     Raises ConfigError for unreadable or unmatched texts, IdentityError for credentials that peers would refuse.
@@ -160,7 +160,7 @@ def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime
     if _load_key(key).public_key() != leaf.public_key():
         raise ConfigError("the private key is not the certificate's; issue both together")
     authority = _check_chain(leaf, intermediates, _load_all(trusted), now)
-    return Facts(_cluster_of(leaf), validity_of(leaf), _fingerprint(authority))
+    return CertificateFacts(_cluster_of(leaf), validity_of(leaf), _fingerprint(authority))
 
 
 def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> str:
@@ -317,7 +317,7 @@ def _load_all(text: bytes) -> list[x509.Certificate]:
 def _load_key(text: bytes) -> PrivateKeyTypes:
     try:
         return serialization.load_pem_private_key(text, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # its text may hold parts of the key
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # the error's text may hold parts of the key
         raise ConfigError("the private key cannot be read; give an unencrypted PEM file") from None
 
 

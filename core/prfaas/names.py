@@ -22,7 +22,7 @@ LABEL_ROLE: Final = f"{GROUP}/role"  # prefill | decode
 HUB: Final = "hub"
 
 ANNOTATION_SCHEME: Final = f"{GROUP}/scheme"
-"""Of a pod with its cluster's certificate: https. A worker's API port is inside TLS then; a gateway reaches such."""
+"""`https` on a pod with its cluster's certificate: its API port then uses TLS."""
 
 FINALIZER: Final = f"{GROUP}/cleanup"
 FIELD_MANAGER_OPERATOR: Final = "prfaas-operator"
@@ -31,9 +31,9 @@ FIELD_MANAGER_SCHEDULER: Final = "prfaas-scheduler"
 # The worker exposes two ports, and no more: a member cluster's firewall opens exactly these.
 WORKER_API_PORT: Final = 8000
 WORKER_DATA_PORT: Final = 8001
-# Where engines of others want more: the ports that they have by themselves.
+# Foreign engines need more ports; these are their own defaults.
 BOOTSTRAP_PORT: Final = 8998
-"""SGLang, and vLLM with Mooncake: where a prefill instance tells how its cache is reached."""
+"""SGLang, and vLLM with Mooncake: a prefill instance tells there how to reach its cache."""
 SIDE_CHANNEL_PORT: Final = 5600
 """vLLM with NIXL: handshakes."""
 KV_EVENTS_PORT: Final = 5557
@@ -46,7 +46,7 @@ OPERATOR_HEALTH_PORT: Final = 8081
 # Secrets that belong to the operator: no pool may read them.
 AUTHORITY_SECRET: Final = "prfaas-ca"  # noqa: S105  # a name
 TLS_SECRET: Final = "prfaas-tls"  # noqa: S105  # a name
-"""What every cluster's instances mount; the hub's gateways too."""
+"""Every cluster's instances mount it, and so do the hub's gateways."""
 KUBECONFIG_SECRET_SUFFIX: Final = "-kubeconfig"  # noqa: S105  # a name
 
 ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData

@@ -1,8 +1,8 @@
-"""Ports for processes that must be told where to listen before they start.
+"""Chooses free ports for processes that need them on their command line.
 
-Between the choice and the listening anything may take a port. What usually does is an outgoing connection, whose port
-the kernel takes from its ephemeral range (net.ipv4.ip_local_port_range, from 32768); these are below it, and below the
-node ports of Kubernetes (30000).
+Any program may take a port between the choice and the listening. Usually that is an outgoing connection, whose port the
+kernel takes from its ephemeral range (net.ipv4.ip_local_port_range, from 32768). The ports chosen here are below it,
+and below the node ports of Kubernetes (30000).
 """
 
 import errno
@@ -16,7 +16,7 @@ PORTS: Final = range(12_000, 30_000)
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Return different ports that nothing listens on just now.
+    """Return different ports on which nothing listens now.
 
     Raises:
         OSError: the address is not this machine's, or too few ports are left.

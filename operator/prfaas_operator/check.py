@@ -17,7 +17,7 @@ from prfaas_operator.plan.credentials import Access, TokenFacts, has_expired, re
 from prfaas_operator.plan.member import users_of
 from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.members import access_from
-from prfaas_operator.render import account
+from prfaas_operator.render import service_account
 from prfaas_operator.render.gateway import read_config_map
 
 LINK_HEALTHY: Final = "LinkHealthy"
@@ -132,7 +132,7 @@ def _not_from_here(member: MemberCluster, error: PrfaasError) -> Finding:
 
 
 async def _rights(there: ClusterClient) -> dict[str, bool]:
-    (role,) = [one for one in account.member_account(there.namespace) if one["kind"] == kinds.ROLE.name]
+    (role,) = [one for one in service_account.member_account(there.namespace) if one["kind"] == kinds.ROLE.name]
     asked: list[tuple[str, dict[str, str]]] = []
     for rule in role["rules"]:
         group, resource = rule["apiGroups"][0], rule["resources"][0]

@@ -12,15 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from prfaas.api import MemberCluster
-from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
-from prfaas.console import TableOrJson, new_app
+from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, new_app
 from prfaas_operator import join as work
 from prfaas_operator.check import check, is_well
 from prfaas_operator.clusters.connect import KubeContext
 from prfaas_operator.plan.conditions import REACHABLE, READY
 from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
 from prfaas_operator.plan.reading import read
-from prfaas_operator.render.account import Registration
+from prfaas_operator.render.service_account import Registration
 
 app = new_app(help="Register member clusters in the hub.", no_args_is_help=True)
 

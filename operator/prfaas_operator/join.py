@@ -16,8 +16,8 @@ from prfaas_operator.plan.conditions import READY
 from prfaas_operator.plan.credentials import SECONDS_PER_DAY, parse_kubeconfig
 from prfaas_operator.plan.member import users_of
 from prfaas_operator.plan.reading import read
-from prfaas_operator.render import account
-from prfaas_operator.render.account import Registration
+from prfaas_operator.render import service_account
+from prfaas_operator.render.service_account import Registration
 
 POLL_SECONDS: Final = 0.3
 AUTHORITY_SECONDS: Final = 30.0
@@ -43,18 +43,18 @@ async def join(
     """
     async with open_context(member) as there, open_context(hub) as here:
         await _make_account(there.cluster)
-        token = await there.cluster.create_token(account.ACCOUNT, token_days * SECONDS_PER_DAY)
+        token = await there.cluster.create_token(service_account.ACCOUNT, token_days * SECONDS_PER_DAY)
         authority = there.ca_pem or await _authority(there.cluster)
-        document = account.kubeconfig(registration.name, server or there.server, authority, token)
+        document = service_account.kubeconfig(registration.name, server or there.server, authority, token)
         parse_kubeconfig(document.encode())  # Refuse here what the operator would refuse later.
-        await here.cluster.apply(account.secret(registration.name, document))
-        await here.cluster.apply(account.member_cluster(registration))
+        await here.cluster.apply(service_account.secret(registration.name, document))
+        await here.cluster.apply(service_account.member_cluster(registration))
         return await _until_ready(here.cluster, registration.name, wait_seconds)
 
 
 async def _make_account(member: ClusterClient) -> None:
     """Create the missing parts of the member's account, and update the parts that an earlier join made."""
-    for manifest in account.member_account(member.namespace):
+    for manifest in service_account.member_account(member.namespace):
         kind, name = kinds.BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
         live = await member.get(kind, name)
         if live is None:
@@ -64,7 +64,7 @@ async def _make_account(member: ClusterClient) -> None:
                 continue  # another client was faster
         elif _is_own(live):
             await member.apply(manifest)
-    await _delete_own(member, kinds.SECRET, account.OLD_TOKEN_SECRET)
+    await _delete_own(member, kinds.SECRET, service_account.OLD_TOKEN_SECRET)
 
 
 async def _authority(member: ClusterClient) -> str:
@@ -118,7 +118,7 @@ async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_se
         await _delete_own(here.cluster, kinds.SECRET, read(MemberCluster, live).spec.kubeconfig_secret_ref.name)
     if member is not None:
         async with open_context(member) as there:
-            for manifest in account.member_account(member.namespace):
+            for manifest in service_account.member_account(member.namespace):
                 if manifest["kind"] != kinds.NAMESPACE.name:
                     await _delete_own(there.cluster, kinds.BY_NAME[manifest["kind"]], manifest["metadata"]["name"])
 
@@ -142,7 +142,7 @@ async def _delete_own(cluster: ClusterClient, kind: ObjectKind, name: str) -> No
 
 def _is_own(live: Object) -> bool:
     labels = live["metadata"].get("labels") or {}
-    return all(labels.get(label) == value for label, value in account.LABELS.items())
+    return all(labels.get(label) == value for label, value in service_account.LABELS.items())
 
 
 async def members(hub: KubeContext) -> list[tuple[MemberCluster, tuple[str, ...]]]:

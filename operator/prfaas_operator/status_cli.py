@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
-from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
-from prfaas.console import TableOrJson, new_app
+from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, new_app
 from prfaas.errors import PeerError
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient

@@ -1,1 +1,1 @@
-"""The scheduler sidecar: Prometheus in, threshold out to the gateway of its pod, status out to the policy."""
+"""The scheduler sidecar: reads Prometheus, sets the threshold of its pod's gateway, writes the policy's status."""

@@ -1,4 +1,4 @@
-"""The gateway's control socket, from the scheduler's side: the routing table and counters in, the threshold out."""
+"""Calls the gateway's control socket: reads the routing table and the counters, and sets the threshold."""
 
 from pathlib import Path
 from types import TracebackType
@@ -33,11 +33,10 @@ class GatewayClient:
             await self._http.close()
 
     async def table(self) -> routes.RoutingTable:
-        """Return the routing table in force."""
         return routes.decode(await self._call("GET", "/table"))
 
     async def counters(self) -> Counters:
-        """Return what the gateway counted since its start."""
+        """Return the gateway's counters since its start."""
         try:
             return msgspec.json.decode(await self._call("GET", "/counters"), type=Counters)
         except msgspec.DecodeError as error:
@@ -49,7 +48,7 @@ class GatewayClient:
 
     async def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
         if self._http is None:
-            raise RuntimeError("Gateway is used outside its `async with` block")
+            raise RuntimeError("GatewayClient is used outside its `async with` block")
         what = f"{method} {path} on {self._socket}"
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:

@@ -1,8 +1,7 @@
-"""One step an interval: read table and counters from the gateway, measure, decide, push the threshold, keep a report.
+"""Runs one step an interval: read the gateway's table and counters, measure, decide, push the threshold, report.
 
-Everything around it may be missing: a gateway that has not started, a Prometheus that is down or talks nonsense. A
-round that cannot be done is left out and the next one comes on time; what the controller knows survives the gap. The
-decision itself is prfaas.routing.controller's.
+The gateway may not have started, and Prometheus may be down or answer nonsense. A round that fails is left out and the
+next one comes on time; the controller's state survives the gap. prfaas.routing.controller makes the decision itself.
 """
 
 import asyncio
@@ -27,7 +26,6 @@ from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.routes import RoutingTable
 from prfaas_scheduler import observe, status
 from prfaas_scheduler.gateway import GatewayClient
-from prfaas_scheduler.history import CounterHistory
 from prfaas_scheduler.measure import NOTHING, Measurements, measure
 from prfaas_scheduler.metrics import SchedulerMetrics
 from prfaas_scheduler.prometheus import Prometheus
@@ -39,7 +37,7 @@ MAX_QUERY_SECONDS = 5.0
 
 
 class Known(NamedTuple):
-    """What the controller knows, and the policy's part that it was learned under."""
+    """The controller's state, and the configuration that it was learned under."""
 
     config: Config
     state: State
@@ -68,15 +66,14 @@ class Loop:
         self._metrics = metrics
         self._clock = clock
         self._failures = LogOnce(log)
-        self._history = CounterHistory()
+        self._history = observe.CounterHistory()
         self._known: Known | None = None
         self._observed: Mapping[str, Any] | None = None
         self._observe_at = float("-inf")
         self.report: status.Report | None = None
-        """What the policy's status should say; None before the first step."""
+        """What the policy's status should say, None before the first step."""
 
     async def run(self) -> None:
-        """Step until cancelled."""
         while True:
             started = self._clock()
             interval_seconds = await self.once()
@@ -104,7 +101,7 @@ class Loop:
         if self._clock() >= self._observe_at:
             self._observed = await self._observe(table, measured, step) or self._observed
         offloaded = self._history.offloaded_percent()
-        self.report = status.report(table, step, measured.errors, offloaded, self.report, self._observed)
+        self.report = status.report_of(table, step, measured.errors, offloaded, self.report, self._observed)
         return float(table.short_interval_seconds)
 
     async def _measure(self, table: RoutingTable) -> Measurements:
@@ -125,13 +122,13 @@ class Loop:
         if not table.prometheus_url or measured.errors or step.metrics == "Stale" or arrivals is None:
             return None
         try:
-            figures = await self._prometheus(table).vector(observe.query(table))
+            figures = await self._prometheus(table).vector(observe.query_of(table))
         except PrfaasError as error:
             self._complain((error,))
             return None
         self._observe_at = self._clock() + observe.OBSERVE_SECONDS
         seen = observe.Seen(self._history.lengths(), arrivals, step.links, measured.profiles)
-        return observe.summary(seen, figures, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        return observe.summarise(seen, figures, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     def _complain(self, errors: tuple[PrfaasError, ...]) -> None:
         self._metrics.query_errors.inc(len(errors))
@@ -180,7 +177,6 @@ def permitted(table: RoutingTable) -> RoutingTable:
 
 
 def config_of(table: RoutingTable) -> Config:
-    """Return the controller's part of a table."""
     return Config(threshold=table.threshold, watermarks=table.watermarks, stale_after_seconds=table.stale_after_seconds)
 
 

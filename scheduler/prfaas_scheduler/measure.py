@@ -1,24 +1,31 @@
-"""What the scheduler asks Prometheus, and how the answers become samples of links.
+"""Asks Prometheus for the figures of every link and pool, and makes samples of links and profiles of pools of them.
 
 Our own figures of all clusters come from one query, so that they belong to one moment. Each is summed by the label
-`cluster`, which the scrape configuration takes from the pods' own labels; the hub's row tells a dead link (the hub was
-measured, the member was not) from blind metrics (nobody was). Of what a member's instances send, only what goes to the
-hub, or to a peer whose name is not known, crosses its link. The traffic comes from each MemberCluster's own
-utilisationQuery, which may as well read a router.
+`cluster`, which the scrape configuration takes from the pods' own labels. The hub's row distinguishes a dead link (the
+hub was measured, the member was not) from missing metrics (no cluster was measured). Only bytes that a member's
+instances send to the hub, or to a peer of unknown name, cross its link. The traffic comes from each MemberCluster's own
+utilisationQuery, which may also read a router.
+
+Instances show points of exact curves: a parabola through three points is the curve again, and the mean over a pool's
+instances is such a curve too. Points that make no such curve (absurd, falling, of another version) give no profile.
 """
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from prfaas.capacity.profile import CurvePoint, profile_through
 from prfaas.errors import PrfaasError
 from prfaas.names import HUB
 from prfaas.routing.links import LinkSample
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, RoutingTable
-from prfaas_scheduler.profiles import profiles_of
 from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure, Prometheus
+
+_Points = dict[int, float]
+_Key = tuple[str, str]  # cluster and pool
 
 # Matchers: $at of the clusters, $link of them and the peer, $pools of this policy's pools. $window: seconds of rates.
 FIGURES: Mapping[str, str] = {
@@ -96,7 +103,6 @@ async def _traffic(prometheus: Prometheus, cluster: Cluster, errors: list[Prfaas
 
 
 def traffic_query(cluster: Cluster) -> str:
-    """Return the cluster's utilisationQuery with $cluster filled in."""
     return cluster.utilisation_query.replace("$cluster", cluster.name)
 
 
@@ -112,7 +118,6 @@ def own_query(table: RoutingTable, window_seconds: int) -> str:
 
 
 def own_pools(table: RoutingTable) -> str:
-    """Return a PromQL matcher of this policy's pools."""
     return matcher("pool", sorted({instance.pool for instance in table.instances}))
 
 
@@ -168,9 +173,47 @@ def hub_measured(figures: Sequence[Figure], stale_after_seconds: int) -> bool:
 
 
 def local_waiting_prefills(figures: Sequence[Figure]) -> float:
-    """Return how many prefills wait in the hub's pools."""
     return sum(
         figure.value
         for figure in figures
         if figure.labels.get("cluster") == HUB and figure.labels.get(FIGURE_LABEL) == "waiting_prefills"
     )
+
+
+def profiles_of(figures: Sequence[Figure]) -> Mapping[_Key, Profile]:
+    """Return the profile of every pool that has one, by cluster and pool."""
+    seconds: dict[_Key, _Points] = {}
+    sizes: dict[_Key, _Points] = {}
+    samples: dict[_Key, int] = {}
+    for figure in figures:
+        key = figure.labels.get("cluster", ""), figure.labels.get("pool", "")
+        match figure.labels.get(FIGURE_LABEL):
+            case "prefill_seconds":
+                _note(seconds.setdefault(key, {}), figure)
+            case "cache_bytes":
+                _note(sizes.setdefault(key, {}), figure)
+            case "profile_samples" if math.isfinite(figure.value):
+                samples[key] = int(figure.value)
+            case _:
+                pass
+    found = {
+        key: profile_of(seconds[key], sizes[key], count)
+        for key, count in samples.items()
+        if count > 0 and key in seconds and key in sizes
+    }
+    return {key: profile for key, profile in found.items() if profile is not None}
+
+
+def _note(points: _Points, figure: Figure) -> None:
+    text = figure.labels.get("tokens", "")
+    if text.isdecimal() and math.isfinite(figure.value):
+        points[int(text)] = figure.value
+
+
+def profile_of(seconds: _Points, sizes: _Points, samples: int) -> Profile | None:
+    """Return the curve through the shortest, the middle and the longest point; None where there is none."""
+    lengths = sorted(seconds.keys() & sizes.keys() - {0})
+    if len(lengths) < 3:
+        return None
+    chosen = (lengths[0], lengths[len(lengths) // 2], lengths[-1])
+    return profile_through([CurvePoint(tokens, seconds[tokens], sizes[tokens]) for tokens in chosen], samples)

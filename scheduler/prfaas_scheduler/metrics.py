@@ -15,24 +15,20 @@ class SchedulerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.threshold_tokens = Gauge(
-            "prfaas_scheduler_threshold_tokens", "Threshold pushed to the gateway", registry=self.registry
+        self.threshold_tokens = self._gauge("prfaas_scheduler_threshold_tokens", "Threshold pushed to the gateway")
+        self.bandwidth_scarce = self._gauge(
+            "prfaas_scheduler_bandwidth_scarce", "1 while bandwidth is Scarce, 0 while Abundant"
         )
-        self.bandwidth_scarce = Gauge(
-            "prfaas_scheduler_bandwidth_scarce", "1 while bandwidth is Scarce, 0 while Abundant", registry=self.registry
+        self.metrics_stale = self._gauge(
+            "prfaas_scheduler_metrics_stale", "1 while the threshold stands without measurements"
         )
-        self.utilisation_percent = self._of_links(
+        self.utilisation_percent = self._link_gauge(
             "prfaas_scheduler_link_utilisation_percent", "Utilisation of a live link, of its effective capacity"
         )
-        self.effective_mbps = self._of_links(
+        self.effective_mbps = self._link_gauge(
             "prfaas_scheduler_link_effective_mbps", "What a link can carry now, as far as was seen, in Mbit/s"
         )
-        self.alive = self._of_links("prfaas_scheduler_link_alive", "1 while prompts may be offloaded over a link")
-        self.metrics_stale = Gauge(
-            "prfaas_scheduler_metrics_stale",
-            "1 while the threshold stands without measurements",
-            registry=self.registry,
-        )
+        self.alive = self._link_gauge("prfaas_scheduler_link_alive", "1 while prompts may be offloaded over a link")
         self.step_seconds = Histogram(
             "prfaas_scheduler_step_seconds",
             "One step: read, measure, decide, push",
@@ -43,11 +39,14 @@ class SchedulerMetrics:
             "prfaas_scheduler_query_errors_total", "Queries to Prometheus that failed", registry=self.registry
         )
 
-    def _of_links(self, name: str, text: str) -> Gauge:
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def _link_gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, ["member_cluster"], registry=self.registry)
 
     def show(self, step: Step) -> None:
-        """Take over the figures of a step; links that are gone disappear."""
+        """Set the metrics to a step's figures; links that are gone disappear."""
         self.threshold_tokens.set(step.tokens)
         self.bandwidth_scarce.set(step.bandwidth == "Scarce")
         self.metrics_stale.set(step.metrics == "Stale")

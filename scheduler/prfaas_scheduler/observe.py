@@ -1,9 +1,14 @@
-"""What the operator's long loop plans with, summed up: one more query now and then, and a few hundred bytes of status.
+"""Sums up the last minutes: the gateway's counters, and the status that the operator's long loop plans with.
 
-The loop's own figures are of seconds; these are of minutes, so they are asked for seldom, and a summary that cannot be
-renewed grows old by its own time instead of being thinned out. Integers only, as in every custom resource.
+A distribution of lengths needs minutes of prompts, a share of offloads one minute, an arrival rate less. Counts of
+lengths are hundreds of figures, so they are kept only every ten seconds. A gateway that restarted counts from zero; all
+earlier counts are then forgotten.
+
+The short loop's own figures cover seconds. The summary covers minutes, so its query runs seldom. A summary that cannot
+be renewed keeps its time, by which its readers see its age. It holds integers only, as every custom resource does.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,14 +16,90 @@ from prfaas.capacity.profile import points_of
 from prfaas.capacity.workload import slices
 from prfaas.names import HUB
 from prfaas.routing.lengths import EDGES
-from prfaas.wire.control import LinkReport
+from prfaas.wire.control import Counters, LinkReport
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import RoutingTable
 from prfaas_scheduler.measure import matcher, own_pools
 from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure
 
+OFFLOADED_WINDOW_SECONDS = 60.0
+LENGTHS_WINDOW_SECONDS = 300.0
+LENGTHS_STEP_SECONDS = 10.0
+ARRIVALS_WINDOW_SECONDS = 30.0
+MIN_MEAN_SECONDS = 30.0
 OBSERVE_SECONDS: Final = 30.0
 WINDOW_SECONDS: Final = 300
+
+
+class CounterHistory:
+    """Keeps the gateway's counters of the last minutes."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, Counters]] = deque()
+        self._lengths: deque[tuple[float, tuple[int, ...]]] = deque()
+        self._latest: tuple[float, tuple[int, ...]] | None = None
+
+    def add(self, now_seconds: float, counters: Counters) -> None:
+        """Add a new count; a gateway that restarted begins anew."""
+        if self._counts and counters.offloaded < self._counts[-1][1].offloaded:
+            self._counts.clear()
+        self._counts.append((now_seconds, counters))
+        while self._counts[0][0] < now_seconds - OFFLOADED_WINDOW_SECONDS:
+            self._counts.popleft()
+        self._add_lengths(now_seconds, counters.lengths)
+
+    def _add_lengths(self, now_seconds: float, lengths: tuple[int, ...]) -> None:
+        before = self._latest[1] if self._latest else ()
+        if len(lengths) != len(before) or any(map(int.__lt__, lengths, before)):
+            self._lengths.clear()
+        self._latest = (now_seconds, lengths)
+        if not self._lengths or now_seconds - self._lengths[-1][0] >= LENGTHS_STEP_SECONDS:
+            self._lengths.append((now_seconds, lengths))
+        while len(self._lengths) > 1 and self._lengths[1][0] <= now_seconds - LENGTHS_WINDOW_SECONDS:
+            self._lengths.popleft()
+
+    def offloaded_percent(self) -> int | None:
+        """Return the share of offloaded requests; None when there was none, or the gateway restarted."""
+        if not self._counts:
+            return None
+        first, last = self._counts[0][1], self._counts[-1][1]
+        offloaded, local = last.offloaded - first.offloaded, last.local - first.local
+        if offloaded < 0 or local < 0 or offloaded + local == 0:
+            return None
+        return round(100 * offloaded / (offloaded + local))
+
+    def offloads_since(self, at_seconds: float) -> int | None:
+        """Return how many prompts were offloaded after the last count before `at_seconds`; None without two counts."""
+        if len(self._counts) < 2:
+            return None
+        earlier = [counters for at, counters in self._counts if at <= at_seconds]
+        first = earlier[-1] if earlier else self._counts[0][1]
+        return self._counts[-1][1].offloaded - first.offloaded
+
+    def lengths(self) -> Sequence[int]:
+        """Return the prompts of the last minutes by bin; empty when the gateway counts none."""
+        if self._latest is None:
+            return ()
+        return [last - first for first, last in zip(self._lengths[0][1], self._latest[1], strict=True)]
+
+    def mean_arrivals_per_second(self) -> float | None:
+        """Return the prompts a second over all that `lengths` counts; None while that is less than half a minute."""
+        if self._latest is None:
+            return None
+        seconds = self._latest[0] - self._lengths[0][0]
+        return sum(self.lengths()) / seconds if seconds >= MIN_MEAN_SECONDS else None
+
+    def arrivals_per_second(self) -> float | None:
+        """Return the prompts a second lately; None before there are two counts some time apart."""
+        if self._latest is None:
+            return None
+        now_seconds, last = self._latest
+        earlier = [one for one in self._lengths if one[0] <= now_seconds - ARRIVALS_WINDOW_SECONDS]
+        at_seconds, first = earlier[-1] if earlier else self._lengths[0]
+        if now_seconds - at_seconds < LENGTHS_STEP_SECONDS:
+            return None
+        return (sum(last) - sum(first)) / (now_seconds - at_seconds)
+
 
 # Matchers: $decode of the hub's pools that decode, $pools of all of this policy's pools.
 FIGURES: Final[Mapping[str, str]] = {
@@ -32,7 +113,7 @@ FIGURES: Final[Mapping[str, str]] = {
 
 
 class Seen(NamedTuple):
-    """What goes into a summary beside the query's own figures."""
+    """The inputs of a summary beside the query's own figures."""
 
     lengths: Sequence[int]
     """Prompts of the last minutes by bin."""
@@ -43,7 +124,7 @@ class Seen(NamedTuple):
     """By cluster and pool."""
 
 
-def query(table: RoutingTable) -> str:
+def query_of(table: RoutingTable) -> str:
     """Return the one query for all figures, told apart by the label `figure`."""
     decoding = sorted({one.pool for one in table.instances if one.role == "decode"})
     decode = f"{matcher('cluster', [HUB])}, {matcher('pool', decoding)}"
@@ -56,8 +137,8 @@ def query(table: RoutingTable) -> str:
     return " or ".join(f'label_replace({text}, "{FIGURE_LABEL}", "{name}", "", "")' for name, text in filled.items())
 
 
-def summary(seen: Seen, figures: Sequence[Figure], now: str) -> dict[str, Any]:
-    """Return the policy's status.observed; `now` in RFC 3339. What is not known is left out."""
+def summarise(seen: Seen, figures: Sequence[Figure], now: str) -> dict[str, Any]:
+    """Return the policy's status.observed; `now` in RFC 3339. Figures that are not known are left out."""
     values = {figure.labels.get(FIGURE_LABEL, ""): figure.value for figure in figures if "pool" not in figure.labels}
     waiting = {figure.labels["pool"]: figure.value for figure in figures if "pool" in figure.labels}
     known = {
@@ -95,7 +176,7 @@ def _pool(name: str, profile: Profile | None, waiting: int) -> dict[str, Any]:
 
 
 def _quotient(scale: int, amount: float | None, each: float | None) -> int | None:
-    """Return scale * amount / each, rounded; None where either is missing or makes no sense."""
+    """Return scale * amount / each, rounded; None where either is missing or out of bounds."""
     if amount is None or each is None or not (0 < amount < 1e12 and 1e-9 < each < 1e12):
         return None
     return round(scale * amount / each)

@@ -1,8 +1,8 @@
-"""Instant queries against Prometheus's HTTP API: one question, a list of labelled figures, and nothing half understood.
+"""Sends instant queries to Prometheus's HTTP API and reads its answers into labelled figures.
 
-An answer is bounded in time and size. What comes back is told apart by who can act: UnreachableError (Prometheus is
-down, slow or overloaded), ConfigError (it rejects the query, or the query answers more than was asked for) and
-ProtocolError (bytes that no Prometheus sends).
+An answer is bounded in time and size. The error's class says who can act: UnreachableError (Prometheus is down, slow or
+overloaded), ConfigError (it rejects the query, or the query answers more than was asked for) and ProtocolError (bytes
+that no Prometheus sends).
 """
 
 from typing import NamedTuple
@@ -66,7 +66,7 @@ class Prometheus:
             UnreachableError, ConfigError, ProtocolError: as the module says.
 
         """
-        # Prometheus gives up at its own timeout, so that a slow query does not outlive our interest in it.
+        # Prometheus gives up at its own timeout, so that a slow query does not run longer than we wait for it.
         form = {"query": query, "timeout": f"{self._timeout_seconds:g}s"}
         timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
         try:
@@ -77,7 +77,7 @@ class Prometheus:
         except (aiohttp.ClientError, OSError) as error:
             raise UnreachableError(f"{self._endpoint} cannot be reached: {type(error).__name__}: {error}") from error
         except ValueError as error:  # what aiohttp and yarl raise for an address that is none
-            raise ConfigError(f"{self._endpoint} is no HTTP address: {error}; set metrics.prometheusUrl") from error
+            raise ConfigError(f"{self._endpoint} is not an HTTP address: {error}; set metrics.prometheusUrl") from error
 
     async def value(self, query: str) -> float | None:
         """Return the one value of a query; None when nothing matches. Raises as `vector`, also for several values."""
@@ -118,7 +118,7 @@ def _float(text: str, query: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise ProtocolError(f"{_shown(query)} answers {text[:40]!r}, which is no number") from error
+        raise ProtocolError(f"{_shown(query)} answers {text[:40]!r}, which is not a number") from error
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

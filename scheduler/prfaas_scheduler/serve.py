@@ -15,7 +15,7 @@ from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
 from prfaas_scheduler.metrics import SchedulerMetrics
 from prfaas_scheduler.options import SchedulerOptions
-from prfaas_scheduler.publish import Publisher, policy_ref
+from prfaas_scheduler.status import Publisher, policy_ref
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,40 @@
-"""The scheduler's part of a PrfaaSPolicy's status, from one step of the controller. Pure.
+"""Writes the scheduler's part of a PrfaaSPolicy's status: pure functions make it of a step, one replica writes it.
 
 Fields that are not known are left out: a server-side apply then removes them, and the column is empty instead of wrong.
 A condition names its cause in its reason, and keeps its lastTransitionTime until its status changes.
+
+The replica that holds the Lease `<policy>-scheduler` writes. It writes a change of threshold, bandwidth or condition at
+once, but not twice within two seconds. It writes the figures every ten seconds, changed or not, so that a field that
+somebody else removed comes back. An API server that is down delays the status and nothing else.
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final, Literal, NamedTuple
 
-from prfaas.errors import ConfigError, PrfaasError, UnreachableError
+from prfaas.errors import ConfigError, PeerError, PrfaasError, UnreachableError
+from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef, apply_status
+from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER
 from prfaas.routing.controller import Step
-from prfaas.wire.control import Counters, LinkReport
+from prfaas.util import LogOnce
+from prfaas.wire.control import LinkReport
 from prfaas.wire.routes import RoutingTable
+
+log = logging.getLogger(__name__)
 
 METRICS_FRESH: Final = "MetricsFresh"
 LINK_HEALTHY: Final = "LinkHealthy"
 MAX_MESSAGE_CHARS: Final = 1000
+TICK_SECONDS = 0.5
+RENEW_SECONDS = 3.0
+LEASE_SECONDS = 15
+MIN_WRITE_SECONDS = 2.0
+MAX_WRITE_SECONDS = 10.0
+TIMEOUT_SECONDS = 5.0
+POLICY = ObjectKind(API_VERSION, "PrfaaSPolicy", "prfaaspolicies")
 
 LINK_REASONS: Mapping[str, tuple[str, str]] = {
     "Unreachable": ("ClusterUnreachable", "its API server does not answer the operator: see the MemberCluster"),
@@ -27,7 +47,7 @@ LINK_REASONS: Mapping[str, tuple[str, str]] = {
 
 
 class Verdict(NamedTuple):
-    """What one condition says, before it knows since when."""
+    """The content of one condition, without the time of its last transition."""
 
     status: Literal["True", "False", "Unknown"]
     reason: str
@@ -35,7 +55,7 @@ class Verdict(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All that the status says: figures (None: not known) and conditions by type."""
+    """The content of the status: figures (None: not known) and conditions by type."""
 
     generation: int
     figures: Mapping[str, Any]
@@ -43,12 +63,12 @@ class Report(NamedTuple):
 
     @property
     def turning_points(self) -> tuple[Any, ...]:
-        """What is worth a write at once: the threshold, the bandwidth, and each condition's status and reason."""
+        """Return what is written at once when it changes: threshold, bandwidth, each condition's status and reason."""
         conditions = tuple((type_, *verdict[:2]) for type_, verdict in self.conditions.items())
         return (self.generation, self.figures["thresholdTokens"], self.figures["bandwidth"], conditions)
 
 
-def report(
+def report_of(
     table: RoutingTable,
     step: Step,
     errors: Sequence[PrfaasError],
@@ -56,7 +76,7 @@ def report(
     before: Report | None,
     observed: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Return what to say after a step.
+    """Return the report after a step.
 
     Args:
         table: the policy's.
@@ -127,15 +147,7 @@ def busiest_percent(step: Step) -> int | None:
     return round(max(known)) if known else None
 
 
-def offloaded_percent(first: Counters, last: Counters) -> int | None:
-    """Return the share of offloaded requests between two counts; None when there was none, or the gateway restarted."""
-    offloaded, local = last.offloaded - first.offloaded, last.local - first.local
-    if offloaded < 0 or local < 0 or offloaded + local == 0:
-        return None
-    return round(100 * offloaded / (offloaded + local))
-
-
-def body(said: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[str, Any]:
+def body_of(said: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[str, Any]:
     """Return the status to apply; `known` are the conditions as they stand in the object, `now` in RFC 3339."""
     since = {(one.get("type"), one.get("status")): one.get("lastTransitionTime") for one in known}
     conditions = [
@@ -150,3 +162,104 @@ def body(said: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[str
         for type_, verdict in said.conditions.items()
     ]
     return {**{name: value for name, value in said.figures.items() if value is not None}, "conditions": conditions}
+
+
+def lease_name(policy: str) -> str:
+    return f"{policy}-scheduler"
+
+
+class Publisher:
+    """One candidate for writing the status of one policy.
+
+    Args:
+        session: with the API server; its account may get and patch the policy's status, and get and update the
+            Lease.
+        policy: which PrfaaSPolicy.
+        identity: this replica's name.
+        latest: returns the report as it stands.
+        clock: monotonic seconds.
+
+    """
+
+    def __init__(
+        self,
+        session: KubeSession,
+        policy: ObjectRef,
+        identity: str,
+        latest: Callable[[], Report | None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._session = session
+        self._policy = policy
+        self._latest = latest
+        self._clock = clock
+        self._lease = LeaseHolder(
+            session, policy.namespace, lease_name(policy.name), identity, duration_seconds=LEASE_SECONDS, clock=clock
+        )
+        self._failures = LogOnce(log)
+        self._renew_at = float("-inf")
+        self._written: Report | None = None
+        self._written_at = float("-inf")
+        self._conditions: Sequence[Mapping[str, Any]] | None = None
+        """As they stand in the object; None: to be read first."""
+
+    async def run(self) -> None:
+        """Write until cancelled, then give the Lease up."""
+        try:
+            while True:
+                await self.once()
+                await asyncio.sleep(TICK_SECONDS)
+        finally:
+            await self._lease.release()
+
+    async def once(self) -> None:
+        """Renew the Lease and write the status, where either is due. Failures are logged and tried again."""
+        try:
+            await self._keep_lease()
+            said = self._latest()
+            if self._lease.is_holder and said is not None and self._due(said):
+                await self._write(said)
+        except PrfaasError as error:
+            what = f"writing the status of {self._policy}"
+            self._failures.failed(what, f"{what} failed: {error}", reason=type(error))
+
+    async def _keep_lease(self) -> None:
+        if self._clock() < self._renew_at:
+            return
+        self._renew_at = self._clock() + RENEW_SECONDS
+        was_holder = self._lease.is_holder
+        if await self._lease.acquire_or_renew(TIMEOUT_SECONDS) and not was_holder:
+            self._conditions = self._written = None  # another replica may have written meanwhile
+
+    def _due(self, said: Report) -> bool:
+        age_seconds = self._clock() - self._written_at
+        if age_seconds >= MAX_WRITE_SECONDS:
+            return True
+        turned = self._written is None or self._written.turning_points != said.turning_points
+        return turned and age_seconds >= MIN_WRITE_SECONDS
+
+    async def _write(self, said: Report) -> None:
+        self._written_at = self._clock()  # also when it fails: a server in trouble is not asked twice a second
+        known = await self._read_conditions() if self._conditions is None else self._conditions
+        body = body_of(said, known, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        try:
+            await apply_status(
+                self._session,
+                self._policy,
+                body,
+                field_manager=FIELD_MANAGER_SCHEDULER,
+                timeout_seconds=TIMEOUT_SECONDS,
+            )
+        except PeerError:
+            self._conditions = None  # it may have been written all the same
+            raise
+        self._conditions, self._written = body["conditions"], said
+        self._failures.worked(f"writing the status of {self._policy}")
+
+    async def _read_conditions(self) -> Sequence[Mapping[str, Any]]:
+        current = await self._session.call("GET", f"{self._policy.path}/status", timeout_seconds=TIMEOUT_SECONDS)
+        return (current.get("status") or {}).get("conditions") or []
+
+
+def policy_ref(namespace: str, name: str) -> ObjectRef:
+    return ObjectRef(POLICY, namespace, name)

@@ -20,8 +20,7 @@ from prfaas.kube.session import token_of_file
 from prfaas.names import gateway_name
 from prfaas_operator.render import gateway
 from prfaas_scheduler import status
-from prfaas_scheduler.publish import Publisher, policy_ref
-from prfaas_scheduler.status import Report, Verdict
+from prfaas_scheduler.status import Publisher, Report, Verdict, policy_ref
 
 pytestmark = pytest.mark.clusters
 

@@ -1,4 +1,4 @@
-"""`prfaas bench NAME`: the one entry for figures. Benchmarks live in a checkout's benchmarks/, a module each."""
+"""`prfaas bench NAME`: runs a benchmark, which is a module in a checkout's benchmarks/."""
 
 import subprocess
 import sys
@@ -10,17 +10,19 @@ import typer
 from prfaas.console import TableOrJson
 from prfaas.errors import ConfigError
 
-SHARED = {"report"}  # what benchmarks have in common is none itself
+SHARED = {"report"}  # modules that benchmarks share
 
 
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Which; without it they are listed.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the benchmark; without it, all names are listed.", show_default=False)
+    ] = None,
     output: TableOrJson = "table",
 ) -> None:
     """Measure a part against its rival in the same run. Example: prfaas bench gateway -o json.
 
-    What else is given goes to the benchmark. Example: prfaas bench worker --plots plots.
+    Further flags go to the benchmark. Example: prfaas bench worker --plots plots.
     """
     root = _checkout()
     names = sorted(

@@ -1,7 +1,7 @@
-"""`prfaas certs`: identities for clusters without an operator or a certificate manager that issues them.
+"""`prfaas certs`: issues certificates for clusters without an operator or a certificate manager.
 
-What is written can be read by OpenSSL, mounted as a Kubernetes TLS Secret, and used by `prfaas-worker --tls-dir`. Keys
-are never printed, readable by their owner alone from their first byte on, and nothing is overwritten unasked.
+OpenSSL reads the files, a Kubernetes TLS Secret may hold them, and `prfaas-worker --tls-dir` uses them. Keys are never
+printed, and only their owner can read them from the first byte on. Files are overwritten only with --force.
 """
 
 import datetime
@@ -22,16 +22,16 @@ CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
 
 app = new_app(
-    help="Make certificates that say which cluster an instance is of. Example: prfaas certs init --out ca",
+    help="Make certificates that name an instance's cluster. Example: prfaas certs init --out ca",
     no_args_is_help=True,
 )
 
-Out = Annotated[Path, typer.Option("--out", help="Directory to write to; it is made if need be.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace the files that are there.")]
+Out = Annotated[Path, typer.Option("--out", help="Directory to write to; it is made if missing.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """What `show` tells of a directory. `problem` is empty when peers accept it now."""
+    """The output of `show`. `problem` is empty when peers accept the certificate now."""
 
     cluster: str
     not_before: datetime.datetime
@@ -80,11 +80,11 @@ def show(
     directory: Annotated[Path, typer.Argument(help="Directory with tls.crt, tls.key and ca.crt.")],
     output: TextOrJson = "text",
 ) -> None:
-    """Tell whose certificate it is and until when; exit code 1 if peers would refuse it.
+    """Show a certificate's cluster and validity; exit code 1 if peers would refuse it.
 
     Example: prfaas certs show prefill-eu -o json.
     """
-    shown = _judge(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
+    shown = _inspect(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
     if output == "json":
         typer.echo(msgspec.json.encode(shown))
     else:
@@ -95,8 +95,8 @@ def show(
     raise typer.Exit(0 if shown.chain_ok else 1)
 
 
-def _judge(certificate: bytes, key: bytes, trusted: bytes) -> Shown:
-    """Return what there is to tell, also of a certificate that is refused."""
+def _inspect(certificate: bytes, key: bytes, trusted: bytes) -> Shown:
+    """Return the facts of a certificate, also of one that peers refuse."""
     from prfaas import identity
 
     begin, end = identity.validity_of_pem(certificate)
@@ -116,7 +116,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(directory: Path, files: dict[str, bytes], force: bool) -> None:
-    """Write files, each whole or not at all, keys for their owner alone."""
+    """Write each file whole or not at all; only the owner can read keys."""
     present = [name for name in files if (directory / name).exists()]
     if present and not force:
         raise ConfigError(f"{directory} has {', '.join(present)} already; give --force to replace them")

@@ -1,4 +1,4 @@
-"""`prfaas crds`: writes the generated CustomResourceDefinitions into the repository, or says where they are stale."""
+"""`prfaas crds`: writes the generated CustomResourceDefinitions into the repository, or shows where they are stale."""
 
 import difflib
 from pathlib import Path

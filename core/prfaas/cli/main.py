@@ -18,7 +18,7 @@ CORE_COMMANDS: Final = {
     "bench": "prfaas.cli.bench:bench",
     "plan": "prfaas.cli.plan:plan",
     "simulate": "prfaas.cli.simulate:simulate",
-    "compare": "prfaas.cli.compare:compare",
+    "compare": "prfaas.cli.simulate:compare",
     "serve": "prfaas.cli.serve.command:serve",
     "crds": "prfaas.cli.crds:app",
     "certs": "prfaas.cli.certs:app",

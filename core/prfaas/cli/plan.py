@@ -1,6 +1,6 @@
 """`prfaas plan`: the best threshold and split of a system, beside its baselines and published figures.
 
-The system is a file's, or that of a running installation. Core knows no cluster: a part that does registers what reads
+A file describes the system, or a running installation is it. Core knows no cluster: the operator registers a reader of
 one under the entry point group `prfaas.plan_sources`.
 """
 
@@ -17,9 +17,8 @@ from rich.table import Table
 
 from prfaas.capacity import planfile
 from prfaas.capacity.comparison import Bought, Comparison, EqualCost, Figures, compare
-from prfaas.cli.hub import HubContext, HubKubeconfig, HubNamespace
 from prfaas.cli.plots import check_plot, draw_plan
-from prfaas.console import TableOrJson
+from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson
 from prfaas.errors import ConfigError, install_extra
 from prfaas.simulate import setup as setups
 from prfaas.simulate.arrivals import read_trace
@@ -73,7 +72,7 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     check_plot(plot)
     described = load(file) if file is not None else _installed(kubeconfig, context, namespace, policy)
     if described.simulation:
-        setups.read(described)  # a mistake there is told now, and not when somebody simulates
+        setups.read(described)  # raises for a mistake now, not only at the first simulation
     result = compare(described)
     if plot is not None:
         draw_plan(plot, result, TITLES)
@@ -99,7 +98,7 @@ def load(path: Path) -> planfile.PlanFile:
     """Read a system's file; paths of traces in it are relative to the file.
 
     Raises:
-        ConfigError: it cannot be read, or says something absurd.
+        ConfigError: it cannot be read, or holds a wrong value.
 
     """
 
@@ -110,7 +109,7 @@ def load(path: Path) -> planfile.PlanFile:
     try:
         documents: list[object] = list(yaml.safe_load_all(_text(path)))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if len(documents) > 1:
         raise ConfigError(f"{path} holds {len(documents)} YAML documents; give a file with one system")
     try:
@@ -156,7 +155,6 @@ def _table_6(result: Comparison, published: dict[str, dict[str, float]]) -> Tabl
 
 
 def _beside(value: float | None, published: float | None, digits: int) -> list[str]:
-    """Return what was published, and how far ours is off."""
     return [_shown(published, digits), f"{value / published - 1:+.1%}" if value and published else "-"]
 
 
@@ -189,7 +187,6 @@ def _queueing(result: Comparison) -> Table:
 
 
 def _equal_cost(found: EqualCost) -> str:
-    """Return one paragraph on what the same money buys."""
 
     def shown(one: Bought) -> str:
         bought = " + ".join(f"{count} {name}" for name, count in one.instances.items())

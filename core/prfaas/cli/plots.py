@@ -20,7 +20,7 @@ PERCENTILES = ("p50", "p90", "p99")
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a name that says no format, before minutes of work."""
+    """Raise ConfigError for a name without a known format, before minutes of work."""
     if path is not None and path.suffix not in ENDINGS:
         raise ConfigError(f"--plot is {path}; its name must end in {' or '.join(ENDINGS)}")
 

@@ -1,4 +1,7 @@
-"""`prfaas simulate -f FILE`: serve a described load in virtual time, under one policy, and say how it went."""
+"""`prfaas simulate -f FILE` and `prfaas compare -f FILE`: serve a described load in virtual time, and show the figures.
+
+`simulate` serves it under one policy, `compare` serves the same requests under every policy.
+"""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -25,8 +28,9 @@ from prfaas.simulate import setup as setups
 from prfaas.simulate.arrivals import at_rate, poisson, read_trace, sharing
 from prfaas.simulate.outcome import Result, Tally
 from prfaas.simulate.request import Arrival
+from prfaas.simulate.run import highest_rate
 from prfaas.simulate.run import simulate as serve
-from prfaas.simulate.scenario import PolicyName
+from prfaas.simulate.scenario import POLICIES, PolicyName
 from prfaas.simulate.setup import Setup
 
 WIDTH = 110
@@ -34,7 +38,6 @@ File = Annotated[Path, typer.Option("--file", "-f", help="The system, with a sim
 Trace = Annotated[Path | None, typer.Option(help="Serve this trace instead of random prompts.", show_default=False)]
 Rate = Annotated[float | None, typer.Option(help="Requests a second, for the file's own rate.", show_default=False)]
 Plot = Annotated[Path | None, typer.Option(help="Also draw what happened, as PNG or HTML.", show_default=False)]
-TIMES = (("ttft_seconds", "TTFT"), ("ttft_offloaded_seconds", "offloaded"), ("ttft_local_seconds", "local"))
 # Key, what it is called, and its digits.
 ROWS = (
     ("requests_per_second", "served, 1/s", 2),
@@ -47,11 +50,11 @@ ROWS = (
 )
 
 
-class Load:
-    """A system's file, and what arrives: of its own kind, or a trace at its own times or at a rate.
+class SimulatedLoad:
+    """A system's file and its arrivals: random ones, or a trace at its own times or at a rate.
 
     Args:
-        file: path of the description.
+        file: path of the system's file.
         trace: path of a trace, whose lengths then are the workload that is planned for.
         rate_per_second: in place of the file's own; a trace's without both.
         requests: in place of the file's own.
@@ -75,11 +78,9 @@ class Load:
 
     @property
     def requests(self) -> int:
-        """How many arrive."""
         return self.setup.requests if self.trace is None else len(self.trace)
 
     def run(self, policy: PolicyName, rate_per_second: float, progress: Callable[[int], None] | None = None) -> Result:
-        """Serve everything under a policy."""
         horizon_seconds = 2 * self.requests / rate_per_second + 3600
         scenario = setups.scenario(self.file, self.setup, policy, horizon_seconds)
         slo_millis = self.file.slo.ttft_millis
@@ -88,11 +89,10 @@ class Load:
         return serve(scenario, self._arrivals(rate_per_second), tally, progress)
 
     def is_overloaded(self, policy: PolicyName) -> bool:
-        """Tell whether as much arrives as the policy's plan carries, so that times show only how long the run was."""
+        """Tell whether arrivals reach the plan's capacity; times then only show how long the run was."""
         return self.rate_per_second >= setups.capacity(self.file, policy)
 
     def notes(self) -> list[str]:
-        """Return what the figures rest on where that is thin."""
         return profile_notes(self.file.system, self.file.workload)
 
     def _rate(self, asked: float | None) -> float:
@@ -127,8 +127,8 @@ def _planned_for(file: PlanFile, trace: list[Arrival]) -> PlanFile:
     )
 
 
-def with_progress(loaded: Load, policy: PolicyName, rate_per_second: float) -> Result:
-    """Serve everything, with a bar where somebody watches."""
+def with_progress(loaded: SimulatedLoad, policy: PolicyName, rate_per_second: float) -> Result:
+    """Serve all arrivals, with a progress bar on a terminal."""
     if not sys.stderr.isatty():
         return loaded.run(policy, rate_per_second)
     with Progress(console=Console(stderr=True), transient=True) as bars:
@@ -146,7 +146,7 @@ def simulate(
 ) -> None:
     """Serve a load in virtual time. Example: prfaas simulate -f examples/simulate.yaml --policy static."""
     check_plot(plot)
-    loaded = Load(file, trace, rate)
+    loaded = SimulatedLoad(file, trace, rate)
     result = with_progress(loaded, policy, loaded.rate_per_second)
     if plot is not None:
         draw_runs(plot, {policy: result})
@@ -158,21 +158,50 @@ def simulate(
         show(table({policy: result}, loaded), loaded)
 
 
+def compare(
+    file: File,
+    trace: Trace = None,
+    rate: Rate = None,
+    within_slo: Annotated[bool, typer.Option(help="Also find the rate at which P90 keeps slo.ttftMillis.")] = False,
+    output: TableOrJson = "table",
+    plot: Plot = None,
+) -> None:
+    """Serve a load under every policy. Example: prfaas compare -f examples/simulate.yaml."""
+    check_plot(plot)
+    loaded = SimulatedLoad(file, trace, rate)
+    slo_millis = loaded.file.slo.ttft_millis
+    if within_slo and slo_millis is None:
+        raise ConfigError("--within-slo needs slo.ttftMillis in the file: the limit of P90 TTFT")
+    chosen = POLICIES if loaded.file.system.offload else ("homogeneous",)
+    results: dict[PolicyName, Result] = {name: with_progress(loaded, name, loaded.rate_per_second) for name in chosen}
+    rates = {name: _highest(loaded, name, slo_millis / 1000) for name in chosen} if within_slo and slo_millis else {}
+    if plot is not None:
+        draw_runs(plot, results)
+    if output == "json":
+        policies = {
+            name: {**_figures(one, rates.get(name)), "overloaded": loaded.is_overloaded(name)}
+            for name, one in results.items()
+        }
+        echo_json({"arrivals_per_second": loaded.rate_per_second, "notes": loaded.notes(), "policies": policies})
+        return
+    made = table(results, loaded)
+    if rates:
+        made.add_row("rate within SLO, 1/s", *(f"{rates[name]:.2f}" for name in chosen))
+    show(made, loaded)
+
+
 def echo_json(document: object) -> None:
-    """Print a document."""
     typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
-def show(made: Table, loaded: Load) -> None:
-    """Print a table and the notes on it."""
+def show(made: Table, loaded: SimulatedLoad) -> None:
     console = Console(width=WIDTH, highlight=False)
     console.print(made)
     for note in loaded.notes():
         console.print(f"Note: {note}")
 
 
-def table(results: dict[PolicyName, Result], loaded: Load) -> Table:
-    """Return a row a figure and a column a policy."""
+def table(results: dict[PolicyName, Result], loaded: SimulatedLoad) -> Table:
     title = f"{loaded.requests:,} requests at {loaded.rate_per_second:.2f} a second"
     made = Table(title=title, box=box.SIMPLE, pad_edge=False)
     made.title_justify = "left"
@@ -196,3 +225,17 @@ def table(results: dict[PolicyName, Result], loaded: Load) -> Table:
         label = f"first token within {loaded.file.slo.ttft_millis / 1000:g} s"
         made.add_row(label, *(f"{one.slo_attainment:.1%}" for one in results.values()))
     return made
+
+
+def _figures(result: Result, rate_within_slo: float | None) -> dict[str, object]:
+    figures = msgspec.to_builtins(result)
+    del figures["timeline"]
+    return {**figures, "arrivals_within_slo": rate_within_slo}
+
+
+def _highest(loaded: SimulatedLoad, policy: PolicyName, limit_seconds: float) -> float:
+    def keeps(rate_per_second: float) -> bool:
+        result = with_progress(loaded, policy, rate_per_second)
+        return result.refused == 0 and result.ttft_seconds.p90 <= limit_seconds
+
+    return highest_rate(keeps, loaded.rate_per_second)

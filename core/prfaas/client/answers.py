@@ -17,7 +17,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request, as the gateway says; empty or None what it did not say."""
+    """Where a request was served, as the gateway reports it; empty or None where it does not."""
 
     request_id: str = ""
     kind: str = ""
@@ -43,7 +43,7 @@ class CachedTokens(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens that a request took."""
+    """The tokens that a request used."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -61,7 +61,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What the assistant said, or a piece of it."""
+    """The assistant's message, or a piece of it."""
 
     role: str = "assistant"
     content: str | None = None
@@ -98,12 +98,11 @@ class Completion(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The first choice's text."""
         return self.choices[0].text if self.choices else ""
 
 
 class CompletionChunk(Completion, frozen=True):
-    """A piece of it; its choices hold the text that is new."""
+    """A piece of a Completion; its choices hold only new text."""
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -117,12 +116,11 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The first choice's text."""
         return (self.choices[0].message.content or "") if self.choices else ""
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):
-    """A piece of it; its choices hold what is new."""
+    """A piece of a ChatCompletion; its choices hold only new content."""
 
     id: str = ""
     model: str = ""
@@ -131,7 +129,6 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The first choice's new text."""
         return (self.choices[0].delta.content or "") if self.choices else ""
 
 
@@ -151,7 +148,7 @@ Chunk = TypeVar("Chunk", CompletionChunk, ChatCompletionChunk)
 
 
 def read_answer(body: bytes, kind: type[Answer]) -> Answer:
-    """Return an answer's body as a type; raises ProtocolError for what is none."""
+    """Return an answer's body as a type; raises ProtocolError where it does not fit."""
     try:
         return msgspec.json.decode(body, type=kind)
     except UNREADABLE as error:
@@ -159,12 +156,12 @@ def read_answer(body: bytes, kind: type[Answer]) -> Answer:
 
 
 def read_whole(body: bytes, kind: type[Whole], headers: Mapping[str, str]) -> Whole:
-    """Return an answer with the decision that its headers tell."""
+    """Return an answer with the decision in its headers."""
     return msgspec.structs.replace(read_answer(body, kind), decision=read_decision(headers))
 
 
 def read_decision(headers: Mapping[str, str]) -> Decision:
-    """Return what the headers of an answer, by lower-case names, tell of the decision."""
+    """Return the decision in an answer's headers, by lower-case names."""
     return Decision(
         request_id=headers.get(names.REQUEST_ID, ""),
         kind=headers.get(names.DECISION, ""),
@@ -215,7 +212,7 @@ class EventSplitter:
 
 
 class ChunkReader:
-    """Reads the pieces of one answer. `is_done` once the server has said that it is whole."""
+    """Reads the chunks of one answer. `is_done` after the server has reported that it is whole."""
 
     def __init__(self, kind: type[Any]):
         self._kind = kind
@@ -223,7 +220,7 @@ class ChunkReader:
         self.is_done = False
 
     def feed(self, piece: bytes) -> Iterator[Any]:
-        """Yield the chunks that are whole with this piece; raises the error that the server tells."""
+        """Yield the chunks that are whole with this piece; raises the error that the server reports."""
         for data in self._events.feed(piece):
             if data == b"[DONE]":
                 self.is_done = True

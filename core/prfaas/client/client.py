@@ -32,8 +32,8 @@ from prfaas.client.requests import (
     ANYWHERE,
     CONNECT_SECONDS,
     LIST_MODELS,
-    Call,
     ClientOptions,
+    GatewayCall,
     Messages,
     Parameters,
     Places,
@@ -188,11 +188,11 @@ class Client(_BaseClient[httpx.Client], _Closing):
     def _connect(self, **settings: Any) -> httpx.Client:
         return httpx.Client(**settings)
 
-    def _answer(self, call: Call, kind: type[Whole]) -> Whole:
+    def _answer(self, call: GatewayCall, kind: type[Whole]) -> Whole:
         response = self._ask(call)
         return read_whole(_read(response), kind, response.headers)
 
-    def _ask(self, call: Call) -> httpx.Response:
+    def _ask(self, call: GatewayCall) -> httpx.Response:
         """Send a request, again where that is safe, until its answer begins; its body is still to be read."""
         attempt = RequestAttempt(call, self._options, self._http)
         while True:
@@ -238,11 +238,11 @@ class AsyncClient(_BaseClient[httpx.AsyncClient], _AsyncClosing):
     def _connect(self, **settings: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(**settings)
 
-    async def _answer(self, call: Call, kind: type[Whole]) -> Whole:
+    async def _answer(self, call: GatewayCall, kind: type[Whole]) -> Whole:
         response = await self._ask(call)
         return read_whole(await _aread(response), kind, response.headers)
 
-    async def _ask(self, call: Call) -> httpx.Response:
+    async def _ask(self, call: GatewayCall) -> httpx.Response:
         """Send a request as `Client` does."""
         attempt = RequestAttempt(call, self._options, self._http)
         while True:

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as errors of the one tree; which of them is chosen by status and code of an answer.
+"""The errors of a request, chosen by an answer's status and code.
 
 400, 401, 404, 413      RequestError        the caller has to change something
 429, 503                BusyError           later may help; `retry_after_seconds` says when
@@ -6,7 +6,7 @@
 other 5xx               PeerError
 no connection           UnreachableError
 a stream cut off        BrokenStreamError
-bytes that are no answer ProtocolError
+other bytes             ProtocolError
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ from prfaas.errors import CapacityError, PeerError, PrfaasError, RequestError
 
 
 class BusyError(CapacityError):
-    """There is no room for the request now, or its API key has used up what it may.
+    """There is no room for the request now, or its API key has used up its limit.
 
     Args:
-        message: the server's words.
+        message: the server's.
         code: `rate_limit_exceeded`, `saturated`, `overloaded`.
         retry_after_seconds: when to try again.
 
@@ -34,11 +34,11 @@ class BusyError(CapacityError):
 
 
 class DeadlinePassedError(PeerError):
-    """The answer was not whole in time."""
+    """The answer was not whole within the deadline."""
 
 
 class BrokenStreamError(PeerError):
-    """A stream ended before its answer did. What came of it is good."""
+    """A stream ended before its answer was whole. The chunks until then are valid."""
 
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> PrfaasError:
@@ -57,7 +57,7 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> PrfaasErro
 
 
 def error_in_stream(told: object) -> PrfaasError:
-    """Return the error that an event of a stream tells."""
+    """Return the error in an event of a stream."""
     fields = cast(dict[str, Any], told) if isinstance(told, dict) else {}
     message = str(fields.get("message") or "the stream ended with an error")
     is_late = fields.get("code") == "deadline_exceeded"
@@ -73,5 +73,5 @@ def _told(body: bytes) -> dict[str, Any]:
 
 
 def _seconds(text: str) -> float:
-    """Return what Retry-After says in seconds; its other form, a date, is taken for a second."""
+    """Return Retry-After in seconds; its other form, a date, counts as one second."""
     return float(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1.0

@@ -36,10 +36,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Places:
-    """Datacenters to prefer, best first, and to forbid. A name covers what lies in it: `us` covers us-east-1.
+    """Datacenters to prefer, best first, and to forbid. A name covers all places within it: `us` covers us-east-1.
 
     Raises:
-        RequestError: what is no name, or is both preferred and forbidden.
+        RequestError: a name is malformed, or both preferred and forbidden.
 
     """
 
@@ -49,11 +49,11 @@ class Places:
         self._forbid = forbid
 
     def prefer(self, *names: str) -> "Places":
-        """Return these places with further datacenters to prefer, after those already named."""
+        """Return these places with more datacenters to prefer, after the present ones."""
         return Places((*self._prefer, *names), self._forbid)
 
     def forbid(self, *names: str) -> "Places":
-        """Return these places with further datacenters to forbid."""
+        """Return these places with more datacenters to forbid."""
         return Places(self._prefer, (*self._forbid, *names))
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ ANYWHERE: Final = Places()
 
 
 class Parameters(TypedDict, total=False):
-    """What a request may say beside its prompt; see the OpenAI API, and vLLM's for those that it lacks."""
+    """A request's fields beside its prompt: the OpenAI API's, and further ones of vLLM's."""
 
     max_tokens: int
     max_completion_tokens: int
@@ -115,7 +115,7 @@ class ClientOptions(NamedTuple):
     deadline: float | None = None
 
     def checked(self) -> "ClientOptions":
-        """Return these options; raises BadInputError for what no request could carry."""
+        """Return these options; raises BadInputError where no request could carry them."""
         read_offload(self.offload)
         if self.deadline is not None and not MIN_DEADLINE_SECONDS <= self.deadline <= MAX_DEADLINE_SECONDS:
             form = f"want {MIN_DEADLINE_SECONDS} to {MAX_DEADLINE_SECONDS}, or None"
@@ -131,7 +131,7 @@ class ClientOptions(NamedTuple):
         return self._replace(**changes).checked()
 
 
-class Call(NamedTuple):
+class GatewayCall(NamedTuple):
     """One call of the gateway's API."""
 
     method: str
@@ -139,17 +139,17 @@ class Call(NamedTuple):
     body: bytes = b""
 
 
-LIST_MODELS: Final = Call("GET", "/v1/models")
+LIST_MODELS: Final = GatewayCall("GET", "/v1/models")
 
 
-def call_completions(model: str, prompt: Prompt, parameters: Mapping[str, Any], *, stream: bool = False) -> Call:
+def call_completions(model: str, prompt: Prompt, parameters: Mapping[str, Any], *, stream: bool = False) -> GatewayCall:
     """Return the call that continues a prompt; raises BadInputError for what JSON cannot express."""
-    return Call("POST", "/v1/completions", _body({"model": model, "prompt": prompt}, parameters, stream=stream))
+    return GatewayCall("POST", "/v1/completions", _body({"model": model, "prompt": prompt}, parameters, stream=stream))
 
 
-def call_chat(model: str, messages: Messages, parameters: Mapping[str, Any], *, stream: bool = False) -> Call:
+def call_chat(model: str, messages: Messages, parameters: Mapping[str, Any], *, stream: bool = False) -> GatewayCall:
     """Return the call that answers a conversation; raises BadInputError for what JSON cannot express."""
-    return Call(
+    return GatewayCall(
         "POST", "/v1/chat/completions", _body({"model": model, "messages": messages}, parameters, stream=stream)
     )
 
@@ -164,7 +164,7 @@ class RequestAttempt:
 
     """
 
-    def __init__(self, call: Call, options: ClientOptions, http: httpx.Client | httpx.AsyncClient):
+    def __init__(self, call: GatewayCall, options: ClientOptions, http: httpx.Client | httpx.AsyncClient):
         self._call = call
         self._options = options
         self._http = http

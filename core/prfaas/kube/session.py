@@ -225,6 +225,7 @@ class KubeSession:
 
 
 def bearer(token: str) -> Authorization:
+    """Return an authorization by a bearer token that stays the same."""
     return lambda: f"Bearer {token}"
 
 

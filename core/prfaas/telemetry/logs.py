@@ -1,10 +1,10 @@
-"""One form of log lines for every process: time, level and place, then words, then key=value pairs.
+"""Writes every process's log lines in one form: time, level and place, then words, then key=value pairs.
 
     2026-11-02 10:00:00,000 INFO hub/decode/d-1 decode engine: transfer received request_id=r1 bytes=9731072 ...
 
-The pairs are logfmt, which log collectors split without a rule of ours: a value that is no plain word is a JSON string.
-In JSON the same stands in `time`, `level`, `place`, `logger` and `message`, one object a line.
-No secret has a place in a line: grants, tokens and keys are never values.
+The pairs are logfmt, which log collectors split by themselves; a value that is not a plain word is a JSON string.
+In JSON a line is one object with `time`, `level`, `place`, `logger` and `message`.
+No line holds a secret: grants, tokens and keys are never values.
 """
 
 import json
@@ -23,7 +23,7 @@ FORMAT_VARIABLE: Final = "PRFAAS_LOG_FORMAT"
 LEVEL_VARIABLE: Final = "PRFAAS_LOG_LEVEL"
 LEVELS: Final[Mapping[str, int]] = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING}
 OURS: Final = ("prfaas", "prfaas_gateway", "prfaas_operator", "prfaas_scheduler", "prfaas_worker")
-"""Packages whose lines the level is about: nobody wants to see what libraries say while they search for an error."""
+"""Packages to which the level applies; lines of libraries stay at INFO."""
 MAX_VALUE_CHARACTERS: Final = 500
 
 # Printable ASCII without quotation mark, equals sign and backslash.
@@ -34,23 +34,22 @@ KeysOf = Callable[[logging.LogRecord], Mapping[str, str]]
 
 
 def no_keys(_record: logging.LogRecord) -> Mapping[str, str]:
-    """Return the keys that are added to a line: none."""
     return {}
 
 
 def configure_logs(place: str, log_format: LogFormat = "text", keys_of: KeysOf = no_keys) -> logging.Handler:
-    """Log to standard error, from INFO up, or from what the environment variable PRFAAS_LOG_LEVEL says.
+    """Log to standard error, from INFO up, or from the level in the environment variable PRFAAS_LOG_LEVEL.
 
     Args:
-        place: what the process is, in every line.
-        log_format: how lines are written.
-        keys_of: what else a record is about, added to its line.
+        place: the process's name in every line.
+        log_format: text or JSON.
+        keys_of: returns further keys of a record's line.
 
     Returns:
         The one handler, for filters.
 
     Raises:
-        ConfigError: PRFAAS_LOG_LEVEL is no level.
+        ConfigError: PRFAAS_LOG_LEVEL is not a level.
 
     """
     wanted = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
@@ -59,7 +58,7 @@ def configure_logs(place: str, log_format: LogFormat = "text", keys_of: KeysOf =
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter((JsonFormatter if log_format == "json" else TextFormatter)(place, keys_of))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # Nobody prints these.
+    # No format prints these.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     for name in OURS:
         logging.getLogger(name).setLevel(LEVELS[wanted])
@@ -74,7 +73,6 @@ class TextFormatter(logging.Formatter):
         self._keys_of = keys_of
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
-        """Return the line without a traceback."""
         words, keys = super().formatMessage(record), self._keys_of(record)
         return line(words, **keys) if keys else words
 
@@ -88,7 +86,6 @@ class JsonFormatter(logging.Formatter):
         self._keys_of = keys_of
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -103,17 +100,19 @@ class JsonFormatter(logging.Formatter):
 
 
 def tell(log: logging.Logger, text: str) -> None:
-    """Log at INFO what is said for every request, without looking for the caller's file and line."""
+    """Log a request's line at INFO, without a search for the caller's file and line."""
     log.handle(log.makeRecord(log.name, logging.INFO, "", 0, text, (), None))
 
 
 def line(words: str, /, **fields: Value) -> str:
-    """Return a message: what happened, then the fields that say something, in their order. Seconds have four digits."""
+    """Return a message: words, then the fields that are not empty, in order. Floats have four digits."""
     told = {
         name: f"{value:.4f}" if isinstance(value, float) else str(value)[:MAX_VALUE_CHARACTERS]
         for name, value in fields.items()
         if value is not None and value != ""
     }
-    if not _PLAIN.fullmatch("".join(told.values())):  # of most lines all are: looking at each costs a third more
+    if not _PLAIN.fullmatch(
+        "".join(told.values())
+    ):  # in most lines all are plain; a look at each value costs a third more
         told = {name: text if _PLAIN.fullmatch(text) else json.dumps(text) for name, text in told.items()}
     return words + "".join([f" {name}={text}" for name, text in told.items()])

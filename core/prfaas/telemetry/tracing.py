@@ -38,7 +38,6 @@ class Span:
         self._failed = False
 
     def set(self, **attributes: Attribute) -> None:
-        """Add attributes."""
         if self._sdk is not None:
             self._sdk.set_attributes(_prefixed(attributes))
 

@@ -51,6 +51,7 @@ def hub_session() -> KubeSession:
 
 
 def connect_hub(namespace: str, gate: Gate = OPEN) -> ClusterClient:
+    """Return a client of the hub's API server."""
     return ClusterClient(hub_session(), namespace, "hub", gate=gate)
 
 

@@ -27,6 +27,7 @@ class ConditionState(NamedTuple):
 
 
 def no(reason: str, message: str) -> ConditionState:
+    """Return a condition with status False."""
     return ConditionState("False", reason, message)
 
 
@@ -35,6 +36,7 @@ def yes(reason: str, message: str) -> ConditionState:
 
 
 def rfc3339(moment: datetime) -> str:
+    """Return a moment as Kubernetes writes it, in UTC."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

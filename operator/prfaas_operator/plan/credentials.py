@@ -217,4 +217,5 @@ def is_renewal_due(facts: TokenFacts, now: datetime) -> bool:
 
 
 def has_expired(facts: TokenFacts | None, now: datetime) -> bool:
+    """Tell whether a token is known to have expired."""
     return facts is not None and now >= facts.expires_at

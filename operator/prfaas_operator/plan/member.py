@@ -42,6 +42,7 @@ class Contact(NamedTuple):
 
 
 def users_of(cluster: str, pools: Iterable[PrefillPool]) -> tuple[str, ...]:
+    """Return the names of the pools that use a member cluster, in order."""
     return tuple(sorted(pool.metadata.name for pool in pools if pool.spec.cluster_name == cluster))
 
 

@@ -35,6 +35,7 @@ def engine_name(pool: Pool) -> EngineName:
 
 
 def role_of(pool: Pool) -> Role:
+    """Return the role of a pool's instances."""
     return "decode" if isinstance(pool, DecodePool) else "prefill"
 
 

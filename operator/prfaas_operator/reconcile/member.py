@@ -32,7 +32,7 @@ from prfaas_operator.plan.reading import read
 from prfaas_operator.plan.roles import project_sharer
 from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.members import Members, Owned
-from prfaas_operator.render.account import MADE_BY_JOIN
+from prfaas_operator.render.service_account import MADE_BY_JOIN
 
 log = logging.getLogger(__name__)
 

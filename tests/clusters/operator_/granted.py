@@ -11,9 +11,9 @@ from typing import Any
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 
-from prfaas_operator.render import account
+from prfaas_operator.render import service_account
 
-MADE_BY_JOIN = {"app.kubernetes.io/managed-by": account.MADE_BY_JOIN}
+MADE_BY_JOIN = {"app.kubernetes.io/managed-by": service_account.MADE_BY_JOIN}
 
 
 def unpadded(data: bytes) -> str:

@@ -31,7 +31,7 @@ def read(place, name: str = SECRET) -> dict[str, bytes]:
     return {key: base64.b64decode(value) for key, value in place.get("secret", name)["data"].items()}
 
 
-def facts(files: dict[str, bytes]) -> identity.Facts:
+def facts(files: dict[str, bytes]) -> identity.CertificateFacts:
     return identity.check(files["tls.crt"], files["tls.key"], files["ca.crt"], datetime.now(UTC))
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from prfaas_operator.render import account
+from prfaas_operator.render import service_account
 
 pytestmark = pytest.mark.clusters
 
@@ -78,7 +78,7 @@ def test_a_server_that_nobody_reaches_fails_and_a_bad_secret_is_said(world):
 
 def test_the_account_that_the_command_makes_is_what_it_asks_for(world):
     asked = check(world, "eu")[1]["eu"]["rights"]["message"]
-    (role,) = [one for one in account.member_account("x") if one["kind"] == "Role"]
+    (role,) = [one for one in service_account.member_account("x") if one["kind"] == "Role"]
     for rule in role["rules"]:
         for verb in rule["verbs"]:
             assert f"{verb} {rule['resources'][0]}" in asked

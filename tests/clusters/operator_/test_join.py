@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import yaml
 
-from prfaas_operator.render.account import member_account
+from prfaas_operator.render.service_account import member_account
 
 pytestmark = pytest.mark.clusters
 

@@ -89,7 +89,7 @@ def test_a_trace_is_found_beside_the_file(tmp_path):
     ("text", "says"),
     [
         (None, "cannot be read"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("", "the file is empty; it must describe a system"),
         ("hub: []\nprofiles: {}\nworkload: {trace: none.csv}", "none.csv cannot be read"),
         ("hub: []\nprofiles: {}\nworkload: {trace: torn.csv}", "torn.csv, line 1: this is no trace"),

@@ -17,9 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from prfaas.cli.serve.calls import ANSWER_BYTES, Caller
 from prfaas.cli.serve.command import serve
-from prfaas.cli.serve.life import Watch
 from prfaas.cli.serve.plan import (
     Ports,
     Settings,
@@ -30,7 +28,7 @@ from prfaas.cli.serve.plan import (
     update_of,
     worker_command,
 )
-from prfaas.cli.serve.processes import Child
+from prfaas.cli.serve.run import ANSWER_BYTES, Caller, Child, Watch
 from prfaas.errors import PeerError, ProtocolError
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Route, RoutingFacts, rule_in_force
@@ -115,7 +113,7 @@ def test_before_anything_is_known_no_price_is_guessed():
         (SETTINGS, HOME, AWAY, ""),
         (SETTINGS, HOME, told(1e-5, model="other"), "'other', not 'kimi'"),
         (SETTINGS, HOME, told(1e-5, fingerprint="g"), "other weights"),
-        (SETTINGS, None, AWAY, "the local worker does not say"),
+        (SETTINGS, None, AWAY, "the local worker did not report its weights"),
         (SETTINGS, HOME, told(0, samples=0), "it has measured no prefill"),
         (SETTINGS, told(0, samples=0), AWAY, "the local worker has measured no prefill"),
         (FIXED, told(0, samples=0), told(0, samples=0), ""),
@@ -164,14 +162,14 @@ def test_a_model_is_called_by_its_source():
         (["--prefill-service", "ftp://a:1"], "--prefill-service 'ftp://a:1' is not of the form https://HOST:PORT"),
         (["--prefill-service", "http://a"], "--prefill-service 'http://a' is not of the form"),
         (["--prefill-service", "http://a:1/v1"], "--prefill-service 'http://a:1/v1' is not of the form"),
-        (["--prefill-service", "http://a:99999"], "--prefill-service 'http://a:99999' is no address"),
+        (["--prefill-service", "http://a:99999"], "--prefill-service 'http://a:99999' is not an address"),
         (["--prefill-service", "https://a:1"], "give --tls-dir a directory"),
         (["--tls-dir", "nowhere"], "give https://, or leave --tls-dir out"),
         (["--tls-dir", "nowhere", "--prefill-service", "https://a:1"], "--tls-dir nowhere"),
-        (["--host", "here"], "--host 'here' is no IP address; give 127.0.0.1"),
+        (["--host", "here"], "--host 'here' is not an IP address; give 127.0.0.1"),
         (["--host", "192.0.2.1", "--port", "0"], "--host '192.0.2.1' cannot be listened on"),
         (["--service-cluster", "hub"], "--service-cluster 'hub' cannot be the service's"),
-        (["--model", "/"], "--model '/' has no name by itself; give --model-name"),
+        (["--model", "/"], "--model '/' has no name of its own; give --model-name"),
         (["--link-mbps", "0"], "--link-mbps 0 is not between 1 and"),
         (["--threshold-tokens", "-1"], "--threshold-tokens -1 is not between 0 and"),
         (["--threshold-tokens", "long"], "'--threshold-tokens'"),

@@ -5,14 +5,14 @@ import pytest
 from prfaas.api.template import PodTemplate
 from prfaas_operator.errors import ForbiddenSecretError
 from prfaas_operator.plan.member import check_secrets
-from prfaas_operator.render import account, certificates
+from prfaas_operator.render import certificates, service_account
 
 KUBECONFIGS = {"named-by-a-member"}
 RESERVED = (
     certificates.AUTHORITY_SECRET,
     certificates.SECRET,
     certificates.issued_secret("eu"),
-    account.secret_name("eu"),
+    service_account.secret_name("eu"),
     "named-by-a-member",
 )
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from prfaas_operator.plan import credentials
-from prfaas_operator.render import account
+from prfaas_operator.render import service_account
 
 ISSUED = 1_700_000_000
 
@@ -63,7 +63,7 @@ def test_what_is_no_accounts_token_with_an_end_is_none_and_raises_nothing(text):
 
 def test_a_new_token_takes_the_place_of_the_old_and_of_nothing_else():
     authority = "-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"
-    document = account.kubeconfig("eu", "https://1.2.3.4:6443", authority, "old")
+    document = service_account.kubeconfig("eu", "https://1.2.3.4:6443", authority, "old")
     changed = credentials.with_token(document.encode(), "new")
     before, after = credentials.parse_kubeconfig(document.encode()), credentials.parse_kubeconfig(changed)
     assert after.token == "new"

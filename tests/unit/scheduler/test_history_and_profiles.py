@@ -7,8 +7,8 @@ import pytest
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.wire.control import Counters
 from prfaas.wire.profile import Profile
-from prfaas_scheduler.history import CounterHistory
-from prfaas_scheduler.profiles import profile_of, profiles_of
+from prfaas_scheduler.measure import profile_of, profiles_of
+from prfaas_scheduler.observe import CounterHistory
 from prfaas_scheduler.prometheus import Figure
 
 PROFILE = Profile(

@@ -10,9 +10,9 @@ from aiohttp import web
 from prfaas.wire.control import Counters
 from prfaas.wire.routes import Threshold
 from prfaas_scheduler.gateway import GatewayClient
-from prfaas_scheduler.history import CounterHistory
 from prfaas_scheduler.loop import RETRY_SECONDS, Loop
 from prfaas_scheduler.metrics import SchedulerMetrics
+from prfaas_scheduler.observe import CounterHistory
 
 
 class Clock:

@@ -13,9 +13,9 @@ from prfaas.wire.control import Counters, LinkReport
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance
 from prfaas_scheduler import observe
-from prfaas_scheduler.history import CounterHistory
 from prfaas_scheduler.loop import pools_of
 from prfaas_scheduler.measure import Measurements
+from prfaas_scheduler.observe import CounterHistory
 from prfaas_scheduler.prometheus import Figure
 
 NOW = "2026-02-03T04:05:06Z"
@@ -53,7 +53,7 @@ SEEN = observe.Seen(counted(DRAWN), 1.25, (link("eu"), link("us", "Silent")), {(
 
 
 def test_a_summary_is_what_the_custom_resource_declares():
-    found = Observed.model_validate(observe.summary(SEEN, FIGURES, NOW), extra="forbid")
+    found = Observed.model_validate(observe.summarise(SEEN, FIGURES, NOW), extra="forbid")
     assert (found.time, found.prompts, found.gateway_arrival_milli_per_second) == (NOW, 20_000, 1250)
     assert (found.output_milli_tokens, found.decode_step_micros, found.decode_batch) == (187_500, 30_000, 32)
     assert [(one.cluster_name, one.effective_mbps) for one in found.links] == [("eu", 92)]
@@ -63,16 +63,16 @@ def test_a_summary_is_what_the_custom_resource_declares():
 
 
 def test_what_is_not_known_is_left_out_and_an_idle_system_says_that_nothing_comes():
-    idle = observe.summary(observe.Seen((), 0.0, (), {}), [figure("decode_steps", 0.0)], NOW)
+    idle = observe.summarise(observe.Seen((), 0.0, (), {}), [figure("decode_steps", 0.0)], NOW)
     assert idle == {
         "time": NOW, "prompts": 0, "gatewayArrivalMilliPerSecond": 0, "lengthTokens": [], "links": [], "pools": [],
     }  # fmt: skip
     absurd = [figure("tokens", float("nan")), figure("answers", 1.0), figure("batch", float("inf"))]
-    assert observe.summary(observe.Seen((), 0.0, (), {}), absurd, NOW) == idle
+    assert observe.summarise(observe.Seen((), 0.0, (), {}), absurd, NOW) == idle
 
 
 def test_lengths_and_profiles_come_back_as_they_were():
-    found = Observed.model_validate(observe.summary(SEEN, FIGURES, NOW))
+    found = Observed.model_validate(observe.summarise(SEEN, FIGURES, NOW))
     workload = workload_of(found.length_tokens)
     assert workload.mean_tokens == pytest.approx(sum(DRAWN) / len(DRAWN), rel=0.01)
     for share in (0.1, 0.5, 0.9):

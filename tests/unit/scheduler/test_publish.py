@@ -8,8 +8,7 @@ from tests.serving import serving
 
 from prfaas.kube import KubeSession
 from prfaas_scheduler import status
-from prfaas_scheduler.publish import Publisher, policy_ref
-from prfaas_scheduler.status import Report, Verdict
+from prfaas_scheduler.status import Publisher, Report, Verdict, policy_ref
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/prfaas/leases"
 POLICY = "/apis/prfaas.io/v1alpha1/namespaces/prfaas/prfaaspolicies/kimi"

@@ -35,8 +35,8 @@ def policy(table):
 
 
 def test_the_body_is_what_the_custom_resource_declares(policy):
-    said = status.report(policy, stepped(), (), 37, None)
-    body = status.body(said, (), NOW)
+    said = status.report_of(policy, stepped(), (), 37, None)
+    body = status.body_of(said, (), NOW)
     parsed = PrfaaSPolicyStatus.model_validate(body, extra="forbid")
     assert body["thresholdTokens"] == parsed.threshold_tokens == 2000
     assert (parsed.bandwidth, parsed.offloaded_percent, parsed.link_utilisation_percent) == ("Abundant", 37, 42)
@@ -49,8 +49,8 @@ def test_the_body_is_what_the_custom_resource_declares(policy):
 
 
 def test_what_is_not_known_is_left_out(policy):
-    said = status.report(policy, stepped(links=(link("eu", None),)), (), None, None)
-    assert set(status.body(said, (), NOW)) == {"thresholdTokens", "bandwidth", "conditions"}
+    said = status.report_of(policy, stepped(links=(link("eu", None),)), (), None, None)
+    assert set(status.body_of(said, (), NOW)) == {"thresholdTokens", "bandwidth", "conditions"}
 
 
 def test_a_stale_or_dead_links_utilisation_is_not_shown(policy):
@@ -78,10 +78,10 @@ def test_stale_without_an_error_means_that_nothing_is_scraped(policy):
 
 
 def test_a_short_gap_changes_nothing_and_before_the_first_sample_nothing_is_known(policy):
-    first = status.report(policy, stepped("Held"), (), None, None)
+    first = status.report_of(policy, stepped("Held"), (), None, None)
     assert first.conditions["MetricsFresh"][:2] == ("Unknown", "Starting")
-    fresh = status.report(policy, stepped("Fresh"), (), None, first)
-    held = status.report(policy, stepped("Held"), (UnreachableError("slow"),), None, fresh)
+    fresh = status.report_of(policy, stepped("Fresh"), (), None, first)
+    held = status.report_of(policy, stepped("Held"), (UnreachableError("slow"),), None, fresh)
     assert held.conditions["MetricsFresh"] == fresh.conditions["MetricsFresh"]
 
 
@@ -106,14 +106,14 @@ def test_a_condition_keeps_its_time_until_its_status_changes(policy):
         {"type": "LinkHealthy", "status": "True", "lastTransitionTime": EARLIER},
         {"type": "Ready", "status": "True", "lastTransitionTime": EARLIER},
     ]
-    said = status.report(policy, stepped(links=(link("eu", 1.0, "Silent"),)), (), None, None)
-    times = {one["type"]: one["lastTransitionTime"] for one in status.body(said, known, NOW)["conditions"]}
+    said = status.report_of(policy, stepped(links=(link("eu", 1.0, "Silent"),)), (), None, None)
+    times = {one["type"]: one["lastTransitionTime"] for one in status.body_of(said, known, NOW)["conditions"]}
     assert times == {"MetricsFresh": EARLIER, "LinkHealthy": NOW}
 
 
 def test_figures_alone_are_no_turning_point(policy):
-    first = status.report(policy, stepped(), (), 10, None)
-    figures = status.report(policy, stepped(links=(link("eu", 77.0),)), (), 99, first)
+    first = status.report_of(policy, stepped(), (), 10, None)
+    figures = status.report_of(policy, stepped(links=(link("eu", 77.0),)), (), 99, first)
     assert first.turning_points == figures.turning_points
     for change in (
         stepped(tokens=2001),
@@ -121,4 +121,4 @@ def test_figures_alone_are_no_turning_point(policy):
         stepped("Stale"),
         stepped(links=(link("eu", 41.6, "Silent"),)),
     ):
-        assert status.report(policy, change, (), 10, first).turning_points != first.turning_points
+        assert status.report_of(policy, change, (), 10, first).turning_points != first.turning_points

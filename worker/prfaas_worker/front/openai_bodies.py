@@ -156,6 +156,8 @@ class CompletionBody(CommonFields, frozen=True, kw_only=True):
 
 
 class ChatBody(CommonFields, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
     messages: list[dict[str, Any]]
     """`read_messages` checks them. They stay as they came, since routers hash every field of a message."""
     max_completion_tokens: int | None = None

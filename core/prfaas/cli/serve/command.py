@@ -1,4 +1,4 @@
-"""`prfaas serve`: decode on this machine, and buy long prefills from a service elsewhere."""
+"""`prfaas serve`: decodes on this machine, and sends long prefills to a service elsewhere."""
 
 import signal
 import threading
@@ -36,11 +36,11 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     ] = None,
     service_cluster: Annotated[str, typer.Option(help="The cluster in the service's certificate.")] = "service",
     model_name: Annotated[
-        str, typer.Option(help="What requests, and the service, call the model (the source's own name).")
+        str, typer.Option(help="The model's name in requests and at the service (the source's own name).")
     ] = "",
-    link_mbps: Annotated[int, typer.Option(help="What arrives here from the service, Mbit/s.")] = 100,
+    link_mbps: Annotated[int, typer.Option(help="Bandwidth from the service to this machine, Mbit/s.")] = 100,
     threshold_tokens: Annotated[
-        int | None, typer.Option(help="Send every longer prompt away (those that are done sooner, by measured prices).")
+        int | None, typer.Option(help="Offload every longer prompt (by default, those with a lower measured price).")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to serve on; 0: any free one.")] = GATEWAY_PORT,
@@ -48,7 +48,7 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         list[str] | None, typer.Argument(metavar="[-- WORKER FLAGS]", help="Further flags of prfaas-worker.")
     ] = None,
 ) -> None:
-    """Serve a model here, and have long prompts prefilled by a service; without it, all is done here.
+    """Serve a model here, and send long prompts to a prefill service while it answers.
 
     Example: prfaas serve --model ./kimi-linear --prefill-service https://prefill.example:8000 --tls-dir hub
     """
@@ -65,8 +65,7 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         host=check_host(host),
         worker_flags=tuple(worker_flags or ()),
     )
-    from prfaas.cli.serve.calls import Caller  # cryptography takes longer to load than all other commands
-    from prfaas.cli.serve.life import Serving
+    from prfaas.cli.serve.run import Caller, Serving  # cryptography takes longer to load than all other commands
 
     caller = Caller(tls_dir)
     if caller.cluster not in ("", HUB):
@@ -80,7 +79,7 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
 
 
 def _ports(host: str, port: int) -> Ports:
-    """Return where to listen. Raises ConfigError where `host` is not this machine's."""
+    """Return free ports to listen on. Raises ConfigError where `host` is not this machine's."""
     api, data = free_ports(2)
     try:
         return Ports(gateway=port or free_ports(1, host)[0], api=api, data=data)
@@ -90,7 +89,7 @@ def _ports(host: str, port: int) -> Ports:
 
 @contextmanager
 def _stopping() -> Generator[threading.Event]:
-    """Give an event that Ctrl-C and SIGTERM set; a second Ctrl-C does not wait for requests."""
+    """Yield an event that Ctrl-C and SIGTERM set; a second Ctrl-C does not wait for requests."""
     stop = threading.Event()
 
     def ask(number: int, _frame: FrameType | None) -> None:

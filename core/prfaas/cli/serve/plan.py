@@ -1,10 +1,10 @@
-"""What `prfaas serve` decides, without doing any of it: is the command line right, what runs, where do prompts go.
+"""Makes the decisions of `prfaas serve`, without side effects: checks of flags, commands, routing table and update.
 
-The user's machine is the hub of a tiny installation: one decode instance, the local worker, and a member cluster with
-one prefill instance, which is the service bought from. The gateway decides each request by its own rules; what it needs
-for that comes once a second from here, where a scheduler would be: the profiles of both sides as prices, and whether
-the service may be used. What is not known is never bought: without an answer, without a measured profile on both sides,
-or with other weights there than here, prompts are prefilled at home.
+The user's machine is the hub of a tiny installation: one decode instance, which is the local worker, and a member
+cluster with one prefill instance, which is the service. The gateway decides each request by its own rules. Once a
+second this process gives it the inputs, in place of a scheduler: the profiles of both sides as prices, and whether the
+service may be used. Prompts are prefilled here while the service does not answer, while a side has no measured profile,
+and when the two have different weights.
 """
 
 import ipaddress
@@ -24,7 +24,7 @@ from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, 
 
 INTERVAL_SECONDS: Final = 1
 EXPIRES_SECONDS: Final = 15
-"""How long the gateway believes what it was told; longer than two profiles that are waited for in vain."""
+"""How long an update holds: longer than two timeouts of a profile."""
 NEVER_TOKENS: Final = 1 << 30
 """A threshold that no prompt exceeds."""
 MAX_LINK_MBPS: Final = 1_000_000
@@ -48,12 +48,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scheme(self) -> str:
-        """How the worker and the service are asked; only alike ones talk to each other."""
+        """The scheme of the worker's and the service's URLs; it is the same for both."""
         return "https" if self.tls_dir else "http"
 
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the local processes listen; the worker on 127.0.0.1 alone."""
+    """Ports of the local processes; the worker listens only on 127.0.0.1."""
 
     gateway: int
     api: int
@@ -61,17 +61,17 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_service_url(given: str, inside_tls: bool) -> str:
-    """Return the service's address as a routing table has it.
+    """Return the service's address as it stands in a routing table.
 
     Raises:
-        ConfigError: it is none, or does not fit --tls-dir.
+        ConfigError: it is not an address, or does not fit --tls-dir.
 
     """
     try:
         parts = urlsplit(given)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"--prefill-service {given!r} is no address: {error}; give https://HOST:PORT") from error
+        raise ConfigError(f"--prefill-service {given!r} is not an address: {error}; give https://HOST:PORT") from error
     extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username or parts.password
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or extra:
         raise ConfigError(
@@ -79,12 +79,12 @@ def check_service_url(given: str, inside_tls: bool) -> str:
         )
     if parts.scheme == "https" and not inside_tls:
         raise ConfigError(
-            f"--prefill-service {given!r} is inside TLS and wants a certificate of ours; "
+            f"--prefill-service {given!r} needs TLS with a certificate of ours; "
             "give --tls-dir a directory with tls.crt, tls.key and ca.crt"
         )
     if parts.scheme == "http" and inside_tls:
         raise ConfigError(
-            f"--prefill-service {given!r} is plain and --tls-dir is given; give https://, or leave --tls-dir out"
+            f"--prefill-service {given!r} is plain HTTP, but --tls-dir is given; give https://, or leave --tls-dir out"
         )
     return f"{parts.scheme}://{parts.netloc}"
 
@@ -97,30 +97,29 @@ def check_range(flag: str, given: int, low: int, high: int) -> int:
 
 
 def check_host(given: str) -> str:
-    """Return the address that the gateway listens on. Raises ConfigError where it is none."""
+    """Return the address that the gateway listens on. Raises ConfigError where it is not an IP address."""
     try:
         return str(ipaddress.ip_address(given))
     except ValueError:
-        raise ConfigError(f"--host {given!r} is no IP address; give 127.0.0.1, or 0.0.0.0 for all") from None
+        raise ConfigError(f"--host {given!r} is not an IP address; give 127.0.0.1, or 0.0.0.0 for all") from None
 
 
 def check_cluster(given: str) -> str:
-    """Return the service's cluster. Raises ConfigError where it is our own, which would make the service local."""
+    """Return the service's cluster. Raises ConfigError for our own, which would make the service local."""
     if given in ("", HUB):
         raise ConfigError(f"--service-cluster {given!r} cannot be the service's; give the name in its certificate")
     return given
 
 
 def name_of(model_source: str) -> str:
-    """Return what requests call a model when nobody says otherwise. Raises ConfigError where it has no name."""
+    """Return a model's default name in requests. Raises ConfigError where its source has no name."""
     name = model_source.removeprefix(BUILTIN) if model_source.startswith(BUILTIN) else Path(model_source).resolve().name
     if not name:
-        raise ConfigError(f"--model {model_source!r} has no name by itself; give --model-name")
+        raise ConfigError(f"--model {model_source!r} has no name of its own; give --model-name")
     return name
 
 
 def worker_command(settings: Settings, ports: Ports) -> list[str]:
-    """Return the command of the local worker."""
     command = [sys.executable, "-m", "prfaas_worker", "--model-source", settings.model_source]
     command += ["--model-name", settings.model_name, "--host", "127.0.0.1", "--api-port", str(ports.api)]
     command += ["--data-port", str(ports.data), "--instance", LOCAL, "--cluster", HUB, "--role", "mixed"]
@@ -128,19 +127,17 @@ def worker_command(settings: Settings, ports: Ports) -> list[str]:
 
 
 def gateway_command(settings: Settings, ports: Ports, routes_file: Path, control_socket: Path) -> list[str]:
-    """Return the command of the gateway."""
     command = [sys.executable, "-m", "prfaas_gateway", "--host", settings.host, "--port", str(ports.gateway)]
     command += ["--routes-file", str(routes_file), "--control-socket", str(control_socket)]
     return [*command, *_tls_flags(settings)]
 
 
 def worker_url(settings: Settings, ports: Ports) -> str:
-    """Return the local worker's address."""
     return f"{settings.scheme}://127.0.0.1:{ports.api}"
 
 
 def gateway_url(settings: Settings, ports: Ports) -> str:
-    """Return where clients on this machine reach the gateway."""
+    """Return the gateway's address for clients on this machine."""
     address = ipaddress.ip_address(settings.host)
     if address.is_unspecified:
         address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
@@ -148,7 +145,7 @@ def gateway_url(settings: Settings, ports: Ports) -> str:
 
 
 def routing_table(settings: Settings, ports: Ports) -> RoutingTable:
-    """Return the table by which the gateway finds the worker and the service."""
+    """Return the gateway's routing table, with the worker and the service."""
     tokens = NEVER_TOKENS if settings.threshold_tokens is None else settings.threshold_tokens
     mode = "Priced" if settings.threshold_tokens is None else "Fixed"
     service = Cluster(name=settings.service_cluster, capacity_mbps=settings.link_mbps, utilisation_query="")
@@ -174,19 +171,19 @@ def objection(settings: Settings, home: ProfileAnswer | None, away: ProfileAnswe
     if away.model != settings.model_name:
         return f"it serves the model {away.model!r}, not {settings.model_name!r}: give --model-name, or another service"
     if home is None:
-        return "the local worker does not say which weights it has"
+        return "the local worker did not report its weights"
     if home.fingerprint != away.fingerprint:
         return f"its {away.model!r} has other weights than ours: its caches would mean nothing here"
     if settings.threshold_tokens is None and not (home.prefill.samples and away.prefill.samples):
         whose = "it has" if home.prefill.samples else "the local worker has"
-        return f"{whose} measured no prefill yet, so that no price can be told; --threshold-tokens needs none"
+        return f"{whose} measured no prefill yet, so no price is known; --threshold-tokens needs none"
     return ""
 
 
 def update_of(
     settings: Settings, home: ProfileAnswer | None, away: ProfileAnswer | None, problem: str
 ) -> ThresholdUpdate:
-    """Return what the gateway is to route by; `problem` says why the service is not used, where it is not."""
+    """Return the gateway's update; a non-empty `problem` is why the service is not used."""
     usable = home is not None and away is not None and not problem
     prices: tuple[Price, ...] = ()
     if home is not None and away is not None and usable:

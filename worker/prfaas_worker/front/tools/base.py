@@ -47,6 +47,7 @@ class ToolParser(Protocol):
 
 
 def random_id() -> str:
+    """Return a new id for a tool call."""
     return f"call_{secrets.token_hex(12)}"
 
 

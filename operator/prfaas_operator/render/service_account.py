@@ -1,6 +1,6 @@
-"""Manifests of `prfaas cluster join`: the hub's account in a member cluster, and the hub's MemberCluster.
+"""Manifests of `prfaas cluster join`: the hub's ServiceAccount in a member cluster, and the hub's MemberCluster.
 
-The account equals the one of the chart prfaas-member; where that chart is installed, `join` makes none.
+The ServiceAccount equals the one of the chart prfaas-member; where that chart is installed, `join` makes none.
 """
 
 import base64
