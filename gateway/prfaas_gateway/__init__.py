@@ -1,1 +1,1 @@
-"""The OpenAI front door of one policy: relays requests to decode workers and says where the prompt is prefilled."""
+"""The OpenAI API of one policy: relays requests to decode workers and decides where their prompts are prefilled."""

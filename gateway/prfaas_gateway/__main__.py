@@ -8,12 +8,12 @@ from prfaas_gateway.options import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the gateway until it is told to stop."""
+    """Run the gateway until SIGTERM or SIGINT."""
     options = parse(arguments)
     begin_logs("prfaas-gateway", lambda: configure_logs(f"gateway {options.policy}".strip(), options.log_format))
 
     def serve() -> None:
-        import uvloop  # here, so that flags are read where an extra is missing
+        import uvloop  # here, so that wrong flags are reported even where an extra is missing
 
         from prfaas_gateway.server import run
 

@@ -1,8 +1,8 @@
-"""Serves one request along one route after another: decide, try, decide again after a failure, relay, resume.
+"""Serves one request in one or more attempts: decides a route, follows it, retries after a failure, relays, resumes.
 
-Until the first byte has gone to the client a request may be sent again, and is. After that its stream goes on at
-another worker, where workers say which tokens they send (prfaas.wire.resume); else it ends with its worker, honestly.
-A budget over all requests bounds how often either may be done. docs/failover.md draws the states.
+A request may be retried until the first byte of its answer has gone to the client. After that its stream is resumed at
+another worker, if the workers publish their tokens (prfaas.wire.resume). Otherwise the stream ends with an error when
+its worker dies. A budget over all requests bounds retries and resumptions. docs/failover.md draws the states.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from prfaas_gateway.upstream import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayParts:
-    """What serves requests in one gateway."""
+    """The collaborators of one gateway's attempts."""
 
     limits: Limits
     state: GatewayState
@@ -54,12 +54,11 @@ class Attempts:
         self._http = http
 
     async def serve(self) -> web.StreamResponse:
-        """Take the first decision, count the request under it, and follow it.
+        """Decide once, count the request under that decision, and follow the route.
 
         Raises:
             RequestError: the model is not served here.
             CapacityError: no instance can serve the request now, or not in time.
-
         """
         request, facts = self._request, self._state.facts(self._request)
         if request.model != facts.table.model:
@@ -83,7 +82,7 @@ class Attempts:
             return await self._try_routes(decision)
 
     async def _try_routes(self, decision: Decision) -> web.StreamResponse:
-        """Follow decisions until one is served, refused, or enough have failed."""
+        """Follow routes until one is served or refused, or until too many have failed."""
         request = self._request
         began_seconds = self._state.clock()
         self._state.retry_budget.request_came(began_seconds)
@@ -104,7 +103,7 @@ class Attempts:
             words = read_error(answer.body or b"").get("message", "")
             raise SaturatedError(f"every instance that could serve is full; try again in a moment: {words}")
         if answer is not None and answer.body is not None:
-            request.outcome = "rejected"  # the last worker's own words say more than ours
+            request.outcome = "rejected"  # the last worker's own error is more precise
             return web.Response(status=answer.status, headers=relayed_headers(answer.headers, {}), body=answer.body)
         refusal = decision if isinstance(decision, Refusal) else Refusal(reason="NoDecodeInstance")
         raise _no_capacity(refusal, self._state.facts(request))
@@ -114,7 +113,6 @@ class Attempts:
 
         Raises:
             LegFailedError: a leg failed, perhaps in the middle of the answer.
-
         """
         request = self._request
         request.route = route
@@ -140,7 +138,7 @@ class Attempts:
                 answer.close()
 
     async def _resume(self, stream: AnswerStream, route: Route, failure: LegFailedError) -> web.StreamResponse:
-        """Go on elsewhere with a stream that broke; where no worker can, tell the client that it is not whole."""
+        """Resume a broken stream at another worker; if no worker can, send the client an error."""
         request, log = self._request, stream.log
         pieces, until_seconds = -1, 0.0
         while True:
@@ -149,7 +147,7 @@ class Attempts:
             if log is None:
                 break
             log.worker_died()
-            if log.pieces > pieces:  # it got on, and has all the time to recover again
+            if log.pieces > pieces:  # the stream moved on, so another recovery gets the full time
                 pieces, until_seconds = log.pieces, self._state.clock() + self._limits.recover_seconds
             if not log.can_go_on or log.is_refused or not self._may_retry():
                 break
@@ -171,12 +169,12 @@ class Attempts:
         return stream.response
 
     def _note_resumed(self, stream: AnswerStream, route: Route, answer: Answer) -> None:
-        """Note that a worker goes on with the stream. Raises LegFailedError: it does not."""
+        """Note that a worker resumed the stream. Raises LegFailedError: it did not."""
         request, metrics = self._request, self._parts.metrics
         if answer.status != 200 or answer.body is not None:
             if answer.status < 500:
                 request.refused.add(route.decode.name)
-            text = f"{route.decode.name} does not go on with the answer"
+            text = f"{route.decode.name} did not resume the answer"
             raise LegFailedError(text, leg="decode", eject=False, answer=answer)
         self._note_alive(route)
         request.tried = set(request.refused)
@@ -186,7 +184,7 @@ class Attempts:
             metrics.resumed_tokens.inc(stream.log.resume().sent_tokens)
 
     def _may_retry(self) -> bool:
-        """Take one retry from the budget; counts those that it refuses."""
+        """Take one retry from the budget; count a refused one."""
         if self._state.retry_budget.take(self._state.clock()):
             return True
         self._parts.metrics.retries_refused.inc()
@@ -207,7 +205,7 @@ class Attempts:
             self._state.offload_failed()
 
     async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> Decision:
-        """Return what to do after a failed leg that was noted."""
+        """Return the next step after a failed leg that was noted."""
         if failure.leg == "decode" and not failure.eject:
             name = route.decode.name
             self._state.saturation.refused(name, self._state.load(name), self._state.clock())
@@ -234,7 +232,7 @@ class Attempts:
             request.tried = set(request.refused)
 
     def _learn(self, route: Route, answer: Answer) -> None:
-        """Take in what an answer tells: the instances live, the first token came, the prompt had so many tokens."""
+        """Note the facts of an answer: its instances live, the first token exists, and the prompt's exact length."""
         request, metrics = self._request, self._parts.metrics
         self._note_alive(route)
         if answer.status >= 400:
@@ -259,7 +257,7 @@ def _outcome_of(status: int, fell_back: bool) -> Outcome:
 
 
 def _added_headers(request: GatewayRequest, route: Route, status: int) -> dict[str, str]:
-    """Return the headers that tell the client the gateway's decision; see prfaas.wire.headers."""
+    """Return the headers that carry the gateway's decision to the client; see prfaas.wire.headers."""
     prefilled_by = route.prefill or route.decode
     added = {
         headers.REQUEST_ID: request.request_id,
@@ -276,7 +274,7 @@ def _added_headers(request: GatewayRequest, route: Route, status: int) -> dict[s
 
 def _too_late(late: Overload) -> LateError:
     return LateError(
-        f"{late.wait_seconds:.1f} s of prefills wait before this one, and the policy's slo.ttftMillis is "
+        f"prefills of {late.wait_seconds:.1f} s wait before this one, and the policy's slo.ttftMillis is "
         f"{1000 * late.slo_seconds:.0f}; try again in {late.retry_after_seconds:.1f} s",
         late.retry_after_seconds,
     )

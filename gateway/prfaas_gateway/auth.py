@@ -1,14 +1,14 @@
-"""Who may use the gateway, and how much: API keys from a folder, and the limits of each key's owner.
+"""Authentication and limits: API keys from a folder, and the limits of each key's owner.
 
-The folder holds one file a client, named after it, as a mounted Kubernetes Secret does. A file holds keys, one a line,
-each as it is or as `sha256:` and 64 hexadecimal digits; or, with limits, a JSON object:
+The folder holds one file a client, named after the client, as a mounted Kubernetes Secret does. A file holds keys, one
+a line, each plain or as `sha256:` and 64 hexadecimal digits. For limits, a file holds a JSON object instead:
 
     {"keys": ["sha256:..."], "maxInFlight": 8, "requestsPerMinute": 600, "tokensPerMinute": 200000}
 
-A key is checked before its request's body is read, so that a stranger costs a hash and no memory. Only digests stay in
-memory. A key that comes is looked up by a keyed hash of its digest, whose key nobody outside this process knows: the
-time of a look-up tells nothing about the keys that exist. A file that cannot be used lets nobody in, and a folder that
-cannot be read changes nothing. The log says either once, and never a word of a file's content.
+A key is checked before its request's body is read, so an unknown client costs one hash and no memory. Only digests stay
+in memory. A key is looked up by a keyed hash of its digest with a secret of this process: the time of a look-up reveals
+nothing about existing keys. An unusable file admits no client, and an unreadable folder changes nothing. The log
+reports either once, without any content of the file.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ Limit = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class ApiClient(msgspec.Struct, frozen=True):
-    """The owner of keys, and what it may do in each gateway; None: without a limit."""
+    """The owner of keys, and its limits in each gateway; None: no limit."""
 
     name: str
     max_in_flight: int | None = None
@@ -54,16 +54,15 @@ class ApiClient(msgspec.Struct, frozen=True):
 
 
 ANYBODY: Final = ApiClient("")
-"""Every client where no keys are asked for."""
+"""Every client without authentication."""
 
 
 class Auth:
     """Admits requests.
 
     Args:
-        keys: whose requests are admitted; None: everybody's, without a limit.
+        keys: the clients to admit; None admits everybody without a limit.
         clock: monotonic seconds.
-
     """
 
     def __init__(self, keys: "KeyRing | None" = None, clock: Callable[[], float] = time.monotonic):
@@ -84,17 +83,17 @@ class Auth:
             yield meter
 
     def client(self, http: web.Request) -> ApiClient:
-        """Return whose request this is; raises RequestError with 401 where no valid key came with it."""
+        """Return the client of this request; raises RequestError with 401 without a valid key."""
         if self._keys is None:
             return ANYBODY
         given = http.headers.get("Authorization", "")
         if given[: len(_SCHEME)].lower() != _SCHEME:
             raise RequestError(
-                "this endpoint wants an API key: send `Authorization: Bearer KEY`", status=401, code="missing_api_key"
+                "this endpoint needs an API key: send `Authorization: Bearer KEY`", status=401, code="missing_api_key"
             )
         client = self._keys.client(given[len(_SCHEME) :].strip().encode(errors="surrogateescape"))
         if client is None:
-            raise RequestError("the API key is not known here", status=401, code="invalid_api_key")
+            raise RequestError("the API key is unknown", status=401, code="invalid_api_key")
         return client
 
 
@@ -102,7 +101,7 @@ class Meter:
     """One client's use: requests in flight, requests and prompt tokens a minute.
 
     Both rates are buckets that hold one minute's worth. A request may overdraw the bucket of tokens, which then admits
-    nobody until it is paid back: a prompt longer than a minute's tokens waits its turn and is not refused for ever.
+    no request until it is refilled. So a prompt longer than a minute's tokens waits instead of being refused for ever.
     """
 
     def __init__(self, client: ApiClient, clock: Callable[[], float]):
@@ -111,7 +110,7 @@ class Meter:
         self.limit(client)
 
     def limit(self, client: ApiClient) -> None:
-        """Apply these limits from now on; both rates start afresh."""
+        """Set the limits; both rates restart."""
         self.client = client
         self._requests = self._bucket(client.requests_per_minute)
         self._tokens = self._bucket(client.tokens_per_minute)
@@ -143,14 +142,14 @@ class Meter:
 
 
 class Meters:
-    """The meters of all clients that have come: never more than there have been names of files."""
+    """The meters of all clients so far: at most as many as there have been file names."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._meters: dict[str, Meter] = {}
 
     def of(self, client: ApiClient) -> Meter:
-        """Return a client's meter, under the limits that it has now."""
+        """Return a client's meter with its present limits."""
         meter = self._meters.get(client.name)
         if meter is None:
             meter = self._meters[client.name] = Meter(client, self._clock)
@@ -160,7 +159,7 @@ class Meters:
 
 
 class KeyRing:
-    """The keys of a folder, as of the last second.
+    """The keys of a folder, at most one second old.
 
     Args:
         folder: one file a client; names that begin with a dot do not count.
@@ -168,7 +167,6 @@ class KeyRing:
 
     Raises:
         ConfigError: the folder cannot be read at the start.
-
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
@@ -185,14 +183,14 @@ class KeyRing:
             raise ConfigError(f"--keys-dir {folder}: {error.strerror}") from error
 
     def client(self, key: bytes) -> ApiClient | None:
-        """Return whose key this is, or None. Looks for changed files first, at most once a second."""
+        """Return the client of this key, or None. Checks for changed files first, at most once a second."""
         if self._clock() >= self._look_at:
             where = f"--keys-dir {self._folder}"
             try:
                 self._read_changed()
                 self._problems.worked(where, f"{where} can be read again")
             except OSError as error:
-                message = f"{where} cannot be read, the keys known so far stay: {error.strerror}"
+                message = f"{where} cannot be read, so the present keys stay: {error.strerror}"
                 self._problems.failed(where, message, level=logging.ERROR)
         return self._clients.get(self._hidden(hashlib.sha256(key).digest()))
 
@@ -210,7 +208,7 @@ class KeyRing:
                 self._problems.worked(name, f"the file {name!r} in --keys-dir can be used again")
             except (OSError, ConfigError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
-                message = f"the file {name!r} in --keys-dir lets nobody in: {reason}"
+                message = f"the file {name!r} in --keys-dir admits no client: {reason}"
                 self._problems.failed(name, message, level=logging.ERROR)
         self._problems.keep_only(stamps)
         self._clients, self._stamps = clients, stamps
@@ -239,7 +237,7 @@ class _KeyFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
 
 def _read(path: Path) -> _KeyFile:
-    """Return what a file says. Raises ConfigError, which repeats nothing of it, and OSError."""
+    """Return a file's client. Raises ConfigError without the file's content, and OSError."""
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -250,7 +248,7 @@ def _read(path: Path) -> _KeyFile:
         except msgspec.ValidationError as error:
             raise ConfigError(f"{error}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise ConfigError("it begins like JSON and is none") from None
+            raise ConfigError("it begins like JSON, but is not valid JSON") from None
     else:
         found = _KeyFile([line.strip().decode("ascii", "replace") for line in content.splitlines() if line.strip()])
     if not found.keys:
@@ -259,11 +257,11 @@ def _read(path: Path) -> _KeyFile:
 
 
 def _digest(key: bytes) -> bytes:
-    """Return a key's SHA-256; the file may hold only that."""
+    """Return a key's SHA-256; the file may hold this digest only."""
     if key.lower().startswith(b"sha256:"):
         if digest := _DIGEST.fullmatch(key):
             return bytes.fromhex(digest[1].decode())
-        raise ConfigError("after sha256: want 64 hexadecimal digits, lower case")
+        raise ConfigError("sha256: must be followed by 64 hexadecimal digits, lower case")
     if not _KEY.fullmatch(key):
         raise ConfigError("a key must have 16 to 512 characters, printable ASCII without spaces")
     return hashlib.sha256(key).digest()

@@ -1,9 +1,8 @@
-"""The live page at /ui: three static files, and the document of what the gateway knows that they ask for every second.
+"""The live page at /ui: three static files, and a JSON document that they poll every second.
 
-The page holds nothing secret, so everybody may load it. Its document is for those who may use the gateway: with API
-keys on, it is given for a key, which the page asks its reader for and keeps for the tab. What it tells of the past is
-kept in two rings: however long and however much the gateway serves, they stay as small as they are. No prompt, key or
-answer is in them.
+The page holds nothing secret, so everybody may load it. The document needs an API key where keys are on; the page asks
+its user for the key and keeps it for the tab. The history lies in two rings of fixed size. It contains no prompt, key
+or answer.
 """
 
 import asyncio
@@ -54,7 +53,7 @@ class Dashboard:
         self._static = {path: (_read(name), kind) for path, (name, kind) in FILES.items()}
 
     def add_to(self, app: web.Application, for_clients: Callable[[Handler], Handler]) -> None:
-        """Add the page's routes; `for_clients` guards what only clients may see."""
+        """Add the page's routes; `for_clients` protects the document."""
         app.router.add_get("/ui", self._redirect)
         app.router.add_get("/ui/state", for_clients(self._show_state))
         for path in self._static:
@@ -77,7 +76,7 @@ class Dashboard:
 
 
 class PlacedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is over. `number` counts them since the start; times are seconds since 1970 and durations."""
+    """A finished request. `number` counts requests since the start; times are seconds since 1970 and durations."""
 
     number: int
     at: float
@@ -109,7 +108,7 @@ class DashboardMoment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestHistory:
-    """The last requests, and a moment of threshold, load and links for every second."""
+    """The last requests, and the threshold, load and links of every second."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
@@ -146,13 +145,13 @@ class RequestHistory:
         )
 
     async def watch(self, state: GatewayState) -> None:
-        """Take in the gateway every second, until cancelled."""
+        """Record the gateway's state every second, until cancelled."""
         while True:
             self.add_moment(state)
             await asyncio.sleep(MOMENT_SECONDS)
 
     def add_moment(self, state: GatewayState) -> None:
-        """Take in the gateway as it is at this moment."""
+        """Record the gateway's present state."""
         rule, counters = state.rule(), state.counters
         self._moments.append(
             DashboardMoment(
@@ -167,17 +166,17 @@ class RequestHistory:
         )
 
     def placed_after(self, number: int) -> list[PlacedRequest]:
-        """Return the requests kept whose number is greater, oldest first."""
+        """Return the stored requests with a greater number, oldest first."""
         known = len(self._placed) - (self.count - number) if number <= self.count else 0
         return list(islice(self._placed, max(0, known), None))
 
     def moments_after(self, at: float) -> list[DashboardMoment]:
-        """Return the moments kept that came later, oldest first."""
+        """Return the stored moments after a time, oldest first."""
         return [moment for moment in self._moments if moment.at > at]
 
 
 class DashboardInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance. `ejected_seconds` is for how long it is still left alone after it failed; 0: it is not."""
+    """One instance. `ejected_seconds` is the rest of its ejection; 0: it is not ejected."""
 
     name: str
     pool: str
@@ -200,13 +199,13 @@ class DashboardCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DashboardDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the page draws. `placed` and `moments` hold only what is newer than what was asked for."""
+    """All data of the page. `placed` and `moments` hold only entries newer than the query's."""
 
     policy: str
     model: str
     now: float
     started: float
-    """When the gateway did: another one counts anew."""
+    """Start time of the gateway: after a restart the numbers start again."""
     draining: bool
     mode: ThresholdMode | None
     threshold_tokens: int | None
@@ -284,7 +283,7 @@ def _instances(state: GatewayState, cluster: str) -> tuple[DashboardInstance, ..
 
 
 def _number(request: web.Request, name: str) -> float:
-    """Return a number of the query, 0 where there is none. Raises RequestError: it is no number."""
+    """Return a number of the query, 0 if it is missing. Raises RequestError: it is no number."""
     given = request.query.get(name, "0")
     try:
         found = float(given)

@@ -1,9 +1,9 @@
 """The gateway's Prometheus metrics.
 
-Outcomes: ok; fallback (the offload failed, prefilled in the hub); resumed (its stream broke, and another worker went on
-with it to the end); invalid (a 4xx); rejected (no instance, all of them full, a limit of the client's key, a policy
-that rejects failed offloads, or one whose SLO cannot be kept); failed (a 5xx, a timeout, a deadline, or a stream broken
-off); aborted (the client left). Decision `none`: ended before one was taken.
+Outcomes: ok; fallback (the offload failed, prefilled in the hub); resumed (the stream broke, and another worker
+finished it); invalid (a 4xx); rejected (no instance, all of them full, a limit of the client's key, a policy that
+rejects failed offloads, or one whose SLO cannot be met); failed (a 5xx, a timeout, a deadline, or a broken stream);
+aborted (the client left). Decision `none`: the request ended before a decision.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ TOKEN_BUCKETS: Final = tuple(2**power for power in range(4, 21))
 
 
 class GatewayMetrics:
-    """One gateway's metrics in a registry of their own, so that tests run several gateways in a process."""
+    """One gateway's metrics in a registry of their own, so that tests can run several gateways in a process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -39,16 +39,16 @@ class GatewayMetrics:
         self.threshold_tokens = gauge(
             "prfaas_gateway_threshold_tokens", "The threshold in force, in tokens of incremental length"
         )
-        self.resumes = counter("prfaas_gateway_resumes", "Times that another worker went on with a broken stream")
+        self.resumes = counter("prfaas_gateway_resumes", "Broken streams that another worker resumed")
         self.resumed_tokens = counter(
             "prfaas_gateway_resumed_tokens", "Tokens of broken streams that another worker computed again"
         )
         self.retries_refused = counter(
-            "prfaas_gateway_retries_refused", "Legs not started because the retry budget was used up"
+            "prfaas_gateway_retries_refused", "Legs not started because the retry budget was empty"
         )
         self.slo_refusals = counter(
             "prfaas_gateway_slo_refusals",
-            "Requests not taken because more waited before them than slo.ttftMillis allows",
+            "Requests refused because their wait would exceed slo.ttftMillis",
         )
         self.in_flight = gauge("prfaas_gateway_in_flight", "Requests being served")
 
@@ -60,12 +60,13 @@ class PrefixIndexMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.batches = counter("prfaas_gateway_kv_batches", "Batches of cache events taken in")
         self.snapshots = counter("prfaas_gateway_kv_snapshots", "Snapshots of instances' caches")
-        self.gaps = counter("prfaas_gateway_kv_gaps", "Gaps in event streams, which were read again")
+        self.gaps = counter("prfaas_gateway_kv_gaps", "Gaps in event streams; each was followed by a resync")
         self.matched_tokens = counter(
-            "prfaas_gateway_kv_matched_tokens", "Prompt tokens believed cached where they were prefilled"
+            "prfaas_gateway_kv_matched_tokens",
+            "Prompt tokens that the index expected in the cache of their prefill instance",
         )
         self.prefixes = counter(
-            "prfaas_gateway_kv_prefixes", "Requests sent with another instance to fetch a prefix from"
+            "prfaas_gateway_kv_prefixes", "Requests sent with the URL of another instance to fetch a prefix from"
         )
         self.blocks = gauge("prfaas_gateway_kv_blocks", "Token blocks in the prefix index")
         self.byte_blocks = gauge("prfaas_gateway_kv_byte_blocks", "Byte blocks that are mapped to token blocks")

@@ -13,7 +13,7 @@ from prfaas.wire import headers
 HOP_BY_HOP = frozenset(
     {
         "connection",
-        "content-length",  # set anew for what is sent
+        "content-length",  # set again for the relayed body
         "keep-alive",
         "proxy-authenticate",
         "proxy-authorization",
@@ -30,7 +30,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class LimitError(RequestError):
-    """A client has reached a limit. `kind` says of what, `requests` or `tokens`: the error's type, as OpenAI has it."""
+    """A client has reached a limit. `kind` is `requests` or `tokens`, the error's type as in OpenAI's API."""
 
     def __init__(self, message: str, kind: str, retry_after_seconds: float):
         super().__init__(message, status=429, code="rate_limit_exceeded")
@@ -39,11 +39,11 @@ class LimitError(RequestError):
 
 
 class SaturatedError(CapacityError):
-    """Every instance that could serve lives and is full."""
+    """Every living instance that could serve the request is full."""
 
 
 class LateError(CapacityError):
-    """More waits than the policy's SLO allows."""
+    """The wait would exceed the policy's SLO."""
 
     def __init__(self, message: str, retry_after_seconds: float):
         super().__init__(message)
@@ -55,7 +55,7 @@ class DeadlineError(TimeoutError):
 
 
 def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a worker's response headers without those of its connection with us, and with ours in place of its own."""
+    """Return a worker's response headers without those of its connection, and with our own in place of the worker's."""
     left_out = HOP_BY_HOP.union(added)
     return [(name, value) for name, value in answer.items() if name.lower() not in left_out] + list(added.items())
 
@@ -74,7 +74,7 @@ def read_error(body: bytes) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> web.Response:
-    """Return the response for one of our errors: who can act decides the status."""
+    """Return the response for one of our errors, with the HTTP status of its class."""
     retry_after_seconds = 0.0
     match error:
         case LimitError():

@@ -20,13 +20,13 @@ Examples:
 
 
 class GatewayOptions(NamedTuple):
-    """The command line. The table comes from `routes_file`, or else from `policy` in `namespace`."""
+    """The command line. The table comes from `routes_file`, or from `policy` in `namespace`."""
 
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
         int, typer.Option(parser=whole_number(0, 65535), metavar="PORT", help="Port to listen on; 0: any free one.")
     ] = GATEWAY_PORT
-    policy: Annotated[str, typer.Option(help="PrfaaSPolicy whose routing table is watched.")] = ""
+    policy: Annotated[str, typer.Option(help="PrfaaSPolicy with the routing table to watch.")] = ""
     namespace: Annotated[str, typer.Option(help="Namespace of the policy.")] = ""
     routes_file: Annotated[
         Path | None, typer.Option(help="Routing table in a file, JSON or gzip JSON; reread when it changes.")
@@ -34,13 +34,15 @@ class GatewayOptions(NamedTuple):
     control_socket: Annotated[Path | None, typer.Option(help="Unix socket for the scheduler sidecar.")] = None
     tls_dir: Annotated[
         Path | None,
-        typer.Option(help="Directory with tls.crt, tls.key and ca.crt for workers inside TLS; reread when it changes."),
+        typer.Option(
+            help="Directory with tls.crt, tls.key and ca.crt for workers that use TLS; reread when it changes."
+        ),
     ] = None
     keys_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of API keys, one file a client, as a mounted Secret is; reread when it changes. Without "
-            "it no key is asked for."
+            help="Directory of API keys, one file a client, such as a mounted Secret; reread when it changes. Without "
+            "it every client is admitted."
         ),
     ] = None
     drain_seconds: Annotated[

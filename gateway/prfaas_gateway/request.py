@@ -1,9 +1,9 @@
-"""One request from its first byte to its last: what came, what is known of it, where it goes, and how it ended.
+"""One request from its first byte to its last: its body and headers, its decisions, and its outcome.
 
-A GatewayRequest is the only record of a request in this process. The access log line and the span are made of it at
-the end. Its body is relayed as the very bytes that came, and is parsed once: one pass finds the top level's fields and
-keeps those that a prefix match needs, each as the text that came. Where the routing table has engines whose bodies the
-gateway rewrites, that pass keeps every field.
+A GatewayRequest is the only record of a request in this process. The access log line and the span use its fields at the
+end. Its body is relayed byte by byte as received, and parsed once: one pass finds the top-level fields and keeps those
+that a prefix match needs, each as its original text. If the routing table has engines whose bodies the gateway
+rewrites, that pass keeps every field.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ FORWARDED_HEADERS: Final = ("Content-Type", "Accept")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 Fields = Mapping[str, msgspec.Raw]
-"""A body's top level: each field's value is the text that came."""
+"""A body's top level: each field with its original text."""
 _ABSENT: Final = msgspec.Raw()
 
 
@@ -74,9 +74,9 @@ class GatewayRequest:
     span: Span
     began_seconds: float = field(default_factory=time.monotonic)
     client: str = ""
-    """Whose API key came with it; empty where no keys are asked for."""
+    """The client of its API key; empty where no keys are required."""
 
-    # What came; see `receive`.
+    # Received; see `receive`.
     path: str = ""
     request_id: str = ""
     model: str = ""
@@ -84,52 +84,52 @@ class GatewayRequest:
     fields: Fields = field(default_factory=dict[str, msgspec.Raw])
     has_every_field: bool = False
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    """Those that go on to a worker."""
+    """The headers that go to a worker."""
     preferences: Preferences = NO_PREFERENCES
     deadline_seconds: float | None = None
-    """When it must be over, by the event loop's clock."""
+    """Its deadline, by the event loop's clock."""
 
-    # What is known of its prompt.
+    # Known of its prompt.
     total_tokens: int = 0
     """Its estimated length."""
     chain: ByteChain | None = None
-    """Its byte blocks; None where nobody was asked what is cached of it."""
+    """Its byte blocks; None if no index was queried."""
     cached_on: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Tokens of it that are believed cached, by instance."""
+    """Its tokens that are probably cached, by instance."""
     profiles: Mapping[str, Profile] = field(default_factory=dict[str, Profile])
 
-    # Where it goes.
+    # Its route.
     first_route: Route | None = None
-    """The request counts as this route's kind, whatever becomes of it."""
+    """The request counts under this route's decision, whatever its outcome."""
     route: Route | None = None
-    """The last that was taken."""
+    """The last route."""
     threshold_tokens: int = 0
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
-    """Instances that will not go on with its stream, however often they are asked."""
+    """Instances that refused to resume its stream for good."""
     last_answer: Answer | None = None
-    """What the worker of the last failed leg said."""
+    """The error of the last failed leg's worker."""
     stream: AnswerStream | None = None
-    """Its answer, once the first byte has gone to the client."""
+    """Its answer, after the first byte was sent to the client."""
 
-    # How it went.
+    # Its outcome.
     outcome: Outcome = "failed"
     status: int | None = None
     """None: the client left before there was one."""
     reason: str = ""
-    """Why it did not end well."""
+    """The cause of a bad outcome."""
     fell_back: bool = False
     resumes: int = 0
-    """Times that another worker went on with its stream."""
+    """Number of resumptions by other workers."""
     transfer_id: str = ""
     prompt_tokens: int = 0
-    """As a worker counted them; 0: none has."""
+    """The prompt's exact length by a worker's count; 0: unknown."""
     cached_tokens: int = 0
     first_token_seconds: float | None = None
 
     @property
     def decision(self) -> str:
-        """How it is counted: `offload`, `local`, or `none` where it ended before a decision."""
+        """The decision of its count: `offload`, `local`, or `none` if it ended before a decision."""
         return self.first_route.kind if self.first_route else "none"
 
     @property
@@ -140,10 +140,9 @@ class GatewayRequest:
         """Read and check the request's headers and body.
 
         Raises:
-            DeadlineError: its deadline passed before the body was there.
+            DeadlineError: its deadline passed before the body arrived.
             RequestError: 413 for a body that is too large, 408 for one that does not arrive, 400 for one that is not a
-                JSON object with a model, or for a header that breaks its form.
-
+                JSON object with a model, or for a malformed header.
         """
         self.path = http.path
         self.deadline_seconds = _read_deadline(http)
@@ -155,17 +154,16 @@ class GatewayRequest:
         self.headers[headers.REQUEST_ID] = self.request_id
         self.has_every_field = every_field
         self.model, self.fields = read_fields(self.body, every=every_field)
-        # A span of ours, or where nothing is traced, the context that came.
+        # A span of ours; without tracing, the context that came.
         self.headers.update(self.span.context.headers())
-        # What no second worker could know, should the first one die.
+        # Facts that a second worker could not know if the first one dies.
         self.headers[headers.RESUMABLE] = Fixed(secrets.randbits(63), int(time.time())).header()
 
     def leg(self) -> tuple[dict[str, str], bytes]:
-        """Return headers and body of a leg that starts now: the request, or to go on with its answer.
+        """Return headers and body of a new leg: the request, or the request with a resume document.
 
         Raises:
             BadInputError: the stream cannot be resumed.
-
         """
         sent, body = dict(self.headers), self.body
         if self.stream is not None and self.stream.log is not None:
@@ -177,14 +175,14 @@ class GatewayRequest:
         return sent, body
 
     def every_field(self) -> Fields:
-        """Return all fields of the body; raises RequestError where it is no JSON object."""
-        if not self.has_every_field:  # the table got its first engine of others after the body was read
+        """Return all fields of the body; raises RequestError if it is no JSON object."""
+        if not self.has_every_field:  # the table got its first vLLM or SGLang instance after the body was read
             _, self.fields = read_fields(self.body, every=True)
             self.has_every_field = True
         return self.fields
 
     def note_first_token(self, answer: Answer) -> float:
-        """Note that the first token came, and what the worker counted; return how long it took."""
+        """Note the first token and the worker's token counts; return the time to the first token."""
         self.first_token_seconds = self.seconds
         with suppress(ValueError):  # an engine that reports no count
             self.prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
@@ -192,18 +190,18 @@ class GatewayRequest:
         return self.first_token_seconds
 
     def note_transfer(self, answer: Answer | None) -> None:
-        """Note the transfer that an answer names, also one that failed."""
+        """Note the transfer in an answer's headers, also a failed one."""
         if answer is not None:
             self.transfer_id = answer.headers.get(headers.TRANSFER_ID) or self.transfer_id
 
     def log_failed_leg(self, leg: str, instance: str, reason: str) -> None:
-        """Write the log line and the span's event of a leg that failed at an instance."""
+        """Write the log line and the span's event of a failed leg."""
         ids = {"request_id": self.request_id, "transfer_id": self.transfer_id}
         log.warning(line("leg failed", **ids, leg=leg, instance=instance, reason=reason))
         self.span.event("leg failed", leg=leg, instance=instance, reason=reason)
 
     def close(self) -> None:
-        """Write the access log line and end the span, both of the same fields."""
+        """Write the access log line and end the span, both from the same fields."""
         if self.outcome in ("failed", "rejected"):
             self.span.fail(self.reason or f"HTTP {self.status}")
         fields = self._log_fields()
@@ -241,11 +239,10 @@ class GatewayRequest:
 
 
 def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
-    """Return a body's model, and its other fields: every one, or those that the gateway itself needs.
+    """Return a body's model and its other fields: all, or those that the gateway needs.
 
     Raises:
         RequestError: 400, it is not a JSON object with a model.
-
     """
     try:
         if every:
@@ -254,7 +251,7 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
         known = _known_fields.decode(body)
     except msgspec.ValidationError as error:
         raise RequestError(
-            f"the request body is not valid: {error}; model names the model, a string", param="model"
+            f"the request body is not valid: {error}; it needs a string `model`", param="model"
         ) from error
     except UNREADABLE as error:
         raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from error
@@ -262,7 +259,7 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
 
 
 def _only_once(http: web.Request) -> Mapping[str, str]:
-    """Return the headers, of which those that carry preferences may not come twice: one of them would be ignored."""
+    """Return the headers; a repeated preference header is refused, because one of them would be ignored."""
     for name in (headers.DATACENTERS, headers.OFFLOAD, headers.DEADLINE_SECONDS):
         if name in http.headers and len(http.headers.getall(name)) > 1:
             raise RequestError(f"the header {name} comes twice; send it once", code="invalid_header", param=name)
@@ -289,9 +286,9 @@ async def _read_body(http: web.Request, limits: Limits, deadline_seconds: float 
     except web.HTTPRequestEntityTooLarge as error:
         raise too_large from error
     except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise RequestError(f"the body does not have the encoding or length that its headers say: {error}") from error
+        raise RequestError(f"the body does not match the encoding or length in its headers: {error}") from error
     except TimeoutError as error:
         if deadline_seconds is not None and deadline_seconds < latest_seconds:
-            raise DeadlineError("the deadline passed before the request's body was there") from error
+            raise DeadlineError("the deadline passed before the request's body arrived") from error
         message = f"the request body did not arrive within {limits.idle_seconds:g} s"
         raise RequestError(message, status=408, code="request_timeout") from error

@@ -1,6 +1,6 @@
-"""The gateway process: its HTTP applications, and its life from the first socket to the drain on SIGTERM.
+"""The gateway process: its HTTP applications, and its life from the first socket to the drain after SIGTERM.
 
-There is the public application with the OpenAI endpoints, and the control socket of the scheduler sidecar.
+It serves the public application with the OpenAI endpoints, and the control socket for the scheduler sidecar.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 RELAYED: Final = ("/v1/chat/completions", "/v1/completions")
 KEPT_SECONDS: Final = 1.0
-"""A client whose stream has just ended asks the next thing on the same connection, which was kept for it."""
+"""A client whose stream has just ended sends its next request on the same connection, which was kept for it."""
 LOOK_SECONDS: Final = 0.05
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RunningGateway(NamedTuple):
-    """A gateway that serves; `port` is the one it got, where it asked for any."""
+    """A serving gateway; `port` is its actual port."""
 
     parts: GatewayParts
     port: int
@@ -66,7 +66,7 @@ async def run(config: GatewayOptions) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # What the drain has not seen the end of has had its time.
+    # Requests that outlast the drain are cut off.
     async with serving(config._replace(drain_seconds=LOOK_SECONDS)) as running:
         await stop.wait()
         log.info("draining: %d requests in flight", running.state.in_flight)
@@ -74,7 +74,7 @@ async def run(config: GatewayOptions) -> None:
 
 
 async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
-    """Take new connections while others learn that we leave; then serve the open ones until nothing comes any more."""
+    """Accept connections until load balancers have noticed the drain; then finish the open ones."""
     running.state.draining = True
     await asyncio.sleep(config.limits.linger_seconds)
     for site in running.runner.sites:
@@ -89,7 +89,7 @@ async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
 
 @asynccontextmanager
 async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
-    """Serve while the block runs; leaving it takes nothing new and waits `drain_seconds` for what is in flight."""
+    """Serve while the block runs; its end refuses new requests and waits `drain_seconds` for those in flight."""
     state, metrics, history = GatewayState(config.limits), GatewayMetrics(), RequestHistory()
     tracing = tracing_from_environment("prfaas-gateway", {"prfaas.policy": config.policy})
     auth = Auth(KeyRing(config.keys_dir) if config.keys_dir else None)
@@ -122,7 +122,7 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
 async def _listening(config: GatewayOptions, parts: GatewayParts) -> AsyncIterator[RunningGateway]:
     """Serve both applications while the block runs."""
     dispatcher = Dispatcher(parts)
-    # Cancelling the handler is how a client that leaves aborts its request at once, on the worker too.
+    # A cancelled handler aborts the request of a client that leaves at once, on the worker too.
     public = web.AppRunner(
         PublicApp(parts, dispatcher).build(),
         handler_cancellation=True,
@@ -157,7 +157,7 @@ async def _listen(public: web.AppRunner, control: web.AppRunner, config: Gateway
 async def _following(config: GatewayOptions, state: GatewayState) -> AsyncIterator[None]:
     """Follow the table in the background while the block runs."""
     if config.routes_file is not None:
-        state.set_table(read_file(config.routes_file))  # a file that cannot be read is a mistake on the command line
+        state.set_table(read_file(config.routes_file))  # an unreadable file is a mistake on the command line
         async with _background(follow_file(config.routes_file, state.set_table)):
             yield
         return
@@ -170,7 +170,7 @@ async def _following(config: GatewayOptions, state: GatewayState) -> AsyncIterat
 
 @asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block. It is meant to run for ever: its failure ends the block, and with it the process."""
+    """Run `work` beside the block. It should run for ever: its failure ends the block, and so the process."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(work)
         yield
@@ -203,7 +203,7 @@ class PublicApp:
         return app
 
     async def _close_while_draining(self, _request: web.Request, response: web.StreamResponse) -> None:
-        """While draining, make clients connect anew, to another gateway: a kept connection would die under them."""
+        """While draining, close connections after each answer, so that clients reconnect to another gateway."""
         if self._state.draining:
             response.headers["Connection"] = "close"
             response.force_close()
@@ -269,7 +269,7 @@ class PublicApp:
 
 
 class ControlApp:
-    """The control socket; see prfaas.wire.control. Whoever can open it is trusted: it lies in the pod's own volume."""
+    """The control socket; see prfaas.wire.control. Its clients are trusted, because it lies in the pod's own volume."""
 
     def __init__(self, state: GatewayState):
         self._state = state

@@ -1,7 +1,7 @@
-"""What the gateway knows between requests: routing table, scheduler's last update, load, and which instances to avoid.
+"""The gateway's state between requests: routing table, scheduler's last update, load, and ejected instances.
 
-One owner, changed on the event loop only. `GatewayState.facts` makes of it, and of one request, the input of a routing
-decision.
+It has one owner and changes on the event loop only. `GatewayState.facts` combines it with one request into the input of
+a routing decision.
 """
 
 import time
@@ -26,7 +26,7 @@ RETRIES_PER_REQUEST: Final = 0.2
 RETRIES_PER_SECOND: Final = 10.0
 SAVED_RETRIES: Final = 1000.0
 BELIEVED_SECONDS: Final = 0.5
-"""For how long a refusal of a full instance is believed."""
+"""How long an instance counts as full after a refusal."""
 INITIAL_BYTES_PER_TOKEN: Final = 4.0  # usual for text and code with vocabularies of 100 K and more
 PRIOR_TOKENS: Final = 64.0  # how much the initial ratio weighs: about one short request
 DECAY: Final = 0.98  # a request's weight halves after 34 others
@@ -39,7 +39,7 @@ class GatewayState:
         self.clock = clock
         self.table: RoutingTable | None = None
         self.rewrites_bodies = False
-        """Whether the table has instances of other engines, which want fields of their own in a body."""
+        """True if the table has vLLM or SGLang instances, which need their own fields in a body."""
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
         self.saturation = Saturation()
         self.retry_budget = RetryBudget(clock())
@@ -62,7 +62,7 @@ class GatewayState:
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
 
     def push(self, update: ThresholdUpdate) -> None:
-        """Take the scheduler's update until it expires."""
+        """Use the scheduler's update until it expires."""
         self._update = update
         self._update_expires = self.clock() + update.expires_seconds
 
@@ -79,8 +79,7 @@ class GatewayState:
         """Return the facts of a request at this moment, as its preferences and full instances leave them.
 
         Raises:
-            CapacityError: there is no routing table yet, or every decode instance that lives is full.
-
+            CapacityError: there is no routing table yet, or every living decode instance is full.
         """
         rule = self.rule()
         if self.table is None or rule is None:
@@ -107,7 +106,7 @@ class GatewayState:
         )
 
     def _check_room(self, full: Set[str], now_seconds: float) -> None:
-        """Raise SaturatedError when every decode instance that lives is full."""
+        """Raise SaturatedError if every living decode instance is full."""
         ejected = self.ejections.until_seconds
         living = {one.name for one in self.decode_instances() if ejected.get(one.name, now_seconds) <= now_seconds}
         if living and full >= living:
@@ -115,7 +114,7 @@ class GatewayState:
 
     @contextmanager
     def counted(self, began: Route) -> Iterator[None]:
-        """Count one request, and its length, under the decision that it began with."""
+        """Count one request, and its length, under its first decision."""
         self._decided[began.kind] += 1
         self._lengths.add(began.incremental_tokens)
         self._in_flight_decisions[began.kind] += 1
@@ -146,7 +145,7 @@ class GatewayState:
 
     @property
     def reason(self) -> str:
-        """Why the threshold is what it is, in the scheduler's words; empty when it has not said anything lately."""
+        """The scheduler's reason for the threshold; empty without a recent update."""
         update = self._unexpired()
         return update.reason if update else ""
 
@@ -154,7 +153,7 @@ class GatewayState:
         return self._in_flight.get(name, 0)
 
     def decode_instances(self) -> list[Instance]:
-        """Return the table's decode instances that should serve, whatever they do just now."""
+        """Return the table's decode instances, whatever their present state."""
         instances = self.table.instances if self.table else ()
         return [one for one in instances if one.role == "decode" and one.state == "Ready"]
 
@@ -176,11 +175,11 @@ class GatewayState:
     def check_integrity(self) -> None:
         """Raise InternalError when an idle gateway still occupies an instance."""
         if self.in_flight == 0 and (self._in_flight or self._backlog or self._queued_tokens):
-            raise InternalError(f"idle, and yet occupied: {dict(self._in_flight)}, {len(self._backlog)} in line")
+            raise InternalError(f"idle, and yet occupied: {dict(self._in_flight)}, {len(self._backlog)} in the queue")
 
 
 class LegLoad:
-    """The places that one leg occupies at its instances; each is given back once."""
+    """The slots that one leg occupies at its instances; each is released once."""
 
     def __init__(
         self, in_flight: Tally[str], queued_tokens: Tally[str], backlog: Backlog, route: Route, now_seconds: float
@@ -196,7 +195,7 @@ class LegLoad:
             backlog.add(self, self._prefill[0], route.work, now_seconds)
 
     def prefill_done(self) -> None:
-        """The first token exists: the prefill instance is free again."""
+        """Release the prefill instance: the first token exists."""
         self._computed()
         self._release(self._held[1:])
 
@@ -227,11 +226,11 @@ class _Failing:
 
 
 class Ejections:
-    """Instances that failed lately, and until when they are left alone.
+    """Instances that failed lately, and the ends of their ejections.
 
-    Between two routing tables the gateway is the first to notice a dead instance, and must not wait for an operator
-    that may be down. An ejection ends by itself, half-open: the first request afterwards tries the instance while the
-    others still go elsewhere; its success readmits the instance, its failure doubles the ejection.
+    Between two routing tables the gateway notices a dead instance first, and must not wait for an operator that may be
+    down. An ejection ends half-open: the first request afterwards tries the instance while the others still go
+    elsewhere. Its success readmits the instance, its failure doubles the ejection.
     """
 
     def __init__(self, first_seconds: float, max_seconds: float):
@@ -246,14 +245,15 @@ class Ejections:
         return self._until_seconds
 
     def starting(self, name: str, now_seconds: float) -> None:
-        """A request goes to this instance. If its ejection just ended, the next requests wait for the result."""
+        """Note that a request goes to this instance. If its ejection just ended, the next requests wait for the
+        result."""
         failing = self._failing.get(name)
         if failing is not None:
             failing.probing = True
             self._until_seconds[name] = now_seconds + self._first_seconds
 
     def failed(self, name: str, now_seconds: float) -> None:
-        """A request failed here. Of many that fail at once the first counts."""
+        """Note a failed request. Of many that fail at once only the first counts."""
         failing = self._failing.setdefault(name, _Failing())
         if self._until_seconds.get(name, now_seconds) > now_seconds and not failing.probing:
             return
@@ -263,12 +263,12 @@ class Ejections:
         self._until_seconds[name] = now_seconds + length_seconds
 
     def succeeded(self, name: str) -> None:
-        """A request was served here."""
+        """Note a served request."""
         if self._failing.pop(name, None) is not None:
             del self._until_seconds[name]
 
     def keep_only(self, names: Set[str]) -> None:
-        """Forget all other instances: a pod that comes back under its name starts afresh."""
+        """Forget all other instances: a pod that returns under its name starts without a history."""
         for name in self._failing.keys() - names:
             self.succeeded(name)
 
@@ -279,22 +279,22 @@ class _Full(NamedTuple):
 
 
 class Saturation:
-    """Which decode instances are full, as their refusals (503) and the gateway's own requests there tell.
+    """Full decode instances, by their refusals (503) and the gateway's own requests there.
 
-    At a refusal the gateway learns how many requests of its own the instance takes. It sends no more than that until
-    one of them ends, or a moment has passed: with several gateways the places may by then be another's. While every
-    instance is full, requests are answered at once and cost the workers nothing.
+    At a refusal the gateway learns how many of its own requests the instance accepts. It sends no more until one of
+    them ends or a moment has passed, because another gateway may have taken the slots. While every instance is full,
+    requests are refused at once and cost the workers nothing.
     """
 
     def __init__(self) -> None:
         self._full: dict[str, _Full] = {}
 
     def refused(self, name: str, in_flight: int, now_seconds: float) -> None:
-        """Note that an instance has no place for another request while so many of ours are there."""
+        """Note that an instance refused a request while so many of ours were there."""
         self._full[name] = _Full(in_flight, now_seconds + BELIEVED_SECONDS)
 
     def full(self, in_flight: Mapping[str, int], now_seconds: float) -> Set[str]:
-        """Return the instances that are full; what is believed no longer is forgotten."""
+        """Return the full instances; expired entries are removed."""
         if not self._full:
             return frozenset()
         self._full = {name: full for name, full in self._full.items() if now_seconds < full.until_seconds}
@@ -302,11 +302,11 @@ class Saturation:
 
 
 class RetryBudget:
-    """Bounds how often requests may be sent again, over all of them, so that a collapse does not multiply the load.
+    """Bounds the retries of all requests together, so that an overload does not multiply the load.
 
-    Every request brings a fifth of a retry, and time brings a few, so that a gateway with little to do may try again as
-    well. The saved retries cover the death of an instance with many streams, each of which goes on elsewhere. Failures
-    that go on after that cost a fifth more work, not a multiple.
+    Every request adds a fifth of a retry, and time adds a few, so that an idle gateway can retry too. The saved retries
+    cover the death of an instance with many streams, each of which is resumed elsewhere. Failures after that cost a
+    fifth more work at most.
     """
 
     def __init__(self, now_seconds: float):
@@ -316,7 +316,7 @@ class RetryBudget:
         self._bucket.take(-RETRIES_PER_REQUEST, now_seconds)
 
     def take(self, now_seconds: float) -> bool:
-        """Take one retry; False where none is left."""
+        """Take one retry; False if none is left."""
         if self._bucket.level(now_seconds) < 1:
             return False
         self._bucket.take(1, now_seconds)
@@ -326,10 +326,10 @@ class RetryBudget:
 class TokenEstimator:
     """Estimates a prompt's tokens from its bytes, by one model's running ratio.
 
-    Tokenising 100 KB takes tens of milliseconds, and the answer is needed before a worker is chosen. Workers report the
-    exact count with every answer, so the ratio follows the model and its users. It is a ratio of sums, not a mean of
-    ratios: a long prompt, for which the decision matters, then weighs more than a short one, whose JSON frame distorts
-    its ratio.
+    Tokenising 100 KB takes tens of milliseconds, and the estimate is needed before a worker is chosen. Workers report
+    the exact count with every answer, so the ratio follows the model and its users. It is a ratio of sums instead of a
+    mean of ratios. So a long prompt, for which the decision matters, weighs more than a short one, whose JSON frame
+    distorts its ratio.
     """
 
     def __init__(self) -> None:
@@ -345,7 +345,7 @@ class TokenEstimator:
         return -int(-body_bytes // self.bytes_per_token)
 
     def observe(self, body_bytes: int, prompt_tokens: int) -> None:
-        """Learn from a worker's exact count."""
+        """Update the ratio with a worker's exact count."""
         if prompt_tokens > 0:
             self._bytes = DECAY * self._bytes + body_bytes
             self._tokens = DECAY * self._tokens + prompt_tokens

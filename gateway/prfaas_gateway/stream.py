@@ -1,8 +1,8 @@
-"""The answer to one client: raw bytes of one worker, or of several that go on with it one after the other.
+"""The answer to one client: raw bytes of one worker, or of several workers that resume it one after the other.
 
-An OpenAI client takes a stream that simply ends for a complete one. So a stream that breaks off, and that no other
-worker goes on with, gets an error event and no [DONE]. Where the format has no room for an error, the connection is cut
-short of what it announced. StreamLog keeps what another worker needs to go on with a stream.
+An OpenAI client takes a stream that simply ends for a complete one. So a broken stream that no other worker resumes
+gets an error event and no [DONE]. If the format has no room for an error, the connection is closed before the announced
+length. StreamLog keeps the data that another worker needs to resume a stream.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ STARTED: Final = web.RequestKey("started", web.StreamResponse)
 """The streamed answer of a request, once its headers are on their way."""
 LOGGED_RAW_BYTES: Final = 64 << 10
 MAX_HELD_BYTES: Final = 4 << 20
-"""A worker that sends so much without a place to cut is none of ours: it counts as dead."""
+"""A worker that sends so much without a place to cut counts as dead."""
 _ENDS: Final = (CUT, DONE)
 
 
@@ -34,7 +34,7 @@ class ClientGoneError(Exception):
 
 
 class BrokenOffError(Exception):
-    """The worker died in the middle of its answer, and the client was not told."""
+    """The worker died in the middle of its answer; nothing about that was sent to the client."""
 
 
 class AnswerStream:
@@ -43,8 +43,7 @@ class AnswerStream:
     Args:
         http: the client's request.
         response: its answer, prepared.
-        log: what the client has, where another worker could go on; None where none could.
-
+        log: the sent part of a resumable stream; None for any other answer.
     """
 
     def __init__(self, http: web.Request, response: web.StreamResponse, log: "StreamLog | None"):
@@ -54,12 +53,11 @@ class AnswerStream:
         self._tail = b""
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
-        """Pass on a worker's answer to its end, which ends the client's answer too.
+        """Relay a worker's answer to its end, which also ends the client's answer.
 
         Raises:
-            BrokenOffError: the worker died, or fell silent.
+            BrokenOffError: the worker died or stopped sending.
             ClientGoneError: the client is gone.
-
         """
         try:
             await self._pump(answer, limits)
@@ -68,11 +66,10 @@ class AnswerStream:
             raise ClientGoneError(str(error)) from error
 
     async def break_off(self, reason: str) -> None:
-        """Tell the client, in the answer's own format, that it is not whole: in a worker's words if it sent any.
+        """Send the client an error in the answer's own format, with the worker's words if it sent any.
 
         Raises:
             ClientGoneError: the client is gone.
-
         """
         end_of_event = b"" if self._tail in (b"", b"\n\n") else b"\n\n"
         event = self.log.error_event if self.log is not None else b""
@@ -87,7 +84,7 @@ class AnswerStream:
             raise ClientGoneError(str(error)) from error
 
     async def _pump(self, answer: Answer, limits: Limits) -> None:
-        """Pass pieces on until the answer ends. One timer watches both sides."""
+        """Relay pieces until the answer ends. One timer watches both sides."""
         log, write, read = self.log, self.response.write, answer.content.readany
         stall_seconds = limits.idle_seconds if log is None else limits.stall_seconds
         awaiting_worker = True
@@ -114,11 +111,10 @@ class AnswerStream:
 
 
 async def begin_answer(http: web.Request, answer: Answer, added: dict[str, str]) -> AnswerStream | web.Response:
-    """Begin to send an answer with our own headers `added` (lower-case names); return one that is there whole.
+    """Begin an answer with our own headers `added` (lower-case names); an answer that is complete is returned instead.
 
     Raises:
         ClientGoneError: the client is gone.
-
     """
     kept = relayed_headers(answer.headers, added)
     if answer.body is not None:
@@ -137,7 +133,7 @@ async def begin_answer(http: web.Request, answer: Answer, added: dict[str, str])
 async def end_in_error(
     http: web.Request, response: web.StreamResponse, reason: str, code: str, end_of_event: bytes = b"\n\n"
 ) -> None:
-    """End an answer that has begun: with an error event, or where its format has none, by cutting the connection.
+    """End an answer that has begun: with an error event, or by closing the connection if its format has none.
 
     Args:
         http: the client's request.
@@ -145,7 +141,6 @@ async def end_in_error(
         reason: a sentence for the client.
         code: OpenAI-style error code.
         end_of_event: ends an event that was cut in the middle; after a whole one it is harmless.
-
     """
     response.force_close()
     if response.content_type != EVENT_STREAM:
@@ -158,7 +153,7 @@ async def end_in_error(
 
 
 def _log_of(answer: Answer) -> "StreamLog | None":
-    """Return the log of an answer that another worker could go on with."""
+    """Return the log of a resumable answer."""
     fingerprint = answer.headers.get(headers.RESUMABLE)
     cached_tokens = answer.headers.get(headers.CACHED_TOKENS, "")
     if answer.status != 200 or fingerprint is None or not (cached_tokens.isdecimal() and cached_tokens.isascii()):
@@ -167,14 +162,14 @@ def _log_of(answer: Answer) -> "StreamLog | None":
 
 
 class StreamLog:
-    """What one client has of a stream, so that another worker can go on with it.
+    """The part of a stream that one client has, so that another worker can resume it.
 
-    Nearly every stream ends well, so nearly nothing is done for it: the log keeps what goes to the client as it came,
-    and reads it only when the worker dies. A long log keeps only the comments, some 20 bytes a token. That bounds it to
-    LOGGED_RAW_BYTES and the stream's tokens, which the model's context bounds.
+    Nearly every stream ends well, so the log costs almost nothing: it keeps the raw bytes and parses them only when the
+    worker dies. A long log keeps only the comments, some 20 bytes a token. LOGGED_RAW_BYTES and the stream's tokens
+    bound its size; the model's context bounds the tokens.
 
-    A piece from the worker may end anywhere. Bytes behind the last place where the stream may be cut wait for the rest:
-    the client could not be made to forget half an event, or one whose tokens the worker has not told yet.
+    A piece from the worker may end anywhere. Bytes after the last place where the stream may be cut wait for the rest.
+    The client could not be made to forget half an event, or an event whose tokens the worker has not reported yet.
     """
 
     def __init__(self, fingerprint: str, cached_tokens: int):
@@ -186,18 +181,17 @@ class StreamLog:
         self._held = b""
         self._last = b""
         self.pieces = 0
-        """Passed on so far: it grows while the stream gets on."""
+        """Number of relayed pieces; it grows while the stream moves."""
         self.error_event = b""
         """The last error event that a worker ended with."""
         self.is_refused = False
-        """Whether the worker that died last ended with an error that every worker would answer."""
+        """True if the last dead worker ended with an error that every worker would answer."""
 
     def take(self, piece: bytes) -> bytes:
-        """Take in what came from the worker, and return what may go to the client now.
+        """Store bytes from the worker, and return the bytes that may go to the client now.
 
         Raises:
-            BadInputError: nowhere in so much may the stream be cut.
-
+            BadInputError: too many bytes without a place where the stream may be cut.
         """
         if self._held:
             piece = self._held + piece
@@ -206,7 +200,7 @@ class StreamLog:
             cut = piece.rfind(CUT) + len(CUT) if CUT in piece else 0
             piece, self._held = piece[:cut], piece[cut:]
             if len(self._held) > MAX_HELD_BYTES:
-                raise BadInputError(f"{MAX_HELD_BYTES} bytes of a stream that can be resumed tell of no token")
+                raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream report no token")
         if piece:
             self.pieces += 1
             self._last = piece
@@ -218,11 +212,11 @@ class StreamLog:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the client has all of it."""
+        """True if the client has the whole answer."""
         return self._last.endswith(DONE)
 
     def worker_died(self) -> None:
-        """Forget what the worker had begun to send, since the next one begins behind the last cut; keep its error."""
+        """Forget the bytes after the last cut, where the next worker begins; keep the error of the dead one."""
         held, self._held = self._held, b""
         *_, event = held.removesuffix(b"\n\n").split(b"\n\n")
         error = read_error(event.removeprefix(b"data: "))
@@ -231,18 +225,18 @@ class StreamLog:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether what workers told is sound, and not too much to be told again."""
+        """True if the reported tokens are sound, and few enough for a resume document."""
         try:
             return len(self.document()) <= MAX_DOCUMENT_BYTES
         except BadInputError:
             return False
 
     def document(self) -> bytes:
-        """Return what another worker needs to go on. Raises BadInputError: what the worker told are no tokens."""
+        """Return the resume document. Raises BadInputError: the worker's report of tokens is malformed."""
         return encode_resume(self.resume())
 
     def resume(self) -> Resume:
-        """Return the document of all that the client has; raises as `document` does."""
+        """Return the document of everything that the client has; raises as `document` does."""
         self._shorten()
         choices: dict[int, Sent] = {}
         for told in read_comments(b"".join(self._comments)):
@@ -253,21 +247,20 @@ class StreamLog:
         return Resume(self._fingerprint, self._cached_tokens, choices)
 
     def _shorten(self) -> None:
-        """Keep only the comments of what was passed on."""
+        """Keep only the comments of the relayed bytes."""
         if self._raw:
             self._comments.append(comments_of(b"".join(self._raw)))
             self._raw, self._raw_bytes = [], 0
 
 
 class StallTimer:
-    """A block that ends in TimeoutError once nothing has moved in it for too long. Use as an async context manager.
+    """Ends a block with TimeoutError once nothing has moved in it for too long. Use as an async context manager.
 
-    It looks now and then whether anything has moved. To move a timer with every piece would cost about as much as the
-    piece, and leave a cancelled one behind each time.
+    It checks now and then if anything has moved. Restarting a timer with every piece would cost about as much as the
+    piece, and leave a cancelled timer behind each time.
 
     Args:
-        limit_seconds: how long that is; may be changed within the block.
-
+        limit_seconds: longest time without a move; may change within the block.
     """
 
     def __init__(self, limit_seconds: float):
@@ -279,7 +272,7 @@ class StallTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def moved(self, limit_seconds: float) -> None:
-        """Count anew from now on, up to this limit."""
+        """Restart the time, up to this limit."""
         self._moved_seconds = self._now()
         self.limit_seconds = limit_seconds
 
@@ -300,5 +293,5 @@ class StallTimer:
         if self._now() >= due_seconds:
             self._timeout.reschedule(self._now())
         else:
-            # A limit that becomes shorter meanwhile is noticed late, by as much at most.
+            # A limit that becomes shorter meanwhile takes effect late, by its old length at most.
             self._timer = self._loop.call_at(due_seconds, self._look)

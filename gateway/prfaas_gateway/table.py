@@ -1,7 +1,7 @@
-"""Follows the routing table, and tells convertible instances the role that it gives them.
+"""Watches the routing table, and sends convertible instances their roles.
 
 The table comes from the operator's ConfigMap, which is watched, or from the same document in a file, which is polled. A
-damaged or missing document never takes away the table in use: an old table serves better than none.
+damaged or missing document never removes the present table: an old table serves better than none.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ async def follow_configmap(session: KubeSession, namespace: str, policy: str, on
 
 
 def read_configmap(current: dict[str, Any]) -> RoutingTable:
-    """Return the table in a ConfigMap. Raises ProtocolError when there is none that can be read."""
+    """Return the table in a ConfigMap. Raises ProtocolError if it has none that can be read."""
     try:
         document = base64.b64decode(current["binaryData"][ROUTES_KEY], validate=True)
     except (KeyError, TypeError, binascii.Error) as error:
@@ -62,7 +62,7 @@ def read_configmap(current: dict[str, Any]) -> RoutingTable:
 
 
 def read_file(path: Path) -> RoutingTable:
-    """Return the table in a file, JSON or gzip JSON. Raises ConfigError when there is none that can be read."""
+    """Return the table in a file, JSON or gzip JSON. Raises ConfigError if it has none that can be read."""
     try:
         return decode(path.read_bytes())
     except (OSError, ProtocolError) as error:
@@ -88,12 +88,12 @@ class _Told(NamedTuple):
 
 
 class RoleTeller:
-    """Tells convertible instances the role in which the routing table has them: PUT /v1/role at each.
+    """Sends convertible instances their roles in the routing table: PUT /v1/role at each.
 
-    Routing does not wait for that, because any worker serves any leg: the role only says how an engine divides its
-    steps. So a failed call costs smoothness for a moment and no request, and is made again. Every gateway tells all
-    instances of its table, and again after a while: a worker that began anew inside its pod has forgotten its role.
-    Sequences that run when a role changes go on to their end.
+    Routing does not wait for the call, because any worker serves any leg: the role only decides how an engine divides
+    its steps. So a failed call fails no request and is retried. Every gateway sends all instances their roles, and
+    repeats it after a while, because a restarted worker has forgotten its role. Running sequences finish after a change
+    of role.
     """
 
     def __init__(self, state: GatewayState, upstream: Upstream):
@@ -107,7 +107,7 @@ class RoleTeller:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def tell_due(self) -> None:
-        """Tell every instance that does not know its role, or was told it long ago."""
+        """Send the role to every instance that does not know it, or got it long ago."""
         table = self._state.table
         instances = [one for one in table.instances if one.convertible and one.state == "Ready"] if table else []
         self._told = {one.name: self._told[one.name] for one in instances if one.name in self._told}
@@ -127,8 +127,8 @@ class RoleTeller:
             except (PrfaasError, TimeoutError) as error:
                 failure = str(error)
         if failure:
-            log.warning("instance %s was not told its role %s: %s; again soon", one.name, one.role, failure)
+            log.warning("instance %s did not get its role %s: %s; retry soon", one.name, one.role, failure)
         elif known is None or known.role != one.role:
-            log.info("instance %s was told its role: %s", one.name, one.role)
+            log.info("instance %s got its role: %s", one.name, one.role)
         pause_seconds = RETRY_SECONDS if failure else AGAIN_SECONDS
         self._told[one.name] = _Told(one.role, one.url, self._state.clock() + pause_seconds)

@@ -1,8 +1,8 @@
-"""HTTP to the workers, plain or inside TLS: one pool of connections with hard waits.
+"""HTTP to the workers, plain or with TLS: one pool of connections with hard timeouts.
 
 A worker whose node vanished sends neither data nor a reset. TCP keep-alive and TCP_USER_TIMEOUT end its connections
-within seconds, so that the wait for a slow but living worker may be long. LivenessProbes tell that worker from one that
-hangs. GatewayCredentials prove that a worker is of the cluster that the routing table names.
+within seconds, so the timeout for a slow worker may be long. LivenessProbes distinguish a slow worker from a hung one.
+GatewayCredentials prove that a worker belongs to its cluster in the routing table.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ ALLOWED_MISSES: Final = 1
 
 
 class Answer:
-    """A worker's answer: complete in `body`, or, where `body` is None, still to be read from `content`."""
+    """A worker's answer: complete in `body`; if `body` is None, `content` is still to be read."""
 
     def __init__(self, response: aiohttp.ClientResponse, body: bytes | None):
         self.status = response.status
@@ -43,7 +43,7 @@ class Answer:
         return self._response.content
 
     def close(self) -> None:
-        """Give the connection back if the answer was read to its end; otherwise cut it, and the worker aborts."""
+        """Release the connection if the answer was read to its end; otherwise close it, and the worker aborts."""
         if self._response.content.at_eof():
             self._response.release()
         else:
@@ -54,9 +54,8 @@ class Upstream:
     """Connections to all workers. Use as an async context manager.
 
     Args:
-        limits: how long to wait.
-        credentials: what workers inside TLS are asked with; without any they are not reached.
-
+        limits: timeouts.
+        credentials: for workers with TLS; without them these workers are unreachable.
     """
 
     def __init__(self, limits: Limits, credentials: "GatewayCredentials | None" = None):
@@ -66,7 +65,7 @@ class Upstream:
         self._liveness = LivenessProbes(self._lives, limits)
 
     async def __aenter__(self) -> Self:
-        # Shorter than any worker's own keep-alive: a request must not meet a connection that is just being closed.
+        # Shorter than any worker's own keep-alive: a request must not meet a connection that is being closed.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15, socket_factory=worker_socket)
         self._client = aiohttp.ClientSession(
             connector=connector,
@@ -87,12 +86,11 @@ class Upstream:
             self._client = None
 
     async def post(self, worker: Instance, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Send a request and wait for the answer: its headers, and all of it where it is not a stream.
+        """Send a request and wait for the answer: its headers, and all of it unless it is a stream.
 
         Raises:
-            UnreachableError: connection refused, timed out or lost before the answer stood, or not of its cluster.
+            UnreachableError: connection refused, timed out or lost before the answer, or a worker of another cluster.
             TimeoutError: the worker lives but did not answer in time.
-
         """
         url, tls = worker.url + path, self._tls(worker)
         data: Any = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
@@ -108,7 +106,7 @@ class Upstream:
                     raise
         except (aiohttp.ClientError, OSError) as error:
             if wait.given_up:
-                raise UnreachableError(f"{url}: it takes connections, and answers nothing") from error
+                raise UnreachableError(f"{url}: it accepts connections, but does not answer") from error
             if type(error) is TimeoutError:
                 raise TimeoutError(f"{url} did not answer within {self._limits.first_byte_seconds:g} s") from error
             raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
@@ -116,7 +114,8 @@ class Upstream:
             self._liveness.end(worker, wait)
 
     async def _lives(self, worker: Instance) -> bool:
-        """Ask a worker for its role, which both of its processes answer together; other engines know no such path."""
+        """Ask a worker for its role, which needs both of its processes; other engines answer that the path is
+        unknown."""
         if self._client is None:
             return False
         try:
@@ -153,11 +152,10 @@ class Upstream:
 
     @asynccontextmanager
     async def reading(self, worker: Instance, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """GET an answer that the block reads, be it endless; afterwards its connection is cut.
+        """GET an answer that the block reads, even an endless one; afterwards its connection is closed.
 
         Raises:
             UnreachableError: as `post` does, also while the block reads.
-
         """
         url, tls = worker.url + path, self._tls(worker)
         try:
@@ -177,11 +175,11 @@ class Upstream:
         return self._client
 
     def _tls(self, worker: Instance) -> ssl.SSLContext | bool:
-        """Return what aiohttp calls `ssl`, which is not looked at where the address is plain."""
+        """Return aiohttp's argument `ssl`, which aiohttp ignores for plain addresses."""
         if not worker.url.startswith("https:"):
             return True
         if self._credentials is None:
-            raise UnreachableError(f"{worker.url} is inside TLS, and this gateway has no --tls-dir")
+            raise UnreachableError(f"{worker.url} uses TLS, and this gateway has no --tls-dir")
         return self._credentials.context(worker.cluster)
 
     async def _whole_body(self, response: aiohttp.ClientResponse) -> bytes | None:
@@ -192,7 +190,7 @@ class Upstream:
 
 
 def worker_socket(address: Any) -> socket.socket:
-    """Return a socket whose connection ends when the peer's host falls silent."""
+    """Return a socket whose connection ends when the peer's host is silent."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -205,7 +203,7 @@ def worker_socket(address: Any) -> socket.socket:
 
 
 Ask = Callable[[Instance], Awaitable[bool]]
-"""Asks a worker whether it lives; False where it does not answer in time. Any answer is one."""
+"""Probes a worker; False without an answer in time. Any answer counts."""
 
 
 class _Wait:
@@ -220,11 +218,11 @@ class _Wait:
 
 
 class LivenessProbes:
-    """Tells a worker that takes its time from one that hangs, while a first byte is awaited.
+    """Detects a hung worker while the gateway waits for its first byte.
 
     A prompt may wait for minutes in a queue, so a long wait proves nothing. A frozen process keeps its connections,
-    which its kernel goes on acknowledging. So once an answer is late, the worker is asked something that costs nothing
-    and needs both of its processes. All requests give up a worker that twice does not answer.
+    which its kernel still acknowledges. So once an answer is late, the gateway sends the worker a cheap request that
+    needs both of its processes. After two missed answers all requests give the worker up.
     """
 
     def __init__(self, ask: Ask, limits: Limits):
@@ -234,7 +232,7 @@ class LivenessProbes:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, worker: Instance, timer: asyncio.Timeout) -> _Wait:
-        """Note that somebody waits for a worker from now on; `end` must follow."""
+        """Note a new wait for a worker; `end` must follow."""
         wait = _Wait(timer)
         loop = asyncio.get_running_loop()
         wait.late = loop.call_later(self._limits.doubt_seconds, self._doubt, worker, wait)
@@ -257,7 +255,7 @@ class LivenessProbes:
             self._asking[worker.url] = asyncio.ensure_future(self._look_after(worker))
 
     async def _look_after(self, worker: Instance) -> None:
-        """Ask until nobody waits; have all give up after too many answers that did not come."""
+        """Probe until no request waits; end all waits after too many missed answers."""
         waits, misses = self._late[worker.url], 0
         try:
             while waits:
@@ -274,10 +272,10 @@ class LivenessProbes:
 
 
 class _Proof(ssl.SSLObject):
-    """A connection that ends its handshake only with an instance of the cluster that was meant."""
+    """A connection whose handshake succeeds only with an instance of the expected cluster."""
 
     def do_handshake(self) -> None:
-        """Go on with the handshake; at its end judge whose certificate that was."""
+        """Continue the handshake; at its end check the certificate's cluster."""
         super().do_handshake()
         context = self.context
         if isinstance(context, _Context):
@@ -297,28 +295,27 @@ class _Context(ssl.SSLContext):
 
 
 class _Known(NamedTuple):
-    """The files as they were read, and the contexts made of them so far, by cluster."""
+    """The files as they were read, and the contexts made from them so far, by cluster."""
 
     files: Files
     contexts: dict[str, _Context]
 
 
 class GatewayCredentials:
-    """The gateway's own certificate, and the contexts that check whose worker a connection reached.
+    """The gateway's own certificate, and the contexts that check the cluster of a reached worker.
 
-    Workers are known by the cluster in their certificate, never by address or host name. A changed directory gives new
-    contexts. The client's pool keeps connections apart by context, so none that an older one has judged is used again.
+    The cluster in a worker's certificate identifies it, never its address or host name. A changed directory gives new
+    contexts. The client's pool separates connections by context, so connections of an older context are not reused.
 
     Raises:
         ConfigError: they cannot be used at the start.
-
     """
 
     def __init__(self, directory: Path):
         self._known = CredentialFiles(directory, lambda files: _Known(files, {"": _context("", files)}))
 
     def context(self, cluster: str) -> ssl.SSLContext:
-        """Return what a connection to a worker of this cluster is to use; the same one until the files change."""
+        """Return the context for a connection to a worker of this cluster; the same one until the files change."""
         files, contexts = self._known.now()
         if cluster not in contexts:
             contexts[cluster] = _context(cluster, files)

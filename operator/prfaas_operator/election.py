@@ -34,13 +34,13 @@ LEASE_SECONDS: Final = 15
 RENEW_SECONDS: Final = 2.0
 STANDBY_SECONDS: Final = 1.0
 CALL_SECONDS: Final = 4.0
-"""A renewal is two calls, so that one which begins in time ends before the Lease is lost, also on a busy server."""
+"""A renewal is two calls, so one that begins in time ends before the Lease is lost, also on a busy server."""
 RELEASE_SECONDS: Final = 2.0
 HARD_END_SECONDS: Final = 14.0
 WATCH_SECONDS: Final = 0.25
 HARD_END_CODE: Final = 70
 GRACE_SECONDS: Final = 25.0
-"""An orderly end takes half of this at most; a pod is killed 30 s after it was asked to end, and says nothing then."""
+"""An orderly end takes half of this at most; a pod is killed 30 s after it was asked to end."""
 
 Work = Callable[[asyncio.Event], Awaitable[None]]
 """Works until the event is set."""

@@ -26,7 +26,7 @@ class Health:
 
 
 class Endpoints(NamedTuple):
-    """Where to listen."""
+    """The addresses of the two ports."""
 
     host: str
     metrics_port: int

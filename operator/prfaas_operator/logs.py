@@ -14,7 +14,7 @@ OBJECT: ContextVar[dict[str, str] | None] = ContextVar("OBJECT", default=None)
 KEYS: Final = ("kind", "namespace", "name", "cluster", "uid")
 KOPF_OBJECTS: Final = "kopf.objects"
 KOPF_CLIENT: Final = "kopf._cogs.clients"
-"""Where kopf's errors of API calls live; it offers no name for them."""
+"""The module of kopf's errors of API calls; it has no public name."""
 
 
 def about(**keys: str) -> None:

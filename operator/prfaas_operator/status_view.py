@@ -21,7 +21,7 @@ from prfaas_operator.plan.conditions import READY
 from prfaas_operator.plan.pool_status import Pool, role_of
 
 NOT_SEEN: Final = "NotSeenYet"
-"""Why an object is not ready that no operator has reconciled."""
+"""The cause shown for an object that no operator has reconciled."""
 
 
 @dataclass(frozen=True)

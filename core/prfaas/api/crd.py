@@ -44,7 +44,7 @@ KEYWORDS: Final = (
     "items",
     "additionalProperties",
 )
-"""What a node of a structural schema may hold, in the order in which it is written."""
+"""Keywords of a structural schema's node, in the order of their output."""
 RULE_KEYS: Final = ("rule", "message", "fieldPath", "reason")
 DROPPED: Final = {"title", "propertyNames"}
 """Pydantic keywords that may go: titles repeat names, and keys of maps are checked by CEL rules."""

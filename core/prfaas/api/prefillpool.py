@@ -34,9 +34,9 @@ DecodePoolName = Annotated[
     Says("must be the name of a DecodePool, or empty for instances of the pool's own"),
 ]
 NO_MODEL: Final = ModelRef.model_construct(name="", source="")
-"""What a pool without instances of its own runs; no request names it."""
+"""The model of a pool without instances of its own; no request names it."""
 OF_THE_DECODE_POOL: Final = ("model", "engine", "template", "drainSeconds", "rollout", "egressMbps")
-"""Fields that describe instances, or belong to a Deployment: where instances are shared, the DecodePool has them."""
+"""Fields that describe instances, or belong to a Deployment: a sharing pool's are the DecodePool's."""
 
 
 def _add_rules_without_defaults(schema: JsonDict, model: type[ApiModel]) -> None:

@@ -43,8 +43,7 @@ def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONN
     """Return access by a kubeconfig and a context; by default the usual file and its current context.
 
     Raises:
-        ConfigError: there is no such file or context, or a credential cannot be used.
-
+        ConfigError: the file or context does not exist, or a credential cannot be used.
     """
     try:
         cluster, user = _chosen(path, context)
@@ -86,7 +85,7 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
         for plural, entries in found.items():
             listed: list[dict[str, Any]] = document.get(plural) or []
             for entry in listed:
-                # Of several files the first one that has a name counts.
+                # In several files the first entry of a name counts.
                 body: dict[str, Any] = {**(entry.get(plural.removesuffix("s")) or {}), BASE: each.parent}
                 entries.setdefault(entry["name"], body)
     if current not in found["contexts"]:

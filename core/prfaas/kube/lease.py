@@ -27,7 +27,6 @@ class LeaseHolder:
         identity: this replica's name, for example the pod's.
         duration_seconds: a silent holder loses the Lease after this long.
         clock: monotonic seconds.
-
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class LeaseHolder:
     async def acquire_or_renew(self, timeout_seconds: float = 5.0) -> bool:
         """Take or renew the Lease if possible, and return `is_holder`.
 
-        Raises PeerError when the API server fails; what was held stays held until it expires.
+        Raises PeerError when the API server fails; a held Lease stays held until it expires.
         """
         started = self._clock()
         try:

@@ -135,7 +135,7 @@ class KubeSession:
             tls = ssl.create_default_context(cafile=str(directory / "ca.crt"))
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"{directory}/ca.crt cannot be read ({error}): give the pod a service account") from error
-        # By address, because a cluster's DNS may be down or missing.
+        # An address, because a cluster's DNS may be down or missing.
         address = f"[{host}]" if ":" in host else host
         authorization = token_of_file(directory / "token")
         return cls(f"https://{address}:{port}", authorization=authorization, tls=tls, connections=connections)
@@ -205,7 +205,7 @@ class KubeSession:
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Open one request and yield its successful response; `timeout_seconds` bounds all of it with its body.
 
-        Raises as `call` does, also for what goes wrong while the caller reads.
+        Raises as `call` does, also for errors while the caller reads.
         """
         if self._client is None:
             raise InternalError("KubeSession is used outside its `async with` block")
@@ -247,7 +247,7 @@ def client_tls(authority: str, certificate: str = "", key: str = "") -> ssl.SSLC
     """
     context = ssl.create_default_context(cadata=authority or None)
     if certificate:
-        # The ssl module loads certificates from files only; they are gone again before the first call.
+        # The ssl module loads certificates from files only; they are deleted again before the first call.
         with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
             paths = Path(directory, "tls.crt"), Path(directory, "tls.key")
             for path, content in zip(paths, (certificate, key), strict=True):
@@ -258,7 +258,7 @@ def client_tls(authority: str, certificate: str = "", key: str = "") -> ssl.SSLC
 
 
 def with_query(path: str, query: Mapping[str, Any] | None) -> str:
-    """Return a path with those parameters that have a value."""
+    """Return a path with the parameters that have a value."""
     given = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
     return f"{path}?{urlencode(given)}" if given else path
 
@@ -267,7 +267,7 @@ def decode_object(raw: bytes, what: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except UNREADABLE as error:
-        raise ProtocolError(f"{what} answered no JSON object: {error}") from error
+        raise ProtocolError(f"{what} did not answer with a JSON object: {error}") from error
 
 
 async def apply_status(

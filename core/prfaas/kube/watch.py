@@ -55,14 +55,13 @@ async def list_and_watch(
 ) -> AsyncIterator[L | WatchEvent]:
     """Yield the result of `read`, then every change; read again after a failure or after lost changes.
 
-    Never ends by itself and never raises for what a server does.
+    Never ends by itself and never raises for a server's failure.
 
     Args:
-        read: returns what exists, and the resource version to watch from.
+        read: returns the existing objects, and the resource version to watch from.
         watch: yields the changes after a resource version until the server ends the watch; raises ExpiredError.
         failed: takes an error and the pause that is due; returns how long to wait.
         backoff: the pauses between failures.
-
     """
     version = ""
     while True:
@@ -79,7 +78,7 @@ async def list_and_watch(
         except ExpiredError:
             version = ""
         except (PeerError, ConfigError) as error:
-            # A version given by a server that has since been restored from a backup would never be reached again.
+            # A version from a server that was restored from a backup since would never be reached again.
             version = ""
             await asyncio.sleep(failed(error, backoff.failed()))
             continue
@@ -107,7 +106,7 @@ async def watch_events(
         },
     )
     try:
-        # The server ends the stream first; the client's own limit is for a server that forgot us.
+        # The server ends the stream first; the client's own limit covers a server that does not.
         async with session.stream("GET", path, timeout_seconds=window_seconds + WINDOW_SLACK_SECONDS) as response:
             async for line in _lines(response.content):
                 yield _event(line, path)
@@ -122,8 +121,8 @@ async def watch_object(
 ) -> AsyncIterator[dict[str, Any] | None]:
     """Yield the object now and after every change; None while it does not exist.
 
-    It goes on as `list_and_watch` does. The same object may be yielded more than once. Needs the verbs get and watch on
-    this name only.
+    It continues as `list_and_watch` does. The same object may be yielded more than once. Needs the verbs get and watch
+    on this name only.
     """
     query = {"fieldSelector": f"metadata.name={ref.name}"}
     path = ref.kind.path(ref.namespace)
@@ -134,7 +133,7 @@ async def watch_object(
         except StatusError as error:
             if error.status != NOT_FOUND:
                 raise
-            return None, "0"  # from any point the server has: it then sends the object as ADDED if it exists by then
+            return None, "0"  # from any point: the server then sends an existing object as ADDED
         return current, version_of(current)
 
     def watch(version: str) -> AsyncIterator[WatchEvent]:
@@ -156,7 +155,7 @@ def version_of(current: Mapping[str, Any]) -> str:
     try:
         return str(current["metadata"]["resourceVersion"])
     except (KeyError, TypeError) as error:
-        raise ProtocolError("an object came without metadata.resourceVersion") from error
+        raise ProtocolError("an object has no metadata.resourceVersion") from error
 
 
 def _event(line: bytes, path: str) -> WatchEvent:

@@ -14,11 +14,11 @@ from prfaas.kvindex.bytes import BYTE_BLOCK, ByteChain
 from prfaas.kvindex.keys import Keys, key_of
 
 NO_BLOCK: Final = -1
-"""Instead of a block's key: no whole block of tokens lies behind a byte block. Python's hash is never -1."""
+"""In place of a block's key: no whole block of tokens is behind a byte block. Python's hash is never -1."""
 GENERATION_BLOCKS: Final = 1 << 14
-"""Byte blocks after which a generation of what was sent to one instance is full: 4 MiB of text, a million tokens."""
+"""Byte blocks in a full generation of an instance's sent prompts: 4 MiB of text, a million tokens."""
 GENERATION_SECONDS: Final = 600.0
-"""After that at the latest a generation is closed: what was not sent again for two of them is thought evicted."""
+"""Longest life of a generation: a prompt that was not sent again for two of them counts as evicted."""
 
 
 def last_where(count: int, is_so: Callable[[int], bool]) -> int:

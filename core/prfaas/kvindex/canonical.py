@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 CUT_TOKENS: Final = 1
-"""Whole tokens before a cut that do not count: with other text behind the cut they might have been different ones."""
+"""Whole tokens before a cut that do not count: other text after the cut might have changed them."""
 TOKEN_BYTES: Final = 4
 """Bytes of a token id in the canonical bytes of a prompt that was sent as token ids."""
 
@@ -62,7 +62,7 @@ class _Part(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-# What our JSON encoder writes for some bytes: always one, since it escapes nothing beyond ASCII.
+# An escape of our JSON encoder stands for exactly one byte, because the encoder escapes nothing beyond ASCII.
 _ESCAPE: Final = re.compile(rb"\\(?:u[0-9a-f]{4}|.)")
 COMPLETION_FIELDS: Final = frozenset(_Completion.__struct_fields__)
 """The fields of a completion's body that its canonical bytes depend on."""
@@ -118,7 +118,7 @@ def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
 def tokens_before(
     canonical: Canonical, cuts: Sequence[int], token_ids: Sequence[int], token_bytes: Callable[[int], bytes]
 ) -> list[int]:
-    """Return how many tokens of the prompt surely lie before each cut, an offset in the canonical bytes.
+    """Return the number of tokens of the prompt surely before each cut, an offset in the canonical bytes.
 
     Cuts ascend. `token_bytes` maps a token id to its bytes in the text; a special token has none.
     """
@@ -151,7 +151,7 @@ class _Place:
         inside = cut - self.start
         passed = bisect_right(self._escape_ends, inside)
         if passed < len(self._escape_ends):
-            inside = min(inside, self._escape_starts[passed])  # a cut through an escape has not reached it
+            inside = min(inside, self._escape_starts[passed])  # a cut through an escape is before it
         reached = min(inside - self._saved[passed], self._last)
         return self._found + max(0, reached - self._first)
 
@@ -161,7 +161,7 @@ def _places(texts: Sequence[Text], prompt: bytes) -> list[_Place]:
 
     A short text may match too early, in the template's own words; then the result is too small, never too large.
 
-    A short text may be found too early, in the template's own words: then less is claimed, never more.
+    A short text may be found too early, in the template's own words: then the result is smaller, never larger.
     """
     places: list[_Place] = []
     at = 0
@@ -207,7 +207,7 @@ def _parts(content: Any) -> list[str]:
     try:
         parts = msgspec.convert(content or [], list[_Part])
     except msgspec.ValidationError:
-        return []  # nothing that we know: its bytes still count, its tokens do not
+        return []  # an unknown part: its bytes still count, its tokens do not
     return [part.text for part in parts if part.text is not None]
 
 

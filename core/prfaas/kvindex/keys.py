@@ -17,9 +17,9 @@ from typing import Final
 import numpy as np
 
 NONE: Final = 0
-"""The number of a key that has none; in the table, a place that nothing took yet."""
+"""The number of a missing key; in the table, a place that was never used."""
 _GONE: Final = 1
-"""In the table: something was here. As a number, its key is -1, which Python's hash never gives."""
+"""In the table: a removed entry. As a number, its key is -1, which Python's hash never gives."""
 _PARTS: Final = 256
 _SMALLEST: Final = 8
 
@@ -105,12 +105,12 @@ class Keys:
         homes = np.frombuffer(self._keys, np.int64)[live] >> 8 & size - 1
         order, steps = np.argsort(homes), np.arange(len(live))
         live = live[order]
-        # Each takes its home, or the place behind the one before it: as if they had come in this order.
+        # Each takes its home, or the place after the one before it, as if they had come in this order.
         places = np.maximum.accumulate(homes[order] - steps) + steps
         inside = int(np.searchsorted(places, size))
         table = np.zeros(size, np.uint32)
         table[places[:inside]] = live[:inside]
-        beyond = live[inside:]  # these go on from the beginning
+        beyond = live[inside:]  # these continue from the beginning
         table[np.flatnonzero(table == NONE)[: len(beyond)]] = beyond
         self._parts[which], self._room[which] = array("I", table.tobytes()), _room(size) - len(live)
 

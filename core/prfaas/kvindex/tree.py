@@ -21,7 +21,7 @@ from typing import Final
 from prfaas.kvindex.keys import NONE, Keys
 
 ROOT: Final = NONE
-"""Before the first block: known to everybody, and with nothing in it."""
+"""The root: known to every instance, and empty."""
 MEDIUMS: Final = 4
 _ATTENTION: Final = 0b0000_1111
 """Bits of a block's places: four mediums of attention rows, then four of states."""
@@ -31,7 +31,7 @@ class BlockTree:
     def __init__(self, max_blocks: int):
         self.max_blocks = max_blocks
         self.refused_blocks = 0
-        """Left out, for the bound or because nothing is known of what comes before them."""
+        """Blocks left out, because of the bound or because the blocks before them are unknown."""
         self._has_states = False
         self.clear()
 
@@ -49,7 +49,7 @@ class BlockTree:
         self._places = bytearray(2)
         self._rows = bytearray(b"\1\1")  # 1: attention rows in some medium
         self._states = bytearray(2)  # 1: a state in some medium
-        self._heads = bytearray(b"\1\1")  # 1: begins a run, so the block before it has not the number before
+        self._heads = bytearray(b"\1\1")  # 1: begins a run, so the block before it does not have the number before
 
     def find(self, key: int) -> int:
         """Return the number of a block, NONE if it is not here."""
@@ -61,7 +61,7 @@ class BlockTree:
     def store(self, keys: Sequence[int], parent: int | None, is_state: bool, medium: int) -> None:
         """Add blocks of one chain behind the block with key `parent`, None for the beginning.
 
-        `medium` is below MEDIUMS. Blocks whose parent is not here are taken where they are known already.
+        `medium` is below MEDIUMS. Blocks whose parent is not here count only if they are known already.
         """
         behind = ROOT if parent is None else self._keys.find(parent)
         unfounded = parent is not None and behind == NONE
@@ -95,7 +95,7 @@ class BlockTree:
     def usable(self, number: int, ahead: int = 0) -> int:
         """Return the usable match, in blocks, of a prompt whose chain leads to this block.
 
-        A state up to `ahead` blocks behind it counts where the tree goes on without a branch.
+        A state up to `ahead` blocks after it counts if the tree continues without a branch.
         """
         last = self._connected(number) if self._rowless else number
         if last == ROOT or not self._has_states:

@@ -1,1 +1,1 @@
-"""Every message and frame that crosses a process boundary, typed (msgspec). No I/O: shells bring and take bytes."""
+"""Every message and frame that crosses a process boundary, typed (msgspec). No I/O: the callers move the bytes."""

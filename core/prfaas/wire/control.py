@@ -15,10 +15,12 @@ Bandwidth = Literal["Scarce", "Abundant"]
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cluster charges a prompt by: the mean profile of its prefill instances, and what its link carries."""
+    """The figures for a cluster's price of a prompt: the mean profile of its prefill instances, and its link's
+    capacity.
+    """
 
     cluster: str
-    """HUB: prefilled at home."""
+    """HUB: prefilled in the hub."""
     profile: Profile
     link_mbps: float = 0.0
     """Effective capacity toward the hub; 0 for the hub itself."""
@@ -32,14 +34,14 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     """Alive, or why no prompt is offloaded over it, as `prfaas.routing.links.LinkState` has it."""
     effective_mbps: float
     utilisation_percent: float | None
-    """Of the effective capacity; None: never measured."""
+    """Share of the effective capacity; None: never measured."""
 
 
 class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler wants the gateway to route by from now on.
+    """The scheduler's rule for the gateway from now on.
 
-    `offload_clusters` names the clusters whose link is alive: none means that nothing is offloaded. The gateway drops
-    the update when no newer one came for `expires_seconds` and goes back to the routing table's own threshold.
+    `offload_clusters` names the clusters whose link is alive; without any, nothing is offloaded. The gateway drops the
+    update after `expires_seconds` without a newer one, and returns to the routing table's own threshold.
     """
 
     tokens: int
@@ -53,7 +55,7 @@ class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """Counted by the gateway since its start: decisions made, and requests still in flight by decision."""
+    """The gateway's counters since its start: decisions, and requests still in flight by decision."""
 
     offloaded: int
     local: int
@@ -61,4 +63,4 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_offloads: int
     in_flight_local: int
     lengths: tuple[int, ...] = ()
-    """Prompts decided by incremental length, in the bins of `prfaas.routing.lengths.EDGES`; empty: not counted."""
+    """Prompts by incremental length, in the bins of `prfaas.routing.lengths.EDGES`; empty: not counted."""

@@ -1,7 +1,7 @@
 """Messages between a worker's two processes: the front (HTTP, text) and the engine (tensors).
 
 Either side writes batches to a unix socket: a 4-byte length, then a msgpack array of messages. `handle` is the front's
-number of one call; all that the engine says about that call carries it. Text never crosses: only token ids do.
+number of one call; all the engine's messages about that call carry it. Only token ids cross, never text.
 """
 
 import struct
@@ -20,16 +20,16 @@ from prfaas.wire.trace import NO_TRACE, TraceContext
 FinishReason = Literal["stop", "length"]
 Direction = Literal["send", "receive"]
 Cached = Literal["prefill", "prefix"]
-"""What a transfer brings: what was computed for it, or what stood in the prefix cache."""
+"""The content of a transfer: a prefill that was computed for it, or a prefix from the cache."""
 Outcome = Literal["delivered", "cancelled", "expired", "failed"]
 Role = Literal["prefill", "decode", "mixed"]
 ALL_CHOICES: Final = -1
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens are drawn. temperature 0 is greedy; top_k 0 keeps all; equal seeds give equal text.
+    """Sampling of tokens. temperature 0 is greedy; top_k 0 keeps all; equal seeds give equal text.
 
-    Penalties count what was generated (presence, frequency) or stands in prompt and answer (repetition, 1 for none).
+    Penalties count generated tokens (presence, frequency), or tokens of prompt and answer (repetition, 1 for none).
     `logit_bias` is added to the logits of these tokens.
     """
 
@@ -45,7 +45,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer must be: a JSON schema, a regular expression or a Lark grammar, as text."""
+    """The required form of an answer: a JSON schema, a regular expression or a Lark grammar, as text."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
@@ -55,7 +55,9 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Generate `choices` continuations. `logprobs` is how many alternatives to report a token, -1 for no logprobs."""
+    """Generate `choices` continuations. `logprobs` is the number of alternatives to report for a token, -1 for no
+    logprobs.
+    """
 
     handle: int
     request_id: str
@@ -67,23 +69,25 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prefill_url: str
     """API address of the instance that prefills, empty to prefill here."""
     min_tokens: int = 0
-    """Until so many are drawn, no token that would end the answer is."""
+    """No token that would end the answer is drawn before this many."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
     cache_salt: str = ""
     """Only prompts with the same salt share cached prefixes."""
     prefix_url: str = ""
-    """API address of an instance that may have a longer prefix of it cached than whoever prefills."""
+    """API address of an instance that may have a longer prefix of the prompt cached than the prefill instance."""
     trace: TraceContext = NO_TRACE
     prefill_cluster: str = ""
-    """The cluster that the instance that prefills must prove to be of, empty for any."""
+    """The required cluster of the prefill instance, by its certificate; empty for any."""
     prefix_cluster: str = ""
-    """Likewise, of the instance that may have a longer prefix."""
+    """The required cluster of the instance with the longer prefix; empty for any."""
     generated: list[int] = []
-    """What was drawn of the answer already, elsewhere: it goes on behind these. For a single choice alone."""
+    """Tokens of the answer that another worker drew already; the generation continues after them. For a single choice
+    only.
+    """
     choice: int = 0
-    """The first choice's number, which its random numbers and its answers go by."""
+    """The first choice's number, from which its random numbers and its answers derive."""
 
 
 class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -92,7 +96,7 @@ class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
     handle: int
     request: PrefillRequest
     identity: str = ""
-    """The cluster of the caller, as its certificate proves it; empty without TLS."""
+    """The cluster in the caller's certificate; empty without TLS."""
     trace: TraceContext = NO_TRACE
 
 
@@ -123,7 +127,7 @@ class SetRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SetEgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Send no more than so many Mbit/s over all data connections together, None: no cap. Answered by EgressSet."""
+    """Cap the egress of all data connections together, in Mbit/s; None: no cap. Answered by EgressSet."""
 
     handle: int
     mbps: int | None
@@ -183,7 +187,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine cannot start, and exits: one sentence."""
+    """The engine cannot start, and exits; one sentence has the cause."""
 
     message: str
 
@@ -199,7 +203,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
     first_byte_seconds: float
     queue_seconds: float = 0.0
     transfer_id: str = ""
-    """Of the cache that another instance gave; empty without one."""
+    """Fingerprint of the fetched cache; empty without one."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -220,7 +224,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The call is over: HTTP status, error code and a sentence; the id of the transfer that failed, if one did."""
+    """The call is over: HTTP status, error code and a sentence, and the id of the failed transfer, if any."""
 
     handle: int
     status: int
@@ -237,14 +241,14 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A prefill's status, None when there is no such undelivered prefill."""
+    """A prefill's status, None if there is no such undelivered prefill."""
 
     handle: int
     status: PrefillStatus | None
 
 
 class CacheReset(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The cached prefixes are gone: how many pages that freed."""
+    """The cached prefixes are gone; carries the number of freed pages."""
 
     handle: int
     freed_pages: int
@@ -258,7 +262,7 @@ class RoleSet(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EgressSet(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The cap on what is sent is in force."""
+    """The egress cap is in force."""
 
     handle: int
     mbps: int | None
@@ -267,10 +271,10 @@ class EgressSet(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Gauges now and counters since the engine's start. `transfers` is counted by (direction, outcome).
 
-    `prefixes` are those asked of other instances, by outcome; they brought `prefix_tokens`.
+    `prefixes` counts fetches of prefixes from other instances, by outcome; they brought `prefix_tokens`.
 
-    `decode_seconds` is what the `decode_steps` took, in which nothing but decodes was computed. `memory_bytes` of
-    `memory_limit_bytes` are what transfers hold beside the cache; `egress_mbps` is the cap on what is sent.
+    `decode_seconds` is the time of the `decode_steps`, which computed only decodes. Transfers hold `memory_bytes` of
+    `memory_limit_bytes` beside the cache; `egress_mbps` is the egress cap.
     """
 
     handle: int = 0
@@ -297,18 +301,18 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What prefills cost here, as far as is known now; sent when that has changed. Belongs to no call."""
+    """The measured costs of prefills here; sent after a change. Belongs to no call."""
 
     profile: Profile
 
 
 class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A transfer is over, for whatever reason; sent once for each, before what the front hears of its request.
+    """A transfer is over; sent once for each, before the messages about its request.
 
-    Belongs to no call: that of `handle` may be over. `transfer_id` is empty where nothing was granted, `reason` where
-    it was delivered. `began_at` is unix seconds; `marks` are seconds after it, in order: some of granted, computing,
-    connected, first_byte and computed. It took `seconds` until it was over, `flow_seconds` of them since the first
-    cache byte. `payload_bytes` travelled, in frames through these `codecs`, over connections of which so many broke.
+    Belongs to no call: that of `handle` may be over. `transfer_id` is empty if nothing was granted, `reason` if it was
+    delivered. `began_at` is unix seconds; `marks` are seconds after it, in order: some of granted, computing,
+    connected, first_byte and computed. The transfer took `seconds`, `flow_seconds` of them since the first cache byte.
+    `payload_bytes` travelled, in frames through these `codecs`. The last count is that of its broken connections.
     """
 
     handle: int
@@ -330,7 +334,7 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What one step changed in the prefix cache, in order. Belongs to no call."""
+    """The changes of one step to the prefix cache, in order. Belongs to no call."""
 
     events: list[KvEvent]
 
@@ -359,13 +363,13 @@ _FOR_FRONT: Final = msgspec.msgpack.Decoder(list[ToFront])
 
 
 def encode_batch(messages: Sequence[ToEngine] | Sequence[ToFront]) -> bytes:
-    """Return a batch with its length in front."""
+    """Return a batch after its length."""
     body = _ENCODER.encode(messages)
     return LENGTH.pack(len(body)) + body
 
 
 def decode_for_engine(body: Buffer) -> list[ToEngine]:
-    """Read a batch from the front. Our own other half wrote it: a damaged one raises msgspec's error, a bug."""
+    """Read a batch from the front, which is our own code: a damaged batch is a bug and raises msgspec's error."""
     return _FOR_ENGINE.decode(body)
 
 

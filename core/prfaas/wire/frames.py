@@ -1,9 +1,9 @@
-"""The data port's frames: a header of 64 bytes that says for whom, what and where, and a payload of bytes.
+"""The data port's frames: a header of 64 bytes with address, place and kind, and a payload of bytes.
 
-A frame proves two things by itself. `check` covers the header, so that a damaged length or place is noticed before
-anything is read on its word; `digest` covers header and payload as they travelled. Both are xxh3: they find damage, and
-against somebody who forges there is TLS. A frame names transfer and epoch, so that none of another life is ever placed,
-and its own place, so that frames may come in any order over any number of connections. docs/protocol.md has the bytes.
+A frame proves two things by itself. `check` covers the header, so that a damaged length or place is detected before it
+is used. `digest` covers header and payload as they travelled. Both are xxh3, which detects damage; TLS protects against
+forgery. A frame names its transfer and epoch, so a frame of another life is never placed. It also names its own place,
+so frames may arrive in any order over any number of connections. docs/protocol.md has the bytes.
 """
 
 import struct
@@ -22,7 +22,7 @@ MAX_DATA_BYTES: Final = 64 << 20
 """Upper bound of a BLOCK, STATE or HIDDEN payload; larger token ranges travel in several frames."""
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_HELLO_BYTES: Final = 64 << 10
-"""Upper bound of what a stranger can have us read."""
+"""Upper bound of the bytes that an unauthenticated peer can make us read."""
 
 # magic, kind, codec, group, layer, flags, sequence, transfer id, epoch, first token, tokens, payload bytes
 _FIELDS: Final = struct.Struct("!4sBBHHHI16sQIII")
@@ -32,7 +32,7 @@ HEADER_BYTES: Final = _FIELDS.size + _CHECK.size + _DIGEST.size
 
 
 class Kind(IntEnum):
-    """What a frame carries."""
+    """The content of a frame."""
 
     HELLO = 1
     WELCOME = 2
@@ -83,7 +83,7 @@ _KINDS: Final = {kind.value: kind for kind in Kind}
 
 
 class Address(NamedTuple):
-    """Whom a frame is for: a transfer (32 hexadecimal digits) in one epoch."""
+    """The destination of a frame: a transfer (32 hexadecimal digits) in one epoch."""
 
     transfer_id: str
     epoch: int
@@ -92,8 +92,8 @@ class Address(NamedTuple):
 class FrameHeader(NamedTuple):
     """One frame's header. `group` and `layer` place BLOCK and STATE; the token range places BLOCK.
 
-    `sequence` numbers the data frames of a transfer from 0; `payload_bytes` counts what travels, which `codec` may
-    have made smaller. `flags` are reserved: 0.
+    `sequence` numbers the data frames of a transfer from 0; `payload_bytes` counts the bytes on the wire, which `codec`
+    may have reduced. `flags` are reserved: 0.
     """
 
     kind: Kind
@@ -116,7 +116,7 @@ class FrameHeader(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """A header's bytes, and the digest that they end with."""
+    """A header's bytes, and the digest at their end."""
 
     header: bytes
     digest: int
@@ -133,9 +133,8 @@ def parse_header(data: Buffer) -> FrameHeader:
     """Read a header and check its bounds; the digest can only be checked with the payload.
 
     Raises:
-        DamagedError: the header is not as it was sent.
+        DamagedError: the header is damaged.
         ProtocolError: not a frame of this protocol, an unknown kind, or a payload beyond the kind's limit.
-
     """
     if len(data) != HEADER_BYTES:
         raise DamagedError(f"frame header of {len(data)} bytes, want {HEADER_BYTES}: the stream was cut")
@@ -158,11 +157,10 @@ def parse_header(data: Buffer) -> FrameHeader:
 
 
 def verify(header: FrameHeader, payload: Iterable[Buffer] = ()) -> None:
-    """Check that a frame arrived as it was sent.
+    """Check that a frame arrived undamaged.
 
     Raises:
-        DamagedError: the digest is not that of this header and payload.
-
+        DamagedError: the digest does not match this header and payload.
     """
     found = _digest(_pack_fields(header), payload)
     if found != header.digest:

@@ -1,7 +1,7 @@
-"""HTTP headers between client, gateway and worker. The gateway never rewrites a body: all it adds travels here.
+"""HTTP headers between client, gateway and worker. The gateway never rewrites a body: it adds only headers.
 
-Request headers are set by the gateway for a decode worker; response headers are set by the decode worker once the first
-token exists and relayed by the gateway, which adds its own decision.
+The gateway sets request headers for a decode worker. The decode worker sets response headers once the first token
+exists; the gateway relays them and adds its own decision.
 """
 
 from typing import Final
@@ -12,28 +12,30 @@ REQUEST_ID: Final = "x-request-id"
 DATACENTERS: Final = "x-prfaas-datacenters"  # prefer eu-west, eu-north; forbid us
 OFFLOAD: Final = "x-prfaas-offload"  # auto | never | always
 DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"
-"""From the request's arrival to its last byte, seconds. To a worker: what is left of them when the leg starts."""
+"""Seconds from the request's arrival to its last byte. To a worker: the rest of them when the leg starts."""
 
 # gateway -> decode worker
 PREFILL_URL: Final = "x-prfaas-prefill-url"
 """API address of the prefill instance, `http://host:port`. Absent: the decode worker prefills the prompt itself."""
 PREFIX_URL: Final = "x-prfaas-prefix-url"
-"""API address, in the same form, of an instance that has more of the prompt cached than the one that prefills.
-It is asked for that prefix; whatever goes wrong there, the prompt is computed."""
+"""API address, in the same form, of an instance that has more of the prompt cached than the prefill instance. The
+prefix is fetched from it; after any failure there the prompt is computed.
+"""
 PREFIX_CLUSTER: Final = "x-prfaas-prefix-cluster"
-"""The cluster that the instance of PREFIX_URL must prove to be of, to whoever asks it."""
+"""The required cluster of PREFIX_URL's instance, by its certificate."""
 
 RESUMABLE: Final = "x-prfaas-resumable"
-"""Asks for a stream that another worker can go on with, and fixes its seed and its time; see prfaas.wire.resume. On the
-answer: the stream is one, and this is the fingerprint of the model that began it."""
+"""Requests a stream that another worker can resume, and fixes its seed and its time; see prfaas.wire.resume. On the
+answer: the stream is resumable, and this is the fingerprint of the model that began it.
+"""
 RESUME: Final = "x-prfaas-resume"
-"""Go on with an answer: so many first bytes of the body are the Resume document, the rest is the request's own body."""
+"""Resumes an answer: this many first bytes of the body are the Resume document, the rest is the original body."""
 
 # decode worker -> gateway -> client
 PROMPT_TOKENS: Final = "x-prfaas-prompt-tokens"
 CACHED_TOKENS: Final = "x-prfaas-cached-tokens"
 KV_BYTES: Final = "x-prfaas-kv-bytes"
-"""Cache bytes that this request received from other instances, of a prefix or of all; 0 when all of it was here."""
+"""Cache bytes that this request received from other instances, for a prefix or for all; 0 without any."""
 QUEUE_SECONDS: Final = "x-prfaas-queue-seconds"
 """From the request's arrival at the engine to its admission, seconds with six decimals."""
 PREFILL_SECONDS: Final = "x-prfaas-prefill-seconds"
@@ -50,8 +52,9 @@ that ended one. Absent without a transfer."""
 # gateway -> client
 DECISION: Final = "x-prfaas-decision"  # offload | local
 PREFILL_CLUSTER: Final = "x-prfaas-prefill-cluster"
-"""Where the prefill that counted ran: a MemberCluster's name or hub. To the decode worker: the cluster that the
-instance of PREFILL_URL must prove to be of."""
+"""The cluster of the successful prefill: a MemberCluster's name or hub. To the decode worker: the required cluster of
+PREFILL_URL's instance.
+"""
 PREFILL_INSTANCE: Final = "x-prfaas-prefill-instance"
 DECODE_INSTANCE: Final = "x-prfaas-decode-instance"
 OUTCOME: Final = "x-prfaas-outcome"  # ok | fallback (offload failed, prefilled locally)
@@ -59,9 +62,9 @@ THRESHOLD_TOKENS: Final = "x-prfaas-threshold-tokens"  # the threshold this requ
 
 # Error codes in an OpenAI-style error body that the gateway acts on.
 CODE_PREFILL_FAILED: Final = "prefill_failed"
-"""HTTP 502 from a decode worker: the prefill instance or the link failed before any token; safe to send again."""
+"""HTTP 502 from a decode worker: the prefill instance or the link failed before any token; safe to retry."""
 CODE_RESUME_REFUSED: Final = "resume_refused"
-"""HTTP 409 from a decode worker: it cannot go on with this answer; another one may, the same will not."""
+"""HTTP 409 from a decode worker: it cannot resume this answer; another worker may, this one never will."""
 CODE_OVERLOADED: Final = "overloaded"  # HTTP 503
 CODE_PREFIX_NOT_FOUND: Final = "prefix_not_found"
-"""HTTP 404 between workers: nothing longer than what the caller has is cached here."""
+"""HTTP 404 between workers: no longer prefix than the caller's is cached here."""

@@ -1,15 +1,15 @@
-"""What a worker tells routers about its prefix cache: vLLM's KV cache events, and our map from bytes to blocks.
+"""A worker's events about its prefix cache: vLLM's KV cache events, and our map from bytes to blocks.
 
 The layout is vLLM's (`vllm/distributed/kv_events.py`): an array (ts, events, data_parallel_rank), each event an array
-that begins with its kind, in msgpack. Newer vLLM writes maps with the kind under `type`, and fields may be added at the
-end: the reader takes both forms, skips fields and kinds that it does not know, and hashes that are integers or bytes.
-Ours are the 32 bytes of a SHA-256 chain.
+that begins with its kind, in msgpack. Newer vLLM writes maps with the kind under `type`, and may add fields at the end.
+The reader accepts both forms, skips unknown fields and kinds, and accepts hashes that are integers or bytes. Our hashes
+are the 32 bytes of a SHA-256 chain.
 
-A hybrid cache has two groups. ATTENTION_GROUP says which blocks of tokens have attention rows here, STATE_GROUP at the
-end of which blocks a state checkpoint stands: the same hash means different things in the two, so a reader keys by
-group.
+A hybrid cache has two groups. ATTENTION_GROUP lists the blocks of tokens with attention rows here. STATE_GROUP lists
+the blocks with a state checkpoint at their end. The same hash means different things in the two groups, so a reader
+keys by group.
 
-Routers that have no tokenizer match bytes: a `ByteMapBatch`, under a topic of its own, says which block of tokens
+Routers without a tokenizer match bytes. A `ByteMapBatch`, under a topic of its own, names the block of tokens that
 surely lies within a prefix of a request's canonical bytes.
 """
 
@@ -34,9 +34,9 @@ MEDIUM_DISK: Final = "STORAGE"
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Blocks that can be matched from now on, in chain order behind `parent_block_hash` (None: the beginning).
+    """Blocks that can be matched from now on, in chain order after `parent_block_hash` (None: the beginning).
 
-    Of a state checkpoint: its last block alone, since the state stands at that block's end and nowhere else.
+    A state checkpoint lists its last block only, because the state exists at that block's end and nowhere else.
     """
 
     block_hashes: list[BlockHash]
@@ -78,7 +78,8 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ByteBlock(msgspec.Struct, frozen=True, gc=False):
     """A prefix of canonical bytes, by its chain hash, surely begins with these `tokens` tokens, by their chain hash.
 
-    Where it is too short for a block of tokens, or its text is not in the prompt, `tokens` is 0 and the hash empty.
+    If the prefix is too short for a block of tokens, or its text is not in the prompt, `tokens` is 0 and the hash
+    empty.
     """
 
     byte_hash: int
@@ -87,7 +88,7 @@ class ByteBlock(msgspec.Struct, frozen=True, gc=False):
 
 
 class ByteMapBatch(msgspec.Struct, frozen=True, gc=False):
-    """What one request taught: its byte blocks in order."""
+    """The byte blocks of one request in order."""
 
     ts: float
     blocks: list[ByteBlock]
@@ -125,7 +126,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 def encode_events(batch: EventBatch) -> bytes:
-    """Return a batch as vLLM's consumers read it."""
+    """Return a batch in the form that vLLM's consumers read."""
     return _ENCODER.encode(batch)
 
 
@@ -152,14 +153,13 @@ _BYTE_MAP: Final = msgspec.msgpack.Decoder(ByteMapBatch)
 
 
 def read_events(payload: bytes) -> Iterator[KvEvent]:
-    """Read the events of a batch of this or another engine, positional or as maps; what is not known is skipped.
+    """Read the events of a batch of this or another engine, positional or as maps; unknown ones are skipped.
 
-    They come one by one: other forms than ours take longer to read, and others may run in between.
+    They are yielded one by one: foreign forms take longer to read, and other tasks may run in between.
 
     Raises:
-        ProtocolError: not msgpack, or a known event, behind those that were read, lacks a field or has one of a wrong
+        ProtocolError: not msgpack, or a known event, after those that were read, lacks a field or has one of a wrong
             type.
-
     """
     try:
         try:
@@ -180,8 +180,7 @@ def decode_byte_map(payload: bytes) -> ByteMapBatch:
     """Read a batch of the byte map.
 
     Raises:
-        ProtocolError: the payload is none.
-
+        ProtocolError: the payload is not such a batch.
     """
     try:
         return _BYTE_MAP.decode(payload)
@@ -190,7 +189,7 @@ def decode_byte_map(payload: bytes) -> ByteMapBatch:
 
 
 def _event(raw: Any) -> KvEvent | None:
-    """Read one event; None when its kind is not known."""
+    """Read one event; None if its kind is unknown."""
     if isinstance(raw, Mapping):
         named = dict(cast(Mapping[str, Any], raw))
         kind = _kind(named.get("type"))
@@ -200,9 +199,9 @@ def _event(raw: Any) -> KvEvent | None:
         named = {} if kind is None else dict(zip(kind.__struct_fields__, positional, strict=False))
     if kind is None:
         return None
-    if isinstance(more := named.get("lora_name"), Mapping):  # SGLang's, for a while: a map of what is new
+    if isinstance(more := named.get("lora_name"), Mapping):  # SGLang's, in some versions: a map of the new fields
         named = {**named, **cast(Mapping[str, Any], more), "lora_name": None}
-    if named.get("cache_salt"):  # SGLang's way to say what vLLM puts among the extra keys
+    if named.get("cache_salt"):  # SGLang's form of vLLM's extra keys
         named["extra_keys"] = [(named["cache_salt"],)]
     missing = [name for name in _REQUIRED[kind] if name not in named]
     if missing:

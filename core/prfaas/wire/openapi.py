@@ -1,8 +1,7 @@
-"""OpenAPI documents of what prfaas serves over HTTP: the gateway's endpoint, and a worker's Prefill-as-a-Service API.
+"""OpenAPI documents of prfaas's HTTP interfaces: the gateway's endpoint, and a worker's Prefill-as-a-Service API.
 
-Bodies of the prefill API are generated from their types in prefill.py. A gateway relays bodies as they come and reads
-`model` alone, so its document names the fields that clients use most and lets all others pass. The written copies are
-docs/openapi/*.json.
+Bodies of the prefill API are generated from their types in prefill.py. A gateway relays bodies unchanged and reads only
+`model`, so its document lists the most used fields and allows all others. The written copies are docs/openapi/*.json.
 """
 
 from typing import Any, Final
@@ -169,7 +168,7 @@ def _document(title: str, paths: Document, schemas: Document, security: Document
         "openapi": "3.1.0",
         "info": {"title": title, "version": API_VERSION, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
         "paths": paths,
-        # Either, as the installation is: with keys or certificates, or open.
+        # Either, depending on the installation: with keys or certificates, or open.
         "security": [{name: []} for name in security] + [{}],
         "components": {"schemas": {"Error": _ERROR, **schemas}, "securitySchemes": security},
     }

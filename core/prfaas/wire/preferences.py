@@ -1,11 +1,11 @@
-"""What a client may ask of one request beside its body: datacenters, offload, a deadline; carried as three headers.
+"""A client's preferences for one request: datacenters, offload, a deadline; carried as three headers.
 
     x-prfaas-datacenters: prefer eu-west, eu-north; forbid us
     x-prfaas-offload: auto | never | always
     x-prfaas-deadline-seconds: 2.5
 
-Preferences narrow what the policy allows and never widen it (prfaas.routing.preferences). A header that breaks its form
-is refused: a misspelt `forbid` that were ignored would send a prompt to where it must not go.
+Preferences narrow the policy's permissions and never widen them (prfaas.routing.preferences). A malformed header is
+refused, because an ignored misspelt `forbid` would send a prompt to a forbidden place.
 """
 
 import re
@@ -26,13 +26,13 @@ MAX_DEADLINE_SECONDS: Final = 86_400
 _MAX_CHARACTERS: Final = 4096
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _SECONDS = re.compile(r"[0-9]{1,5}(?:\.[0-9]{1,20})?")
-_FORM: Final = "want `prefer NAME, NAME; forbid NAME`, either part alone, names as clusters have them in `datacenter`"
+_FORM: Final = "want `prefer NAME, NAME; forbid NAME`, or only one part, with names as in the clusters' `datacenter`"
 
 
 class Preferences(msgspec.Struct, frozen=True):
-    """Where and how one request is to be prefilled.
+    """A client's wishes for the prefill of one request.
 
-    A name covers the datacenter of that name and those within it: `us` covers us and us-east-1, and not usa.
+    A name covers the datacenter of that name and those within it: `us` covers us and us-east-1, but not usa.
     """
 
     prefer: tuple[str, ...] = ()
@@ -44,16 +44,15 @@ NO_PREFERENCES: Final = Preferences()
 
 
 def covers(name: str, datacenter: str) -> bool:
-    """Return whether a name in a preference means this datacenter."""
+    """Return true if a name in a preference means this datacenter."""
     return datacenter == name or datacenter.startswith(f"{name}-")
 
 
 def read_preferences(headers: Mapping[str, str]) -> Preferences:
-    """Return the preferences of a request; `headers` answers to lower-case names.
+    """Return the preferences of a request; `headers` finds lower-case names.
 
     Raises:
-        RequestError: 400, a header breaks its form.
-
+        RequestError: 400, a header is malformed.
     """
     places, offload = headers.get(DATACENTERS), headers.get(OFFLOAD)
     if places is None and offload is None:
@@ -66,8 +65,7 @@ def read_datacenters(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names to prefer, best first, and those to forbid.
 
     Raises:
-        RequestError: 400, the text is not of the form.
-
+        RequestError: 400, the text is malformed.
     """
     if len(text) > _MAX_CHARACTERS:
         raise _refused(DATACENTERS, f"has {len(text)} characters; at most {_MAX_CHARACTERS} are read")
@@ -83,7 +81,7 @@ def read_datacenters(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def check_datacenters(prefer: Iterable[str], forbid: Iterable[str]) -> None:
-    """Raise RequestError unless these are names, few enough, and none is both preferred and forbidden."""
+    """Raise RequestError unless these are valid names, few enough, and none is both preferred and forbidden."""
     for names in (list(prefer), list(forbid)):
         wrong = next((name for name in names if not _NAME.fullmatch(name)), None)
         if wrong is not None:
@@ -110,7 +108,7 @@ def read_offload(text: str) -> Offload:
 
 
 def read_deadline_seconds(text: str) -> float:
-    """Return how long a request may take; raises RequestError."""
+    """Return the request's deadline in seconds; raises RequestError."""
     seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
     if not MIN_DEADLINE_SECONDS <= seconds <= MAX_DEADLINE_SECONDS:
         form = f"want seconds from {MIN_DEADLINE_SECONDS} to {MAX_DEADLINE_SECONDS}, such as 2.5"

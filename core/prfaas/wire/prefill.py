@@ -18,10 +18,10 @@ PrefillState = Literal["waiting", "computing", "sending"]
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to prefill. Attention rows before `start_token` are at the caller already and are not sent.
+    """A prompt to prefill. The caller already has the attention rows before `start_token`, and they are not sent.
 
-    Only prompts with the same `cache_salt` share cached prefixes. `prefix_url` names an instance that may have
-    a longer prefix cached; that instance must prove to be of `prefix_cluster`, empty for any.
+    Only prompts with the same `cache_salt` share cached prefixes. `prefix_url` names an instance that may have a longer
+    prefix cached; that instance must prove that it belongs to `prefix_cluster`, empty for any.
     """
 
     request_id: str
@@ -34,7 +34,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt of which a cached prefix is wanted: rows from `start_token` on, and the states at its end."""
+    """A prompt whose cached prefix is wanted: rows from `start_token` on, and the states at its end."""
 
     request_id: str
     model: str
@@ -44,8 +44,8 @@ class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to fetch the result, up to which token, and until when to connect. The token is a secret: it never enters
-    a log.
+    """The place to fetch the result from, its end token, and the lease's end. The token is a secret: it never enters a
+    log.
     """
 
     transfer_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]

@@ -1,4 +1,4 @@
-"""An instance's profile as it crosses process boundaries: what a prefill costs there, and how large its cache is.
+"""An instance's profile between processes: the time of a prefill there, and the size of its cache.
 
     GET /v1/profile
     {"model", "instance", "fingerprint", "state_bytes", "token_bytes",
@@ -20,13 +20,13 @@ PATH: Final = "/v1/profile"
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance's curves. Seconds of a prefill of n tokens behind s cached ones:
+    """One instance's curves. Seconds of a prefill of n tokens after s cached ones:
 
         fixed_seconds + token_seconds * n + squared_seconds * ((s + n)^2 - s^2)
 
-    and bytes of a cache of n tokens: state_bytes + token_bytes * n. Behind the curve are `samples` prefills of at most
-    `max_tokens` tokens, which they differ from by `relative_error` of their time in the mean; beyond twice that length
-    the curve is a guess. With no samples its seconds are 0 and mean nothing.
+    and bytes of a cache of n tokens: state_bytes + token_bytes * n. The curve is fitted to `samples` prefills of at
+    most `max_tokens` tokens; their mean relative error is `relative_error`. Beyond twice that length the curve is a
+    guess. With no samples its seconds are 0 and mean nothing.
     """
 
     state_bytes: int
@@ -40,7 +40,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fitted(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a profile that is measured; the fields are a profile's."""
+    """The measured part of a profile, with a profile's fields."""
 
     fixed_seconds: float
     token_seconds: float
@@ -60,7 +60,7 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What GET /v1/profile answers. `fingerprint` names the weights; instances of others cannot share caches."""
+    """The answer of GET /v1/profile. `fingerprint` names the weights; instances of others cannot share caches."""
 
     model: str
     fingerprint: str
@@ -72,18 +72,17 @@ class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def profile(self) -> Profile:
-        """The figures alone."""
+        """The figures only."""
         return Profile(
             state_bytes=self.state_bytes, token_bytes=self.token_bytes, **msgspec.structs.asdict(self.prefill)
         )
 
 
 def read_profile(document: bytes, url: str) -> ProfileAnswer:
-    """Read what GET /v1/profile of the instance at `url` answered.
+    """Read the answer of GET /v1/profile of the instance at `url`.
 
     Raises:
-        ProtocolError: that is something else.
-
+        ProtocolError: the answer is something else.
     """
     try:
         return msgspec.json.decode(document, type=ProfileAnswer)

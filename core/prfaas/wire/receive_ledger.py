@@ -1,12 +1,12 @@
-"""The destination's half of a transfer as a state machine without sockets: what may come, where, and when it is whole.
+"""The destination's half of a transfer as a state machine without sockets: permitted frames, their places, completion.
 
-The destination knows from its own model what has to arrive, so it builds the manifest it expects before the first byte.
-For each data frame the shell asks `claim(connection, header)` for the payload's place, reads exactly that many bytes
-into it, and hands header and payload to `accept`, which checks the digest. A place can be claimed once: two connections
-never write to one place. What a broken connection had claimed but not delivered is free again after `lost`. Damage
-costs its connection only; whatever else is wrong raises ProtocolError and breaks the ledger for good: nothing of it may
-be used. Being whole is final too: what the source says afterwards costs its connection, not what arrived. With a guard
-any thread may call; digests are computed outside of it.
+The destination computes from its own model what has to arrive, so it builds the expected manifest before the first
+byte. For each data frame the caller asks `claim(connection, header)` for the payload's place, reads exactly that many
+bytes into it, and passes header and payload to `accept`, which checks the digest. A place can be claimed once: two
+connections never write to one place. `lost` frees the places that a broken connection had claimed but not filled.
+Damage costs its connection only. Any other error raises ProtocolError and breaks the ledger for good: nothing of it may
+be used. Completion is final too: later frames from the source cost their connection, not the arrived data. With a guard
+any thread may call; digests are computed outside of the guard.
 
 Invariant: `whole` is true only if every attention row, every linear state, the hidden state and DONE arrived once each,
 undamaged, for this transfer, epoch and manifest, and the source's digest over all frames is ours.
@@ -30,7 +30,7 @@ from prfaas.wire.frames import (
 from prfaas.wire.transfer import Abort, Done, Manifest, Ranges, as_ranges, decode_message
 
 NO_GUARD = nullcontext()
-"""For one thread alone."""
+"""For one thread only."""
 
 
 class LayerRows(NamedTuple):
@@ -63,13 +63,12 @@ class _Claim(NamedTuple):
 
 
 class ReceiveLedger:
-    """Keeps account of one transfer; see the module's opening for how to drive it.
+    """Keeps account of one transfer; the module's docstring explains its use.
 
     Args:
-        expected: what has to arrive.
-        codecs: which codecs frames may carry; 0 is none.
-        guard: a lock, where several threads call.
-
+        expected: the expected manifest.
+        codecs: permitted codecs; 0 is none.
+        guard: a lock, if several threads call.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class ReceiveLedger:
         self.done: Done | None = None
         self.received_bytes = 0
         self.is_exact = True
-        """No frame came through a codec that loses anything."""
+        """True while no frame came through a lossy codec."""
         self._codecs = frozenset(codecs)
         self._lock = guard
         self._broken = ""  # why
@@ -105,12 +104,11 @@ class ReceiveLedger:
                     self._rows_left[index, layer] = expected.tokens
 
     def claim(self, connection: int, header: FrameHeader) -> CachePart:
-        """Say where the payload of this data frame goes, and reserve the place.
+        """Reserve the place of a data frame's payload and return it.
 
         Raises:
             ProtocolError: the frame is not of this transfer and epoch, not of the manifest, of the wrong size, or its
                 place or sequence number was claimed before.
-
         """
         with self._judging():
             self._require_ours(header)
@@ -121,14 +119,13 @@ class ReceiveLedger:
             return place
 
     def accept(self, header: FrameHeader, payload: Sequence[Buffer], land: Callable[[], None] = lambda: None) -> None:
-        """Take note that a claimed data frame arrived: `payload` holds its bytes, as they travelled, in order.
+        """Note that a claimed data frame arrived: `payload` holds its bytes, as they travelled, in order.
 
-        Once they are known to be right, `land` puts them where they belong, if they do not stand there already.
+        After the digest check, `land` moves them to their place if they are not there already.
 
         Raises:
             DamagedError: the digest is wrong. The claim stays until `lost` frees it.
-            ProtocolError: it was the last, and the source's account is another.
-
+            ProtocolError: it was the last, and the source's account differs.
         """
         verify(header, payload)
         land()
@@ -149,13 +146,12 @@ class ReceiveLedger:
             self._compare()
 
     def note(self, header: FrameHeader, payload: Buffer) -> None:
-        """Take a frame that carries no cache: DONE, KEEP_ALIVE or ABORT.
+        """Process a frame that carries no cache: DONE, KEEP_ALIVE or ABORT.
 
         Raises:
             DamagedError: the digest is wrong.
-            ProtocolError: it has no place here, cannot be read, or is an account that does not agree with ours.
+            ProtocolError: it is not allowed here, cannot be read, or its account differs from ours.
             PeerError: the source gave up, with its reason.
-
         """
         verify(header, [payload])
         with self._judging():
@@ -165,7 +161,7 @@ class ReceiveLedger:
 
     @contextmanager
     def _judging(self) -> Generator[None]:
-        """Hold the lock; what is found wrong meanwhile breaks the ledger for good."""
+        """Hold the lock; an error meanwhile breaks the ledger for good."""
         with self._lock:
             try:
                 yield
@@ -175,7 +171,7 @@ class ReceiveLedger:
                 raise
 
     def lost(self, connection: int) -> None:
-        """Free what a broken connection had claimed and not delivered; its thread must be through with it."""
+        """Free the unfilled claims of a broken connection, whose thread must have ended with it."""
         with self._lock:
             for sequence, claim in list(self._claims.items()):
                 if claim.connection == connection:
@@ -183,11 +179,10 @@ class ReceiveLedger:
                     self._unclaim(claim.place)
 
     def require_manifest(self, found: Manifest) -> None:
-        """Check what the source says will come.
+        """Check the source's manifest.
 
         Raises:
-            ProtocolError: it is not what this instance needs.
-
+            ProtocolError: it is not the manifest that this instance needs.
         """
         for field in Manifest.__struct_fields__:
             theirs, ours = getattr(found, field), getattr(self.expected, field)
@@ -206,7 +201,7 @@ class ReceiveLedger:
 
     @property
     def whole(self) -> bool:
-        """Everything arrived and nothing was wrong."""
+        """True once everything arrived without an error."""
         with self._lock:
             return self._whole
 
@@ -224,7 +219,9 @@ class ReceiveLedger:
             return self.done
 
     def _compare(self) -> None:
-        """Hold what arrived against the source's account, once everything is there: if it agrees, this is whole."""
+        """Compare the arrived frames with the source's account, once everything is there; if they agree, the transfer
+        is whole.
+        """
         done = self.done
         if done is None or self._broken or self._missing():
             return
@@ -238,7 +235,7 @@ class ReceiveLedger:
         self._whole = True
 
     def _missing(self) -> str:
-        """Return in words what has not arrived, empty when nothing is missing."""
+        """Return a text about missing parts, empty if nothing is missing."""
         parts = [
             f"rows of {len(self._rows_left)} attention layers" if self._rows_left else "",
             f"{len(self._states_left)} linear states" if self._states_left else "",
@@ -320,10 +317,10 @@ class ReceiveLedger:
     def _require_size(self, header: FrameHeader, raw_bytes: int) -> None:
         if header.codec not in self._codecs:
             raise ProtocolError(f"{header.describe()} has codec {header.codec}, agreed are {sorted(self._codecs)}")
-        if raw_bytes > MAX_DATA_BYTES:  # a codec makes a little of much, and decoding takes memory for all of it
+        if raw_bytes > MAX_DATA_BYTES:  # a codec expands a few bytes to many, and decoding needs memory for all
             raise ProtocolError(f"{header.describe()} stands for {raw_bytes} bytes, {MAX_DATA_BYTES} are allowed")
         if header.codec and 0 < header.payload_bytes < raw_bytes:
-            return  # what does not get smaller travels as it is
+            return  # a payload that a codec does not reduce travels unchanged
         if header.codec or header.payload_bytes != raw_bytes:
             raise ProtocolError(f"{header.describe()} has {header.payload_bytes} bytes, the manifest says {raw_bytes}")
 
@@ -331,12 +328,12 @@ class ReceiveLedger:
         match header.kind:
             case Kind.DONE:
                 done = decode_message(header, payload, Done)
-                if self.done is not None and self.done != done:  # the same again may come after a break
+                if self.done is not None and self.done != done:  # a repetition may come after a break
                     raise ProtocolError(f"{header.describe()} was sent before, and said something else")
                 self.done = done
             case Kind.ABORT if self._missing():
                 raise PeerError(f"the other side gave up: {decode_message(header, payload, Abort).message}")
-            case Kind.KEEP_ALIVE | Kind.ABORT:  # late: everything is there
+            case Kind.KEEP_ALIVE | Kind.ABORT:  # late: everything has arrived
                 pass
             case _:
                 raise ProtocolError(f"{header.describe()} has no place here")

@@ -1,8 +1,8 @@
-"""How a stream that broke goes on at another worker as if nothing had happened.
+"""Resumes a broken stream at another worker, without a visible break for the client.
 
-The gateway asks for a stream that can be resumed with the header RESUMABLE, which fixes what a second worker could not
-know: the seed of a request whose body has none, and the time that every chunk tells. The worker then says with comment
-lines, which readers of server-sent events skip, which tokens the events before them stand for:
+The gateway requests a resumable stream with the header RESUMABLE. It fixes the values that a second worker could not
+know: the seed of a request whose body has none, and the time in every chunk. The worker then sends comment lines, which
+readers of server-sent events skip. They list the tokens of the events before them:
 
     data: {"id": ..., "choices": [{"index": 0, "text": "lo", ...}]}
 
@@ -10,13 +10,13 @@ lines, which readers of server-sent events skip, which tokens the events before 
 
     : t 0 7 - stop;                          no token, and the choice has ended
 
-A stream may be cut at the end of a comment and nowhere else: there the events and the tokens told agree. JSON never
-holds a line end, so `;\n\n` stands at these places alone, and who relays the stream finds them without reading it.
+A stream may be cut only at the end of a comment: there the events and the listed tokens agree. JSON never holds a line
+end, so `;\n\n` occurs at these places only, and a relay finds them without parsing.
 
-To go on, the same path is asked with the same body behind a `Resume` document, whose length the header RESUME tells.
-The next worker renders the prompt anew, computes prompt and sent tokens, and reads the sent tokens once more to have
-the state of the text: what is held back as a character's or a stop string's beginning, and which call of a tool is
-open. That it comes to the same number of characters is checked.
+To resume, the gateway calls the same path with a `Resume` document before the same body; the header RESUME has the
+document's length. The next worker renders the prompt again, computes prompt and sent tokens, and replays the sent
+tokens for the state of the text: a held-back beginning of a character or stop string, and the open tool call. It checks
+that it gets the same number of characters.
 """
 
 import re
@@ -30,12 +30,12 @@ from msgspec import Meta
 from prfaas.errors import BadInputError
 
 CUT: Final = b";\n\n"
-"""The last bytes of every comment: behind them a stream may be cut."""
+"""The last bytes of every comment: a stream may be cut after them."""
 DONE: Final = b"data: [DONE]\n\n"
 """The last bytes of a whole stream."""
 MAX_DOCUMENT_BYTES: Final = 16 << 20
 """Some 3 million tokens. A longer answer is not resumed."""
-# Line ends in front, not anchors: a search for letters is eight times as fast.
+# Line ends come first instead of anchors: a search for letters is eight times as fast.
 _COMMENT: Final = re.compile(rb"\n: t (\d+) (\d+) ([\d,]+|-)(?: (\w+))?;")
 _ANY_COMMENT: Final = re.compile(rb"\n: t [^;]*;")
 _FIXED: Final = re.compile(r"([0-9]{1,19}) ([0-9]{1,12})")
@@ -44,7 +44,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class Fixed(NamedTuple):
-    """What the gateway fixes for all workers that serve one request: 0 <= seed < 2**63, and unix seconds."""
+    """The values that the gateway fixes for all workers of one request: 0 <= seed < 2**63, and unix seconds."""
 
     seed: int
     created: int
@@ -58,17 +58,16 @@ class Fixed(NamedTuple):
         """Read the value of RESUMABLE.
 
         Raises:
-            BadInputError: it is none.
-
+            BadInputError: it is malformed.
         """
         found = _FIXED.fullmatch(header)
         if found is None or int(found[1]) >= 1 << 63:
-            raise BadInputError(f"the header that makes a stream resumable is {header[:60]!r}: want a seed and a time")
+            raise BadInputError(f"the header for a resumable stream is {header[:60]!r}: want a seed and a time")
         return cls(int(found[1]), int(found[2]))
 
 
 class Told(NamedTuple):
-    """One comment: new tokens of a choice, its characters so far, and why it ended, empty while it runs."""
+    """One comment: new tokens of a choice, its characters so far, and its finish reason, empty while it runs."""
 
     choice: int
     characters: int
@@ -77,7 +76,7 @@ class Told(NamedTuple):
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
-    """What the client has of one choice: the tokens, the characters of text and of arguments, and why it ended."""
+    """The client's part of one choice: the tokens, the characters of text and of arguments, and its finish reason."""
 
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
     characters: Count
@@ -85,22 +84,22 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Resume(msgspec.Struct, frozen=True, array_like=True):
-    """What goes before the body of a request that is to be resumed. A choice without an entry has not begun."""
+    """The document before the body of a request that is to be resumed. A choice without an entry has not begun."""
 
     fingerprint: Annotated[str, Meta(max_length=256)]
-    """Of the model that began the answer, as the header RESUMABLE of that answer has it."""
+    """Fingerprint of the model that began the answer, from that answer's header RESUMABLE."""
     cached_tokens: Count
-    """As the answer's usage is to tell them: those of the worker that began."""
+    """For the answer's usage: the counts of the worker that began."""
     choices: dict[int, Sent]
 
     @property
     def sent_tokens(self) -> int:
-        """Tokens of the answer that are to be computed again, as a prompt is."""
+        """Tokens of the answer to compute again, as a prompt."""
         return sum(len(sent.token_ids) for sent in self.choices.values() if not sent.reason)
 
 
 def comment(choice: int, characters: int, token_ids: Sequence[int], reason: str = "") -> bytes:
-    """Return the comment that tells tokens of a choice."""
+    """Return the comment that reports tokens of a choice."""
     ids = b"%d" % token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids)).encode() or b"-"
     if reason:
         return b": t %d %d %b %b;\n\n" % (choice, characters, ids, reason.encode())
@@ -108,23 +107,22 @@ def comment(choice: int, characters: int, token_ids: Sequence[int], reason: str 
 
 
 def comments_of(data: bytes) -> bytes:
-    """Return the comments of a stretch of a stream without what stands between them, for `read_comments`."""
+    """Return the comments of a part of a stream, without the bytes between them, for `read_comments`."""
     return b"".join(_ANY_COMMENT.findall(b"\n" + data))
 
 
 def read_comments(data: bytes) -> Iterator[Told]:
-    """Yield the comments that a stretch of a stream holds.
+    """Yield the comments in a part of a stream.
 
     Raises:
         BadInputError: a number is larger than any token's or count's can be.
-
     """
     for choice, characters, ids, reason in _COMMENT.findall(b"\n" + data):
         try:
             tokens = array("I", map(int, ids.split(b",")) if ids != b"-" else ())
             yield Told(int(choice), int(characters), tokens, reason.decode())
         except (OverflowError, ValueError) as error:
-            raise BadInputError(f"a comment of a stream tells no tokens: {error}") from error
+            raise BadInputError(f"a comment of a stream is malformed: {error}") from error
 
 
 def encode_resume(resume: Resume) -> bytes:
@@ -136,10 +134,9 @@ def decode_resume(data: bytes) -> Resume:
     """Read a document.
 
     Raises:
-        BadInputError: it is none.
-
+        BadInputError: it is malformed.
     """
     try:
         return msgspec.msgpack.decode(data, type=Resume)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadInputError(f"what stands before the body is no resume document: {error}") from error
+        raise BadInputError(f"the data before the body are no resume document: {error}") from error

@@ -1,7 +1,7 @@
-"""The routing table: the one document that tells a gateway where instances are and what its policy asks.
+"""The routing table: the one document with a gateway's instances and its policy's rules.
 
 The operator renders it into a ConfigMap (gzip JSON), the gateway watches it or reads it from a file, and the scheduler
-sidecar reads it from its gateway. It holds no load figures: those change too fast for an API server.
+sidecar reads it from its gateway. It holds no load figures: these change too fast for an API server.
 """
 
 import gzip
@@ -20,11 +20,11 @@ OnOffloadFailure = Literal["PrefillLocally", "Reject"]
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker pod. `url` is its API address; the data port is told by the worker itself for each transfer.
+    """One worker pod. `url` is its API address; the worker itself announces its data port for each transfer.
 
-    A `convertible` one changes its role while it runs, and has to be told; all others know theirs from their start.
-    `engine` says by which protocol it is asked; only instances of the same engine serve a request together. Those of
-    others publish their cache events at the same host, at the ports that `prfaas.names` has for them.
+    A `convertible` one changes its role while it runs, and gets each new role from the gateway; all others know theirs
+    from their start. `engine` selects its protocol; only instances of the same engine serve a request together. vLLM
+    and SGLang publish their cache events at the same host, at the ports in `prfaas.names`.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):
-    """Threshold of incremental length: `tokens` is the fixed value, or where Auto starts and falls back to.
+    """Threshold of incremental length: `tokens` is the fixed value, or Auto's start value and fallback.
 
     Priced is Auto, in which prices decide each request while they are known.
     """
@@ -69,7 +69,7 @@ class LinkWatermarks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a gateway and its scheduler need to know of one policy. `generation` is the policy's own."""
+    """Everything that a gateway and its scheduler need of one policy. `generation` is the policy's own."""
 
     format: Literal[1] = 1
     policy: str
@@ -81,7 +81,7 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
     watermarks: LinkWatermarks
     short_interval_seconds: int
     ttft_slo_millis: int | None = None
-    """Until its first token, what a request may wait for before its prefill begins; longer, and it is refused."""
+    """Longest wait of a request for its prefill; a longer one is refused."""
     prometheus_url: str = ""
     stale_after_seconds: int = 10
     prefer_datacenters: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(table: RoutingTable) -> bytes:
-    """Return the table as gzip JSON. Equal tables give equal bytes, so that a no-op apply can be told from a change."""
+    """Return the table as gzip JSON. Equal tables give equal bytes, so that a no-op apply is recognised."""
     return gzip.compress(msgspec.json.encode(table), compresslevel=6, mtime=0)
 
 

@@ -1,9 +1,9 @@
-"""The source's half of a transfer as a state machine without sockets: which frame leaves next, and what must again.
+"""The source's half of a transfer as a state machine without sockets: the next frame to send, and frames to repeat.
 
-The engine adds items in order; any connection takes the next, so that a slow one holds up only what it carries. An item
-stays on its connection's list until the transfer ends, for nothing says that it arrived. When a connection breaks, what
-it carried is uncertain until the destination's next HELLO says what arrived (`connect`); the rest leaves again under
-its old sequence number. DONE leaves when everything else did. With a guard, a lock, any thread may call.
+The engine adds items in order; any connection takes the next, so that a slow one delays only its own items. An item
+stays on its connection's list until the transfer ends, because no message confirms its arrival. When a connection
+breaks, its items are uncertain until the destination's next HELLO lists the arrived ones (`connect`). The rest is sent
+again under its old sequence numbers. DONE is sent when everything else was. With a guard, a lock, any thread may call.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ MAX_CONNECTIONS = 64
 
 
 class NextStep(Enum):
-    """What a connection has to do when there is no item for it."""
+    """The next step of a connection without an item."""
 
     WAIT = "wait"
     DONE = "done"
@@ -38,7 +38,7 @@ class NumberedItem(NamedTuple, Generic[Item]):
 
 
 class SendQueue(Generic[Item]):
-    """The frames of one direction of one transfer; `guard` is a lock, where several threads call."""
+    """The frames of one direction of one transfer; `guard` is a lock, if several threads call."""
 
     def __init__(self, guard: AbstractContextManager[object] = NO_GUARD):
         self._lock = guard
@@ -61,18 +61,17 @@ class SendQueue(Generic[Item]):
             self._items.append((item, nbytes))
 
     def finish(self) -> None:
-        """Nothing more will be added."""
+        """Mark the end: no more items will be added."""
         with self._lock:
             self._finished = True
 
     def connect(self, connection: int, broken: Collection[int], received: Ranges) -> None:
-        """Take note of a new connection, and of what arrived over those that the destination counts as broken.
+        """Note a new connection, and the frames that arrived over those that the destination counts as broken.
 
-        Only the destination can say so: what we sent may still stand in its buffers when the connection breaks for us.
+        Only the destination knows these: sent frames may still be in its buffers when the connection breaks here.
 
         Raises:
-            ProtocolError: a number was used before or never, there were too many, or frames arrived that never left.
-
+            ProtocolError: the connection's number was used or is too large, or frames arrived that were never sent.
         """
         with self._lock:
             if connection in self._carried or not 0 <= connection < MAX_CONNECTIONS:
@@ -89,16 +88,15 @@ class SendQueue(Generic[Item]):
             self._pending_bytes += sum(self._items[number][1] for number in again)
 
     def lost(self, connection: int) -> None:
-        """Take note that a connection broke: it takes nothing any more."""
+        """Note a broken connection: it takes no more items."""
         with self._lock:
             self._lose(connection)
 
     def take(self, connection: int) -> NumberedItem[Item] | NextStep:
-        """Return what this connection sends next: an item, DONE, or nothing yet.
+        """Return this connection's next step: an item, DONE, or a wait.
 
         Raises:
             UnreachableError: the destination counts this connection as broken.
-
         """
         with self._lock:
             if connection in self._lost:
@@ -116,18 +114,17 @@ class SendQueue(Generic[Item]):
             return NextStep.WAIT
 
     def sealed(self, sequence: int, digest: int, payload_bytes: int) -> None:
-        """Note a frame's digest and size, before it leaves.
+        """Note a frame's digest and size, before it is sent.
 
         Raises:
-            InternalError: it left before and was another then: the memory that it views has changed.
-
+            InternalError: it was sent before and was different then: the memory that it views has changed.
         """
         with self._lock:
             if self._sealed.setdefault(sequence, (digest, payload_bytes)) != (digest, payload_bytes):
                 raise InternalError(f"frame {sequence} changed between two sendings")
 
     def done(self, prefill_seconds: float, first_byte_seconds: float) -> Done:
-        """Return the account of everything that left."""
+        """Return the account of all sent frames."""
         with self._lock:
             frames = [self._sealed[number] for number in range(len(self._items))]
         return Done(
@@ -140,13 +137,13 @@ class SendQueue(Generic[Item]):
 
     @property
     def all_left(self) -> bool:
-        """Everything was added, and left at least once."""
+        """True once everything was added, and sent at least once."""
         with self._lock:
             return self._finished and len(self._sealed) == len(self._items)
 
     @property
     def left_bytes(self) -> int:
-        """Payload bytes of the items that left at least once, as they travelled."""
+        """Payload bytes of the items that were sent at least once, as they travelled."""
         with self._lock:
             return sum(size for _, size in self._sealed.values())
 

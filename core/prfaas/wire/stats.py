@@ -1,4 +1,4 @@
-"""Figures of an engine that its front shows as metrics: what the cache holds, and how the links to peers do."""
+"""An engine's figures for its front's metrics: the content of the cache, and the links to peers."""
 
 import msgspec
 
@@ -6,10 +6,10 @@ import msgspec
 class CacheStats(msgspec.Struct, frozen=True, array_like=True):
     """The prefix cache: pages now, and counts since the engine's start.
 
-    `used_pages` are held by requests, `cached_pages` only by the prefix cache, which gives them up when others need
-    them. Of `query_tokens` looked up, `hit_tokens` were found with a state, `stateless_tokens` more had attention rows
-    but no state there. `disk_failures` are entries that the disk could not write or read; while it is `disk_paused` it
-    takes none.
+    Requests hold `used_pages`. Only the prefix cache holds `cached_pages`, which are evicted on demand. Of
+    `query_tokens` looked up, `hit_tokens` were found with a state; `stateless_tokens` more had attention rows but no
+    state there. `disk_failures` are entries that the disk could not write or read; while it is `disk_paused` it takes
+    none.
     """
 
     page_bytes: int = 0

@@ -1,7 +1,7 @@
-"""W3C trace context: where a request's place in a trace stands while it passes from process to process.
+"""W3C trace context: passes a request's place in a trace from process to process.
 
-Whoever traces makes a span of its own and passes on that one; whoever does not passes on what it was given, so that a
-hop without tracing tears no trace apart. What breaks the format (https://www.w3.org/TR/trace-context/) is dropped.
+A process with tracing makes a span of its own and passes that one on. A process without tracing passes the received one
+on, so a hop without tracing breaks no trace. Malformed contexts (https://www.w3.org/TR/trace-context/) are dropped.
 """
 
 import re
@@ -21,18 +21,18 @@ _MAX_PARENT: Final = 128
 
 
 class TraceContext(msgspec.Struct, frozen=True, array_like=True):
-    """The two headers' values as they travel, empty where there is no trace."""
+    """The values of the two headers, empty without a trace."""
 
     traceparent: str = ""
     tracestate: str = ""
 
     @property
     def trace_id(self) -> str:
-        """32 hex digits, empty where there is no trace."""
+        """32 hex digits, empty without a trace."""
         return self.traceparent[3:35]
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that pass it on."""
+        """Return the headers that carry the context."""
         found = {TRACEPARENT: self.traceparent, TRACESTATE: self.tracestate}
         return {name: value for name, value in found.items() if value}
 

@@ -33,9 +33,9 @@ VERSION: Final = 2
 KEEP_ALIVE_SECONDS: Final = 0.2
 """Longest silence of a source on an open data connection."""
 HEARTBEAT_SECONDS: Final = 1.0
-"""A destination shows at least this often that it still wants what comes."""
+"""A destination confirms at least this often that it still wants the cache."""
 NO_PROGRESS_SECONDS: Final = 1.0
-"""A destination that saw no byte of a source for this long counts the connection as broken."""
+"""A destination counts a connection as broken after this long without a byte from the source."""
 
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -71,8 +71,8 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a transfer consists of: rows of tokens `start_token` up to (excluding) `end_token`, and all
-    states there; and the hidden state of the last token, unless `hidden_size` is 0: then it is a prefix, not a prompt.
+    """The content of a transfer: rows of tokens `start_token` up to (excluding) `end_token`, and all states there; and
+    the hidden state of the last token, unless `hidden_size` is 0: then it is a prefix instead of a prompt.
     """
 
     format: Literal[2] = 2
@@ -105,8 +105,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame on a connection, or the next after FREED. The token is a secret: it never enters a log.
 
-    `connection` numbers the connections of this transfer. What was sent on one of the `broken` and is not among
-    `received` was lost; the destination does not read from those any more.
+    `connection` numbers the connections of this transfer. Frames that were sent on one of the `broken` and are not
+    among `received` were lost; the destination does not read from those connections any more.
     """
 
     versions: tuple[int, ...] = (VERSION,)
@@ -118,7 +118,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The source's answer: what this connection speaks, and what will come."""
+    """The source's answer: the connection's version and codecs, and the manifest."""
 
     version: int
     manifest: Manifest
@@ -138,7 +138,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """Why one side gives a transfer up."""
+    """One side's reason for ending a transfer."""
 
     message: Annotated[str, Meta(max_length=4096)]
 
@@ -177,5 +177,5 @@ def as_ranges(numbers: set[int]) -> Ranges:
 
 
 def in_ranges(number: int, ranges: Ranges) -> bool:
-    """Whether a number is in one of the ranges."""
+    """Return true if a number is in one of the ranges."""
     return any(first <= number < end for first, end in ranges)

@@ -1,4 +1,4 @@
-"""Asks engines for disaggregated requests: one file an engine, and the choice between them."""
+"""Protocols of engines for disaggregated requests: one file an engine, and the choice between them."""
 
 from prfaas.routing.facts import Route
 from prfaas.wire.routes import EngineName
@@ -11,7 +11,7 @@ from prfaas_gateway.upstream import Answer, Upstream
 
 
 class Engines:
-    """Every protocol behind one interface: a route is served by the protocol of its decode instance's engine."""
+    """All protocols behind one interface: the engine of the decode instance selects the protocol of a route."""
 
     def __init__(self, upstream: Upstream):
         self._engines: dict[EngineName, EngineProtocol] = {
@@ -30,6 +30,6 @@ class Engines:
             raise LegFailedError(message, leg="prefill", eject=True)
         if request.stream is not None and decode.engine != "prfaas":
             request.refused.add(decode.name)
-            message = f"{decode.name} runs {decode.engine}, which cannot go on with another worker's answer"
+            message = f"{decode.name} runs {decode.engine}, which cannot resume another worker's answer"
             raise LegFailedError(message, leg="decode", eject=False)
         return await self._engines[decode.engine].open(route, request)

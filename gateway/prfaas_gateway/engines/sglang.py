@@ -1,7 +1,7 @@
-"""SGLang with prefill and decode apart: the same body to both at once, with a room in which they meet.
+"""SGLang with separate prefill and decode: the same body to both at once, with a common bootstrap room.
 
 The client gets the decode instance's answer. A batch of prompts has a room for each. A decode instance serves nothing
-alone, so a policy needs a local prefill pool for what is not offloaded.
+by itself, so a policy needs a local prefill pool for prompts that are not offloaded.
 """
 
 import secrets
@@ -23,7 +23,7 @@ class SglangEngine:
         self._upstream = upstream
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        if route.prefill is None:  # an instance that decodes waits for a cache, and computes none itself
+        if route.prefill is None:  # a decode instance waits for a cache, and computes none itself
             raise CapacityError("no prefill instance of SGLang can serve; give the policy a local prefill pool")
         fields = request.every_field()
         host, batch = bootstrap_host(route.prefill), prompts(fields)

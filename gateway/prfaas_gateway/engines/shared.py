@@ -1,6 +1,6 @@
-"""What the protocols of engines share: the errors of a leg, legs that run at once, and bodies with fields added.
+"""Parts of the engines' protocols: the errors of a leg, legs that run at once, and bodies with added fields.
 
-Engines of others want their own fields in a body. All other values stay the text that came, so that a number or a long
+vLLM and SGLang need their own fields in a body. All other values keep their original text, so that a number or a long
 prompt arrives as the client wrote it.
 """
 
@@ -24,14 +24,13 @@ _ONE: Final = msgspec.Raw(b"1")
 
 
 class LegFailedError(PeerError):
-    """A leg failed before any byte of the answer was relayed: the request may be sent again, elsewhere.
+    """A leg failed before any byte of the answer was relayed: the request may be retried elsewhere.
 
     Args:
-        message: what failed and where.
+        message: the failure and its place.
         leg: the leg at fault.
-        eject: whether the instance should be left alone for a while; not when it is merely full.
-        answer: what the worker said, if it said anything, for the client in case nobody else can serve.
-
+        eject: true if the instance should be ejected; false if it is only full.
+        answer: the worker's error, if any, for the client in case no other instance can serve.
     """
 
     def __init__(self, message: str, *, leg: LegName, eject: bool, answer: Answer | None = None):
@@ -44,17 +43,16 @@ class LegFailedError(PeerError):
 class EngineProtocol(Protocol):
     """A protocol between gateway and workers.
 
-    `open` runs all legs of one route up to the answer that goes to the client. It reports which leg failed;
-    `prfaas.routing` decides what happens then.
+    `open` runs all legs of one route up to the answer for the client. It reports the failed leg; `prfaas.routing`
+    decides the next step.
     """
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
         """Serve a request along a route and return the answer, from its first token on.
 
         Raises:
-            LegFailedError: a leg failed; nothing has reached the client.
-            TimeoutError: nobody failed, but the first token did not come in time.
-
+            LegFailedError: a leg failed; nothing was sent to the client.
+            TimeoutError: no leg failed, but the first token did not come in time.
         """
         ...
 
@@ -69,7 +67,7 @@ class Leg(NamedTuple):
 
 
 def plain_headers(request: GatewayRequest) -> dict[str, str]:
-    """Return a request's headers for an engine of others: the request's id, and none of ours."""
+    """Return a request's headers for vLLM or SGLang: the request's id, and none of ours."""
     return {name: value for name, value in request.headers.items() if not name.lower().startswith(OURS)}
 
 
@@ -77,8 +75,7 @@ async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
     """Run one leg up to its answer, which may be a refusal of the request itself (4xx).
 
     Raises:
-        LegFailedError: nobody is there, or the instance cannot serve (5xx).
-
+        LegFailedError: the instance is unreachable, or cannot serve (5xx).
     """
     try:
         answer = await upstream.post(leg.instance, request.path, {**plain_headers(request), **leg.headers}, leg.body)
@@ -113,12 +110,12 @@ async def call_both(upstream: Upstream, request: GatewayRequest, prefill: Leg, d
 
 
 async def _to_its_end(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer | None:
-    """Run a prefill leg; None when it has done its work, or its refusal of the request."""
+    """Run a prefill leg; return None after a success, or its refusal of the request."""
     answer = await call(upstream, request, leg)
     try:
         if answer.body is None:
             while await answer.content.readany():
-                pass  # nobody reads that token
+                pass  # that token is not used
         return answer if answer.status >= 400 else None
     finally:
         answer.close()
@@ -133,12 +130,12 @@ async def _drop(decoding: asyncio.Task[Answer], filling: asyncio.Task[Answer | N
 
 
 class _Tied(Answer):
-    """The answer of a decode leg whose prefill leg may still run: when one is given up, so is the other."""
+    """The answer of a decode leg whose prefill leg may still run: if one is aborted, so is the other."""
 
     def __init__(self, answer: Answer, filling: asyncio.Task[Answer | None]):
         self.status, self.headers, self.body = answer.status, answer.headers, answer.body
         self._answer = answer
-        self._response = answer._response  # it takes the answer's place
+        self._response = answer._response  # it replaces the answer
         self._filling = filling
         filling.add_done_callback(self._prefill_ended)
 
@@ -147,18 +144,18 @@ class _Tied(Answer):
         self._filling.cancel()
 
     def _prefill_ended(self, filling: asyncio.Task[Answer | None]) -> None:
-        """Cut the answer off when its prefill failed: it would wait for a cache that never comes."""
+        """Abort the answer when its prefill failed: it would wait for a cache that never arrives."""
         if not filling.cancelled() and (filling.exception() is not None or filling.result() is not None):
             self._answer.close()
 
 
 def with_fields(fields: Fields, added: Mapping[str, Any]) -> bytes:
-    """Return a body of these fields and those added, which take the place of its own."""
+    """Return a body with these fields and the added ones, which replace its own."""
     return msgspec.json.encode({**fields, **{name: _raw(value) for name, value in added.items()}})
 
 
 def for_prefill(fields: Fields, added: Mapping[str, Any]) -> bytes:
-    """Return the body of a leg that only prefills: one token, which nobody reads, and no stream."""
+    """Return the body of a leg that only prefills: one unused token, and no stream."""
     kept = {name: value for name, value in fields.items() if name not in ("stream_options", "min_tokens")}
     kept |= {"stream": msgspec.Raw(b"false"), "max_tokens": _ONE}
     if "max_completion_tokens" in kept:
@@ -167,7 +164,7 @@ def for_prefill(fields: Fields, added: Mapping[str, Any]) -> bytes:
 
 
 def prompts(fields: Fields) -> int | None:
-    """Return how many prompts a completion has in a list, None where it has a single one."""
+    """Return the number of prompts in a completion's list, None for a single prompt."""
     raw = bytes(fields.get("prompt", msgspec.Raw(b"null"))).lstrip()
     if not raw.startswith(b"["):
         return None

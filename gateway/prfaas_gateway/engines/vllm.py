@@ -1,17 +1,17 @@
-"""vLLM, whose instances are joined by NIXL or by Mooncake.
+"""vLLM, with instances connected by NIXL or by Mooncake.
 
 NixlConnector runs two legs one after the other; the decode instance pulls the cache.
 
     1. to the prefill instance: the request with one token, no stream, and kv_transfer_params that ask to keep the cache
-    2. its answer has kv_transfer_params that say where the cache lies
+    2. its answer has kv_transfer_params with the cache's place
     3. to the decode instance: the request with those params, unchanged
 
-Both legs carry the same x-request-id. A decode leg that fails leaves the cache at the prefill instance until its lease
-ends (30 s).
+Both legs carry the same x-request-id. A failed decode leg leaves the cache at the prefill instance until its lease ends
+(30 s).
 
 MooncakeConnector runs two legs at once, which find each other by a transfer id that the gateway makes. The prefill
-instance's bootstrap server says which engine serves each of its data-parallel ranks. An engine's id changes when it
-restarts, so it is asked for again after a failure, and once in a while.
+instance's bootstrap server maps each of its data-parallel ranks to an engine. An engine's id changes when it restarts,
+so the gateway asks again after a failure, and once in a while.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ _prefilled = msgspec.json.Decoder(_Prefilled)
 
 
 class VllmNixlEngine:
-    """Serves routes on vLLM instances that are joined by NIXL."""
+    """Serves routes on vLLM instances that are connected by NIXL."""
 
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
@@ -72,18 +72,17 @@ class VllmNixlEngine:
         body = for_prefill(fields, {"kv_transfer_params": ASKS_FOR_CACHE})
         answer = await call(self._upstream, request, Leg("prefill", route.prefill, body))
         if answer.status >= 400:
-            return answer  # the request is at fault, and would be at the other instance
+            return answer  # the request is at fault, and would fail at the other instance too
         answer.close()
         params = self._where(route.prefill.name, answer)
         body = with_fields(fields, {"kv_transfer_params": params})
         return await call(self._upstream, request, Leg("decode", route.decode, body))
 
     def _where(self, name: str, answer: Answer) -> dict[str, msgspec.Raw]:
-        """Return what the prefill instance says of the cache's place.
+        """Return the cache's place from the prefill instance's answer.
 
         Raises:
-            LegFailedError: nothing: the decode instance would prefill again, and nobody would know.
-
+            LegFailedError: it is missing: the decode instance would silently prefill again.
         """
         try:
             found = _prefilled.decode(answer.body or b"").kv_transfer_params
@@ -108,7 +107,7 @@ _ranks = msgspec.json.Decoder(dict[str, _Rank])
 
 
 class VllmMooncakeEngine:
-    """Serves routes on vLLM instances that are joined by Mooncake."""
+    """Serves routes on vLLM instances that are connected by Mooncake."""
 
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
@@ -156,7 +155,7 @@ class VllmMooncakeEngine:
             async with asyncio.timeout(ANSWER_SECONDS), self._upstream.reading(bootstrap, "/query") as response:
                 ranks = _ranks.decode(await response.content.read(ANSWER_BYTES))
         except (UnreachableError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            message = f"the bootstrap server of {instance.name} did not say who serves there: {error}"
+            message = f"the bootstrap server of {instance.name} did not list its engines: {error}"
             raise LegFailedError(message, leg="prefill", eject=True) from error
         if not ranks:
             raise LegFailedError(f"the bootstrap server of {instance.name} knows no engine", leg="prefill", eject=True)

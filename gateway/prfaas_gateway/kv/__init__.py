@@ -1,1 +1,1 @@
-"""What instances have cached: their event streams followed into the prefix index, and asked for each prompt."""
+"""The instances' caches: follows their event streams into the prefix index, and looks prompts up."""

@@ -1,7 +1,7 @@
-"""Takes the cache events of one instance into its part of the index, whatever stream they come by (`EventStream`).
+"""Applies the cache events of one instance to its part of the index, from any stream (`EventStream`).
 
-Events come in portions, between which the caller may let others run. Those of our workers are taken as they are: their
-byte map says which prompts they belong to.
+Events are applied in portions, so that the caller can run other tasks in between. Our workers' events are applied as
+they are: their byte map connects them to prompts.
 """
 
 from collections.abc import AsyncGenerator, Iterator
@@ -23,7 +23,7 @@ from prfaas.wire.kvevents import (
 )
 
 PORTION_BLOCKS: Final = 512
-"""Taken in at once: well below a millisecond."""
+"""Blocks in a portion: well below a millisecond."""
 PORTION_EVENTS: Final = 16
 LARGEST_BLOCK_TOKENS: Final = 4096
 _ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
@@ -32,25 +32,25 @@ _OTHER_MEDIUM: Final = 3
 
 
 class NoStreamError(ProtocolError):
-    """The instance publishes no cache events, or none in a form that we read."""
+    """The instance publishes no cache events, or none in a known format."""
 
 
 class EventStream(Protocol):
-    """The cache events of one instance. It knows where it is, and goes on from there with each new connection."""
+    """The cache events of one instance. It remembers its position, and continues from there with each new
+    connection."""
 
     @property
     def tally(self) -> tuple[int, int, int]:
-        """Batches and snapshots taken in, and gaps met, so far."""
+        """Numbers of applied batches, snapshots and gaps so far."""
         ...
 
     def portions(self) -> AsyncGenerator[Iterator[None], None]:
-        """Follow one connection to its end: yield what is to be taken in, each time in portions.
+        """Follow one connection to its end: yield events to apply, in portions.
 
         Raises:
             NoStreamError: there is no such stream.
-            PrfaasError: the connection was lost, or says nonsense.
-            TimeoutError: it fell silent.
-
+            PrfaasError: the connection was lost, or its data are malformed.
+            TimeoutError: no data arrived for too long.
         """
         ...
 
@@ -60,7 +60,7 @@ class CacheEvents:
 
     def __init__(self, index: InstanceIndex):
         self.emptied = 0
-        """Times that the instance said, or that its last removal meant, that nothing is cached any more."""
+        """How often the instance's cache became empty, by its own event or by its last removal."""
         self._index = index
         self._attention_group: int | None = None
         self._state_groups: set[int | None] = set()
@@ -70,7 +70,7 @@ class CacheEvents:
         self._attention_group, self._state_groups = None, set()
 
     def take(self, payload: bytes) -> Iterator[None]:
-        """Take in a batch. Raises ProtocolError: it cannot be read."""
+        """Apply a batch. Raises ProtocolError: it cannot be read."""
         for number, event in enumerate(read_events(payload)):
             if number % PORTION_EVENTS == 0:
                 yield
@@ -110,9 +110,9 @@ class CacheEvents:
         self._index.tree.remove(keys, is_state, medium)
 
     def _group(self, event: BlockStored) -> Literal["attention", "state"] | None:
-        """Return what a group holds; None for windows, further attention groups, and blocks of another size.
+        """Return the content of a group; None for windows, further attention groups, and blocks of another size.
 
-        All attention groups of an engine hold the same prompts, so the first one stands for the others.
+        All attention groups of an engine hold the same prompts, so the first one represents the others.
         """
         if event.kv_cache_spec_kind == STATE_SPEC_KIND:
             if len(self._state_groups) < PORTION_BLOCKS:

@@ -1,12 +1,12 @@
-"""Cache events of vLLM and SGLang, as they publish them over ZMQ.
+"""Cache events of vLLM and SGLang over ZMQ.
 
     PUB at 5557      [topic, number as 8 bytes big-endian, payload] for each step that changed the cache
-    ROUTER at 5558   asked for a number: [.., number, payload] for each batch from there on, then the number -1
+    ROUTER at 5558   request: a number; answer: [.., number, payload] for each batch from there on, then the number -1
 
-PUB loses what a slow reader does not take, says nothing while nothing changes, and drops its end when it dies. So the
-log is asked whenever a connection is new, a number is missing, or nothing was heard for a while: one question finds out
-whether the instance lives, whether it is still the same, and whether its last words were lost. A ROUTER drops too, in
-the middle of an answer: then it is asked again from there.
+PUB drops messages for a slow reader, sends nothing while nothing changes, and closes when it dies. So the gateway asks
+the log after a new connection, a missing number, or a silence. One request shows three things: the instance lives, it
+is the same instance, and its last batches were not lost. A ROUTER also drops messages in the middle of an answer; then
+the gateway asks again from there.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ from prfaas_gateway.kv.zmtp import connected
 
 SILENCE_SECONDS: Final = 20.0
 LOG_SECONDS: Final = 10.0
-"""Without an answer of the log: engines look after questions ten times a second."""
+"""Timeout of the log: engines serve requests to it ten times a second."""
 ASK_AGAIN_SECONDS: Final = 0.1
-"""Between questions to one log: one that never answers whole is its own trouble and costs others nothing."""
+"""Pause between requests to one log, so that a broken log costs the other instances nothing."""
 LOG_PORT: Final = names.KV_EVENTS_PORT + 1
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _SUBSCRIBE_TO_ALL: Final = b"\x01"
@@ -50,21 +50,21 @@ class ForeignEventStream:
 
     @property
     def tally(self) -> tuple[int, int, int]:
-        """Batches taken in, snapshots, of which there are none, and gaps."""
+        """Numbers of applied batches, snapshots (always none) and gaps."""
         return self._reader.batches, 0, self._reader.gaps
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that the instance has cached is known."""
+        """True if the instance's whole cache is known."""
         return self._reader.is_whole
 
     @property
     def voids(self) -> int:
-        """Times that all of the instance's cache was gone."""
+        """How often the instance lost its whole cache."""
         return self._reader.lives + self._events.emptied
 
     async def portions(self) -> AsyncGenerator[Iterator[None], None]:
-        """Follow one connection to its end: yield what is to be taken in, portion by portion."""
+        """Follow one connection to its end: yield events to apply, in portions."""
         reader = self._reader
         message, is_check = None, False
         async with connected(self._host, names.KV_EVENTS_PORT, "SUB") as live:
@@ -84,7 +84,7 @@ class ForeignEventStream:
                 is_check = message is None
 
     async def _from_log(self, *, is_check: bool) -> AsyncGenerator[Iterator[None], None]:
-        """Yield the batches that the log has and we have not; without a log, a check changes nothing."""
+        """Yield the batches of the log that are missing here; without a log, nothing changes."""
         reader = self._reader
         has_ended, pause_seconds = False, 0.0
         while not has_ended:
@@ -102,12 +102,12 @@ class ForeignEventStream:
                             break
                         yield batch
             except UnreachableError:
-                pass  # lost on the way, or never had
+                pass  # lost on the way, or never kept
             if not has_ended and reader.next_number == due:
                 if not is_check:
                     reader.no_log()
                 has_ended = True
-        yield iter(())  # so that it is known to be followed
+        yield iter(())  # so that the stream counts as followed
 
 
 def _batch(message: list[bytes]) -> tuple[int, bytes]:
@@ -118,49 +118,48 @@ def _batch(message: list[bytes]) -> tuple[int, bytes]:
 
 
 class ForeignEventReader:
-    """Knows where a reader is in an engine's numbered batches, and whether they are still the same. No I/O.
+    """Tracks the position in an engine's numbered batches, and detects a restarted engine. No I/O.
 
-    The engine publishes batches under numbers from 0 and keeps the latest in a log, from which a reader asks for those
-    that it lacks. Neither says whose numbers they are: after a restart they begin anew. So a reader always asks for the
-    last batch that it has taken too. If the log begins with that very batch, all is well. If not, engine or log went on
-    without the reader, and what was known is void. A log that no longer reaches back to its beginning gives less than
-    the truth: nothing is known of blocks that stood before, and of all that come behind those.
+    The engine publishes batches under numbers from 0 and keeps the latest in a log, from which a reader requests
+    missing ones. The numbers do not identify the engine: after a restart they begin again. So a reader always requests
+    the last batch that it has applied, too. If the log begins with that very batch, nothing was missed. If not, the
+    engine or its log moved on without the reader, and the known state is void. A log that no longer reaches back to its
+    beginning is incomplete: older blocks, and all blocks after these, are unknown.
     """
 
     def __init__(self, events: "ForeignEvents"):
         self.batches = self.gaps = self.lives = 0
         self._events = events
-        self._next: int | None = 0  # None: whatever comes
-        self._last = 0  # the hash of the last batch that was taken
+        self._next: int | None = 0  # None: any number
+        self._last = 0  # the hash of the last batch that was applied
         self._live = -1  # the last number that was published on this connection
         self._is_whole = True
         self._proving = self._has_any = False
 
     @property
     def next_number(self) -> int | None:
-        """The number of the batch that is due; None: any."""
+        """The number of the next expected batch; None: any."""
         return self._next
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that the instance has cached is known."""
+        """True if the instance's whole cache is known."""
         return self._is_whole and not self._events.left_out
 
     def connected(self) -> None:
         self._live = -1
 
     def question(self) -> int:
-        """Return from which number on to ask the log; its answer goes to `logged`, then to `log_ended`."""
+        """Return the first number to request from the log; its answer goes to `logged`, then to `log_ended`."""
         self._proving = self._has_any
         return max(0, (self._next or 0) - self._has_any)
 
     def logged(self, seq: int, payload: bytes) -> Iterator[None] | None:
-        """Take in a batch of the log, a portion with each step; None where it has to be asked once more: some batches
-        before this one were lost on the way, or the log is another's.
+        """Apply a batch of the log, a portion with each step. None: request the log again, because batches before this
+        one were lost or the log is another engine's.
 
         Raises:
             ProtocolError: the log cannot be read.
-
         """
         if self._proving:
             self._proving = False
@@ -175,7 +174,7 @@ class ForeignEventReader:
         return self._take(seq, payload)
 
     def log_ended(self) -> bool:
-        """Take in that there is no more; False where it has to be asked once more, because it is another's."""
+        """Note the log's end; False if the log must be requested again, because it is another engine's."""
         if not self._proving:
             return True
         self._proving = False
@@ -183,7 +182,7 @@ class ForeignEventReader:
         return False
 
     def no_log(self) -> None:
-        """Take in that no log can be had, after a connection was lost or a number left out: what is known is void."""
+        """Note that the log is unavailable, after a lost connection or a missing number: the known state is void."""
         self._proving = False
         if self._has_any:
             self._begin(None)
@@ -191,18 +190,17 @@ class ForeignEventReader:
             self._next = None
 
     def is_gap(self, seq: int) -> bool:
-        """Tell whether batches before a published one are missing."""
+        """Return true if batches before a published one are missing."""
         return self._next is not None and seq > self._next
 
     def published(self, seq: int, payload: bytes) -> Iterator[None]:
-        """Take in a batch as it is published, a portion with each step.
+        """Apply a published batch, a portion with each step.
 
         Raises:
-            ProtocolError: numbers went back: another engine speaks at this address.
-
+            ProtocolError: numbers went back: another engine publishes at this address.
         """
         if seq <= self._live:
-            raise ProtocolError(f"batch {seq} came behind batch {self._live}")
+            raise ProtocolError(f"batch {seq} came after batch {self._live}")
         self._live = seq
         if self._next is not None and seq < self._next:
             return iter(())  # the log had it
@@ -211,7 +209,7 @@ class ForeignEventReader:
         return self._take(seq, payload)
 
     def _begin(self, seq: int | None) -> None:
-        """Begin anew: what was known, if anything, is void."""
+        """Restart: the known state, if any, is void."""
         if self._has_any:
             self.lives += 1
             self._events.forget()
@@ -224,21 +222,21 @@ class ForeignEventReader:
 
 
 class ForeignEvents(CacheEvents):
-    """Takes in the events of an engine of others, which teaches no byte map.
+    """Applies the events of vLLM or SGLang, which publish no byte map.
 
-    It tells the token ids of each block instead. So a prompt that comes as token ids is found by a chain over blocks of
-    as many tokens as theirs. That chain is computed here once for each block and put where the byte map would be.
+    Their events carry the token ids of each block. So a prompt of token ids is found by a chain over blocks of that
+    engine's size. The chain is computed here once for each block and stored in place of the byte map.
 
-    Left out, with all that comes behind them, are blocks that other prompts with the same tokens cannot use: those with
-    extra keys (a cache salt, images) or of an adapter.
+    Blocks that other prompts with the same tokens cannot use are left out, with all blocks after them: those with extra
+    keys (a cache salt, images) or of an adapter.
     """
 
     def __init__(self, index: InstanceIndex):
         super().__init__(index)
         self.left_out = 0
-        """Blocks of which nothing is known but that they are there."""
+        """Blocks of which only the existence is known."""
         self._chains = array("Q")  # by the tree's number of a block: the chained hash of the tokens up to its end
-        self._early: dict[int, int] = {}  # states that were told before their blocks, in this batch: key to medium
+        self._early: dict[int, int] = {}  # states that arrived before their blocks in this batch: key to medium
 
     def forget(self) -> None:
         super().forget()
@@ -256,7 +254,7 @@ class ForeignEvents(CacheEvents):
             return
         size = event.block_size
         parent = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
-        # Some engines tell only the names of blocks in other tiers, which is enough for blocks that are known.
+        # Some engines send only the names of blocks in other tiers, which is enough for known blocks.
         has_tokens = len(event.token_ids) == size * len(event.block_hashes)
         if not has_tokens or _is_apart(event) or (parent is not None and self._index.tree.find(parent) == NONE):
             for keys in portions_of(event.block_hashes):
@@ -271,15 +269,15 @@ class ForeignEvents(CacheEvents):
             yield
 
     def _teach(self, keys: list[int], parent: int | None, token_ids: list[int]) -> None:
-        """Learn which prompts of token ids lead to blocks that were stored behind `parent`."""
+        """Map prompts of token ids to the blocks that were stored after `parent`."""
         find, chains = self._index.tree.find, self._chains
         behind = NONE if parent is None else find(parent)
         if parent is not None and behind == NONE:
-            return  # it found no room, and so did these
+            return  # it found no room, and neither do these
         try:
             data = struct.pack(f"<{len(token_ids)}I", *token_ids)
         except struct.error as error:
-            raise ProtocolError(f"a stored block has a token id that is none: {error}") from error
+            raise ProtocolError(f"a stored block has an invalid token id: {error}") from error
         size = self._index.block_tokens
         hashes = chained(token_seed() if parent is None else chains[behind], data, TOKEN_BYTES * size)
         numbers = [find(key) for key in keys]
@@ -290,7 +288,7 @@ class ForeignEvents(CacheEvents):
         self._index.bytes.learn(hashes[:room], keys[:room])
 
     def _states(self, event: BlockStored, medium: int) -> Iterator[None]:
-        """Note states of blocks. Some engines tell the groups of one step in their own order, states before blocks."""
+        """Note states of blocks. Some engines list the groups of one step in their own order, states before blocks."""
         for keys in portions_of(event.block_hashes):
             known = [key for key in keys if self._index.tree.find(key) != NONE]
             self._note(known, medium, is_state=True)
@@ -310,6 +308,6 @@ class ForeignEvents(CacheEvents):
 
 
 def _is_apart(event: BlockStored) -> bool:
-    """Tell whether blocks are for prompts with more than tokens to them."""
+    """Return true if blocks belong to prompts with more than tokens, such as images."""
     has_keys = event.extra_keys is not None and any(event.extra_keys)
     return has_keys or event.lora_id is not None or event.lora_name is not None

@@ -1,10 +1,10 @@
-"""Follows the caches of all instances in the routing table, and finds what is cached of each request's prompt where.
+"""Follows the caches of all instances in the routing table, and finds the cached part of each request's prompt.
 
-Our workers' events say which prompts their blocks belong to. vLLM and SGLang tell of blocks of tokens, which helps with
-prompts that come as token ids and not with text. For text, and for instances that tell nothing, this gateway goes by
-the prompts that it sent them. Those are forgotten after a while, and at once when an instance says that its cache is
-gone or begins anew. What is known of an instance is forgotten when it leaves the table, changes its address, or begins
-anew; while it merely cannot be reached it stays, since ejections keep requests away from it.
+Our workers' events connect their blocks to prompts. vLLM and SGLang publish blocks of tokens, which helps for prompts
+of token ids but not for text. For text, and for instances without events, the gateway uses the prompts that it sent
+there. These are forgotten after a while, and at once when an instance's cache is gone or the instance restarts. All
+knowledge about an instance is dropped when it leaves the table, changes its address, or restarts. It stays while the
+instance is only unreachable, because ejections keep requests away from it.
 """
 
 import asyncio
@@ -53,15 +53,15 @@ TURN_SECONDS: Final = 0.002
 REST_FACTOR: Final = 3
 LOOK_SECONDS: Final = 0.25
 MAX_BODY_BYTES: Final = 4 << 20
-"""A million tokens. Larger bodies are not looked up: to hash them would hold up other requests."""
+"""A million tokens. Larger bodies are not looked up, because their hashing would delay other requests."""
 MAX_TOKEN_BLOCKS: Final = 1 << 14
-"""The most blocks of an engine that a prompt of token ids is compared with: a million tokens in blocks of 64."""
+"""Most blocks of an engine that a prompt of token ids is compared with: a million tokens in blocks of 64."""
 _value = msgspec.json.Decoder()
 State = Literal["followed", "silent", "lost"]
 
 
 class KvManager:
-    """Follows all instances, and answers for each prompt."""
+    """Follows all instances, and looks up each prompt."""
 
     def __init__(self, state: GatewayState, upstream: Upstream, metrics: GatewayMetrics):
         self.index = PrefixIndex()
@@ -93,10 +93,10 @@ class KvManager:
             await asyncio.gather(*(task for _, task in self._followers.values()), return_exceptions=True)
 
     def find(self, request: GatewayRequest) -> None:
-        """Note in a request what is believed cached of its prompt where, and the instances' profiles."""
+        """Note in a request the probably cached part of its prompt by instance, and the instances' profiles."""
         request.profiles = self._profiles
         table = self._table
-        # Between a single instance and itself there is no choice; where nothing is known there is none either.
+        # A single instance leaves no choice, and so does an empty index.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
             return
         canonical = _canonical(request) if len(request.body) <= MAX_BODY_BYTES else None
@@ -112,11 +112,13 @@ class KvManager:
                 matched_bytes = max(matched_bytes, sent.match(chain, now_seconds))
             if matched_bytes:
                 found[name] = request.total_tokens * matched_bytes // len(chain.data)
-        # Whatever is told, the last token of a prompt has to be computed.
+        # The last token of a prompt is always computed, whatever is cached.
         request.cached_on = {name: min(tokens, request.total_tokens - 1) for name, tokens in found.items()}
 
     def _by_tokens(self, canonical: Canonical) -> dict[str, tuple[int, bool]]:
-        """Return what engines of others say that they have of a prompt of token ids: bytes, and whether that is all."""
+        """Return the matches of vLLM and SGLang instances for a prompt of token ids: bytes, and true if these are
+        complete.
+        """
         if canonical.texts is not None or canonical.is_salted:
             return {}
         chains: dict[int, ByteChain] = {}
@@ -130,7 +132,7 @@ class KvManager:
         return told
 
     def note_placed(self, request: GatewayRequest, route: Route) -> None:
-        """Note where a request went and was taken."""
+        """Note the instances that accepted a request."""
         prefiller = route.prefill or route.decode
         self._metrics.matched_tokens.inc(request.cached_on.get(prefiller.name, 0))
         if route.prefix is not None:
@@ -173,7 +175,7 @@ class KvManager:
             known.pop(name, None)
 
     def _heard(self, follower: "Follower") -> None:
-        """Take in what a follower has come to know."""
+        """Store a follower's news."""
         name, stream = follower.instance.name, follower.stream
         if follower is not self._followers.get(name, (None,))[0]:
             return
@@ -211,7 +213,7 @@ def _canonical(request: GatewayRequest) -> Canonical | None:
 
 
 def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
-    """Return the names of instances that requests are sent to, and of those that others ask for prefills."""
+    """Return the names of instances that get requests, and of those that prefill for others."""
     names: tuple[list[str], list[str]] = ([], [])
     for one in table.instances:
         names[one.role == "prefill"].append(one.name)
@@ -221,8 +223,8 @@ def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
 class Follower:
     """Follows the event stream of one instance, for as long as the instance is in the routing table.
 
-    A connection that ends, falls silent or says nonsense is made again, after a pause that grows up to half a minute.
-    An instance that has no such stream is asked again each minute.
+    A connection that ends, stalls or sends malformed data is reopened, after a pause that grows up to half a minute. An
+    instance without such a stream is tried again each minute.
     """
 
     def __init__(
@@ -256,8 +258,8 @@ class Follower:
                 if self.state == "followed":
                     backoff.succeeded()
                 self._becomes("lost", str(error))
-            except Exception:  # a bug met by what one instance sent must not end the gateway
-                log.exception("events of instance %s met a bug", self.instance.name)
+            except Exception:  # a bug that one instance's data triggers must not end the gateway
+                log.exception("internal error in the events of instance %s", self.instance.name)
                 self._becomes("lost", "a bug")
             await asyncio.sleep(pause_seconds or backoff.failed())
 
@@ -278,9 +280,9 @@ class Follower:
             async with asyncio.timeout(2), self._upstream.reading(self.instance, PROFILE_PATH) as answer:
                 size = min(answer.content_length or 0, PROFILE_BYTES)
                 told = read_profile(await answer.content.readexactly(size), self.instance.url).profile
-            self.profile = told if told.samples else None  # one that stands on no measurement would promise anything
+            self.profile = told if told.samples else None  # a profile without measurements would promise anything
         except (PrfaasError, TimeoutError) as error:
-            log.debug("instance %s told no profile: %s", self.instance.name, error)
+            log.debug("instance %s has no profile: %s", self.instance.name, error)
 
     def _becomes(self, state: State, why: str) -> None:
         if state != self.state:
@@ -290,14 +292,14 @@ class Follower:
 
 
 class Turns:
-    """The followers' turns to take events in: one after the other, with rests three times as long as the work."""
+    """The followers' turns to apply events: one after the other, with pauses three times as long as the work."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._worked_seconds = 0.0
 
     async def take(self, portions: Iterator[None]) -> None:
-        """Run all portions, with rests between, so that the gateway is never occupied for long."""
+        """Run all portions with pauses, so that the event loop is never busy for long."""
         async with self._lock:
             began = time.perf_counter()
             for _ in portions:

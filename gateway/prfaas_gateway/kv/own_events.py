@@ -1,7 +1,7 @@
 """Cache events of our own workers: GET /v1/kv-events at the API port.
 
     frames     4 bytes of length, big-endian, then msgpack [topic, seq, payload]
-    topics     hello, then of each topic either the batches that were asked for, or a snapshot and what comes behind it
+    topics     hello, then for each topic the requested batches, or a snapshot and the batches after it
 
 OwnEventStream holds the connection; OwnEventReader reads its frames into the index.
 """
@@ -30,7 +30,7 @@ SILENCE_SECONDS: Final = 20.0
 """A worker sends a heartbeat every 5 s."""
 _LENGTH: Final = struct.Struct("!I")
 _AHEAD: Final = 1 << 62
-"""A number that no log has: whoever asks for it gets a snapshot."""
+"""A number that no log has, so its request gets a snapshot."""
 _EPOCH: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _Kind = TypeVar("_Kind")
 
@@ -45,7 +45,7 @@ class OwnEventStream:
 
     @property
     def tally(self) -> tuple[int, int, int]:
-        """Batches and snapshots taken in, and gaps met, so far."""
+        """Numbers of applied batches, snapshots and gaps so far."""
         return self._reader.batches, self._reader.snapshots, self._reader.gaps
 
     async def portions(self) -> AsyncGenerator[Iterator[None], None]:
@@ -69,9 +69,9 @@ class OwnEventStream:
 class OwnEventReader:
     """Reads the frames of one instance's stream into its part of the index. No I/O.
 
-    A batch out of its turn, a gap, or a frame that cannot be read is a ProtocolError. The stream then connects anew
-    with `path`, and the instance sends what is missing, from its log or as a snapshot. So whatever an instance sends,
-    the worst that follows is that nothing, or nonsense, is believed of that instance.
+    A batch out of order, a gap, or an unreadable frame is a ProtocolError. The stream then reconnects with `path`, and
+    the instance sends the missing part, from its log or as a snapshot. So an instance that sends wrong data can only
+    spoil the entries about itself.
     """
 
     def __init__(self, index: InstanceIndex):
@@ -84,7 +84,7 @@ class OwnEventReader:
 
     @property
     def path(self) -> str:
-        """What to ask for on a new connection."""
+        """The request path of a new connection."""
         self._greeted = False
         if not self._epoch:
             return "/v1/kv-events"
@@ -92,7 +92,7 @@ class OwnEventReader:
         return f"/v1/kv-events?from={kv}&bytes_from={byte_map}&epoch={self._epoch}"
 
     def take(self, topic: str, seq: int, payload: bytes) -> Iterator[None]:
-        """Take in one frame, a portion with each step. Raises ProtocolError: the stream cannot be gone on with."""
+        """Apply one frame, a portion with each step. Raises ProtocolError: the stream cannot continue."""
         kind = topic.partition("@")[0]
         if not self._greeted and topic != "prfaas.hello":
             raise ProtocolError(f"{topic[:40]!r} came before prfaas.hello")
@@ -109,7 +109,7 @@ class OwnEventReader:
     def _hello(self, payload: bytes) -> None:
         epoch = _read(payload, _Hello).epoch
         if not _EPOCH.fullmatch(epoch):
-            raise ProtocolError("the epoch of prfaas.hello is no name")
+            raise ProtocolError("the epoch of prfaas.hello is not a name")
         if epoch != self._epoch:
             self._events.forget()
             self._places = {"kv": _Place(), "bytes": _Place()}
@@ -159,7 +159,7 @@ class _Snapshot(msgspec.Struct, frozen=True):
 
 
 class _Place:
-    """Where a reader is in one topic."""
+    """A reader's position in one topic."""
 
     def __init__(self) -> None:
         self.next_seq = 0
@@ -167,21 +167,20 @@ class _Place:
         self._snapshot_batches = 0
 
     def begin_snapshot(self, told: _Snapshot) -> None:
-        """Expect a snapshot; who breaks off in it has to ask for another."""
+        """Expect a snapshot; a reader that stops in the middle must request another."""
         self.next_seq, self._snapshot_seq, self._snapshot_batches = _AHEAD, told.seq, told.batches
         if told.batches < 1:
             self.next_seq = told.seq + 1
 
     def is_due(self, seq: int) -> bool:
-        """Tell whether a batch is to be taken in; False for one that was already.
+        """Return true if a batch must be applied; False for one that was applied already.
 
         Raises:
             ProtocolError: batches before it are missing.
-
         """
         expected = self._snapshot_seq if self._snapshot_batches else self.next_seq
         if seq > expected or (self._snapshot_batches and seq != expected):
-            raise ProtocolError(f"batch {seq} came where {expected} was due")
+            raise ProtocolError(f"batch {seq} came instead of batch {expected}")
         return seq == expected
 
     def taken(self, seq: int) -> None:

@@ -1,12 +1,12 @@
-"""ZMTP 3.0 over TCP, as much of it as a reader of other people's PUB and ROUTER sockets needs (rfc.zeromq.org/spec/23).
+"""ZMTP 3.0 over TCP, the part that a reader of PUB and ROUTER sockets needs (rfc.zeromq.org/spec/23).
 
     greeting   64 bytes each way: signature, version 3, mechanism NULL
     READY      a command each way, with the kind of socket
     messages   of frames: a byte of flags, the size in 1 or 8 bytes, the body
 
-Why not libzmq: its bounds hold for a frame and for a number of messages, but not for the frames of one message, which
-it gathers for as long as the peer says that more will come. An instance could so fill this process's memory, and with
-it take the gateway away from all others. Here a whole message has a bound, and every wait.
+Why not libzmq: it bounds a frame and the number of messages, but not the frames of one message, which it collects for
+as long as the peer announces more. So one instance could fill this process's memory and take the gateway down for all.
+Here every message and every wait has a bound.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ MAX_MESSAGE_BYTES: Final = 8 << 20
 """The events of one step: those of a prompt of a million tokens fit."""
 MAX_PARTS: Final = 8
 MAX_COMMANDS: Final = 16
-"""Between two messages; heart-beats are commands."""
+"""Between two messages; heartbeats are commands."""
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIZE: Final = struct.Struct("!Q")
 _MECHANISM: Final = b"NULL"
@@ -51,11 +51,10 @@ class ZmtpConnection:
             await self._writer.drain()
 
     async def receive(self, idle_seconds: float) -> list[bytes] | None:
-        """Return the parts of the next message; None when nothing came for so long.
+        """Return the parts of the next message; None after a timeout.
 
         Raises:
             ProtocolError: this is no message, or too large a one.
-
         """
         parts: list[bytes] = []
         left_bytes = MAX_MESSAGE_BYTES
@@ -91,13 +90,13 @@ class ZmtpConnection:
             return await self._reader.readexactly(size)
 
     async def greet(self, kind: SocketType) -> None:
-        """Exchange greetings. Raises ProtocolError: the peer does not speak ZMTP 3, or wants credentials."""
+        """Exchange greetings. Raises ProtocolError: the peer does not speak ZMTP 3, or requires credentials."""
         self._writer.write(_GREETING)
         theirs = await self._reader.readexactly(len(_GREETING))
         if theirs[0] != 0xFF or theirs[9] != 0x7F or theirs[10] < 3:
-            raise ProtocolError("the peer does not speak ZMTP 3: is that its port of cache events?")
+            raise ProtocolError("the peer does not speak ZMTP 3: is that its port for cache events?")
         if theirs[12:32].rstrip(b"\0") != _MECHANISM:
-            raise ProtocolError(f"the peer wants the mechanism {theirs[12:32]!r}; only NULL is spoken here")
+            raise ProtocolError(f"the peer requires the mechanism {theirs[12:32]!r}; only NULL is supported")
         ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind.encode()
         self._writer.write(bytes([_COMMAND, len(ready)]) + ready)
         (flags,) = await self._reader.readexactly(1)
@@ -111,9 +110,8 @@ async def connected(host: str, port: int, kind: SocketType) -> AsyncIterator[Zmt
     """Hold a connection while the block runs.
 
     Raises:
-        UnreachableError: nobody is there, or the connection was lost, also while the block runs.
-        ProtocolError: somebody is there who does not speak this.
-
+        UnreachableError: the peer is unreachable, or the connection was lost, also while the block runs.
+        ProtocolError: the peer speaks another protocol.
     """
     loop = asyncio.get_running_loop()
     writer: asyncio.StreamWriter | None = None

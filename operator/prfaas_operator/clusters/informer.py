@@ -27,7 +27,7 @@ T = TypeVar("T")
 FIRST_BACKOFF_SECONDS: Final = 0.5
 MAX_BACKOFF_SECONDS: Final = 5.0
 FORBIDDEN_SECONDS: Final = 60.0
-"""Rights come by a person's hand: there is no hurry to ask again."""
+"""A person grants missing rights, so there is no hurry to retry."""
 
 
 class _Known(NamedTuple, Generic[T]):
@@ -55,7 +55,7 @@ class Informer(Generic[T]):
         self.items: dict[str, T] = {}
         self.synced = asyncio.Event()
         self.is_fresh = False
-        """Whether the items are listed and followed at this moment: not while the API server is not reached."""
+        """True while the items are listed and watched; false while the API server is not reached."""
         self._cluster = cluster
         self._kind = kind
         self._selector = selector

@@ -13,15 +13,15 @@ from typing import Final
 from prfaas.util import RateBucket
 
 CALLS_PER_SECOND: Final = 200.0
-"""More than what a thousand pools need within a minute of a start, and a part of what one API server serves."""
+"""More than a thousand pools need within a minute of a start, and a fraction of one API server's capacity."""
 BURST_CALLS: Final = 400
 CALLS_AT_ONCE: Final = 20
-"""Calls under way; more would wait for a connection, and their time for an answer would run meanwhile."""
+"""Calls under way; more would wait for a connection, and their timeouts would run meanwhile."""
 PATIENCE_SECONDS: Final = 30.0
-"""A call that would wait longer fails instead: its object says so, and asks again later."""
+"""A call that would wait longer fails instead; its object's status says so, and it retries later."""
 DEFAULT_REST_SECONDS: Final = 1.0
 LONGEST_REST_SECONDS: Final = 60.0
-"""A server that names an hour, or a proxy in its place, is asked again after this."""
+"""Longest pause: a server or proxy that asks for an hour is called again after this."""
 
 
 class Throttle:

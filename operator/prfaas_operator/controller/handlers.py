@@ -41,9 +41,9 @@ WATCH_SLACK_SECONDS: Final = 5
 ERROR_DELAYS: Final = (1, 1, 2, 3, 5, 8, 13, 21, 34, 60)
 SERVED_POLL_SECONDS: Final = 1.0
 UNREADABLE = (ValueError, RecursionError, OverflowError)
-"""What reading hostile JSON and dates raises; msgspec's and json's errors are ValueErrors."""
+"""Errors of reading malformed JSON and dates; msgspec's and json's errors are ValueErrors."""
 LONGEST_DELAY: Final = timedelta(minutes=5)
-"""Several times what any handler of ours is delayed for."""
+"""Several times the longest delay of our handlers."""
 
 
 def settings() -> kopf.OperatorSettings:

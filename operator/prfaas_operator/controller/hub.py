@@ -53,7 +53,7 @@ class HubView:
         self.pods = Informer(client, POD, GROUP_MANAGED, project_pod, self._pod_changed)
         self.children = ChildCache(client, GROUP_MANAGED, self._child_changed)
         self.sharers: dict[str, Sharer] = {}
-        """The hub's PrefillPools as far as others go by them, by name."""
+        """The hub's PrefillPools, reduced to the part that others depend on, by name."""
         self._objects: dict[Ref, Object] = {}
         self._gateway_schemes: frozenset[str] = frozenset()
 

@@ -28,11 +28,11 @@ from prfaas_operator.plan.conditions import READY, ConditionState, no
 log = logging.getLogger(__name__)
 
 Reconcile = Callable[[Object], Awaitable[ReconcileResult]]
-"""Brings everything that belongs to an object where it should be; it must not change the object that it is given."""
+"""Brings all children of an object to their wanted state; it must not change the given object."""
 
 RECONCILES_AT_ONCE: Final = 16
 REST_SECONDS: Final[Mapping[ObjectKind, float]] = {POLICY: 1.0, MEMBER_CLUSTER: 1.0}
-"""A routing table is written, and a member probed, at most once a second, however fast pods and pools come and go."""
+"""A routing table is written, and a member probed, at most once a second, whatever the rate of events."""
 
 PAUSED: Final = ConditionState(
     "Unknown",

@@ -10,7 +10,7 @@ from prfaas.kube.session import ObjectKind
 from prfaas_operator import metrics
 
 STUCK_SECONDS: Final = 300.0
-"""A reconcile takes this long only when it never ends: every call in it has a timeout of seconds."""
+"""Only a reconcile that never ends takes this long: every call in it has a timeout of seconds."""
 
 
 class Ref(NamedTuple):

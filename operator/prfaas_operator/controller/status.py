@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 
 RESYNC_SECONDS: Final = 30.0
 SEEN_RESYNC_SECONDS: Final = 300.0
-"""For an object whose children are all followed: whatever becomes of them tells of itself."""
+"""For an object whose children are all watched: their changes wake it."""
 RETRY_SECONDS: Final = 4.0
-"""An object that is not ready is reconciled again this soon: a cause that nobody watches (a Secret) is found in 5 s."""
+"""An unready object is reconciled again this soon: an unwatched cause (a Secret) is found in 5 s."""
 CRD_FITS: Final = "CRDFits"
 MISMATCH: Final = "CRDMismatch"
 POOL_FIELDS: Final = ("replicas", "readyReplicas", "selector", "replicasOwner")
@@ -55,7 +55,7 @@ OWN_FIELDS: Final[Mapping[ObjectKind, tuple[str, ...]]] = {
     POLICY: ("readyPrefill", "readyDecode", "capacity", "plan"),
 }
 PASSING: Final = {DELETING, ROLLING_OUT, INSTANCES_NOT_READY, CERTIFICATE_PENDING}
-"""Reasons not to be Ready that pass by themselves: no warnings. What does not pass has a reason of its own."""
+"""Reasons not to be Ready that end by themselves, so they are no warnings. A lasting problem has its own reason."""
 OWN_CONDITIONS: Final = (REACHABLE, READY)
 CONDITIONS: Final = TypeAdapter(list[Condition])
 

@@ -28,7 +28,7 @@ from prfaas.errors import ConfigError
 from prfaas_operator.plan.conditions import ConditionState, no, rfc3339, yes
 
 MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
-"""A Secret that claims to be written later than this from now lies, or its writer's clock did: it is written anew."""
+"""A Secret dated later than this from now has a wrong date, and is written again."""
 
 
 PENDING: Final = "CertificatePending"
@@ -246,11 +246,11 @@ def condition(authorities: Authorities, holder: Holder, held_up_by: Sequence[str
 
 
 LIVES: Final = 3
-"""Lives of a certificate that its authority's has at least: the time to replace it before certificates run out."""
+"""An authority's life is at least this many lives of a certificate: time to replace it before certificates expire."""
 DEFAULT_CERTIFICATE_HOURS: Final = 90 * 24.0
 DEFAULT_AUTHORITY_HOURS: Final = 365 * 24.0
 DEFAULT_SETTLE_SECONDS: Final = 180.0
-"""A kubelet looks at a Secret about once a minute, and may look at a copy that is a minute old."""
+"""A kubelet reads a Secret about once a minute, and may read a copy that is a minute old."""
 
 
 class CertificateMode(StrEnum):

@@ -167,7 +167,7 @@ def _credential(user: Mapping[str, Any]) -> dict[str, str]:
 
 
 DEFAULT_TOKEN_DAYS: Final = 30
-"""Renewed at half its life, a token outlives an outage of half that: two weeks."""
+"""Renewed at half its life, a token survives an outage of half that: two weeks."""
 SECONDS_PER_DAY: Final = 86_400
 SUBJECT: Final = "system:serviceaccount:"
 PARTS_OF_A_JWT: Final = 3

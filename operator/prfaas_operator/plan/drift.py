@@ -19,7 +19,7 @@ LIST_KEYS = ("name", "containerPort", "port", "mountPath", "type", "uid")
 MAX_PATHS: Final = 4
 KEPT_METADATA: Final = ("name", "namespace", "uid", "generation", "resourceVersion", "labels")
 Path = tuple[str | tuple[str, Any], ...]
-"""Where a field stands: names of fields, and (key, value) for the element of a list that it names."""
+"""The path of a field: names of fields, and (key, value) for the element of a list that it names."""
 
 
 class Applied:
@@ -40,7 +40,7 @@ class Applied:
         self._digest = _digest(manifest)
         self._packed = zlib.compress(msgspec.json.encode((manifest, seen)), level=1)
         self.live: Mapping[str, Any] = keep(live) if live is not None else {}
-        """What is kept of the live object: who it is and how it fares, not what it is made of."""
+        """The part of the live object that is kept: its identity and its status, without its spec."""
 
     def is_of(self, manifest: Mapping[str, Any]) -> bool:
         return self._digest == _digest(manifest)

@@ -22,7 +22,7 @@ from prfaas_operator.plan.pool_status import Pool
 BALANCED: Final = "Balanced"
 METRICS_FRESH: Final = "MetricsFresh"
 MAX_AGE_SECONDS: Final = 120.0
-"""A summary is renewed every half minute."""
+"""The scheduler renews a summary every half minute."""
 NEVER: Final = 2**31 - 1
 
 

@@ -102,7 +102,7 @@ def contact_time(known: str | None, now: datetime) -> str:
 RESERVED: Final = re.compile(
     rf"{names.AUTHORITY_SECRET}|{names.TLS_SECRET}|prfaas-.*-issued|.*{names.KUBECONFIG_SECRET_SUFFIX}"
 )
-"""The authority, the clusters' certificates, those of an issuer, and what `prfaas cluster join` makes."""
+"""The authority, the clusters' certificates, those of an issuer, and the Secrets of `prfaas cluster join`."""
 
 
 def check_secrets(template: PodTemplate, kubeconfigs: Collection[str]) -> None:

@@ -12,11 +12,11 @@ from typing import Any, Final, Literal
 from prfaas.names import FIELD_MANAGER_OPERATOR, GROUP
 
 PAUSED: Final = f"{GROUP}/paused"
-"""On an object of ours: nothing that belongs to it is changed until the annotation goes; a deletion still is obeyed."""
+"""On an object of ours: none of its children is changed while the annotation exists; a deletion still proceeds."""
 ADOPT: Final = f"{GROUP}/adopt"
-"""On an object of ours, or on somebody else's that has a child's name: it may be taken over."""
+"""On an object of ours, or on another owner's object with a child's name: it may be taken over."""
 SCALED_BY_POLICY: Final = f"{GROUP}/scaled-by-policy"
-"""On a pool: a policy that converts or scales may write replicas that a person wrote, as of then and whenever."""
+"""On a pool: a policy that converts or scales may write replicas that a person wrote, at any time."""
 
 
 def says_yes(live: Mapping[str, Any], annotation: str) -> bool:

@@ -11,10 +11,10 @@ from prfaas import names
 
 ROLE_GATE: Final = f"{names.GROUP}/role-assigned"
 TEMPLATE_ANNOTATION: Final = f"{names.GROUP}/template"
-"""Digest of the template that a pod was made from: tells the pods that a rollout brings from those that it takes."""
+"""Digest of a pod's template: distinguishes a rollout's new pods from its old ones."""
 DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 CHEAP: Final = "-1"
-"""Cost of a pod that should go first when the Deployment shrinks. All others have none, which means 0."""
+"""Deletion cost of a pod that should be deleted first when the Deployment shrinks. Others have none, which means 0."""
 
 
 class SharedPodFacts(NamedTuple):
@@ -51,7 +51,7 @@ def _shared_facts(pod: dict[str, Any], conditions: dict[str, Any]) -> SharedPodF
 
 MAX_PROBLEM_CHARS = 300
 CRASHES: Final = 2
-"""A container that ended so often before it was ready is crashing, also in the moments in which it runs."""
+"""A container that ended this often before it was ready is crashing, also while it runs."""
 
 UNSCHEDULABLE: Final = "Unschedulable"
 CRASH_LOOPING: Final = "CrashLooping"
@@ -67,7 +67,7 @@ WAITING_REASONS: Final = {
     "RunContainerError": "ContainerNotCreated",
     "CrashLoopBackOff": CRASH_LOOPING,
 }
-"""What the kubelet says of a waiting container, and the one cause behind words between which it alternates."""
+"""The kubelet's reasons for a waiting container, and the one cause behind reasons that alternate."""
 
 
 class PodFacts(NamedTuple):

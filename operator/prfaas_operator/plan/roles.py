@@ -163,8 +163,9 @@ class _Plan:
 
 
 SETTLE_SECONDS: Final = 3.0
-"""A conversion is two writes, one to each pool. Between them the sum is off by one; a Deployment that followed at once
-would end an instance that is wanted a moment later, or start one that is not."""
+"""A conversion is two writes, one to each pool. Between them the sum is off by one. A Deployment that followed at once
+would delete an instance that is wanted a moment later, or start an unwanted one.
+"""
 
 
 class Sharer(NamedTuple):

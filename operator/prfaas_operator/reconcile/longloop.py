@@ -41,7 +41,7 @@ class PolicyBalancer:
         self._hub = hub
         self._balances: dict[str, Balance] = {}
         self._summaries: dict[str, longloop.Summary] = {}
-        """What each policy's scheduler last said, by uid."""
+        """The last summary of each policy's scheduler, by uid."""
 
     async def balance(self, facts: PolicyFacts, live: Object) -> Balance:
         """Return the long loop's part of a policy's status; it decides again when that is due."""

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS: Final = 4.0
 RENEWAL_PAUSE_SECONDS: Final = 60.0
-"""A renewal that was refused is tried again this much later."""
+"""A refused renewal is retried after this long."""
 
 
 class SecretGuard:

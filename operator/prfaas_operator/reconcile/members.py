@@ -44,7 +44,7 @@ FIRST_CONTACT_SECONDS: Final = 8.0  # a little more than one probe may take
 
 OWNED_KINDS: Final = (DEPLOYMENT, CONFIG_MAP)
 Owned = list[tuple[ObjectKind, Object]]
-"""What pools have in a member cluster."""
+"""The children of pools in a member cluster."""
 
 
 class MemberConnection:

@@ -12,7 +12,8 @@ Manifest = dict[str, Any]
 PART_OF: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: names.MANAGED_BY}
 LABEL_CLUSTER_UID: Final = f"{names.GROUP}/cluster-uid"
 """uid of the MemberCluster that a remote child was made for. Two hubs may share a namespace of one member cluster: each
-sweeps up only what carries the uid of its own MemberCluster."""
+deletes only orphans with the uid of its own MemberCluster.
+"""
 
 USER_ID: Final = 65532  # the images' own; stated here so that the kubelet can check runAsNonRoot
 GROUP_MANAGED: Final = f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY}"
@@ -30,8 +31,9 @@ CONTAINER_SECURITY: Final[Manifest] = {
     "capabilities": {"drop": ["ALL"]},
 }
 NOTICE_SECONDS: Final = 5
-"""How long a pod that is to end goes on serving as before, at most: until everybody who sends to it knows that it
-leaves. A routing table takes up to a second to be written and as long to arrive, and so do a Service's endpoints."""
+"""Longest time that a leaving pod still serves as before, until all clients know that it leaves. A routing table takes
+up to a second to be written and as long to arrive, and so do a Service's endpoints.
+"""
 POD_FIELDS: Final = (
     ("POD_IP", "status.podIP"),
     ("POD_NAME", "metadata.name"),

@@ -41,7 +41,7 @@ SETTINGS_VOLUME: Final = "prfaas-settings"
 SETTINGS_PATH: Final = "/etc/prfaas/settings"
 EGRESS_KEY: Final = "egress-mbps"
 SPREAD: Final = (Spread(topology_key="topology.kubernetes.io/zone"), Spread(topology_key="kubernetes.io/hostname"))
-"""Where instances go unless the pool says otherwise: as far apart as can be, so that a node takes few along."""
+"""Spread of instances unless the pool sets its own: as far apart as possible, so that a lost node has few of them."""
 TMP_VOLUME: Final = "prfaas-tmp"
 TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
 

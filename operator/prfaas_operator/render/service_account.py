@@ -13,7 +13,7 @@ from prfaas_operator.render.common import Manifest
 
 ACCOUNT: Final = "prfaas-operator"
 OLD_TOKEN_SECRET: Final = "prfaas-operator-token"  # noqa: S105  # a name
-"""Where a token without an end may lie that an earlier version made; joining removes it."""
+"""Secret of a token without an expiry, which an earlier version made; `join` deletes it."""
 MADE_BY_JOIN: Final = "prfaas-cli"
 RBAC_GROUP: Final = "rbac.authorization.k8s.io"
 LABELS: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: MADE_BY_JOIN}

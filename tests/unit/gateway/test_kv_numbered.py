@@ -141,7 +141,7 @@ def test_batches_that_the_log_lost_in_its_answer_are_asked_for_again(peer):
 
 def test_numbers_that_go_back_end_the_connection(peer):
     peer.does(*peer.engine.stored(PROMPT))
-    with pytest.raises(ProtocolError, match="batch 0 came behind batch 0"):
+    with pytest.raises(ProtocolError, match="batch 0 came after batch 0"):
         peer.hear(0, peer.engine.batch())
 
 

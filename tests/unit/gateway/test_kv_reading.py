@@ -121,7 +121,7 @@ def test_a_reader_goes_on_where_it_was_and_takes_nothing_twice(peer):
 
 def test_a_gap_is_an_error_after_which_what_is_missing_is_asked_for(peer):
     peer.events(0, stored(1, 2))
-    with pytest.raises(ProtocolError, match="batch 2 came where 1 was due"):
+    with pytest.raises(ProtocolError, match="batch 2 came instead of batch 1"):
         peer.events(2, stored(3, 4))
     assert peer.greet() == "/v1/kv-events?from=1&bytes_from=0&epoch=e1"
     with pytest.raises(ProtocolError):
