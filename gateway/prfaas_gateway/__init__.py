@@ -1,1 +1,1 @@
-"""The OpenAI API of one policy: relays requests to decode workers and decides where their prompts are prefilled."""
+"""The OpenAI API in front of one policy: relays requests to decode workers and chooses where to prefill each prompt."""

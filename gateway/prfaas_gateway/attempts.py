@@ -1,8 +1,8 @@
 """Serves one request in one or more attempts: decides a route, follows it, retries after a failure, relays, resumes.
 
-A request may be retried until the first byte of its answer has gone to the client. After that its stream is resumed at
-another worker, if the workers publish their tokens (prfaas.wire.resume). Otherwise the stream ends with an error when
-its worker dies. A budget over all requests bounds retries and resumptions. docs/failover.md draws the states.
+A request is retried until its first byte was sent to the client. After that the stream resumes at another worker if the
+workers report token ids (prfaas.wire.resume); else it ends with an error. A retry budget over all requests bounds both.
+docs/failover.md draws the states.
 """
 
 import asyncio
@@ -31,8 +31,6 @@ from prfaas_gateway.upstream import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayParts:
-    """The collaborators of one gateway's attempts."""
-
     limits: Limits
     state: GatewayState
     metrics: GatewayMetrics
@@ -56,9 +54,7 @@ class Attempts:
     async def serve(self) -> web.StreamResponse:
         """Decide once, count the request under that decision, and follow the route.
 
-        Raises:
-            RequestError: the model is not served here.
-            CapacityError: no instance can serve the request now, or not in time.
+        Raises RequestError for an unknown model, CapacityError if no instance can serve the request in time.
         """
         request, facts = self._request, self._state.facts(self._request)
         if request.model != facts.table.model:
@@ -82,7 +78,7 @@ class Attempts:
             return await self._try_routes(decision)
 
     async def _try_routes(self, decision: Decision) -> web.StreamResponse:
-        """Follow routes until one is served or refused, or until too many have failed."""
+        """Follow decisions until one is served or refused, or too many have failed."""
         request = self._request
         began_seconds = self._state.clock()
         self._state.retry_budget.request_came(began_seconds)
@@ -109,11 +105,7 @@ class Attempts:
         raise _no_capacity(refusal, self._state.facts(request))
 
     async def _follow(self, route: Route) -> web.StreamResponse:
-        """Serve the request along one route.
-
-        Raises:
-            LegFailedError: a leg failed, perhaps in the middle of the answer.
-        """
+        """Serve the request along one route; raise LegFailedError if a leg fails, even in the middle of the answer."""
         request = self._request
         request.route = route
         with self._state.occupied(route) as load:
@@ -138,7 +130,7 @@ class Attempts:
                 answer.close()
 
     async def _resume(self, stream: AnswerStream, route: Route, failure: LegFailedError) -> web.StreamResponse:
-        """Resume a broken stream at another worker; if no worker can, send the client an error."""
+        """Resume a broken stream at another worker; if there is none, end the answer with an error."""
         request, log = self._request, stream.log
         pieces, until_seconds = -1, 0.0
         while True:
@@ -169,7 +161,7 @@ class Attempts:
         return stream.response
 
     def _note_resumed(self, stream: AnswerStream, route: Route, answer: Answer) -> None:
-        """Note that a worker resumed the stream. Raises LegFailedError: it did not."""
+        """Record that a worker resumes the stream; raise LegFailedError if it does not."""
         request, metrics = self._request, self._parts.metrics
         if answer.status != 200 or answer.body is not None:
             if answer.status < 500:
@@ -184,7 +176,7 @@ class Attempts:
             metrics.resumed_tokens.inc(stream.log.resume().sent_tokens)
 
     def _may_retry(self) -> bool:
-        """Take one retry from the budget; count a refused one."""
+        """Take a retry from the budget, and count the refusal if it is empty."""
         if self._state.retry_budget.take(self._state.clock()):
             return True
         self._parts.metrics.retries_refused.inc()
@@ -205,7 +197,7 @@ class Attempts:
             self._state.offload_failed()
 
     async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> Decision:
-        """Return the next step after a failed leg that was noted."""
+        """Return the next decision after a failed leg."""
         if failure.leg == "decode" and not failure.eject:
             name = route.decode.name
             self._state.saturation.refused(name, self._state.load(name), self._state.clock())
@@ -215,8 +207,8 @@ class Attempts:
 
         return await self._until_served(again, until_seconds)
 
-    async def _until_served(self, choose: Callable[[RoutingFacts], Decision], until_seconds: float) -> Decision:
-        """Return where the request can go; waits a while for an instance that failed just now and may be back."""
+    async def _until_served(self, choose: Callable[[Facts], Decision], until_seconds: float) -> Decision:
+        """Return a route; wait a while for an ejected instance if there is no other."""
         request = self._request
         while True:
             try:
@@ -232,7 +224,7 @@ class Attempts:
             request.tried = set(request.refused)
 
     def _learn(self, route: Route, answer: Answer) -> None:
-        """Note the facts of an answer: its instances live, the first token exists, and the prompt's exact length."""
+        """Learn from an answer: the instances live, the first token came, and the prompt's exact length."""
         request, metrics = self._request, self._parts.metrics
         self._note_alive(route)
         if answer.status >= 400:
@@ -257,7 +249,7 @@ def _outcome_of(status: int, fell_back: bool) -> Outcome:
 
 
 def _added_headers(request: GatewayRequest, route: Route, status: int) -> dict[str, str]:
-    """Return the headers that carry the gateway's decision to the client; see prfaas.wire.headers."""
+    """Return the headers that give the gateway's decision to the client; see prfaas.wire.headers."""
     prefilled_by = route.prefill or route.decode
     added = {
         headers.REQUEST_ID: request.request_id,
@@ -280,8 +272,8 @@ def _too_late(late: Overload) -> LateError:
     )
 
 
-def _no_capacity(refusal: Refusal, facts: RoutingFacts) -> CapacityError:
-    """Return the error for a refusal, in a sentence that tells the causes apart."""
+def _no_capacity(refusal: Refusal, facts: Facts) -> CapacityError:
+    """Return the error for a refusal, with its cause in the message."""
     if refusal.reason == "OffloadRejected":
         return CapacityError("the offload pool failed, and the policy's onOffloadFailure is Reject; try again later")
     known = sum(one.role == "decode" for one in facts.table.instances)

@@ -1,14 +1,14 @@
-"""Authentication and limits: API keys from a folder, and the limits of each key's owner.
+"""Authenticates clients and limits their use: API keys from a folder, and the limits of each key's owner.
 
 The folder holds one file a client, named after the client, as a mounted Kubernetes Secret does. A file holds keys, one
-a line, each plain or as `sha256:` and 64 hexadecimal digits. For limits, a file holds a JSON object instead:
+a line, each in plain text or as `sha256:` and 64 hexadecimal digits; or, with limits, a JSON object:
 
     {"keys": ["sha256:..."], "maxInFlight": 8, "requestsPerMinute": 600, "tokensPerMinute": 200000}
 
-A key is checked before its request's body is read, so an unknown client costs one hash and no memory. Only digests stay
-in memory. A key is looked up by a keyed hash of its digest with a secret of this process: the time of a look-up reveals
-nothing about existing keys. An unusable file admits no client, and an unreadable folder changes nothing. The log
-reports either once, without any content of the file.
+A key is checked before its request's body is read, so a request without a key costs a hash and no memory. Only digests
+stay in memory. A look-up uses a keyed hash of the digest, with a secret of this process. So its duration reveals
+nothing about existing keys. An unusable file admits no client; an unreadable folder changes nothing. The log reports
+each once, without a file's content.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ Limit = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class ApiClient(msgspec.Struct, frozen=True):
-    """The owner of keys, and its limits in each gateway; None: no limit."""
+    """The owner of keys and its limits in each gateway; None: no limit."""
 
     name: str
     max_in_flight: int | None = None
@@ -58,12 +58,7 @@ ANYBODY: Final = ApiClient("")
 
 
 class Auth:
-    """Admits requests.
-
-    Args:
-        keys: the clients to admit; None admits everybody without a limit.
-        clock: monotonic seconds.
-    """
+    """Admits requests with a valid key in `keys`; None admits all, without limits."""
 
     def __init__(self, keys: "KeyRing | None" = None, clock: Callable[[], float] = time.monotonic):
         self._keys = keys
@@ -72,18 +67,15 @@ class Auth:
 
     @contextmanager
     def admitted(self, http: web.Request) -> Iterator["Meter"]:
-        """Count one request of a client while it lasts.
+        """Count one request of a client while the block runs.
 
-        Raises:
-            RequestError: 401, no valid key; 429, a limit of its owner is reached.
-
+        Raises RequestError: 401 without a valid key, 429 above a limit.
         """
         meter = self._meters.of(self.client(http)) if self._keys is not None else self._anybody
         with meter.request():
             yield meter
 
     def client(self, http: web.Request) -> ApiClient:
-        """Return the client of this request; raises RequestError with 401 without a valid key."""
         if self._keys is None:
             return ANYBODY
         given = http.headers.get("Authorization", "")
@@ -100,8 +92,8 @@ class Auth:
 class Meter:
     """One client's use: requests in flight, requests and prompt tokens a minute.
 
-    Both rates are buckets that hold one minute's worth. A request may overdraw the bucket of tokens, which then admits
-    no request until it is refilled. So a prompt longer than a minute's tokens waits instead of being refused for ever.
+    Both rates are buckets of one minute. A request may overdraw the bucket of tokens, so that a prompt of more than a
+    minute's tokens is possible. The bucket then admits no request until it is full again above zero.
     """
 
     def __init__(self, client: ApiClient, clock: Callable[[], float]):
@@ -110,14 +102,14 @@ class Meter:
         self.limit(client)
 
     def limit(self, client: ApiClient) -> None:
-        """Set the limits; both rates restart."""
+        """Set the limits; both rates start afresh."""
         self.client = client
         self._requests = self._bucket(client.requests_per_minute)
         self._tokens = self._bucket(client.tokens_per_minute)
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Count one request while it lasts. Raises LimitError: a limit is reached; nothing was counted."""
+        """Count one request while the block runs; raise LimitError, and count nothing, above a limit."""
         now, client = self._clock(), self.client
         if client.max_in_flight is not None and self.in_flight >= client.max_in_flight:
             raise _limit_reached("requests", f"{client.max_in_flight} requests in flight", 1.0)
@@ -142,14 +134,14 @@ class Meter:
 
 
 class Meters:
-    """The meters of all clients so far: at most as many as there have been file names."""
+    """The meters of all clients. They are bounded by the names of the key files."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self._meters: dict[str, Meter] = {}
 
     def of(self, client: ApiClient) -> Meter:
-        """Return a client's meter with its present limits."""
+        """Return a client's meter with the client's present limits."""
         meter = self._meters.get(client.name)
         if meter is None:
             meter = self._meters[client.name] = Meter(client, self._clock)
@@ -159,14 +151,9 @@ class Meters:
 
 
 class KeyRing:
-    """The keys of a folder, at most one second old.
+    """The keys of a folder, at most a second old.
 
-    Args:
-        folder: one file a client; names that begin with a dot do not count.
-        clock: monotonic seconds.
-
-    Raises:
-        ConfigError: the folder cannot be read at the start.
+    Names that begin with a dot are skipped. Raises ConfigError if the folder is unreadable at the start.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
@@ -183,7 +170,7 @@ class KeyRing:
             raise ConfigError(f"--keys-dir {folder}: {error.strerror}") from error
 
     def client(self, key: bytes) -> ApiClient | None:
-        """Return the client of this key, or None. Checks for changed files first, at most once a second."""
+        """Return the key's client, or None; look for changed files at most once a second."""
         if self._clock() >= self._look_at:
             where = f"--keys-dir {self._folder}"
             try:
@@ -237,7 +224,7 @@ class _KeyFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
 
 def _read(path: Path) -> _KeyFile:
-    """Return a file's client. Raises ConfigError without the file's content, and OSError."""
+    """Read a key file. Raises OSError, or ConfigError without the file's content."""
     with path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -257,7 +244,6 @@ def _read(path: Path) -> _KeyFile:
 
 
 def _digest(key: bytes) -> bytes:
-    """Return a key's SHA-256; the file may hold this digest only."""
     if key.lower().startswith(b"sha256:"):
         if digest := _DIGEST.fullmatch(key):
             return bytes.fromhex(digest[1].decode())

@@ -1,8 +1,7 @@
-"""The live page at /ui: three static files, and a JSON document that they poll every second.
+"""The live page at /ui: three static files, and a document of the gateway's state that the page polls every second.
 
-The page holds nothing secret, so everybody may load it. The document needs an API key where keys are on; the page asks
-its user for the key and keeps it for the tab. The history lies in two rings of fixed size. It contains no prompt, key
-or answer.
+The page holds no secret, so its files need no key. With API keys on, its document needs one; the page asks its reader
+for the key and keeps it for the tab. Two bounded rings keep the history. The document holds no prompt, key or answer.
 """
 
 import asyncio
@@ -45,15 +44,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Dashboard:
-    """The page of one gateway."""
-
     def __init__(self, state: GatewayState, history: "RequestHistory"):
         self._state = state
         self._history = history
         self._static = {path: (_read(name), kind) for path, (name, kind) in FILES.items()}
 
     def add_to(self, app: web.Application, for_clients: Callable[[Handler], Handler]) -> None:
-        """Add the page's routes; `for_clients` protects the document."""
+        """Add the page's routes; `for_clients` guards the document."""
         app.router.add_get("/ui", self._redirect)
         app.router.add_get("/ui/state", for_clients(self._show_state))
         for path in self._static:
@@ -76,7 +73,7 @@ class Dashboard:
 
 
 class PlacedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request. `number` counts requests since the start; times are seconds since 1970 and durations."""
+    """A request that ended. `number` counts requests since the start; times are seconds since 1970 and durations."""
 
     number: int
     at: float
@@ -108,7 +105,7 @@ class DashboardMoment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestHistory:
-    """The last requests, and the threshold, load and links of every second."""
+    """The last requests, and threshold, load and links of every past second."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
@@ -151,7 +148,6 @@ class RequestHistory:
             await asyncio.sleep(MOMENT_SECONDS)
 
     def add_moment(self, state: GatewayState) -> None:
-        """Record the gateway's present state."""
         rule, counters = state.rule(), state.counters
         self._moments.append(
             DashboardMoment(
@@ -166,17 +162,17 @@ class RequestHistory:
         )
 
     def placed_after(self, number: int) -> list[PlacedRequest]:
-        """Return the stored requests with a greater number, oldest first."""
+        """Return the requests with a greater number, oldest first."""
         known = len(self._placed) - (self.count - number) if number <= self.count else 0
         return list(islice(self._placed, max(0, known), None))
 
     def moments_after(self, at: float) -> list[DashboardMoment]:
-        """Return the stored moments after a time, oldest first."""
+        """Return the later moments, oldest first."""
         return [moment for moment in self._moments if moment.at > at]
 
 
 class DashboardInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance. `ejected_seconds` is the rest of its ejection; 0: it is not ejected."""
+    """One instance. `ejected_seconds` is the rest of its ejection; 0: none."""
 
     name: str
     pool: str
@@ -199,7 +195,7 @@ class DashboardCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DashboardDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """All data of the page. `placed` and `moments` hold only entries newer than the query's."""
+    """Everything that the page draws. `placed` and `moments` hold only entries newer than the request's."""
 
     policy: str
     model: str
@@ -223,7 +219,7 @@ class DashboardDocument(msgspec.Struct, frozen=True, kw_only=True):
 def _document(
     state: GatewayState, history: RequestHistory, after_number: int, after_moment: float
 ) -> DashboardDocument:
-    """Return the document; before the first routing table it has no clusters."""
+    """Return the document; it has no clusters before the first routing table."""
     rule, counters, table = state.rule(), state.counters, state.table
     return DashboardDocument(
         policy=table.policy if table else "",
@@ -283,7 +279,7 @@ def _instances(state: GatewayState, cluster: str) -> tuple[DashboardInstance, ..
 
 
 def _number(request: web.Request, name: str) -> float:
-    """Return a number of the query, 0 if it is missing. Raises RequestError: it is no number."""
+    """Return a number of the query, 0 if it is missing. Raises RequestError for other texts."""
     given = request.query.get(name, "0")
     try:
         found = float(given)

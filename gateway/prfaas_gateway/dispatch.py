@@ -1,4 +1,4 @@
-"""Dispatches the relayed endpoints: admits and reads a request, has it served, and counts and logs its outcome."""
+"""Serves the relayed endpoints: admits a request, reads it, has it served, counts and logs its end."""
 
 import asyncio
 import logging
@@ -18,15 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Handles requests from their headers to the ends of their answers."""
-
     def __init__(self, parts: GatewayParts):
         self._parts = parts
         self.open_requests = 0
         """Requests in flight, including those whose bodies still arrive."""
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        """Serve one request; every failure becomes an OpenAI-style answer and one outcome."""
+        """Serve one request; every error becomes an OpenAI-style answer and one outcome."""
         request = GatewayRequest(self._parts.tracing.start("request", read_trace(http.headers), "server"))
         self.open_requests += 1
         try:
@@ -61,7 +59,7 @@ class Dispatcher:
             return await self._serve_in_time(http, request)
 
     async def _serve_in_time(self, http: web.Request, request: GatewayRequest) -> web.StreamResponse:
-        """Serve a request; at its own deadline, abort its legs and answer with an error."""
+        """Serve a request; at its deadline cancel its work and answer with an error."""
         try:
             async with asyncio.timeout_at(request.deadline_seconds) as timer:
                 return await Attempts(self._parts, request, http).serve()
@@ -77,7 +75,7 @@ class Dispatcher:
 
 
 def _outcome_of(error: Exception) -> Outcome:
-    """Return the outcome of a request that ended in an error of ours."""
+    """Return the outcome label of an error."""
     if isinstance(error, RequestError) and not isinstance(error, LimitError):
         return "invalid"
     return "rejected" if isinstance(error, (CapacityError, LimitError)) else "failed"

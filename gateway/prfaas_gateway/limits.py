@@ -1,10 +1,10 @@
-"""The gateway's own bounds in one place: sizes, waits, attempts."""
+"""The gateway's fixed bounds: sizes, waits, attempts."""
 
 from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """Bounds of one gateway. They protect the process; users' settings are in the policy."""
+    """The bounds of one gateway. They protect the process; users tune the policy instead."""
 
     request_bytes: int = 16 * 1024 * 1024
     """A larger request body is refused with 413. A prompt of 128 K tokens takes well under 1 MB."""

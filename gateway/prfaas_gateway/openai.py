@@ -30,7 +30,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class LimitError(RequestError):
-    """A client has reached a limit. `kind` is `requests` or `tokens`, the error's type as in OpenAI's API."""
+    """A client reached a limit. `kind` is `requests` or `tokens`, the error's type as in OpenAI's API."""
 
     def __init__(self, message: str, kind: str, retry_after_seconds: float):
         super().__init__(message, status=429, code="rate_limit_exceeded")
@@ -39,11 +39,11 @@ class LimitError(RequestError):
 
 
 class SaturatedError(CapacityError):
-    """Every living instance that could serve the request is full."""
+    """Every living instance that could serve is full."""
 
 
 class LateError(CapacityError):
-    """The wait would exceed the policy's SLO."""
+    """More requests wait than the policy's SLO allows."""
 
     def __init__(self, message: str, retry_after_seconds: float):
         super().__init__(message)
@@ -55,7 +55,7 @@ class DeadlineError(TimeoutError):
 
 
 def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a worker's response headers without those of its connection, and with our own in place of the worker's."""
+    """Return a worker's response headers without hop-by-hop ones; `added` replace those of the same name."""
     left_out = HOP_BY_HOP.union(added)
     return [(name, value) for name, value in answer.items() if name.lower() not in left_out] + list(added.items())
 
@@ -65,7 +65,7 @@ def error_body(message: str, kind: str, code: str, param: str | None = None) -> 
 
 
 def read_error(body: bytes) -> dict[str, Any]:
-    """Return the `error` of an OpenAI-style error body, empty where there is none."""
+    """Return the `error` of an OpenAI-style error body, empty if there is none."""
     try:
         error = msgspec.json.decode(body)["error"]
     except (*UNREADABLE, KeyError, TypeError):
@@ -74,7 +74,7 @@ def read_error(body: bytes) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> web.Response:
-    """Return the response for one of our errors, with the HTTP status of its class."""
+    """Return the response for one of our errors; its branch of the tree decides the status."""
     retry_after_seconds = 0.0
     match error:
         case LimitError():

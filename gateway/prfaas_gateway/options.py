@@ -20,7 +20,7 @@ Examples:
 
 
 class GatewayOptions(NamedTuple):
-    """The command line. The table comes from `routes_file`, or from `policy` in `namespace`."""
+    """The flags. The table comes from `routes_file`, or else from `policy` in `namespace`."""
 
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
@@ -53,7 +53,7 @@ class GatewayOptions(NamedTuple):
 
 
 def parse(arguments: Sequence[str] | None = None) -> GatewayOptions:
-    """Read the command line; a mistake ends the process with exit code 2."""
+    """Read the command line; exit with 2 after a mistake."""
     options = read_options(GatewayOptions, "prfaas-gateway", HELP, arguments)
     if (options.routes_file is None) == (not options.policy):
         refuse("prfaas-gateway", "give either --routes-file, or --policy with --namespace")

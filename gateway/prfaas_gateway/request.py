@@ -1,9 +1,9 @@
-"""One request from its first byte to its last: its body and headers, its decisions, and its outcome.
+"""One request from its first byte to its last: body, decision, progress and end.
 
-A GatewayRequest is the only record of a request in this process. The access log line and the span use its fields at the
-end. Its body is relayed byte by byte as received, and parsed once: one pass finds the top-level fields and keeps those
-that a prefix match needs, each as its original text. If the routing table has engines whose bodies the gateway
-rewrites, that pass keeps every field.
+A GatewayRequest is the only record of a request in this process. The access log line and the span are made of it at the
+end. The gateway relays the body's original bytes and parses them once. One pass finds the top level's fields and keeps
+the text of those that a prefix match needs. If the gateway rewrites bodies for a foreign engine, that pass keeps every
+field.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ class GatewayRequest:
 
     @property
     def decision(self) -> str:
-        """The decision of its count: `offload`, `local`, or `none` if it ended before a decision."""
+        """The decision label: `offload`, `local`, or `none` before a decision."""
         return self.first_route.kind if self.first_route else "none"
 
     @property
@@ -139,10 +139,8 @@ class GatewayRequest:
     async def receive(self, http: web.Request, limits: Limits, *, every_field: bool) -> None:
         """Read and check the request's headers and body.
 
-        Raises:
-            DeadlineError: its deadline passed before the body arrived.
-            RequestError: 413 for a body that is too large, 408 for one that does not arrive, 400 for one that is not a
-                JSON object with a model, or for a malformed header.
+        Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
+        one, 400 for one that is not a JSON object with a model, and for a bad header.
         """
         self.path = http.path
         self.deadline_seconds = _read_deadline(http)
@@ -160,10 +158,9 @@ class GatewayRequest:
         self.headers[headers.RESUMABLE] = Fixed(secrets.randbits(63), int(time.time())).header()
 
     def leg(self) -> tuple[dict[str, str], bytes]:
-        """Return headers and body of a new leg: the request, or the request with a resume document.
+        """Return headers and body of a leg that starts now: the request, or its resumption.
 
-        Raises:
-            BadInputError: the stream cannot be resumed.
+        Raises BadInputError if the stream cannot be resumed.
         """
         sent, body = dict(self.headers), self.body
         if self.stream is not None and self.stream.log is not None:
@@ -175,14 +172,14 @@ class GatewayRequest:
         return sent, body
 
     def every_field(self) -> Fields:
-        """Return all fields of the body; raises RequestError if it is no JSON object."""
-        if not self.has_every_field:  # the table got its first vLLM or SGLang instance after the body was read
+        """Return all fields of the body; raise RequestError if it is no JSON object."""
+        if not self.has_every_field:  # the table got its first engine of others after the body was read
             _, self.fields = read_fields(self.body, every=True)
             self.has_every_field = True
         return self.fields
 
     def note_first_token(self, answer: Answer) -> float:
-        """Note the first token and the worker's token counts; return the time to the first token."""
+        """Record the first token and the worker's counts; return the seconds to it."""
         self.first_token_seconds = self.seconds
         with suppress(ValueError):  # an engine that reports no count
             self.prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
@@ -190,18 +187,18 @@ class GatewayRequest:
         return self.first_token_seconds
 
     def note_transfer(self, answer: Answer | None) -> None:
-        """Note the transfer in an answer's headers, also a failed one."""
+        """Record the transfer that an answer names, even a failed one."""
         if answer is not None:
             self.transfer_id = answer.headers.get(headers.TRANSFER_ID) or self.transfer_id
 
     def log_failed_leg(self, leg: str, instance: str, reason: str) -> None:
-        """Write the log line and the span's event of a failed leg."""
+        """Log a failed leg and add it to the span."""
         ids = {"request_id": self.request_id, "transfer_id": self.transfer_id}
         log.warning(line("leg failed", **ids, leg=leg, instance=instance, reason=reason))
         self.span.event("leg failed", leg=leg, instance=instance, reason=reason)
 
     def close(self) -> None:
-        """Write the access log line and end the span, both from the same fields."""
+        """Write the access log line and end the span, with the same fields."""
         if self.outcome in ("failed", "rejected"):
             self.span.fail(self.reason or f"HTTP {self.status}")
         fields = self._log_fields()
@@ -239,10 +236,9 @@ class GatewayRequest:
 
 
 def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
-    """Return a body's model and its other fields: all, or those that the gateway needs.
+    """Return a body's model and its other fields: all if `every`, else those that the gateway needs.
 
-    Raises:
-        RequestError: 400, it is not a JSON object with a model.
+    Raises RequestError with 400 if the body is not a JSON object with a model.
     """
     try:
         if every:
@@ -259,7 +255,7 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
 
 
 def _only_once(http: web.Request) -> Mapping[str, str]:
-    """Return the headers; a repeated preference header is refused, because one of them would be ignored."""
+    """Return the headers; refuse repeated preference headers, of which one would be ignored."""
     for name in (headers.DATACENTERS, headers.OFFLOAD, headers.DEADLINE_SECONDS):
         if name in http.headers and len(http.headers.getall(name)) > 1:
             raise RequestError(f"the header {name} comes twice; send it once", code="invalid_header", param=name)

@@ -1,6 +1,6 @@
 """The gateway process: its HTTP applications, and its life from the first socket to the drain after SIGTERM.
 
-It serves the public application with the OpenAI endpoints, and the control socket for the scheduler sidecar.
+The public application serves the OpenAI endpoints. The control socket serves the scheduler sidecar.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RunningGateway(NamedTuple):
-    """A serving gateway; `port` is its actual port."""
+    """A gateway that serves. `port` is the bound port, if any port was allowed."""
 
     parts: GatewayParts
     port: int
@@ -58,9 +58,7 @@ class RunningGateway(NamedTuple):
 async def run(config: GatewayOptions) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    Raises:
-        ConfigError: an address, socket or file in `config` cannot be used.
-
+    Raises ConfigError for an unusable address, socket or file.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -74,7 +72,7 @@ async def run(config: GatewayOptions) -> None:
 
 
 async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
-    """Accept connections until load balancers have noticed the drain; then finish the open ones."""
+    """Serve new connections while peers learn of the drain; then serve the open ones until traffic stops."""
     running.state.draining = True
     await asyncio.sleep(config.limits.linger_seconds)
     for site in running.runner.sites:
@@ -89,7 +87,7 @@ async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
 
 @asynccontextmanager
 async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
-    """Serve while the block runs; its end refuses new requests and waits `drain_seconds` for those in flight."""
+    """Serve while the block runs; at its end wait up to `drain_seconds` for requests in flight."""
     state, metrics, history = GatewayState(config.limits), GatewayMetrics(), RequestHistory()
     tracing = tracing_from_environment("prfaas-gateway", {"prfaas.policy": config.policy})
     auth = Auth(KeyRing(config.keys_dir) if config.keys_dir else None)
@@ -120,7 +118,6 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
 
 @asynccontextmanager
 async def _listening(config: GatewayOptions, parts: GatewayParts) -> AsyncIterator[RunningGateway]:
-    """Serve both applications while the block runs."""
     dispatcher = Dispatcher(parts)
     # A cancelled handler aborts the request of a client that leaves at once, on the worker too.
     public = web.AppRunner(
@@ -155,7 +152,6 @@ async def _listen(public: web.AppRunner, control: web.AppRunner, config: Gateway
 
 @asynccontextmanager
 async def _following(config: GatewayOptions, state: GatewayState) -> AsyncIterator[None]:
-    """Follow the table in the background while the block runs."""
     if config.routes_file is not None:
         state.set_table(read_file(config.routes_file))  # an unreadable file is a mistake on the command line
         async with _background(follow_file(config.routes_file, state.set_table)):
@@ -170,7 +166,7 @@ async def _following(config: GatewayOptions, state: GatewayState) -> AsyncIterat
 
 @asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block. It should run for ever: its failure ends the block, and so the process."""
+    """Run an endless task beside the block. The task's failure ends the block, and so the process."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(work)
         yield
@@ -178,8 +174,6 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class PublicApp:
-    """The OpenAI endpoints, health and metrics."""
-
     def __init__(self, parts: GatewayParts, dispatcher: Dispatcher):
         self._parts = parts
         self._state = parts.state
@@ -203,7 +197,7 @@ class PublicApp:
         return app
 
     async def _close_while_draining(self, _request: web.Request, response: web.StreamResponse) -> None:
-        """While draining, close connections after each answer, so that clients reconnect to another gateway."""
+        """Close connections while draining, so that clients reconnect to another gateway."""
         if self._state.draining:
             response.headers["Connection"] = "close"
             response.force_close()
@@ -213,7 +207,7 @@ class PublicApp:
         return rule.threshold_tokens if rule else float("nan")
 
     def _for_clients(self, handler: Handler) -> Handler:
-        """Return a handler that answers only clients with a valid key."""
+        """Return a handler that requires a valid key."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
@@ -269,7 +263,7 @@ class PublicApp:
 
 
 class ControlApp:
-    """The control socket; see prfaas.wire.control. Its clients are trusted, because it lies in the pod's own volume."""
+    """The control socket; see prfaas.wire.control. It is in the pod's own volume, so its users are trusted."""
 
     def __init__(self, state: GatewayState):
         self._state = state

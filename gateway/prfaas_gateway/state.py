@@ -1,6 +1,6 @@
-"""The gateway's state between requests: routing table, scheduler's last update, load, and ejected instances.
+"""The gateway's state between requests: routing table, scheduler's last update, load, and instances to avoid.
 
-It has one owner and changes on the event loop only. `GatewayState.facts` combines it with one request into the input of
+It has one owner and changes only on the event loop. `GatewayState.facts` combines it with one request into the input of
 a routing decision.
 """
 
@@ -66,8 +66,8 @@ class GatewayState:
         self._update = update
         self._update_expires = self.clock() + update.expires_seconds
 
-    def rule(self) -> RoutingRule | None:
-        """Return the rule in force, or None before the first table."""
+    def rule(self) -> Rule | None:
+        """Return the routing rule in force, or None before the first table."""
         if self.table is None:
             return None
         return rule_in_force(self.table, self._unexpired())
@@ -75,11 +75,10 @@ class GatewayState:
     def _unexpired(self) -> ThresholdUpdate | None:
         return self._update if self.clock() < self._update_expires else None
 
-    def facts(self, request: GatewayRequest) -> RoutingFacts:
-        """Return the facts of a request at this moment, as its preferences and full instances leave them.
+    def facts(self, request: GatewayRequest) -> Facts:
+        """Return the facts for a routing decision, after the request's preferences and without full instances.
 
-        Raises:
-            CapacityError: there is no routing table yet, or every living decode instance is full.
+        Raises CapacityError without a routing table, or if every living decode instance is full.
         """
         rule = self.rule()
         if self.table is None or rule is None:
@@ -125,7 +124,7 @@ class GatewayState:
 
     @contextmanager
     def occupied(self, route: Route) -> Iterator["LegLoad"]:
-        """Count one leg at its instances while it lasts."""
+        """Count one leg at its instances while the block runs."""
         load = LegLoad(self._in_flight, self._queued_tokens, self._backlog, route, self.clock())
         for one in filter(None, (route.decode, route.prefill)):
             self.ejections.starting(one.name, self.clock())
@@ -138,14 +137,14 @@ class GatewayState:
         self._failed_offloads += 1
 
     @property
-    def links(self) -> tuple[LinkReport, ...]:
-        """The links as the scheduler saw them last; none when its word has expired."""
+    def links(self) -> tuple[LinkUse, ...]:
+        """The scheduler's last view of the links; none after it expired."""
         update = self._unexpired()
         return update.links if update else ()
 
     @property
     def reason(self) -> str:
-        """The scheduler's reason for the threshold; empty without a recent update."""
+        """The scheduler's reason for the threshold; empty after it expired."""
         update = self._unexpired()
         return update.reason if update else ""
 
@@ -153,7 +152,7 @@ class GatewayState:
         return self._in_flight.get(name, 0)
 
     def decode_instances(self) -> list[Instance]:
-        """Return the table's decode instances, whatever their present state."""
+        """Return the table's decode instances, with ejected and full ones."""
         instances = self.table.instances if self.table else ()
         return [one for one in instances if one.role == "decode" and one.state == "Ready"]
 
@@ -179,7 +178,7 @@ class GatewayState:
 
 
 class LegLoad:
-    """The slots that one leg occupies at its instances; each is released once."""
+    """The places that one leg occupies at its instances; each is released once."""
 
     def __init__(
         self, in_flight: Tally[str], queued_tokens: Tally[str], backlog: Backlog, route: Route, now_seconds: float
@@ -226,11 +225,11 @@ class _Failing:
 
 
 class Ejections:
-    """Instances that failed lately, and the ends of their ejections.
+    """Instances that failed lately, and the end of each ejection.
 
-    Between two routing tables the gateway notices a dead instance first, and must not wait for an operator that may be
-    down. An ejection ends half-open: the first request afterwards tries the instance while the others still go
-    elsewhere. Its success readmits the instance, its failure doubles the ejection.
+    The gateway sees a dead instance before the next routing table, and the operator may be down. An ejection ends
+    half-open: the first request afterwards tries the instance while others avoid it. Success readmits the instance;
+    failure doubles the ejection.
     """
 
     def __init__(self, first_seconds: float, max_seconds: float):
@@ -245,15 +244,16 @@ class Ejections:
         return self._until_seconds
 
     def starting(self, name: str, now_seconds: float) -> None:
-        """Note that a request goes to this instance. If its ejection just ended, the next requests wait for the
-        result."""
+        """Record a request to an instance. After an ended ejection, further requests avoid the instance until its
+        result.
+        """
         failing = self._failing.get(name)
         if failing is not None:
             failing.probing = True
             self._until_seconds[name] = now_seconds + self._first_seconds
 
     def failed(self, name: str, now_seconds: float) -> None:
-        """Note a failed request. Of many that fail at once only the first counts."""
+        """Record a failed request. Of many parallel failures only the first counts."""
         failing = self._failing.setdefault(name, _Failing())
         if self._until_seconds.get(name, now_seconds) > now_seconds and not failing.probing:
             return
@@ -263,12 +263,11 @@ class Ejections:
         self._until_seconds[name] = now_seconds + length_seconds
 
     def succeeded(self, name: str) -> None:
-        """Note a served request."""
         if self._failing.pop(name, None) is not None:
             del self._until_seconds[name]
 
     def keep_only(self, names: Set[str]) -> None:
-        """Forget all other instances: a pod that returns under its name starts without a history."""
+        """Forget all other instances: a pod that returns under its name starts afresh."""
         for name in self._failing.keys() - names:
             self.succeeded(name)
 
@@ -279,22 +278,22 @@ class _Full(NamedTuple):
 
 
 class Saturation:
-    """Full decode instances, by their refusals (503) and the gateway's own requests there.
+    """Decode instances that are full, by their refusals (503) and the gateway's own requests there.
 
-    At a refusal the gateway learns how many of its own requests the instance accepts. It sends no more until one of
-    them ends or a moment has passed, because another gateway may have taken the slots. While every instance is full,
-    requests are refused at once and cost the workers nothing.
+    At a refusal the gateway learns how many of its requests the instance takes. It sends no more until one of them
+    ends, or a moment has passed: other gateways may take the places. While every instance is full, the gateway refuses
+    requests at once without asking workers.
     """
 
     def __init__(self) -> None:
         self._full: dict[str, _Full] = {}
 
     def refused(self, name: str, in_flight: int, now_seconds: float) -> None:
-        """Note that an instance refused a request while so many of ours were there."""
+        """Record that an instance refused a request while `in_flight` of ours ran there."""
         self._full[name] = _Full(in_flight, now_seconds + BELIEVED_SECONDS)
 
     def full(self, in_flight: Mapping[str, int], now_seconds: float) -> Set[str]:
-        """Return the full instances; expired entries are removed."""
+        """Return the full instances; forget expired refusals."""
         if not self._full:
             return frozenset()
         self._full = {name: full for name, full in self._full.items() if now_seconds < full.until_seconds}
@@ -302,11 +301,10 @@ class Saturation:
 
 
 class RetryBudget:
-    """Bounds the retries of all requests together, so that an overload does not multiply the load.
+    """Bounds retries over all requests, so that a collapse does not multiply the load.
 
     Every request adds a fifth of a retry, and time adds a few, so that an idle gateway can retry too. The saved retries
-    cover the death of an instance with many streams, each of which is resumed elsewhere. Failures after that cost a
-    fifth more work at most.
+    cover the death of an instance with many streams. Later failures cost a fifth more work at most.
     """
 
     def __init__(self, now_seconds: float):
@@ -316,7 +314,6 @@ class RetryBudget:
         self._bucket.take(-RETRIES_PER_REQUEST, now_seconds)
 
     def take(self, now_seconds: float) -> bool:
-        """Take one retry; False if none is left."""
         if self._bucket.level(now_seconds) < 1:
             return False
         self._bucket.take(1, now_seconds)
@@ -326,10 +323,9 @@ class RetryBudget:
 class TokenEstimator:
     """Estimates a prompt's tokens from its bytes, by one model's running ratio.
 
-    Tokenising 100 KB takes tens of milliseconds, and the estimate is needed before a worker is chosen. Workers report
-    the exact count with every answer, so the ratio follows the model and its users. It is a ratio of sums instead of a
-    mean of ratios. So a long prompt, for which the decision matters, weighs more than a short one, whose JSON frame
-    distorts its ratio.
+    Tokenising 100 KB takes tens of milliseconds, too long before a decision. Workers report the exact count with every
+    answer, so the ratio follows the model and its users. It is a ratio of sums, so that long prompts, for which the
+    decision matters, weigh more than short ones.
     """
 
     def __init__(self) -> None:
@@ -341,11 +337,9 @@ class TokenEstimator:
         return self._bytes / self._tokens
 
     def tokens(self, body_bytes: int) -> int:
-        """Return the estimated prompt length of a body, rounded up."""
         return -int(-body_bytes // self.bytes_per_token)
 
     def observe(self, body_bytes: int, prompt_tokens: int) -> None:
-        """Update the ratio with a worker's exact count."""
         if prompt_tokens > 0:
             self._bytes = DECAY * self._bytes + body_bytes
             self._tokens = DECAY * self._tokens + prompt_tokens

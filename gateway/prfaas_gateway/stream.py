@@ -1,8 +1,8 @@
-"""The answer to one client: raw bytes of one worker, or of several workers that resume it one after the other.
+"""Streams the answer to one client: raw bytes of one worker, or of several that resume it one after the other.
 
-An OpenAI client takes a stream that simply ends for a complete one. So a broken stream that no other worker resumes
-gets an error event and no [DONE]. If the format has no room for an error, the connection is closed before the announced
-length. StreamLog keeps the data that another worker needs to resume a stream.
+An OpenAI client takes a stream that simply ends for a complete one. So a broken stream without another worker gets an
+error event and no [DONE]. If the format has no error event, the connection is cut before its announced end. StreamLog
+keeps the data that another worker needs to resume.
 """
 
 import asyncio
@@ -34,16 +34,13 @@ class ClientGoneError(Exception):
 
 
 class BrokenOffError(Exception):
-    """The worker died in the middle of its answer; nothing about that was sent to the client."""
+    """The worker died in the middle of its answer; the client has no error yet."""
 
 
 class AnswerStream:
     """The answer to one client while it is streamed.
 
-    Args:
-        http: the client's request.
-        response: its answer, prepared.
-        log: the sent part of a resumable stream; None for any other answer.
+    `response` is prepared; `log` is None if no worker could resume the answer.
     """
 
     def __init__(self, http: web.Request, response: web.StreamResponse, log: "StreamLog | None"):
@@ -53,11 +50,9 @@ class AnswerStream:
         self._tail = b""
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
-        """Relay a worker's answer to its end, which also ends the client's answer.
+        """Relay a worker's answer to its end, and end the client's answer.
 
-        Raises:
-            BrokenOffError: the worker died or stopped sending.
-            ClientGoneError: the client is gone.
+        Raises BrokenOffError if the worker dies or falls silent, ClientGoneError if the client left.
         """
         try:
             await self._pump(answer, limits)
@@ -66,10 +61,9 @@ class AnswerStream:
             raise ClientGoneError(str(error)) from error
 
     async def break_off(self, reason: str) -> None:
-        """Send the client an error in the answer's own format, with the worker's words if it sent any.
+        """End the answer with an error in its own format: the worker's error if there is one.
 
-        Raises:
-            ClientGoneError: the client is gone.
+        Raises ClientGoneError if the client left.
         """
         end_of_event = b"" if self._tail in (b"", b"\n\n") else b"\n\n"
         event = self.log.error_event if self.log is not None else b""
@@ -111,10 +105,9 @@ class AnswerStream:
 
 
 async def begin_answer(http: web.Request, answer: Answer, added: dict[str, str]) -> AnswerStream | web.Response:
-    """Begin an answer with our own headers `added` (lower-case names); an answer that is complete is returned instead.
+    """Start the client's answer with our headers `added` (lower-case names); return an answer that is already complete.
 
-    Raises:
-        ClientGoneError: the client is gone.
+    Raises ClientGoneError if the client left.
     """
     kept = relayed_headers(answer.headers, added)
     if answer.body is not None:
@@ -133,14 +126,9 @@ async def begin_answer(http: web.Request, answer: Answer, added: dict[str, str])
 async def end_in_error(
     http: web.Request, response: web.StreamResponse, reason: str, code: str, end_of_event: bytes = b"\n\n"
 ) -> None:
-    """End an answer that has begun: with an error event, or by closing the connection if its format has none.
+    """End a started answer: with an error event, or by cutting the connection if the format has none.
 
-    Args:
-        http: the client's request.
-        response: its answer so far.
-        reason: a sentence for the client.
-        code: OpenAI-style error code.
-        end_of_event: ends an event that was cut in the middle; after a whole one it is harmless.
+    `end_of_event` completes an event that was cut in the middle; after a complete event it is harmless.
     """
     response.force_close()
     if response.content_type != EVENT_STREAM:
@@ -153,7 +141,7 @@ async def end_in_error(
 
 
 def _log_of(answer: Answer) -> "StreamLog | None":
-    """Return the log of a resumable answer."""
+    """Return the log of an answer that another worker could resume."""
     fingerprint = answer.headers.get(headers.RESUMABLE)
     cached_tokens = answer.headers.get(headers.CACHED_TOKENS, "")
     if answer.status != 200 or fingerprint is None or not (cached_tokens.isdecimal() and cached_tokens.isascii()):
@@ -162,14 +150,13 @@ def _log_of(answer: Answer) -> "StreamLog | None":
 
 
 class StreamLog:
-    """The part of a stream that one client has, so that another worker can resume it.
+    """The client's part of a stream, so that another worker can resume it.
 
-    Nearly every stream ends well, so the log costs almost nothing: it keeps the raw bytes and parses them only when the
-    worker dies. A long log keeps only the comments, some 20 bytes a token. LOGGED_RAW_BYTES and the stream's tokens
-    bound its size; the model's context bounds the tokens.
+    Nearly every stream succeeds, so the log keeps raw bytes and parses them only after a worker's death. A long log
+    keeps only the comments, about 20 bytes a token. LOGGED_RAW_BYTES and the model's context bound its size.
 
-    A piece from the worker may end anywhere. Bytes after the last place where the stream may be cut wait for the rest.
-    The client could not be made to forget half an event, or an event whose tokens the worker has not reported yet.
+    A piece may end anywhere. Bytes after the last possible cut wait for the rest, because the client cannot unread half
+    an event, or one without token ids.
     """
 
     def __init__(self, fingerprint: str, cached_tokens: int):
@@ -188,10 +175,9 @@ class StreamLog:
         """True if the last dead worker ended with an error that every worker would answer."""
 
     def take(self, piece: bytes) -> bytes:
-        """Store bytes from the worker, and return the bytes that may go to the client now.
+        """Add a piece from the worker; return the bytes to send to the client now.
 
-        Raises:
-            BadInputError: too many bytes without a place where the stream may be cut.
+        Raises BadInputError if too many bytes have no possible cut.
         """
         if self._held:
             piece = self._held + piece
@@ -212,11 +198,11 @@ class StreamLog:
 
     @property
     def is_whole(self) -> bool:
-        """True if the client has the whole answer."""
+        """Whether the client has the whole answer."""
         return self._last.endswith(DONE)
 
     def worker_died(self) -> None:
-        """Forget the bytes after the last cut, where the next worker begins; keep the error of the dead one."""
+        """Discard bytes after the last cut, where the next worker resumes; keep the worker's error."""
         held, self._held = self._held, b""
         *_, event = held.removesuffix(b"\n\n").split(b"\n\n")
         error = read_error(event.removeprefix(b"data: "))
@@ -225,14 +211,14 @@ class StreamLog:
 
     @property
     def can_go_on(self) -> bool:
-        """True if the reported tokens are sound, and few enough for a resume document."""
+        """Whether the reported tokens are valid and few enough to resume."""
         try:
             return len(self.document()) <= MAX_DOCUMENT_BYTES
         except BadInputError:
             return False
 
     def document(self) -> bytes:
-        """Return the resume document. Raises BadInputError: the worker's report of tokens is malformed."""
+        """Return the document for the worker that resumes. Raises BadInputError for invalid tokens."""
         return encode_resume(self.resume())
 
     def resume(self) -> Resume:
@@ -247,20 +233,17 @@ class StreamLog:
         return Resume(self._fingerprint, self._cached_tokens, choices)
 
     def _shorten(self) -> None:
-        """Keep only the comments of the relayed bytes."""
+        """Keep only the comments of sent bytes."""
         if self._raw:
             self._comments.append(comments_of(b"".join(self._raw)))
             self._raw, self._raw_bytes = [], 0
 
 
 class StallTimer:
-    """Ends a block with TimeoutError once nothing has moved in it for too long. Use as an async context manager.
+    """Ends a block with TimeoutError after too long without progress. Use as an async context manager.
 
-    It checks now and then if anything has moved. Restarting a timer with every piece would cost about as much as the
-    piece, and leave a cancelled timer behind each time.
-
-    Args:
-        limit_seconds: longest time without a move; may change within the block.
+    It checks at intervals. A timer reset for every piece would cost about as much as the piece, and leave a cancelled
+    timer each time. `limit_seconds` may change within the block.
     """
 
     def __init__(self, limit_seconds: float):
@@ -272,7 +255,7 @@ class StallTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def moved(self, limit_seconds: float) -> None:
-        """Restart the time, up to this limit."""
+        """Restart the count, with this limit."""
         self._moved_seconds = self._now()
         self.limit_seconds = limit_seconds
 

@@ -1,7 +1,7 @@
-"""Watches the routing table, and sends convertible instances their roles.
+"""Follows the routing table, and sends convertible instances their roles.
 
-The table comes from the operator's ConfigMap, which is watched, or from the same document in a file, which is polled. A
-damaged or missing document never removes the present table: an old table serves better than none.
+The table comes from the operator's ConfigMap, which is watched, or from a file, which is polled. A damaged or missing
+document never replaces the table in use.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ async def follow_configmap(session: KubeSession, namespace: str, policy: str, on
 
 
 def read_configmap(current: dict[str, Any]) -> RoutingTable:
-    """Return the table in a ConfigMap. Raises ProtocolError if it has none that can be read."""
+    """Return the table in a ConfigMap. Raises ProtocolError if it is missing or unreadable."""
     try:
         document = base64.b64decode(current["binaryData"][ROUTES_KEY], validate=True)
     except (KeyError, TypeError, binascii.Error) as error:
@@ -62,7 +62,7 @@ def read_configmap(current: dict[str, Any]) -> RoutingTable:
 
 
 def read_file(path: Path) -> RoutingTable:
-    """Return the table in a file, JSON or gzip JSON. Raises ConfigError if it has none that can be read."""
+    """Return the table in a file, JSON or gzip JSON. Raises ConfigError if it is missing or unreadable."""
     try:
         return decode(path.read_bytes())
     except (OSError, ProtocolError) as error:
@@ -88,12 +88,11 @@ class _Told(NamedTuple):
 
 
 class RoleTeller:
-    """Sends convertible instances their roles in the routing table: PUT /v1/role at each.
+    """Sends convertible instances their role in the routing table: PUT /v1/role at each.
 
-    Routing does not wait for the call, because any worker serves any leg: the role only decides how an engine divides
-    its steps. So a failed call fails no request and is retried. Every gateway sends all instances their roles, and
-    repeats it after a while, because a restarted worker has forgotten its role. Running sequences finish after a change
-    of role.
+    Routing does not wait for the calls, because any worker serves any leg: a role only changes how an engine divides
+    its steps. A failed call is retried. Every gateway sends roles to all instances, and repeats them, because a
+    restarted worker forgot its role. Running sequences continue when a role changes.
     """
 
     def __init__(self, state: GatewayState, upstream: Upstream):
@@ -107,7 +106,7 @@ class RoleTeller:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def tell_due(self) -> None:
-        """Send the role to every instance that does not know it, or got it long ago."""
+        """Send the role to every instance without it, or to which it was sent long ago."""
         table = self._state.table
         instances = [one for one in table.instances if one.convertible and one.state == "Ready"] if table else []
         self._told = {one.name: self._told[one.name] for one in instances if one.name in self._told}

@@ -1,8 +1,8 @@
 """HTTP to the workers, plain or with TLS: one pool of connections with hard timeouts.
 
-A worker whose node vanished sends neither data nor a reset. TCP keep-alive and TCP_USER_TIMEOUT end its connections
-within seconds, so the timeout for a slow worker may be long. LivenessProbes distinguish a slow worker from a hung one.
-GatewayCredentials prove that a worker belongs to its cluster in the routing table.
+A worker on a vanished node sends neither data nor a reset. TCP keep-alive and TCP_USER_TIMEOUT end its connections
+within seconds, so that the timeout for a living worker may be long. LivenessProbes detect a hung worker.
+GatewayCredentials verify the worker's cluster.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ ALLOWED_MISSES: Final = 1
 
 
 class Answer:
-    """A worker's answer: complete in `body`; if `body` is None, `content` is still to be read."""
+    """A worker's answer: complete in `body`; if `body` is None, read it from `content`."""
 
     def __init__(self, response: aiohttp.ClientResponse, body: bytes | None):
         self.status = response.status
@@ -39,11 +39,10 @@ class Answer:
 
     @property
     def content(self) -> aiohttp.StreamReader:
-        """The rest of a streamed answer."""
         return self._response.content
 
     def close(self) -> None:
-        """Release the connection if the answer was read to its end; otherwise close it, and the worker aborts."""
+        """Release the connection if the answer was read to its end; else cut it, and the worker aborts."""
         if self._response.content.at_eof():
             self._response.release()
         else:
@@ -53,9 +52,7 @@ class Answer:
 class Upstream:
     """Connections to all workers. Use as an async context manager.
 
-    Args:
-        limits: timeouts.
-        credentials: for workers with TLS; without them these workers are unreachable.
+    Without `credentials`, workers with TLS are not reachable.
     """
 
     def __init__(self, limits: Limits, credentials: "GatewayCredentials | None" = None):
@@ -86,11 +83,10 @@ class Upstream:
             self._client = None
 
     async def post(self, worker: Instance, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Send a request and wait for the answer: its headers, and all of it unless it is a stream.
+        """Send a request and return the answer: its headers, and its body if it is not a stream.
 
-        Raises:
-            UnreachableError: connection refused, timed out or lost before the answer, or a worker of another cluster.
-            TimeoutError: the worker lives but did not answer in time.
+        Raises UnreachableError for a refused, late or lost connection or the wrong cluster, TimeoutError if a living
+        worker is late.
         """
         url, tls = worker.url + path, self._tls(worker)
         data: Any = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
@@ -114,8 +110,7 @@ class Upstream:
             self._liveness.end(worker, wait)
 
     async def _lives(self, worker: Instance) -> bool:
-        """Ask a worker for its role, which needs both of its processes; other engines answer that the path is
-        unknown."""
+        """Ask a worker for its role, which needs both of its processes; other engines lack that path."""
         if self._client is None:
             return False
         try:
@@ -131,10 +126,7 @@ class Upstream:
     async def put(self, worker: Instance, path: str, body: bytes, wait_seconds: float) -> int:
         """Send a small JSON document and return the answer's status.
 
-        Raises:
-            UnreachableError: as `post` does.
-            TimeoutError: no answer within `wait_seconds`.
-
+        Raises UnreachableError as `post` does, TimeoutError without an answer within `wait_seconds`.
         """
         url, tls = worker.url + path, self._tls(worker)
         told = {"Content-Type": "application/json"}
@@ -152,10 +144,9 @@ class Upstream:
 
     @asynccontextmanager
     async def reading(self, worker: Instance, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """GET an answer that the block reads, even an endless one; afterwards its connection is closed.
+        """GET an answer, possibly endless, for the block; cut its connection afterwards.
 
-        Raises:
-            UnreachableError: as `post` does, also while the block reads.
+        Raises UnreachableError as `post` does, also while the block reads.
         """
         url, tls = worker.url + path, self._tls(worker)
         try:
@@ -175,7 +166,7 @@ class Upstream:
         return self._client
 
     def _tls(self, worker: Instance) -> ssl.SSLContext | bool:
-        """Return aiohttp's argument `ssl`, which aiohttp ignores for plain addresses."""
+        """Return aiohttp's `ssl` argument, which plain addresses ignore."""
         if not worker.url.startswith("https:"):
             return True
         if self._credentials is None:
@@ -190,7 +181,7 @@ class Upstream:
 
 
 def worker_socket(address: Any) -> socket.socket:
-    """Return a socket whose connection ends when the peer's host is silent."""
+    """Return a socket whose connection ends soon after the peer's host falls silent."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -207,7 +198,7 @@ Ask = Callable[[Instance], Awaitable[bool]]
 
 
 class _Wait:
-    """One wait for a first byte, which `timer` ends when the worker is given up."""
+    """One wait for a first byte; `timer` ends the wait if the worker hangs."""
 
     __slots__ = ("given_up", "late", "timer")
 
@@ -220,9 +211,9 @@ class _Wait:
 class LivenessProbes:
     """Detects a hung worker while the gateway waits for its first byte.
 
-    A prompt may wait for minutes in a queue, so a long wait proves nothing. A frozen process keeps its connections,
-    which its kernel still acknowledges. So once an answer is late, the gateway sends the worker a cheap request that
-    needs both of its processes. After two missed answers all requests give the worker up.
+    A prompt may wait for minutes in a queue, so a long wait proves nothing. The kernel of a frozen process goes on
+    acknowledging. So a late worker gets a cheap request that needs both of its processes. After two missing answers all
+    requests give the worker up.
     """
 
     def __init__(self, ask: Ask, limits: Limits):
@@ -232,7 +223,7 @@ class LivenessProbes:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, worker: Instance, timer: asyncio.Timeout) -> _Wait:
-        """Note a new wait for a worker; `end` must follow."""
+        """Record a wait for a worker; `end` must follow."""
         wait = _Wait(timer)
         loop = asyncio.get_running_loop()
         wait.late = loop.call_later(self._limits.doubt_seconds, self._doubt, worker, wait)
@@ -255,7 +246,7 @@ class LivenessProbes:
             self._asking[worker.url] = asyncio.ensure_future(self._look_after(worker))
 
     async def _look_after(self, worker: Instance) -> None:
-        """Probe until no request waits; end all waits after too many missed answers."""
+        """Probe a worker until its last wait ends; end all waits after too many missing answers."""
         waits, misses = self._late[worker.url], 0
         try:
             while waits:
@@ -272,10 +263,10 @@ class LivenessProbes:
 
 
 class _Proof(ssl.SSLObject):
-    """A connection whose handshake succeeds only with an instance of the expected cluster."""
+    """A connection whose handshake succeeds only with the intended cluster."""
 
     def do_handshake(self) -> None:
-        """Continue the handshake; at its end check the certificate's cluster."""
+        """Continue the handshake; at its end check the cluster in the certificate."""
         super().do_handshake()
         context = self.context
         if isinstance(context, _Context):
@@ -288,34 +279,30 @@ class _Proof(ssl.SSLObject):
 
 
 class _Context(ssl.SSLContext):
-    """A client's context for workers of one cluster."""
-
     cluster = ""
     sslobject_class = _Proof
 
 
 class _Known(NamedTuple):
-    """The files as they were read, and the contexts made from them so far, by cluster."""
+    """The read files and the contexts made of them, by cluster."""
 
     files: Files
     contexts: dict[str, _Context]
 
 
 class GatewayCredentials:
-    """The gateway's own certificate, and the contexts that check the cluster of a reached worker.
+    """The gateway's own certificate, and contexts that check a worker's cluster.
 
-    The cluster in a worker's certificate identifies it, never its address or host name. A changed directory gives new
-    contexts. The client's pool separates connections by context, so connections of an older context are not reused.
-
-    Raises:
-        ConfigError: they cannot be used at the start.
+    Certificates name clusters; addresses and host names prove nothing. A changed directory gives new contexts.
+    aiohttp's pool keeps connections apart by context, so no connection of an older context is reused. Raises
+    ConfigError for unusable files at the start.
     """
 
     def __init__(self, directory: Path):
         self._known = CredentialFiles(directory, lambda files: _Known(files, {"": _context("", files)}))
 
     def context(self, cluster: str) -> ssl.SSLContext:
-        """Return the context for a connection to a worker of this cluster; the same one until the files change."""
+        """Return the context for workers of a cluster; it is the same until the files change."""
         files, contexts = self._known.now()
         if cluster not in contexts:
             contexts[cluster] = _context(cluster, files)

@@ -1,1 +1,1 @@
-"""Two real Kubernetes control planes, process nodes and a shaped link on one machine, without Docker."""
+"""Two real Kubernetes control planes with process nodes and a shaped link on one machine, without Docker."""

@@ -1,4 +1,4 @@
-"""How the sandbox's own processes speak with its API servers: `prfaas.kube` with a client certificate."""
+"""Connects the sandbox's own processes to its API servers: `prfaas.kube` with a client certificate."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -20,14 +20,14 @@ Object = dict[str, Any]
 
 
 def connect(kubeconfig: Kubeconfig) -> KubeSession:
-    """Return a session, not open yet, of the user of a kubeconfig."""
+    """Return an unopened session of a kubeconfig's user."""
     user = kubeconfig.user
     tls = client_tls(kubeconfig.authority.decode(), user.certificate.decode(), user.key.decode())
     return KubeSession(kubeconfig.server, tls=tls, connections=UNLIMITED)
 
 
 async def follow(session: KubeSession, path: str, **query: str) -> AsyncIterator[list[Object] | WatchEvent]:
-    """Yield a collection, then its changes, for ever; where changes were lost, the whole collection again."""
+    """Yield a collection, then its changes, for ever; after lost changes, the whole collection again."""
 
     async def read() -> tuple[list[Object], str]:
         found = await session.call("GET", with_query(path, query))

@@ -31,7 +31,7 @@ PROMETHEUS_USER = "prometheus"
 
 
 def main() -> None:
-    """Run the cluster until one of its programs ends; the reason goes to the host."""
+    """Run the cluster until one of its programs ends; report the reason to the host."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     state, name = StateFolder(Path(sys.argv[1])), sys.argv[2]
     network = next(each for each in CLUSTERS if each.name == name)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 async def run(network: ClusterNetwork, folder: ClusterFolder, tools: Tools) -> None:
-    """Run one cluster; return only by an exception."""
+    """Run one cluster. It ends only by an exception."""
     placement = Placement(network.address, network.address, network.service_prefix, API_PORT, ETCD_PORTS)
     async with ControlPlane.start(network.name, tools, folder.run / "plane", placement, logs=folder.logs) as plane:
         plane.user("admin", ADMIN_GROUP).write(folder.internal_kubeconfig)
@@ -66,7 +66,7 @@ async def run(network: ClusterNetwork, folder: ClusterFolder, tools: Tools) -> N
 
 
 async def _admit_prometheus(api: KubeSession) -> None:
-    """Let Prometheus read, and nothing more."""
+    """Let Prometheus read pods, and nothing else."""
     body = {
         "metadata": {"name": PROMETHEUS_USER},
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
@@ -76,7 +76,7 @@ async def _admit_prometheus(api: KubeSession) -> None:
 
 
 async def _wait_for_node(api: KubeSession, name: str) -> None:
-    """Wait until the controllers have taken the taint of a new node away, so that pods can be bound to it."""
+    """Wait until the controllers have removed a new node's taint, so that pods can be bound to it."""
     async with asyncio.timeout(READY_TIMEOUT_SECONDS):
         async for change in follow(api, "/api/v1/nodes", fieldSelector=f"metadata.name={name}"):
             nodes = [change.object] if isinstance(change, WatchEvent) else change
@@ -86,7 +86,7 @@ async def _wait_for_node(api: KubeSession, name: str) -> None:
 
 @asynccontextmanager
 async def _serve_control(socket: Path, agent: NodeAgent) -> AsyncIterator[None]:
-    """Serve what the host may ask of the node: POST /pods/NAMESPACE/NAME/kill."""
+    """Serve the host's requests to the node: POST /pods/NAMESPACE/NAME/kill."""
 
     async def kill(request: web.Request) -> web.Response:
         found = agent.kill_pod(request.match_info["namespace"], request.match_info["name"])

@@ -1,8 +1,8 @@
 """One Kubernetes control plane as child processes: etcd, API server, controller manager, scheduler.
 
-They are the real programs with the real admission, RBAC, node authorisation and controllers; only what runs pods is
-missing (see `prfaas_sandbox.node`). Everything that they keep lies in one folder. Nothing survives a restart, on
-purpose: etcd does not sync its files, and each start makes a new CA.
+They are the real programs with the real admission, RBAC, node authorisation and controllers; only the kubelet is
+replaced (see `prfaas_sandbox.node`). One folder holds all their data. No data survives a restart, on purpose: etcd does
+not sync its files, and each start makes a new CA.
 """
 
 import asyncio
@@ -36,15 +36,10 @@ ADMIN_GROUP = "system:masters"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a control plane listens.
+    """The addresses of a control plane.
 
-    Args:
-        address: IPv4 address of the API server.
-        advertised: address in the Endpoints of the Service `kubernetes`; not a loopback one.
-        service_prefix: the first three octets of the /24 for cluster IPs.
-        api_port: port of the API server.
-        etcd_ports: loopback ports of etcd, for clients and for peers.
-
+    `advertised` is in the Endpoints of the Service `kubernetes`, and no loopback address. `service_prefix` is the first
+    three octets of the /24 for cluster IPs. `etcd_ports` are loopback ports for clients and for peers.
     """
 
     address: str
@@ -55,7 +50,6 @@ class Placement:
 
     @classmethod
     def on_loopback(cls) -> Self:
-        """Return a placement on free loopback ports."""
         api, client, peer = free_ports(3)
         return cls(LOOPBACK, NOBODYS_ADDRESS, "10.96.0", api, (client, peer))
 
@@ -68,7 +62,7 @@ class Placement:
         return f"https://{LOOPBACK}:{self.etcd_ports[0]}"
 
     def server_names(self) -> list[str]:
-        """Return every name under which clients may reach the API server."""
+        """Return every name by which clients may reach the API server."""
         cluster_names = [
             "kubernetes",
             "kubernetes.default",
@@ -79,16 +73,7 @@ class Placement:
 
 
 class ControlPlane:
-    """A control plane that is up; get one from `ControlPlane.start`.
-
-    Attributes:
-        name: the cluster's name.
-        server: URL of the API server.
-        api_port: its port.
-        authority: the cluster's CA, for more certificates.
-        kubeconfig: path of the administrator's kubeconfig.
-
-    """
+    """A control plane that is up, with its CA as `authority`; get one from `ControlPlane.start`."""
 
     def __init__(self, name: str, folder: Path, placement: Placement, logs: Path):
         self.name = name
@@ -116,20 +101,10 @@ class ControlPlane:
         logs: Path | None = None,
         scheduler: bool = True,
     ) -> AsyncIterator[Self]:
-        """Start a control plane in the empty folder `folder`; it is ready on entry and gone on exit.
+        """Start a control plane in the empty folder `folder`, and end it with the block.
 
-        Args:
-            name: the cluster's name.
-            tools: the programs.
-            folder: gets keys, logs and etcd's data.
-            placement: addresses and ports; free loopback ports when None.
-            logs: folder for the programs' logs; `folder`/logs when None.
-            scheduler: whether pods are to be bound to nodes.
-
-        Raises:
-            PeerError: a program ended.
-            UnreachableError: it was not ready in time.
-
+        `placement` is free loopback ports by default, `logs` the folder's logs/. `scheduler` says whether to bind pods
+        to nodes. Raises PeerError if a program ends, UnreachableError if it is not ready in time.
         """
         plane = cls(name, folder, placement or Placement.on_loopback(), logs or folder / "logs")
         try:
@@ -142,11 +117,11 @@ class ControlPlane:
             await plane._stop()
 
     def user(self, name: str, *groups: str) -> Kubeconfig:
-        """Return a kubeconfig, valid inside, for a new client certificate of user `name` in `groups`."""
+        """Return a kubeconfig for use inside, with a new client certificate of user `name` in `groups`."""
         return Kubeconfig(self.name, self.server, self.authority.certificate, self.authority.client(name, *groups))
 
     def check_running(self) -> None:
-        """Raise PeerError, with the end of its log, when one of the programs has ended."""
+        """Raise PeerError with the end of its log if one of the programs has ended."""
         for child in self._children:
             child.check_running()
 
@@ -159,7 +134,7 @@ class ControlPlane:
         self._child("kube-apiserver", tools, self._api_server_flags())
 
     def _start_clients(self, tools: Tools, *, scheduler: bool) -> None:
-        """Start what must find the built-in roles in place: a refusal would cost it seconds of back-off."""
+        """Start the programs that need the built-in roles: a refusal would cost them seconds of back-off."""
         self._child("kube-controller-manager", tools, self._controller_manager_flags())
         if scheduler:
             kubeconfig = self.user("system:kube-scheduler").write(self._folder / "scheduler.kubeconfig")
@@ -235,7 +210,7 @@ class ControlPlane:
         }
 
     async def _wait_for(self, path: str) -> None:
-        """Wait until the API server answers `path`; give up when a program ends or time is up."""
+        """Wait until the API server answers `path`; stop when a program ends or time is up."""
         reason: PeerError | None = None
         async with connect(self.user("admin", ADMIN_GROUP)) as api:
             try:
@@ -248,7 +223,7 @@ class ControlPlane:
                 raise UnreachableError(f"{message} (logs: {self._logs}): {reason}") from error
 
     async def _stop(self) -> None:
-        """End clients before servers: the API server waits for its watches, etcd for nobody."""
+        """End clients before servers: the API server waits for its watches, etcd for none."""
         children = {child.name.rsplit(" ", 1)[1]: child for child in self._children}
         server, store = children.pop("kube-apiserver", None), children.pop("etcd", None)
         await asyncio.gather(*(child.stop(CLIENT_GRACE_SECONDS) for child in children.values()))
@@ -258,7 +233,7 @@ class ControlPlane:
 
 
 def _client_flags(kubeconfig: Path) -> dict[str, object]:
-    """Return the flags of controller manager and scheduler: one replica, no listener, no self-throttling."""
+    """Return the flags of controller manager and scheduler: one replica, no listener, no client-side throttling."""
     return {
         "kubeconfig": kubeconfig,
         "leader-elect": "false",

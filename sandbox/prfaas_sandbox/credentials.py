@@ -1,7 +1,7 @@
 """Certificates, keys and kubeconfigs of one sandbox cluster, whose CA lives as long as the cluster does.
 
-Private keys are written for the owner only, into the state folder. Kubeconfigs hold everything inline: no path, no
-command, nothing that only this machine could read.
+Private keys in the state folder are readable only for their owner. Kubeconfigs hold everything inline: no path, no
+command.
 """
 
 import base64
@@ -23,12 +23,7 @@ VALID_DAYS = 30
 
 
 class ClusterAuthority:
-    """The certificate authority of one cluster, in memory.
-
-    Attributes:
-        certificate: its own, PEM.
-
-    """
+    """The certificate authority of one cluster, in memory."""
 
     def __init__(self, name: str):
         self._validity = valid_for(datetime.datetime.now(datetime.UTC), VALID_DAYS)
@@ -36,11 +31,10 @@ class ClusterAuthority:
         self.certificate = self._pair.certificate
 
     def client(self, user: str, *groups: str) -> KeyPair:
-        """Return a client certificate that Kubernetes reads as `user` in `groups`."""
         return issue_client(self._pair, user, groups, self._validity)
 
     def server(self, name: str, hosts: Sequence[str]) -> KeyPair:
-        """Return a certificate for DNS names and IP addresses `hosts`; it may also act as a client, as etcd's does."""
+        """Return a certificate for DNS names and IP addresses; it is also a client certificate, as etcd needs."""
         return issue_server(self._pair, name, hosts, self._validity)
 
 
@@ -60,7 +54,6 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def service_account_key() -> tuple[bytes, bytes]:
-    """Return (private, public) PEM of the key that signs service account tokens."""
     key = ec.generate_private_key(ec.SECP256R1())
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
     private = key.private_bytes(pem, serialization.PrivateFormat.TraditionalOpenSSL, plain)
@@ -69,15 +62,7 @@ def service_account_key() -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class Kubeconfig:
-    """One cluster, one user, one context.
-
-    Args:
-        name: name of the cluster, the context and the user's prefix.
-        server: URL of the API server.
-        authority: the cluster's CA, PEM.
-        user: client certificate and key.
-
-    """
+    """One cluster, one user, one context. `name` is the cluster's, the context's and the user's prefix."""
 
     name: str
     server: str
@@ -85,7 +70,6 @@ class Kubeconfig:
     user: KeyPair
 
     def render(self) -> str:
-        """Return the file's text (JSON, which is YAML)."""
         user = f"{self.name}-user"
         cluster = {"server": self.server, "certificate-authority-data": _encode(self.authority)}
         credentials = {
@@ -103,13 +87,12 @@ class Kubeconfig:
         return json.dumps(document, indent=2) + "\n"
 
     def write(self, path: Path) -> Path:
-        """Write the file for its owner alone and return its path."""
         write_private(path, self.render().encode())
         return path
 
 
 def read_kubeconfig(path: Path) -> Kubeconfig:
-    """Read back a file that `Kubeconfig.write` wrote; raise ConfigError when it is another kind of kubeconfig."""
+    """Read a file of `Kubeconfig.write`; raise ConfigError for another kind of kubeconfig."""
     try:
         document: Any = yaml.safe_load(path.read_text())
         cluster, user = document["clusters"][0], document["users"][0]["user"]

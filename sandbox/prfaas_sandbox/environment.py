@@ -1,6 +1,6 @@
-"""What the sandbox and kind have in common: two clusters, a link between them, and ways in.
+"""The common interface of the sandbox and kind: two clusters, a link between them, and access to both.
 
-Whatever installs prfaas or tests it whole takes an environment, and does not know which of the two it is.
+Code that installs or tests prfaas takes an environment and does not know which of the two it is.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,10 @@ from prfaas_sandbox.processes import Command, run
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """How to reach one cluster.
+    """Access to one cluster.
 
-    Args:
-        name: hub or member.
-        kubeconfig: the administrator's, for use on the host, everything inline.
-        internal_server: URL of the API server for use inside, also from the other cluster.
-
+    `kubeconfig` is the administrator's, for use on the host, with everything inline. `internal_server` is the API
+    server's URL inside, also from the other cluster.
     """
 
     name: str
@@ -29,12 +26,7 @@ class ClusterAccess:
 
 @dataclass(frozen=True)
 class Images:
-    """The images that pods of prfaas run.
-
-    Args:
-        operator, gateway, worker: references, each with a tag.
-
-    """
+    """References of the images of prfaas's pods, each with a tag."""
 
     operator: str
     gateway: str
@@ -42,14 +34,10 @@ class Images:
 
 
 class Environment(Protocol):
-    """Two clusters that run.
+    """Two running clusters.
 
-    Attributes:
-        command: the subcommand of `prfaas` that changes this environment.
-        hub, member: the clusters.
-        images: what pods run; None where pods are processes of this checkout.
-        prometheus_url: for the host.
-
+    `command` is the subcommand of `prfaas` that changes this environment. `images` is None if pods are processes of
+    this checkout. `prometheus_url` is for the host.
     """
 
     command: str
@@ -59,15 +47,17 @@ class Environment(Protocol):
     prometheus_url: str
 
     async def kubectl(self, cluster: ClusterAccess, *arguments: str, stdin: str | None = None) -> str:
-        """Run kubectl against a cluster and return what it prints; raise PeerError with its message when it fails."""
+        """Run kubectl against a cluster and return its output; raise PeerError with its message if it fails."""
         ...
 
     async def helm(self, cluster: ClusterAccess, *arguments: str) -> str:
-        """Run Helm against a cluster and return what it prints; raise PeerError with its message when it fails."""
+        """Run Helm against a cluster and return its output; raise PeerError with its message if it fails."""
         ...
 
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
-        """Return a URL on 127.0.0.1 for a port of a Service; each connection goes to a pod that is ready then."""
+        """Return a URL on 127.0.0.1 for a port of a Service; each connection goes to a pod that is ready at that
+        moment.
+        """
         ...
 
     async def shape_link(self, mbps: float) -> None:
@@ -75,26 +65,26 @@ class Environment(Protocol):
         ...
 
     async def cut_link(self) -> None:
-        """Let nothing cross the link, and no connection notice by itself; again is harmless."""
+        """Drop all traffic of the link silently; connections do not notice. Repeating is harmless."""
         ...
 
     async def heal_link(self) -> None:
-        """Undo `cut_link`; again is harmless."""
+        """Undo `cut_link`. Repeating is harmless."""
         ...
 
     async def kill_pod(self, cluster: ClusterAccess, namespace: str, pod: str) -> None:
-        """Kill all processes of a pod with SIGKILL; the node then restarts its containers, as after any crash."""
+        """Kill all processes of a pod with SIGKILL; the node restarts its containers, as after any crash."""
         ...
 
     def program(self, name: str) -> str:
-        """Return what a person types to run one of our programs: its name where PATH has it, else its path."""
+        """Return the command line name of one of our programs: its name if PATH has it, else its path."""
         ...
 
 
 async def run_in(
     program: str | Path, cluster: ClusterAccess, arguments: Sequence[str], stdin: str | None = None
 ) -> str:
-    """Run kubectl or Helm against a cluster, as `Environment` says."""
+    """Run kubectl or Helm against a cluster, as `Environment` does."""
     shown = f"{Path(program).name} {' '.join(arguments)} ({cluster.name})"
     command = Command([program, *arguments], shown, {"KUBECONFIG": str(cluster.kubeconfig)})
     return await run(command, None if stdin is None else stdin.encode())

@@ -1,7 +1,7 @@
 """Forwards TCP from the host to addresses inside: a listener on 127.0.0.1, a unix socket, a connection inside.
 
-A unix socket in the file system is reached from any network namespace. The host's side sends one line, `ADDRESS PORT`;
-the inside connects, answers `ok` or the reason why not, and from then on bytes flow both ways.
+A unix socket in the file system is reachable from any network namespace. The host sends one line, `ADDRESS PORT`. The
+inside connects and answers `ok` or the reason of its failure. Then bytes flow both ways.
 """
 
 import asyncio
@@ -23,14 +23,12 @@ Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, 
 
 
 class _Connections:
-    """The open connections of servers, each in a task of ours: asyncio reports its own ones when cancelled."""
+    """The open connections of servers, each in a task of ours: asyncio reports its own tasks when cancelled."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, handle: Handle) -> Handle:
-        """Return a server callback that runs `handle`."""
-
         async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.create_task(handle(reader, writer))
             self._tasks.add(task)
@@ -47,7 +45,7 @@ class _Connections:
 
 @asynccontextmanager
 async def serve_connections(socket: Path) -> AsyncIterator[None]:
-    """Inside: connect whoever comes to `socket` to where they want to go."""
+    """Inside: connect each connection of `socket` to the address in its first line."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -88,7 +86,7 @@ async def connect_inside(socket: Path, address: Address) -> Stream:
 class Forwards:
     """Listeners on the host's loopback; use it as an async context manager.
 
-    Each connection is resolved when it comes, so that a forward outlives the pods behind it.
+    Each connection is resolved anew, so that a forward outlives the pods behind it.
     """
 
     def __init__(self) -> None:
@@ -96,7 +94,7 @@ class Forwards:
         self._connections = _Connections()
 
     async def add(self, socket: Path, resolve: Resolve) -> int:
-        """Forward a new port of 127.0.0.1 and return it; `resolve` returns addresses in the order to try them in."""
+        """Forward a new port of 127.0.0.1 and return it; `resolve` returns addresses in the order of attempts."""
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -121,7 +119,6 @@ class Forwards:
 
 
 async def _first(socket: Path, addresses: Sequence[Address]) -> Stream:
-    """Connect to the first address that accepts."""
     reason = UnreachableError("nothing is ready behind this forward")
     for address in addresses:
         try:
@@ -132,7 +129,7 @@ async def _first(socket: Path, addresses: Sequence[Address]) -> Stream:
 
 
 async def _join(one: Stream, other: Stream) -> None:
-    """Pass bytes both ways until both sides have ended, or one broke."""
+    """Pass bytes both ways until both sides have ended, or one is broken."""
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_pump(one[0], other[1]))
@@ -160,16 +157,9 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 def endpoints(service: Object, slices: list[Object], port: int | str) -> list[Address]:
-    """Return the ready (address, port) pairs behind a port of a Service.
+    """Return the ready (address, port) pairs behind a port, by number or name, of a Service.
 
-    Args:
-        service: the Service.
-        slices: its EndpointSlices.
-        port: number or name of one of the Service's ports.
-
-    Raises:
-        UnreachableError: the Service has no such port.
-
+    Raises UnreachableError if the Service has no such port.
     """
     ports = service["spec"].get("ports", [])
     wanted = next((each for each in ports if port in (each["port"], each.get("name"))), None)

@@ -1,8 +1,8 @@
-"""The sandbox's network: one namespace per cluster, a veth pair between them, and the token bucket that shapes it.
+"""The sandbox's network: one namespace per cluster, a veth pair between them, and its token bucket.
 
-Every address of a cluster's /16 is local to its namespace (AnyIP: one route of type local), so that a pod gets an
-address without an interface of its own, and may still bind to it and be reached at it from the other cluster. What
-follows are commands as data; `prfaas_sandbox.supervisor` runs them.
+Every address of a cluster's /16 is local to its namespace (AnyIP: one route of type local). So a pod gets an address
+without an interface, can bind to it, and the other cluster reaches it. The functions return commands as data;
+`prfaas_sandbox.supervisor` runs them.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,8 @@ Command = list[str]
 class ClusterNetwork:
     """The addresses of one cluster.
 
-    Args:
-        name: hub or member.
-        prefix: the first two octets of its /16.
-        service_prefix: the first three octets of the cluster IPs, which nobody routes.
-
+    `prefix` is the first two octets of its /16, `service_prefix` the first three of the cluster IPs, which are not
+    routed.
     """
 
     name: str
@@ -51,7 +48,7 @@ class ClusterNetwork:
         return f"{self.prefix}.0.0/16"
 
     def pod_address(self, index: int) -> str:
-        """Return the address of the pod with a running number; after 64,516 numbers they start over."""
+        """Return the address of a pod by its number; after 64,516 numbers the addresses repeat."""
         third, fourth = divmod(index % (254 * 254), 254)
         return f"{self.prefix}.{third + 1}.{fourth + 1}"
 
@@ -62,12 +59,12 @@ CLUSTERS = (HUB, MEMBER)
 
 
 def enter(namespace: Path, command: Command) -> Command:
-    """Return a command that runs `command` in the network namespace kept at a file."""
+    """Return a command that runs `command` in the network namespace of a file."""
     return ["nsenter", f"--net={namespace}", *command]
 
 
 def create_link(hub: Path, member: Path) -> list[Command]:
-    """Return the commands that join two empty namespaces and make each cluster's addresses its own."""
+    """Return the commands that join two empty namespaces and make each cluster's addresses local."""
     join = ["ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(member)]
     return [enter(hub, join), *_own_side(hub, HUB, MEMBER), *_own_side(member, MEMBER, HUB)]
 
@@ -87,34 +84,34 @@ def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> li
 
 
 def cut_link(hub: Path, member: Path, *, cut: bool) -> list[Command]:
-    """Return the commands after which each end loses what it sends to the other, or does not any more."""
+    """Return the commands that drop all traffic between the ends, or undo it."""
     ends = ((hub, MEMBER), (member, HUB))
     return [enter(end, command) for end, other in ends for command in lose(other.address, LINK, lost=cut)]
 
 
 def lose(address: str, device: str, *, lost: bool) -> list[Command]:
-    """Return the commands after which whatever goes by way of a neighbour is lost, or arrives again.
+    """Return the commands that drop all traffic to a neighbour, or undo it.
 
-    It is sent to a hardware address that nobody has, so that no sender is told, as on a line that is cut somewhere.
+    They set an unused hardware address, so that no sender gets an error, as on a broken line.
     """
     wrong = ["ip", "neighbour", "replace", address, "lladdr", NOBODY, "nud", "permanent", "dev", device]
     return [wrong] if lost else [wrong, ["ip", "neighbour", "del", address, "dev", device]]
 
 
 def shape_link(namespaces: tuple[Path, ...], mbps: float) -> list[Command]:
-    """Return the commands that limit what leaves each end of the link; they also change a limit that is there."""
+    """Return the commands that limit the outgoing rate of each end; they also change an existing limit."""
     return [enter(namespace, token_bucket(mbps)) for namespace in namespaces]
 
 
 def checked_rate(mbps: Any) -> float:
-    """Return a link rate in Mbit/s; raise BadInputError for one that no link here can have."""
+    """Return a link rate in Mbit/s; raise BadInputError for a rate out of range."""
     if not isinstance(mbps, int | float) or not SMALLEST_MBPS <= mbps <= LARGEST_MBPS:
         raise BadInputError(f"a link of {mbps} Mbit/s cannot be made: choose {SMALLEST_MBPS} to {LARGEST_MBPS}")
     return mbps
 
 
 def token_bucket(mbps: float, device: str = LINK) -> Command:
-    """Return the tc command that limits what leaves a device to a rate in Mbit/s."""
+    """Return the tc command that limits a device's outgoing rate in Mbit/s."""
     burst_bytes = min(max(_bytes_in(mbps, BURST_MILLIS), SMALLEST_BURST_BYTES), LARGEST_BURST_BYTES)
     burst_bytes = max(burst_bytes, _bytes_in(mbps, 1))
     rate = f"{round(mbps * 1_000_000)}bit"

@@ -1,6 +1,6 @@
 """Runs other programs: children that end with this process, and commands with a time limit.
 
-An error carries the program's last words. Everything can be awaited on any event loop.
+An error carries the end of the program's output. All functions work on any event loop.
 """
 
 import asyncio
@@ -24,15 +24,9 @@ LONGEST_LINE_BYTES = 1 << 20
 class ChildProcess:
     """A running child process with its log file.
 
-    The kernel kills the child when the *thread* that started it ends, also after SIGKILL (prctl PR_SET_PDEATHSIG):
-    start children from a thread that lives as long as they should.
-
-    Args:
-        name: what messages call it.
-        command: program and arguments; nothing secret belongs here, every user of the machine can read it.
-        log: file that gets stdout and stderr.
-        share_output: write stdout to ours, and stderr alone to the log.
-
+    The kernel kills the child when the *thread* that started it ends, also after SIGKILL (prctl PR_SET_PDEATHSIG). So
+    start children from a thread that lives as long as they do. Every user of the machine can read `command`: give no
+    secret. With `share_output` stdout goes to ours, and only stderr to the log.
     """
 
     def __init__(self, name: str, command: Sequence[str | Path], log: Path, *, share_output: bool = False):
@@ -52,16 +46,16 @@ class ChildProcess:
         return self._process.pid
 
     def check_running(self) -> None:
-        """Raise PeerError with the end of the log when the process has ended."""
+        """Raise PeerError with the end of the log if the process has ended."""
         if (status := self._process.poll()) is not None:
             raise PeerError(f"{self.name} ended with status {status}; the end of {self._log}:\n{tail(self._log)}")
 
     async def wait(self) -> int:
-        """Wait until the process has ended and return its status, negative for a signal."""
+        """Wait for the end of the process and return its status, negative for a signal."""
         return await wait_process(self._process)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ask the process to end, kill it after `grace_seconds`, and wait until it is gone."""
+        """Send SIGTERM, SIGKILL after `grace_seconds`, and wait for the end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -98,7 +92,7 @@ def tail(log: Path) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A program and how it runs.
+    """A program and its arguments, environment, folder and time limit.
 
     Args:
         words: program and arguments.

@@ -1,4 +1,4 @@
-"""How long work shows that it goes on: on a terminal as one line that changes, elsewhere as a line now and then."""
+"""Shows the progress of long work: on a terminal as one line that changes, elsewhere as a line at intervals."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ console = Console(stderr=True, highlight=False)
 
 @contextmanager
 def progress() -> Iterator[Report]:
-    """Give the function that shows a line; lines that begin with `building` come so often that a log keeps few."""
+    """Yield the function that shows a line; a log keeps few of the many `building` lines."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
@@ -35,7 +35,7 @@ def progress() -> Iterator[Report]:
 
 @asynccontextmanager
 async def ticking(report: Report, what: Callable[[], str]) -> AsyncIterator[None]:
-    """Report `building WHAT` with the time it has taken, once a second, as long as the block runs."""
+    """Report `building WHAT` with its duration, once a second, while the block runs."""
     started = time.monotonic()
 
     async def tick() -> None:

@@ -1,4 +1,4 @@
-"""Prometheus, the sandbox's only system service beside the control planes: one in the hub, for both clusters. Pure."""
+"""Prometheus in the hub for both clusters; besides the control planes it is the sandbox's only service. Pure."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,7 @@ RETENTION = "6h"
 
 
 def configuration(kubeconfigs: dict[str, Path]) -> str:
-    """Return the configuration file's text (JSON, which is YAML).
-
-    Args:
-        kubeconfigs: by cluster; each may list pods.
-
-    """
+    """Return the configuration file's text (JSON, which is YAML); each kubeconfig may list pods of its cluster."""
     jobs = [_job(cluster, kubeconfig) for cluster, kubeconfig in kubeconfigs.items()]
     return json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": jobs}, indent=2)
 
@@ -71,7 +66,6 @@ _TARGET_LABELS = {
 
 
 def command(program: Path, config: Path, data: Path) -> list[str | Path]:
-    """Return the command that runs Prometheus."""
     return [
         program,
         f"--config.file={config}",

@@ -1,10 +1,10 @@
-"""A running sandbox, as a program on the host sees it: two clusters, a link, and ways in.
+"""A running sandbox for a program on the host: two clusters, a link, and access to both.
 
     async with Sandbox.start(Path(".prfaas/sandbox"), link_mbps=100, report=print) as sandbox:
         await sandbox.kubectl(sandbox.hub, "get", "nodes")
         await sandbox.shape_link(5)
 
-When the context ends, or this process does in whatever way, no process, mount or interface of it is left.
+When the context or this process ends, no process, mount or interface of the sandbox is left.
 """
 
 import asyncio
@@ -50,14 +50,7 @@ _USER_NAMESPACE = ["--user", "--map-root-user"]
 
 
 class Sandbox:
-    """A sandbox that is up; get one from `Sandbox.start`. It is an `Environment`.
-
-    Attributes:
-        description: where everything is.
-        hub, member: the two clusters.
-        prometheus_url, prometheus_internal_url: as in the description.
-
-    """
+    """A running sandbox, an `Environment`; get one from `Sandbox.start`."""
 
     command = "sandbox"
     images: Images | None = None
@@ -77,18 +70,11 @@ class Sandbox:
     async def start(
         cls, state_dir: Path, *, link_mbps: float = DEFAULT_LINK_MBPS, report: Callable[[str], None]
     ) -> AsyncIterator[Self]:
-        """Build what is missing, start both clusters, and end them with the context.
+        """Build missing programs, start both clusters, and end them with the context.
 
-        Args:
-            state_dir: folder for logs and kubeconfigs; emptied first if it was a sandbox's.
-            link_mbps: rate of the link, each way.
-            report: gets lines of progress.
-
-        Raises:
-            ConfigError: the machine lacks something, or a sandbox runs in the folder already.
-            PeerError: a part of the sandbox ended; the message carries the end of its log.
-            UnreachableError: it was not ready in time.
-
+        The folder `state_dir` gets logs and kubeconfigs; it is emptied first if it was a sandbox's. Raises ConfigError
+        if the machine lacks something or another sandbox uses the folder, PeerError if a part ends, UnreachableError if
+        time is up.
         """
         checked_rate(link_mbps)
         state = StateFolder(state_dir.absolute())
@@ -108,7 +94,7 @@ class Sandbox:
                 yield cls(inside, tools, forwards, description)
 
     async def wait_broken(self) -> None:
-        """Wait until a part of the sandbox ends by itself, and with it all; raise PeerError with the reason."""
+        """Wait until a part of the sandbox ends unexpectedly, and with it all; raise PeerError with the reason."""
         while True:
             await self._inside.next_message()
 
@@ -149,7 +135,7 @@ class Sandbox:
 
 
 class _Inside:
-    """The sandbox's outermost process, whose life hangs on its standard input: see `prfaas_sandbox.supervisor`."""
+    """The sandbox's outermost process, which ends with its standard input: see `prfaas_sandbox.supervisor`."""
 
     def __init__(self, process: asyncio.subprocess.Process, state: StateFolder):
         self._process = process
@@ -158,7 +144,7 @@ class _Inside:
     @classmethod
     @asynccontextmanager
     async def run(cls, launcher: list[str], state: StateFolder) -> AsyncIterator[Self]:
-        """Run the inside as long as the context lasts."""
+        """Run the inside while the context lasts."""
         with (state.logs / "sandbox.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *launcher,
@@ -184,7 +170,7 @@ class _Inside:
                 await process.wait()
 
     async def next_message(self) -> InsideMessage:
-        """Return what the inside says next; raise PeerError when it says that something failed, or has ended."""
+        """Return the next message of the inside; raise PeerError if a part failed or the inside ended."""
         line = await self._process.stdout.readline() if self._process.stdout is not None else b""
         if not line:
             raise PeerError(f"the sandbox ended; the end of its log:\n{tail(self.state.logs / 'sandbox.log')}")
@@ -194,7 +180,7 @@ class _Inside:
         return message
 
     async def wait_ready(self, report: Callable[[str], None]) -> None:
-        """Wait until both clusters say that they are ready."""
+        """Wait until both clusters report that they are ready."""
         missing = {network.name for network in CLUSTERS}
         try:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
@@ -210,7 +196,7 @@ class _Inside:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment for the inside: system programs on PATH, and no proxy on the way to the API servers."""
+    """Return the inside's environment: system programs on PATH, and no proxy before the API servers."""
     kept = {name: value for name, value in os.environ.items() if name.lower() not in HTTP_PROXIES}
     return {**kept, "PATH": search_path()}
 
@@ -249,12 +235,11 @@ async def _forward(state: StateFolder, network: ClusterNetwork, port: int, forwa
 
 
 async def change_link(state: StateFolder, mbps: float) -> None:
-    """Set the link's rate both ways; raise BadInputError for a rate that cannot be made."""
+    """Set the link's rate both ways; raise BadInputError for a rate out of range."""
     await _call(state.link, "PUT", "/link", {"mbps": mbps})
 
 
 async def link_rate(state: StateFolder) -> float:
-    """Return the link's rate in Mbit/s."""
     return (await _call(state.link, "GET", "/link"))["mbps"]
 
 
@@ -275,16 +260,14 @@ async def _call(socket: Path, method: str, path: str, body: Any = None) -> Any:
 
 
 def search_path() -> str:
-    """Return PATH with the folders of system programs, which many users' lacks."""
+    """Return PATH with the folders of system programs, which many users' PATH lacks."""
     return f"{os.environ.get('PATH', os.defpath)}:{SYSTEM_FOLDERS}"
 
 
 def unshare_command() -> list[str]:
-    """Return the command that runs a program, given as further arguments, in new namespaces, tried out.
+    """Return the prefix that runs a command in new namespaces, after a trial.
 
-    Raises:
-        ConfigError: a program is missing, or the kernel refuses namespaces to us.
-
+    Raises ConfigError if a program is missing, or the kernel refuses namespaces.
     """
     missing = {package for program, package in PROGRAMS.items() if not shutil.which(program, path=search_path())}
     if missing:

@@ -53,20 +53,18 @@ class StateFolder:
         self.run = root / "run"
 
     def cluster(self, name: str) -> ClusterFolder:
-        """Return the part of a cluster, hub or member."""
         return ClusterFolder(self.root, name)
 
     def namespace(self, cluster: str) -> Path:
-        """Return the file at which the inside keeps a cluster's network namespace."""
+        """Return the file of a cluster's network namespace; only the inside sees it."""
         return self.run / f"{cluster}.net"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Own the folder, emptied, as long as the context lasts.
+        """Own the folder, emptied, while the context lasts.
 
-        Raises:
-            ConfigError: another sandbox runs in it, it holds something else, or its path is too long for sockets.
-
+        Raises ConfigError if another sandbox uses the folder, it holds other files, or its path is too long for
+        sockets.
         """
         self._check()
         self.root.mkdir(parents=True, exist_ok=True)
@@ -88,7 +86,7 @@ class StateFolder:
                 self.description.unlink(missing_ok=True)
 
     def owner(self) -> int | None:
-        """Return the pid of the process that runs the sandbox here, None when there is none."""
+        """Return the pid of the process that runs the sandbox here, None without one."""
         try:
             with (self.root / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -121,13 +119,9 @@ class StateFolder:
 
 @dataclass(frozen=True)
 class InsideMessage:
-    """What a process inside tells the host: one JSON object a line, on the common standard output.
+    """A message from a process inside to the host: one JSON object a line, on the common standard output.
 
-    Args:
-        sender: hub, member or sandbox.
-        kind: `progress`, `ready` or `failed`.
-        text: for people.
-
+    `sender` is hub, member or sandbox; `kind` is `progress`, `ready` or `failed`.
     """
 
     sender: str
@@ -135,7 +129,7 @@ class InsideMessage:
     text: str = ""
 
     def send(self) -> None:
-        """Write the line at once; lines of several processes do not mix, as a pipe takes small writes whole."""
+        """Write the line at once. Lines of several processes do not mix, because a pipe takes small writes whole."""
         sys.stdout.write(json.dumps(asdict(self)) + "\n")
         sys.stdout.flush()
 
@@ -146,13 +140,7 @@ class InsideMessage:
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """What the host asks the inside for.
-
-    Args:
-        tools: paths of the programs by name.
-        link_mbps: rate of the link at the start.
-
-    """
+    """The host's request to the inside: paths of the programs by name, and the link's first rate."""
 
     tools: dict[str, str]
     link_mbps: float
@@ -167,15 +155,9 @@ class SandboxPlan:
 
 @dataclass(frozen=True)
 class Description:
-    """Where everything is; kept in the state folder for other processes of the host.
+    """Addresses of everything; kept in the state folder for other processes of the host.
 
-    Args:
-        hub: the cluster that decodes.
-        member: the other one.
-        prometheus_url: for the host.
-        prometheus_internal_url: for pods of both clusters.
-        start_seconds: how long the start took.
-
+    `prometheus_internal_url` is for pods of both clusters; `start_seconds` is the duration of the start.
     """
 
     hub: ClusterAccess
@@ -185,7 +167,7 @@ class Description:
     start_seconds: float
 
     def write(self, path: Path) -> None:
-        """Write the description; it appears whole."""
+        """Write the description atomically."""
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(asdict(self), indent=2, default=str) + "\n")
         fresh.replace(path)

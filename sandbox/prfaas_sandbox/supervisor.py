@@ -1,11 +1,11 @@
 """The sandbox's inside: pid 1 of its namespaces, and the supervisor that lays the network and starts everything.
 
-`python -m prfaas_sandbox.supervisor STATE`, with the reading end of a pipe as standard input whose only writing end the
-host's process holds. However that process ends, the pipe does too; pid 1 then exits, and with it the kernel ends every
-process of the PID namespace, and the network and mount namespaces with the last of them.
+`python -m prfaas_sandbox.supervisor STATE`. Its standard input is a pipe whose only writing end the host's process
+holds. However that process ends, the pipe ends too; then pid 1 exits. With it the kernel ends every process of the PID
+namespace, and the network and mount namespaces.
 
-The supervisor starts one process per cluster and Prometheus, and shapes the link. It ends, and everything with it, as
-soon as one of them ends.
+The supervisor starts one process per cluster and Prometheus, and shapes the link. When one of them ends, it ends with
+all the others.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ COMMAND_TIMEOUT_SECONDS = 10.0
 
 
 def main() -> None:
-    """Fork the supervisor; stay behind as pid 1, reap orphans, and end with the host's process."""
+    """Fork the supervisor; stay as pid 1, reap orphans, and end with the host's process."""
     supervisor = os.fork()
     if supervisor == 0:
         supervise(StateFolder(Path(sys.argv[1])))
@@ -49,7 +49,7 @@ def _end_with_host() -> None:
 
 
 def supervise(state: StateFolder) -> None:
-    """Run until something ends; the reason goes to the host."""
+    """Run until a part ends; report the reason to the host."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         asyncio.run(Supervisor(state, SandboxPlan.read(state.plan)).run())
@@ -59,8 +59,6 @@ def supervise(state: StateFolder) -> None:
 
 
 class Supervisor:
-    """Starts the parts of the sandbox and watches over them."""
-
     def __init__(self, state: StateFolder, plan: SandboxPlan):
         self._state = state
         self._plan = plan
@@ -93,7 +91,7 @@ class Supervisor:
         await _run([*commands, *shape_link(tuple(self._namespaces.values()), self._mbps)])
 
     async def _name_prometheus(self) -> None:
-        """Give Prometheus the name that cluster DNS would: there is none here, so the hosts file says it."""
+        """Add Prometheus's name to the hosts file: there is no cluster DNS here."""
         hosts = self._state.run / "hosts"
         hosts.write_text(f"{Path('/etc/hosts').read_text()}\n{prometheus.ADDRESS} {prometheus.SERVICE}\n")
         await _run([["mount", "--bind", str(hosts), "/etc/hosts"]])
@@ -113,7 +111,7 @@ class Supervisor:
         return ChildProcess("Prometheus", entered, self._state.logs / "prometheus.log")
 
     async def _serve_link(self) -> None:
-        """Serve GET and PUT of {"mbps": rate}, and PUT of {"cut": whether}, at the link's socket."""
+        """Serve GET and PUT of {"mbps": rate}, and PUT of {"cut": true or false}, at the link's socket."""
 
         async def put(request: web.Request) -> web.Response:
             try:
@@ -140,7 +138,6 @@ class Supervisor:
 
 
 async def _run(commands: list[Command]) -> None:
-    """Run commands one after the other; raise InternalError when one fails."""
     for command in commands:
         done = await asyncio.to_thread(
             subprocess.run, command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_SECONDS, check=False

@@ -1,11 +1,11 @@
-"""The Go programs that the sandbox runs: which versions are pinned, and how each is found or built.
+"""The sandbox's Go programs: their pinned versions, and how each is found or built.
 
-`tools/<module>/go.mod` pins each program; the version is read from there and written nowhere else. A module is built as
-a whole, because its programs share almost all packages: from the cache, else from PATH, else by `go install`.
+`tools/<module>/go.mod` is the only place of a program's version. A module is built as a whole, because its programs
+share almost all packages: from the cache, else from PATH, else by `go install`.
 
-Each module has a folder in the cache whose name carries a hash of its go.mod, go.sum and build flags: a changed pin
-builds anew, and an old checkout finds its own binaries again. A lock keeps two builds apart; an interrupted build goes
-on where Go's own build cache stands.
+Each module has a folder in the cache. The folder's name has a hash of go.mod, go.sum and build flags: a changed pin
+builds anew, and an old checkout finds its own binaries. A lock keeps two builds apart; an interrupted build resumes by
+Go's own build cache.
 """
 
 import fcntl
@@ -37,12 +37,11 @@ class Program:
     """One program of a Go module.
 
     Args:
-        name: what we, and PATH, call it.
-        binary: what `go install` calls it.
-        version_command: arguments that print the version; none if the program is always built, never taken from PATH.
-        version_pattern: regular expression that the output must match; `{version}` stands for the pin without its `v`.
-        pin: the Go module that the program's version comes from, when it is not its GoModule's.
-
+        name: its name here and on PATH.
+        binary: its name after `go install`.
+        version_command: arguments that print the version; none: never take it from PATH.
+        version_pattern: regular expression that the output must match; `{version}` is the pin without its `v`.
+        pin: the Go module of the program's version, if it is not its GoModule's.
     """
 
     name: str
@@ -58,11 +57,10 @@ class GoModule:
 
     Args:
         name: the folder's name.
-        pin: the Go module whose version counts as the version of the whole.
-        programs: what it installs.
-        ldflags: flags of the linker; `{version}` stands for the pin without its `v`.
+        pin: the Go module whose version is the version of the whole.
+        programs: the programs that it installs.
+        ldflags: flags of the linker; `{version}` is the pin without its `v`.
         tags: build tags.
-
     """
 
     name: str
@@ -118,7 +116,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Tools:
-    """Absolute paths of the programs, by the name that `Program.name` gives them."""
+    """Absolute paths of the programs by `Program.name`."""
 
     paths: dict[str, Path]
 
@@ -127,7 +125,7 @@ class Tools:
 
 
 def source_folder() -> Path:
-    """Return the checkout's `tools/`; raise ConfigError when prfaas is installed without one."""
+    """Return the checkout's `tools/`; raise ConfigError if prfaas is installed without one."""
     folder = Path(__file__).resolve().parents[2] / "tools"
     if not (folder / "kubernetes" / "go.mod").is_file():
         raise ConfigError(
@@ -146,7 +144,7 @@ def pinned_version(go_mod: str, pin: str) -> str:
 
 
 def required_go(go_mod: str) -> tuple[int, int]:
-    """Return the (major, minor) version of Go that the text of a go.mod asks for."""
+    """Return the (major, minor) version of Go in the text of a go.mod."""
     match = re.search(r"^go (\d+)\.(\d+)", go_mod, re.MULTILINE)
     if match is None:
         raise ConfigError("go.mod names no Go version")
@@ -154,28 +152,23 @@ def required_go(go_mod: str) -> tuple[int, int]:
 
 
 def cache_folder() -> Path:
-    """Return the folder that keeps what is built: $PRFAAS_CACHE_DIR, else prfaas/ in the user's cache folder."""
+    """Return the folder of built programs: $PRFAAS_CACHE_DIR, else prfaas/ in the user's cache folder."""
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prfaas"
 
 
 def ensure_tools(report: Report) -> Tools:
-    """Return all programs, built when needed.
+    """Return all programs, built if needed.
 
-    Args:
-        report: gets a line of progress about once a second while something is built.
-
-    Raises:
-        ConfigError: there is no checkout, no Go, or a folder cannot be written.
-        PeerError: the build failed; the message carries the compiler's last lines.
-
+    Raises ConfigError if there is no checkout, no Go, or a folder is read-only; PeerError, with the last lines, after a
+    failed build.
     """
     return ensure_modules(MODULES, report)
 
 
 def ensure_modules(modules: Iterable[GoModule], report: Report) -> Tools:
-    """Return the programs of some modules; otherwise like `ensure_tools`."""
+    """Return the programs of some modules, built if needed, as `ensure_tools` does."""
     paths: dict[str, Path] = {}
     for module in modules:
         paths |= _ensure_module(module, source_folder() / module.name, report)
@@ -183,7 +176,7 @@ def ensure_modules(modules: Iterable[GoModule], report: Report) -> Tools:
 
 
 def module_folder(module: GoModule, name: str, report: Report) -> Path:
-    """Return the folder in Go's module cache of a dependency of `module`, downloaded when it is not there."""
+    """Return the folder of a dependency of `module` in Go's module cache, downloaded if needed."""
     source = source_folder() / module.name
     go = _go(required_go((source / "go.mod").read_text()), report)
     for command in ([go, "mod", "download", name], [go, "list", "-m", "-f", "{{.Dir}}", name]):
@@ -221,7 +214,6 @@ def _ensure_module(module: GoModule, source: Path, report: Report) -> dict[str, 
 
 
 def build_flags(module: GoModule, version: str) -> list[str]:
-    """Return the flags of `go install` for a module at a version."""
     tags = [f"-tags={module.tags}"] if module.tags else []
     return [*tags, "-ldflags", module.ldflags.replace("{version}", version)]
 
@@ -235,7 +227,7 @@ def _stamp(source: Path, flags: list[str]) -> str:
 
 
 def _on_path(module: GoModule, go_mod: str) -> dict[str, Path] | None:
-    """Return the module's programs from PATH when all are there in exactly the pinned version, else None."""
+    """Return the module's programs from PATH if all have exactly the pinned version, else None."""
     found: dict[str, Path] = {}
     for program in module.programs:
         path = shutil.which(program.name) if program.version_command else None
@@ -257,7 +249,7 @@ def _has_version(path: str, program: Program, version: str) -> bool:
 
 @contextmanager
 def _locked(report: Report) -> Iterator[None]:
-    """Hold the cache's lock; tell when another build holds it, and wait for that."""
+    """Hold the cache's lock; report another build that holds it, and wait."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

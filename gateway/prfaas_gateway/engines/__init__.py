@@ -1,4 +1,4 @@
-"""Protocols of engines for disaggregated requests: one file an engine, and the choice between them."""
+"""Sends disaggregated requests to engines: one file an engine, and the choice between them."""
 
 from prfaas.routing.facts import Route
 from prfaas.wire.routes import EngineName
@@ -11,7 +11,7 @@ from prfaas_gateway.upstream import Answer, Upstream
 
 
 class Engines:
-    """All protocols behind one interface: the engine of the decode instance selects the protocol of a route."""
+    """Serves a route by the protocol of its decode instance's engine."""
 
     def __init__(self, upstream: Upstream):
         self._engines: dict[EngineName, EngineProtocol] = {

@@ -1,8 +1,8 @@
 """The protocol of prfaas-worker: one call to the decode worker, which fetches the prefill itself.
 
-The decode worker learns the prefill instance from a header and answers only once the first token exists, so everything
-that can fail before it is an HTTP status: 502 with code prefill_failed blames the prefill leg, 503 says that the decode
-worker is full or draining.
+A header names the prefill instance. The decode worker answers when the first token exists. So every earlier failure is
+an HTTP status: 502 with code prefill_failed blames the prefill leg; 503 means that the decode worker is full or
+draining.
 """
 
 from prfaas.errors import UnreachableError
@@ -15,8 +15,6 @@ from prfaas_gateway.upstream import Answer, Upstream
 
 
 class PrfaasEngine:
-    """Serves routes on prfaas workers."""
-
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 

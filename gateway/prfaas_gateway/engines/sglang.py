@@ -1,7 +1,7 @@
-"""SGLang with separate prefill and decode: the same body to both at once, with a common bootstrap room.
+"""The protocol of SGLang with disaggregation: the same body to both instances at once, with a common room number.
 
-The client gets the decode instance's answer. A batch of prompts has a room for each. A decode instance serves nothing
-by itself, so a policy needs a local prefill pool for prompts that are not offloaded.
+The client gets the decode instance's answer. Each prompt of a batch has a room. A decode instance cannot prefill, so a
+policy needs a local prefill pool for prompts that are not offloaded.
 """
 
 import secrets
@@ -17,8 +17,6 @@ ROOM_BITS = 63
 
 
 class SglangEngine:
-    """Serves routes on SGLang instances."""
-
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 

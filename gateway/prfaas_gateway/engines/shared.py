@@ -1,7 +1,7 @@
-"""Parts of the engines' protocols: the errors of a leg, legs that run at once, and bodies with added fields.
+"""The common parts of engine protocols: errors of a leg, parallel legs, and bodies with added fields.
 
-vLLM and SGLang need their own fields in a body. All other values keep their original text, so that a number or a long
-prompt arrives as the client wrote it.
+Foreign engines need fields of their own in a body. All other values keep the client's text, so that numbers and long
+prompts arrive unchanged.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ _ONE: Final = msgspec.Raw(b"1")
 
 
 class LegFailedError(PeerError):
-    """A leg failed before any byte of the answer was relayed: the request may be retried elsewhere.
+    """A leg failed before any byte of the answer was relayed, so the request may be retried at another instance.
 
     Args:
-        message: the failure and its place.
-        leg: the leg at fault.
-        eject: true if the instance should be ejected; false if it is only full.
-        answer: the worker's error, if any, for the client in case no other instance can serve.
+        message: cause and place of the failure.
+        leg: the failed leg.
+        eject: whether to eject the instance; False if it is only full.
+        answer: the worker's error answer, for the client if no other instance can serve.
     """
 
     def __init__(self, message: str, *, leg: LegName, eject: bool, answer: Answer | None = None):
@@ -43,23 +43,20 @@ class LegFailedError(PeerError):
 class EngineProtocol(Protocol):
     """A protocol between gateway and workers.
 
-    `open` runs all legs of one route up to the answer for the client. It reports the failed leg; `prfaas.routing`
-    decides the next step.
+    `open` runs all legs of one route up to the client's answer and reports which leg failed. `prfaas.routing` decides
+    what to do then.
     """
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
         """Serve a request along a route and return the answer, from its first token on.
 
-        Raises:
-            LegFailedError: a leg failed; nothing was sent to the client.
-            TimeoutError: no leg failed, but the first token did not come in time.
+        Raises LegFailedError for a failed leg (nothing was sent to the client), TimeoutError if the first token is
+        late.
         """
         ...
 
 
 class Leg(NamedTuple):
-    """One call to one instance."""
-
     name: LegName
     instance: Instance
     body: bytes
@@ -67,15 +64,14 @@ class Leg(NamedTuple):
 
 
 def plain_headers(request: GatewayRequest) -> dict[str, str]:
-    """Return a request's headers for vLLM or SGLang: the request's id, and none of ours."""
+    """Return a request's headers for a foreign engine: with the request's id, without ours."""
     return {name: value for name, value in request.headers.items() if not name.lower().startswith(OURS)}
 
 
 async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
-    """Run one leg up to its answer, which may be a refusal of the request itself (4xx).
+    """Run one leg and return its answer, which may be a refusal of the request itself (4xx).
 
-    Raises:
-        LegFailedError: the instance is unreachable, or cannot serve (5xx).
+    Raises LegFailedError if the instance cannot be reached or cannot serve (5xx).
     """
     try:
         answer = await upstream.post(leg.instance, request.path, {**plain_headers(request), **leg.headers}, leg.body)
@@ -90,11 +86,9 @@ async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
 
 
 async def call_both(upstream: Upstream, request: GatewayRequest, prefill: Leg, decode: Leg) -> Answer:
-    """Run two legs at once and return the answer of the decode leg, or a prefill instance's refusal of the request.
+    """Run two legs at once; return the answer of the decode leg, or a prefill instance's refusal of the request.
 
-    Raises:
-        LegFailedError: either failed; the other is aborted.
-
+    Raises LegFailedError if either fails; the other leg is aborted.
     """
     filling = asyncio.create_task(_to_its_end(upstream, request, prefill))
     decoding = asyncio.create_task(call(upstream, request, decode))
@@ -110,7 +104,7 @@ async def call_both(upstream: Upstream, request: GatewayRequest, prefill: Leg, d
 
 
 async def _to_its_end(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer | None:
-    """Run a prefill leg; return None after a success, or its refusal of the request."""
+    """Run a prefill leg; return None after success, else its refusal of the request."""
     answer = await call(upstream, request, leg)
     try:
         if answer.body is None:
@@ -130,7 +124,7 @@ async def _drop(decoding: asyncio.Task[Answer], filling: asyncio.Task[Answer | N
 
 
 class _Tied(Answer):
-    """The answer of a decode leg whose prefill leg may still run: if one is aborted, so is the other."""
+    """The answer of a decode leg whose prefill leg may still run: closing one cancels the other."""
 
     def __init__(self, answer: Answer, filling: asyncio.Task[Answer | None]):
         self.status, self.headers, self.body = answer.status, answer.headers, answer.body
@@ -144,18 +138,18 @@ class _Tied(Answer):
         self._filling.cancel()
 
     def _prefill_ended(self, filling: asyncio.Task[Answer | None]) -> None:
-        """Abort the answer when its prefill failed: it would wait for a cache that never arrives."""
+        """Cut the answer off after a failed prefill: the decode leg would wait for its cache for ever."""
         if not filling.cancelled() and (filling.exception() is not None or filling.result() is not None):
             self._answer.close()
 
 
 def with_fields(fields: Fields, added: Mapping[str, Any]) -> bytes:
-    """Return a body with these fields and the added ones, which replace its own."""
+    """Return a body of these fields; fields in `added` replace those of the same name."""
     return msgspec.json.encode({**fields, **{name: _raw(value) for name, value in added.items()}})
 
 
 def for_prefill(fields: Fields, added: Mapping[str, Any]) -> bytes:
-    """Return the body of a leg that only prefills: one unused token, and no stream."""
+    """Return the body of a leg that only prefills: one token and no stream."""
     kept = {name: value for name, value in fields.items() if name not in ("stream_options", "min_tokens")}
     kept |= {"stream": msgspec.Raw(b"false"), "max_tokens": _ONE}
     if "max_completion_tokens" in kept:
@@ -183,5 +177,4 @@ def bootstrap_host(instance: Instance) -> str:
 
 
 def bootstrap_url(instance: Instance) -> str:
-    """Return the address of its bootstrap server."""
     return f"http://{bootstrap_host(instance)}:{BOOTSTRAP_PORT}"

@@ -1,4 +1,4 @@
-"""vLLM, with instances connected by NIXL or by Mooncake.
+"""The protocols of vLLM instances with NixlConnector or MooncakeConnector.
 
 NixlConnector runs two legs one after the other; the decode instance pulls the cache.
 
@@ -6,12 +6,12 @@ NixlConnector runs two legs one after the other; the decode instance pulls the c
     2. its answer has kv_transfer_params with the cache's place
     3. to the decode instance: the request with those params, unchanged
 
-Both legs carry the same x-request-id. A failed decode leg leaves the cache at the prefill instance until its lease ends
-(30 s).
+Both legs carry the same x-request-id. After a failed decode leg the cache stays at the prefill instance until its lease
+ends (30 s).
 
-MooncakeConnector runs two legs at once, which find each other by a transfer id that the gateway makes. The prefill
-instance's bootstrap server maps each of its data-parallel ranks to an engine. An engine's id changes when it restarts,
-so the gateway asks again after a failure, and once in a while.
+MooncakeConnector runs two legs at once with a common transfer id from the gateway. The prefill instance's bootstrap
+server maps its data-parallel ranks to engine ids. An engine's id changes at a restart, so the gateway asks again after
+a failure and at intervals.
 """
 
 import asyncio
@@ -60,8 +60,6 @@ _prefilled = msgspec.json.Decoder(_Prefilled)
 
 
 class VllmNixlEngine:
-    """Serves routes on vLLM instances that are connected by NIXL."""
-
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 
@@ -79,10 +77,9 @@ class VllmNixlEngine:
         return await call(self._upstream, request, Leg("decode", route.decode, body))
 
     def _where(self, name: str, answer: Answer) -> dict[str, msgspec.Raw]:
-        """Return the cache's place from the prefill instance's answer.
+        """Return the prefill instance's kv_transfer_params.
 
-        Raises:
-            LegFailedError: it is missing: the decode instance would silently prefill again.
+        Raises LegFailedError if there are none: the decode instance would silently prefill again.
         """
         try:
             found = _prefilled.decode(answer.body or b"").kv_transfer_params
@@ -107,8 +104,6 @@ _ranks = msgspec.json.Decoder(dict[str, _Rank])
 
 
 class VllmMooncakeEngine:
-    """Serves routes on vLLM instances that are connected by Mooncake."""
-
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
         self._known: dict[str, _Known] = {}
@@ -141,7 +136,7 @@ class VllmMooncakeEngine:
             raise
 
     async def _ranks(self, instance: Instance) -> dict[str, _Rank]:
-        """Return the engine of every rank of an instance; raises LegFailedError."""
+        """Return the engine id of every rank of an instance."""
         now = time.monotonic()
         known = self._known.get(instance.url)
         if known is None or known.until_seconds <= now:

@@ -1,1 +1,1 @@
-"""The instances' caches: follows their event streams into the prefix index, and looks prompts up."""
+"""Follows the instances' cache events into the prefix index, and matches each prompt."""

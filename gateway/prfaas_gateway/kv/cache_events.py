@@ -1,7 +1,7 @@
 """Applies the cache events of one instance to its part of the index, from any stream (`EventStream`).
 
-Events are applied in portions, so that the caller can run other tasks in between. Our workers' events are applied as
-they are: their byte map connects them to prompts.
+Events are applied in portions, between which the caller may yield to other tasks. Our workers' events carry a byte map
+that links them to prompts.
 """
 
 from collections.abc import AsyncGenerator, Iterator
@@ -32,32 +32,27 @@ _OTHER_MEDIUM: Final = 3
 
 
 class NoStreamError(ProtocolError):
-    """The instance publishes no cache events, or none in a known format."""
+    """The instance publishes no cache events in a known form."""
 
 
 class EventStream(Protocol):
-    """The cache events of one instance. It remembers its position, and continues from there with each new
-    connection."""
+    """The cache events of one instance. It keeps its position, and resumes there with each new connection."""
 
     @property
     def tally(self) -> tuple[int, int, int]:
-        """Numbers of applied batches, snapshots and gaps so far."""
+        """Batches and snapshots applied, and gaps met, so far."""
         ...
 
     def portions(self) -> AsyncGenerator[Iterator[None], None]:
-        """Follow one connection to its end: yield events to apply, in portions.
+        """Follow one connection to its end; yield after each applied portion.
 
-        Raises:
-            NoStreamError: there is no such stream.
-            PrfaasError: the connection was lost, or its data are malformed.
-            TimeoutError: no data arrived for too long.
+        Raises NoStreamError if there is no such stream, PrfaasError for a lost connection or damaged data, TimeoutError
+        after silence.
         """
         ...
 
 
 class CacheEvents:
-    """The events of one instance."""
-
     def __init__(self, index: InstanceIndex):
         self.emptied = 0
         """How often the instance's cache became empty, by its own event or by its last removal."""
@@ -70,7 +65,7 @@ class CacheEvents:
         self._attention_group, self._state_groups = None, set()
 
     def take(self, payload: bytes) -> Iterator[None]:
-        """Apply a batch. Raises ProtocolError: it cannot be read."""
+        """Apply a batch portion by portion. Raises ProtocolError for an unreadable batch."""
         for number, event in enumerate(read_events(payload)):
             if number % PORTION_EVENTS == 0:
                 yield
@@ -110,7 +105,7 @@ class CacheEvents:
         self._index.tree.remove(keys, is_state, medium)
 
     def _group(self, event: BlockStored) -> Literal["attention", "state"] | None:
-        """Return the content of a group; None for windows, further attention groups, and blocks of another size.
+        """Return the kind of a group; None for windows, further attention groups, and blocks of another size.
 
         All attention groups of an engine hold the same prompts, so the first one represents the others.
         """
@@ -127,7 +122,6 @@ class CacheEvents:
 
 
 def medium_of(name: str | None) -> int:
-    """Return the index's number of a medium."""
     return _MEDIUMS.get(name, _OTHER_MEDIUM)
 
 

@@ -1,12 +1,11 @@
-"""Cache events of vLLM and SGLang over ZMQ.
+"""Follows cache events of vLLM and SGLang over ZMQ.
 
     PUB at 5557      [topic, number as 8 bytes big-endian, payload] for each step that changed the cache
     ROUTER at 5558   request: a number; answer: [.., number, payload] for each batch from there on, then the number -1
 
-PUB drops messages for a slow reader, sends nothing while nothing changes, and closes when it dies. So the gateway asks
-the log after a new connection, a missing number, or a silence. One request shows three things: the instance lives, it
-is the same instance, and its last batches were not lost. A ROUTER also drops messages in the middle of an answer; then
-the gateway asks again from there.
+PUB drops messages for a slow reader, sends nothing while nothing changes, and loses its last messages when it dies. So
+the reader asks the log after a connect, a missing number or a silence. One question finds a dead instance, a restarted
+one and lost messages. A ROUTER also drops messages in the middle of an answer; then the reader asks again from there.
 """
 
 import asyncio
@@ -41,8 +40,6 @@ _NOWHERE: Final = -1
 
 
 class ForeignEventStream:
-    """The cache events of one instance that runs vLLM or SGLang."""
-
     def __init__(self, instance: Instance, index: InstanceIndex):
         self._host = urlsplit(instance.url).hostname or ""
         self._events = ForeignEvents(index)
@@ -50,12 +47,11 @@ class ForeignEventStream:
 
     @property
     def tally(self) -> tuple[int, int, int]:
-        """Numbers of applied batches, snapshots (always none) and gaps."""
         return self._reader.batches, 0, self._reader.gaps
 
     @property
     def is_whole(self) -> bool:
-        """True if the instance's whole cache is known."""
+        """Whether the whole cache of the instance is known."""
         return self._reader.is_whole
 
     @property
@@ -64,7 +60,7 @@ class ForeignEventStream:
         return self._reader.lives + self._events.emptied
 
     async def portions(self) -> AsyncGenerator[Iterator[None], None]:
-        """Follow one connection to its end: yield events to apply, in portions."""
+        """Follow one connection to its end; yield after each applied portion."""
         reader = self._reader
         message, is_check = None, False
         async with connected(self._host, names.KV_EVENTS_PORT, "SUB") as live:
@@ -84,7 +80,7 @@ class ForeignEventStream:
                 is_check = message is None
 
     async def _from_log(self, *, is_check: bool) -> AsyncGenerator[Iterator[None], None]:
-        """Yield the batches of the log that are missing here; without a log, nothing changes."""
+        """Yield the missing batches from the log; a check without a log changes nothing."""
         reader = self._reader
         has_ended, pause_seconds = False, 0.0
         while not has_ended:
@@ -111,20 +107,19 @@ class ForeignEventStream:
 
 
 def _batch(message: list[bytes]) -> tuple[int, bytes]:
-    """Return number and payload, which come last, whatever an engine puts before them."""
+    """Return number and payload, which come last after an engine's other parts."""
     if len(message) < 2 or len(message[-2]) != 8:
         raise ProtocolError(f"a message of {len(message)} parts without a number")
     return int.from_bytes(message[-2], "big"), message[-1]
 
 
 class ForeignEventReader:
-    """Tracks the position in an engine's numbered batches, and detects a restarted engine. No I/O.
+    """Tracks the position in an engine's numbered batches, and detects a restart. No I/O.
 
-    The engine publishes batches under numbers from 0 and keeps the latest in a log, from which a reader requests
-    missing ones. The numbers do not identify the engine: after a restart they begin again. So a reader always requests
-    the last batch that it has applied, too. If the log begins with that very batch, nothing was missed. If not, the
-    engine or its log moved on without the reader, and the known state is void. A log that no longer reaches back to its
-    beginning is incomplete: older blocks, and all blocks after these, are unknown.
+    The engine numbers batches from 0 and keeps the latest in a log, from which a reader requests missing ones. After a
+    restart the numbers begin at 0 again, and neither stream names its engine. So a reader always requests its last
+    batch again. If the log begins with the same batch, the engine is the same. If not, the reader discards its part of
+    the index. If a log no longer reaches back to 0, older blocks and their descendants stay unknown.
     """
 
     def __init__(self, events: "ForeignEvents"):
@@ -138,28 +133,26 @@ class ForeignEventReader:
 
     @property
     def next_number(self) -> int | None:
-        """The number of the next expected batch; None: any."""
+        """The number of the next batch; None: any."""
         return self._next
 
     @property
     def is_whole(self) -> bool:
-        """True if the instance's whole cache is known."""
+        """Whether the whole cache of the instance is known."""
         return self._is_whole and not self._events.left_out
 
     def connected(self) -> None:
         self._live = -1
 
     def question(self) -> int:
-        """Return the first number to request from the log; its answer goes to `logged`, then to `log_ended`."""
+        """Return the number to ask the log from; pass its answer to `logged`, then call `log_ended`."""
         self._proving = self._has_any
         return max(0, (self._next or 0) - self._has_any)
 
     def logged(self, seq: int, payload: bytes) -> Iterator[None] | None:
-        """Apply a batch of the log, a portion with each step. None: request the log again, because batches before this
-        one were lost or the log is another engine's.
+        """Return the portions of a batch of the log; None if the reader must ask again (lost batches or another log).
 
-        Raises:
-            ProtocolError: the log cannot be read.
+        Raises ProtocolError for an unreadable log.
         """
         if self._proving:
             self._proving = False
@@ -174,7 +167,7 @@ class ForeignEventReader:
         return self._take(seq, payload)
 
     def log_ended(self) -> bool:
-        """Note the log's end; False if the log must be requested again, because it is another engine's."""
+        """End the answer; return False if the reader must ask once more, because the log is another engine's."""
         if not self._proving:
             return True
         self._proving = False
@@ -182,7 +175,7 @@ class ForeignEventReader:
         return False
 
     def no_log(self) -> None:
-        """Note that the log is unavailable, after a lost connection or a missing number: the known state is void."""
+        """Discard the instance's part of the index: batches may be missing and no log is available."""
         self._proving = False
         if self._has_any:
             self._begin(None)
@@ -190,14 +183,13 @@ class ForeignEventReader:
             self._next = None
 
     def is_gap(self, seq: int) -> bool:
-        """Return true if batches before a published one are missing."""
+        """Return whether batches before a published one are missing."""
         return self._next is not None and seq > self._next
 
     def published(self, seq: int, payload: bytes) -> Iterator[None]:
-        """Apply a published batch, a portion with each step.
+        """Apply a published batch, in portions.
 
-        Raises:
-            ProtocolError: numbers went back: another engine publishes at this address.
+        Raises ProtocolError if numbers went back: another engine uses this address.
         """
         if seq <= self._live:
             raise ProtocolError(f"batch {seq} came after batch {self._live}")
@@ -209,7 +201,7 @@ class ForeignEventReader:
         return self._take(seq, payload)
 
     def _begin(self, seq: int | None) -> None:
-        """Restart: the known state, if any, is void."""
+        """Begin anew at a number; discard the instance's part of the index."""
         if self._has_any:
             self.lives += 1
             self._events.forget()
@@ -222,13 +214,13 @@ class ForeignEventReader:
 
 
 class ForeignEvents(CacheEvents):
-    """Applies the events of vLLM or SGLang, which publish no byte map.
+    """Applies the events of a foreign engine, which reports token ids instead of a byte map.
 
-    Their events carry the token ids of each block. So a prompt of token ids is found by a chain over blocks of that
-    engine's size. The chain is computed here once for each block and stored in place of the byte map.
+    A prompt of token ids is found by a chain over blocks of the engine's size. The chain is computed here once for each
+    block and stored as the byte map.
 
-    Blocks that other prompts with the same tokens cannot use are left out, with all blocks after them: those with extra
-    keys (a cache salt, images) or of an adapter.
+    Blocks with extra keys (a cache salt, images) or of an adapter are left out with their descendants: other prompts
+    with the same tokens cannot use them.
     """
 
     def __init__(self, index: InstanceIndex):
@@ -269,7 +261,7 @@ class ForeignEvents(CacheEvents):
             yield
 
     def _teach(self, keys: list[int], parent: int | None, token_ids: list[int]) -> None:
-        """Map prompts of token ids to the blocks that were stored after `parent`."""
+        """Map prompts of token ids to blocks that were stored behind `parent`."""
         find, chains = self._index.tree.find, self._chains
         behind = NONE if parent is None else find(parent)
         if parent is not None and behind == NONE:
@@ -288,7 +280,7 @@ class ForeignEvents(CacheEvents):
         self._index.bytes.learn(hashes[:room], keys[:room])
 
     def _states(self, event: BlockStored, medium: int) -> Iterator[None]:
-        """Note states of blocks. Some engines list the groups of one step in their own order, states before blocks."""
+        """Record states of blocks. Some engines send states before their blocks."""
         for keys in portions_of(event.block_hashes):
             known = [key for key in keys if self._index.tree.find(key) != NONE]
             self._note(known, medium, is_state=True)
@@ -308,6 +300,6 @@ class ForeignEvents(CacheEvents):
 
 
 def _is_apart(event: BlockStored) -> bool:
-    """Return true if blocks belong to prompts with more than tokens, such as images."""
+    """Return whether the blocks depend on more than tokens."""
     has_keys = event.extra_keys is not None and any(event.extra_keys)
     return has_keys or event.lora_id is not None or event.lora_name is not None

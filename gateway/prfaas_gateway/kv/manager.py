@@ -1,10 +1,10 @@
-"""Follows the caches of all instances in the routing table, and finds the cached part of each request's prompt.
+"""Follows the caches of all instances in the routing table, and finds each request's cached prefixes.
 
-Our workers' events connect their blocks to prompts. vLLM and SGLang publish blocks of tokens, which helps for prompts
-of token ids but not for text. For text, and for instances without events, the gateway uses the prompts that it sent
-there. These are forgotten after a while, and at once when an instance's cache is gone or the instance restarts. All
-knowledge about an instance is dropped when it leaves the table, changes its address, or restarts. It stays while the
-instance is only unreachable, because ejections keep requests away from it.
+Our workers' events map their blocks to prompts. vLLM and SGLang report blocks of tokens, which match prompts of token
+ids only. For text prompts there, and for instances without events, the gateway matches the prompts that it sent before.
+These expire after a while, and at once when an instance loses its cache. An instance's part of the index is forgotten
+when the instance leaves the table, changes its address, or restarts. It stays while the instance is unreachable, since
+ejections keep requests away.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ State = Literal["followed", "silent", "lost"]
 
 
 class KvManager:
-    """Follows all instances, and looks up each prompt."""
+    """Follows all instances and matches prompts."""
 
     def __init__(self, state: GatewayState, upstream: Upstream, metrics: GatewayMetrics):
         self.index = PrefixIndex()
@@ -82,7 +82,7 @@ class KvManager:
             self._metrics.instances.labels(one).set_function(lambda one=one: self._count(one))
 
     async def run(self) -> None:
-        """Follow for ever; leaving ends all followers."""
+        """Follow for ever; cancelling ends all followers."""
         try:
             while True:
                 self._keep_up()
@@ -93,7 +93,7 @@ class KvManager:
             await asyncio.gather(*(task for _, task in self._followers.values()), return_exceptions=True)
 
     def find(self, request: GatewayRequest) -> None:
-        """Note in a request the probably cached part of its prompt by instance, and the instances' profiles."""
+        """Set a request's cached prefixes by instance, and the instances' profiles."""
         request.profiles = self._profiles
         table = self._table
         # A single instance leaves no choice, and so does an empty index.
@@ -116,9 +116,7 @@ class KvManager:
         request.cached_on = {name: min(tokens, request.total_tokens - 1) for name, tokens in found.items()}
 
     def _by_tokens(self, canonical: Canonical) -> dict[str, tuple[int, bool]]:
-        """Return the matches of vLLM and SGLang instances for a prompt of token ids: bytes, and true if these are
-        complete.
-        """
+        """Return the matches of a prompt of token ids in foreign engines, in bytes, and whether they are complete."""
         if canonical.texts is not None or canonical.is_salted:
             return {}
         chains: dict[int, ByteChain] = {}
@@ -132,7 +130,7 @@ class KvManager:
         return told
 
     def note_placed(self, request: GatewayRequest, route: Route) -> None:
-        """Note the instances that accepted a request."""
+        """Record the instances that took a request."""
         prefiller = route.prefill or route.decode
         self._metrics.matched_tokens.inc(request.cached_on.get(prefiller.name, 0))
         if route.prefix is not None:
@@ -175,7 +173,7 @@ class KvManager:
             known.pop(name, None)
 
     def _heard(self, follower: "Follower") -> None:
-        """Store a follower's news."""
+        """Apply a follower's news to sent prompts and the index."""
         name, stream = follower.instance.name, follower.stream
         if follower is not self._followers.get(name, (None,))[0]:
             return
@@ -201,7 +199,6 @@ class KvManager:
 
 
 def _canonical(request: GatewayRequest) -> Canonical | None:
-    """Return the canonical bytes of a request's body; None where it has none."""
     is_chat = request.path.endswith("/chat/completions")
     wanted, canonical = (CHAT_FIELDS, canonical_chat) if is_chat else (COMPLETION_FIELDS, canonical_completion)
     try:
@@ -213,7 +210,7 @@ def _canonical(request: GatewayRequest) -> Canonical | None:
 
 
 def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
-    """Return the names of instances that get requests, and of those that prefill for others."""
+    """Return the instances that get requests, and those that prefill for others."""
     names: tuple[list[str], list[str]] = ([], [])
     for one in table.instances:
         names[one.role == "prefill"].append(one.name)
@@ -221,10 +218,10 @@ def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
 
 
 class Follower:
-    """Follows the event stream of one instance, for as long as the instance is in the routing table.
+    """Follows the event stream of one instance while the instance is in the routing table.
 
-    A connection that ends, stalls or sends malformed data is reopened, after a pause that grows up to half a minute. An
-    instance without such a stream is tried again each minute.
+    A lost connection is made again after a back-off of up to half a minute. An instance without such a stream is asked
+    again each minute.
     """
 
     def __init__(
@@ -271,7 +268,7 @@ class Follower:
                 self._becomes("followed", "")
 
     async def _read_profile(self) -> None:
-        """Read the instance's profile once in a while; without one, prefixes are not fetched for it."""
+        """Read the instance's profile at intervals; prefixes are not fetched for an instance without one."""
         now_seconds = time.monotonic()
         if now_seconds < self._profile_due_seconds or self.instance.engine != "prfaas":
             return
@@ -292,14 +289,14 @@ class Follower:
 
 
 class Turns:
-    """The followers' turns to apply events: one after the other, with pauses three times as long as the work."""
+    """Lets one follower at a time apply events, with rests three times as long as the work."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._worked_seconds = 0.0
 
     async def take(self, portions: Iterator[None]) -> None:
-        """Run all portions with pauses, so that the event loop is never busy for long."""
+        """Run all portions with rests, so that the event loop stays free."""
         async with self._lock:
             began = time.perf_counter()
             for _ in portions:

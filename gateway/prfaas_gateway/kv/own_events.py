@@ -1,9 +1,9 @@
-"""Cache events of our own workers: GET /v1/kv-events at the API port.
+"""Follows cache events of our workers: GET /v1/kv-events at the API port.
 
     frames     4 bytes of length, big-endian, then msgpack [topic, seq, payload]
-    topics     hello, then for each topic the requested batches, or a snapshot and the batches after it
+    topics     hello, then of each topic either the requested batches, or a snapshot and later batches
 
-OwnEventStream holds the connection; OwnEventReader reads its frames into the index.
+OwnEventStream holds the connection; OwnEventReader applies its frames to the index.
 """
 
 import asyncio
@@ -36,8 +36,6 @@ _Kind = TypeVar("_Kind")
 
 
 class OwnEventStream:
-    """The cache events of one of our workers, over its API port."""
-
     def __init__(self, instance: Instance, index: InstanceIndex, upstream: Upstream):
         self._instance = instance
         self._reader = OwnEventReader(index)
@@ -45,7 +43,6 @@ class OwnEventStream:
 
     @property
     def tally(self) -> tuple[int, int, int]:
-        """Numbers of applied batches, snapshots and gaps so far."""
         return self._reader.batches, self._reader.snapshots, self._reader.gaps
 
     async def portions(self) -> AsyncGenerator[Iterator[None], None]:
@@ -67,11 +64,11 @@ class OwnEventStream:
 
 
 class OwnEventReader:
-    """Reads the frames of one instance's stream into its part of the index. No I/O.
+    """Applies the frames of one instance's stream to its part of the index. No I/O.
 
-    A batch out of order, a gap, or an unreadable frame is a ProtocolError. The stream then reconnects with `path`, and
-    the instance sends the missing part, from its log or as a snapshot. So an instance that sends wrong data can only
-    spoil the entries about itself.
+    A gap, a wrong order or an unreadable frame is a ProtocolError. The stream then reconnects with `path`, and the
+    instance sends the missing batches from its log, or a snapshot. A faulty instance can only corrupt its own part of
+    the index.
     """
 
     def __init__(self, index: InstanceIndex):
@@ -84,7 +81,7 @@ class OwnEventReader:
 
     @property
     def path(self) -> str:
-        """The request path of a new connection."""
+        """The path for a new connection."""
         self._greeted = False
         if not self._epoch:
             return "/v1/kv-events"
@@ -92,7 +89,7 @@ class OwnEventReader:
         return f"/v1/kv-events?from={kv}&bytes_from={byte_map}&epoch={self._epoch}"
 
     def take(self, topic: str, seq: int, payload: bytes) -> Iterator[None]:
-        """Apply one frame, a portion with each step. Raises ProtocolError: the stream cannot continue."""
+        """Apply one frame in portions. Raises ProtocolError if the stream must be reconnected."""
         kind = topic.partition("@")[0]
         if not self._greeted and topic != "prfaas.hello":
             raise ProtocolError(f"{topic[:40]!r} came before prfaas.hello")
@@ -159,7 +156,7 @@ class _Snapshot(msgspec.Struct, frozen=True):
 
 
 class _Place:
-    """A reader's position in one topic."""
+    """The reader's position in one topic."""
 
     def __init__(self) -> None:
         self.next_seq = 0
@@ -167,17 +164,13 @@ class _Place:
         self._snapshot_batches = 0
 
     def begin_snapshot(self, told: _Snapshot) -> None:
-        """Expect a snapshot; a reader that stops in the middle must request another."""
+        """Expect a snapshot; an interrupted one must be requested again."""
         self.next_seq, self._snapshot_seq, self._snapshot_batches = _AHEAD, told.seq, told.batches
         if told.batches < 1:
             self.next_seq = told.seq + 1
 
     def is_due(self, seq: int) -> bool:
-        """Return true if a batch must be applied; False for one that was applied already.
-
-        Raises:
-            ProtocolError: batches before it are missing.
-        """
+        """Return whether to apply a batch; False for a repeated one. Raises ProtocolError for a gap."""
         expected = self._snapshot_seq if self._snapshot_batches else self.next_seq
         if seq > expected or (self._snapshot_batches and seq != expected):
             raise ProtocolError(f"batch {seq} came instead of batch {expected}")

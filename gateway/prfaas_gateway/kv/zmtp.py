@@ -1,12 +1,11 @@
-"""ZMTP 3.0 over TCP, the part that a reader of PUB and ROUTER sockets needs (rfc.zeromq.org/spec/23).
+"""ZMTP 3.0 over TCP: the part that a reader of foreign PUB and ROUTER sockets needs (rfc.zeromq.org/spec/23).
 
     greeting   64 bytes each way: signature, version 3, mechanism NULL
     READY      a command each way, with the kind of socket
     messages   of frames: a byte of flags, the size in 1 or 8 bytes, the body
 
-Why not libzmq: it bounds a frame and the number of messages, but not the frames of one message, which it collects for
-as long as the peer announces more. So one instance could fill this process's memory and take the gateway down for all.
-Here every message and every wait has a bound.
+libzmq bounds a frame and the number of messages, but not the frames of one message. So an instance could fill this
+process's memory with one endless message. Here a whole message and every wait have a bound.
 """
 
 import asyncio
@@ -37,8 +36,6 @@ SocketType = Literal["SUB", "DEALER"]
 
 
 class ZmtpConnection:
-    """One connection, after its greetings."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
         self._writer = writer
@@ -51,10 +48,9 @@ class ZmtpConnection:
             await self._writer.drain()
 
     async def receive(self, idle_seconds: float) -> list[bytes] | None:
-        """Return the parts of the next message; None after a timeout.
+        """Return the parts of the next message; None after `idle_seconds` without one.
 
-        Raises:
-            ProtocolError: this is no message, or too large a one.
+        Raises ProtocolError for an invalid or too large message.
         """
         parts: list[bytes] = []
         left_bytes = MAX_MESSAGE_BYTES
@@ -90,7 +86,7 @@ class ZmtpConnection:
             return await self._reader.readexactly(size)
 
     async def greet(self, kind: SocketType) -> None:
-        """Exchange greetings. Raises ProtocolError: the peer does not speak ZMTP 3, or requires credentials."""
+        """Exchange greetings. Raises ProtocolError if the peer does not speak ZMTP 3, or wants credentials."""
         self._writer.write(_GREETING)
         theirs = await self._reader.readexactly(len(_GREETING))
         if theirs[0] != 0xFF or theirs[9] != 0x7F or theirs[10] < 3:
@@ -109,9 +105,8 @@ class ZmtpConnection:
 async def connected(host: str, port: int, kind: SocketType) -> AsyncIterator[ZmtpConnection]:
     """Hold a connection while the block runs.
 
-    Raises:
-        UnreachableError: the peer is unreachable, or the connection was lost, also while the block runs.
-        ProtocolError: the peer speaks another protocol.
+    Raises UnreachableError for a failed or lost connection, also while the block runs, and ProtocolError for another
+    protocol.
     """
     loop = asyncio.get_running_loop()
     writer: asyncio.StreamWriter | None = None

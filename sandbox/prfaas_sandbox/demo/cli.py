@@ -1,4 +1,4 @@
-"""`prfaas demo`: options, Ctrl-C and the exit code."""
+"""`prfaas demo`: flags, Ctrl-C and the exit code."""
 
 import asyncio
 import sys

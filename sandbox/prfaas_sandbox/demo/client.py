@@ -1,7 +1,7 @@
-"""Sends the demo's requests: real text of a wanted length, one streamed completion, timed, with the gateway's headers.
+"""Sends the demo's requests: one streamed completion each, of real text of a given length, with times and headers.
 
-The text is the language reference that every Python installation carries. The shipped model reads bytes, so that a text
-of n ASCII characters is a prompt of about n tokens.
+The text is the language reference in every Python installation. The shipped model reads bytes, so n ASCII characters
+make a prompt of about n tokens.
 """
 
 import time
@@ -15,13 +15,7 @@ from prfaas_sandbox.demo.records import RequestRecord
 
 
 class DemoClient:
-    """Sends prompts to one gateway.
-
-    Args:
-        url: the gateway's base URL without /v1.
-        model: the served model's name.
-
-    """
+    """Sends prompts to one gateway; `url` is without /v1."""
 
     def __init__(self, url: str, model: str):
         self.model = model
@@ -32,7 +26,7 @@ class DemoClient:
         await self._openai.close()
 
     async def ask(self, prompt: str, *, act: str, max_tokens: int = 24) -> RequestRecord:
-        """Stream one completion; a failure becomes a record whose outcome says why, never an exception."""
+        """Stream one completion; a failure becomes a record with its reason as outcome, never an exception."""
         request_id = f"demo-{uuid.uuid4().hex[:8]}"
         started = time.monotonic()
         try:
@@ -80,7 +74,6 @@ class DemoClient:
 
 @cache
 def _corpus() -> str:
-    """Return Python's help topics as one ASCII text (about 700 KB)."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name].strip() for name in sorted(topics))
@@ -88,7 +81,7 @@ def _corpus() -> str:
 
 
 def text_of(tokens: int, *, start: int = 0) -> str:
-    """Return `tokens` characters of prose, beginning at a paragraph near `start`; equal arguments give equal text."""
+    """Return `tokens` characters of prose from a paragraph near `start`; equal arguments give equal text."""
     corpus = _corpus()
     begin = corpus.find("\n\n", start % (len(corpus) - tokens - 4096)) + 2
     return corpus[begin : begin + tokens]

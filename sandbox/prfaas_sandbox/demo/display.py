@@ -1,4 +1,4 @@
-"""What a person sees of the demo: a live table on a terminal, plain lines elsewhere."""
+"""Displays the demo: a live table on a terminal, plain lines elsewhere."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,6 @@ SHOWN_REQUESTS = 14
 
 
 def human_bytes(count: int) -> str:
-    """Return a count of bytes in the unit a person would choose."""
     if count == 0:
         return "-"
     return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} KB"
@@ -60,13 +59,7 @@ def request_table(records: list[RequestRecord]) -> Table:
 
 
 class DemoDisplay:
-    """Shows the results as they grow.
-
-    Args:
-        results: what is shown; this class only reads it.
-        console: where to; a terminal gets a live table.
-
-    """
+    """Shows the results as they grow; it only reads them. On a terminal it is a live table."""
 
     def __init__(self, results: DemoResults, console: Console):
         self.console = console
@@ -97,7 +90,7 @@ class DemoDisplay:
 
     @contextlib.contextmanager
     def live(self) -> Iterator[None]:
-        """Keep the table on the screen while the block runs; the whole table stays behind on a terminal."""
+        """Keep the table on the screen while the block runs; leave the whole table on a terminal."""
         if not self.console.is_terminal:
             yield
             return
@@ -125,7 +118,7 @@ class DemoDisplay:
 
 
 def summary(results: DemoResults) -> list[str]:
-    """Return the end in lines of console markup: what was shown, in figures, and what went wrong if anything did."""
+    """Return the closing lines in console markup: the figures, and the problems if there are any."""
     offloaded = [record for record in results.requests if record.decision == "offload"]
     moved = human_bytes(sum(record.kv_bytes for record in offloaded))
     lines = [

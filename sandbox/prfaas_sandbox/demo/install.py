@@ -1,6 +1,6 @@
-"""Installs prfaas into two clusters as a user would: Helm, `prfaas cluster join`, `kubectl apply`.
+"""Installs prfaas into two clusters as a user does: Helm, `prfaas cluster join`, `kubectl apply`.
 
-Nothing is created by hand here: what these three commands cannot do, the product cannot do.
+It creates no object in another way, so it proves that the three commands are enough.
 """
 
 import asyncio
@@ -38,9 +38,7 @@ class ExampleInstallation:
     async def create(cls, environment: Environment, *, report: Callable[[str], None]) -> "ExampleInstallation":
         """Install both charts, join the member cluster, apply the example and wait until its policy is Ready.
 
-        Raises:
-            PeerError: a command failed or something did not become Ready in time; the message carries its last words.
-
+        Raises PeerError, with the last output, after a failed command or if an object is not Ready in time.
         """
         self = cls(environment)
         report("helm install prfaas and prfaas-member")
@@ -61,13 +59,13 @@ class ExampleInstallation:
         return self
 
     async def helm_install(self, cluster: ClusterAccess, chart: str, *arguments: str) -> None:
-        """Install one of our charts as the release `prfaas`, or upgrade the release to it."""
+        """Install one of our charts as the release `prfaas`, or upgrade the release."""
         path = str(repository_root() / "charts" / chart)
         words = ("upgrade", "--install", "prfaas", path, "-n", NAMESPACE, "--create-namespace", *arguments)
         await self.environment.helm(cluster, *words)
 
     async def join(self) -> None:
-        """Register the member cluster in the hub by the command users run."""
+        """Register the member cluster in the hub by the users' command."""
         member, hub = self.environment.member, self.environment.hub
         command = [sys.executable, "-m", "prfaas.cli.main", "cluster", "join", MEMBER]
         command += [
@@ -87,15 +85,12 @@ class ExampleInstallation:
             raise PeerError(f"prfaas cluster join {MEMBER} failed: {output.decode().strip()}")
 
     async def wait_ready(self, kind: str, name: str, *, timeout_seconds: float) -> None:
-        """Wait until an object of the hub is Ready, as `wait_for` does."""
         await self.wait_for("Ready", kind, name, timeout_seconds=timeout_seconds)
 
     async def wait_for(self, condition: str, kind: str, name: str, *, timeout_seconds: float) -> None:
         """Wait until a condition of an object of the hub is True.
 
-        Raises:
-            PeerError: it has not within the time; the message holds the object's own conditions.
-
+        Raises PeerError, with the object's own conditions, when time is up.
         """
         try:
             await self.environment.kubectl(
@@ -112,7 +107,7 @@ class ExampleInstallation:
             raise PeerError(f"{kind} {name} is not {condition} after {timeout_seconds:.0f} s:\n{why}") from error
 
     async def _conditions(self) -> str:
-        """Return the conditions of everything of prfaas in the hub, a line each."""
+        """Return the conditions of all prfaas objects in the hub, a line each."""
         listing = await self.environment.kubectl(
             self.environment.hub, "-n", NAMESPACE, "get", "prfaas-all", "-o", "json"
         )
@@ -130,7 +125,7 @@ class ExampleInstallation:
         )  # fmt: skip
 
     def next_commands(self, opening: str) -> str:
-        """Return what a person may try next, with the addresses of this run, below an opening."""
+        """Return commands to try next, with the addresses of this run, below an opening."""
         hub, member = self.environment.hub.kubeconfig, self.environment.member.kubeconfig
         kubectl = self.environment.program("kubectl")
         prfaas = os.path.relpath(Path(sys.executable).with_name("prfaas"))
@@ -146,7 +141,7 @@ class ExampleInstallation:
 
 
 def operator_values(images: Images | None) -> list[str]:
-    """Return the flags with which Helm installs the operator from an image of ours, none for the chart's own."""
+    """Return the Helm flags for our own operator image, none for the chart's."""
     if images is None:
         return []
     repository, _, tag = images.operator.rpartition(":")
@@ -154,7 +149,7 @@ def operator_values(images: Images | None) -> list[str]:
 
 
 def example(text: str, images: Images | None) -> str:
-    """Return the example's objects, as kubectl reads them, with images of ours in place of the published ones."""
+    """Return the example's objects for kubectl, with our own images in place of the published ones."""
     if images is None:
         return text
     objects = list(yaml.safe_load_all(text))
@@ -167,11 +162,9 @@ def example(text: str, images: Images | None) -> str:
 
 
 def repository_root() -> Path:
-    """Return the checkout this package was installed from.
+    """Return the checkout that this package was installed from.
 
-    Raises:
-        ConfigError: the package does not run from a checkout, so that charts and examples are not at hand.
-
+    Raises ConfigError outside of a checkout, which has no charts and examples.
     """
     root = Path(__file__).resolve().parents[3]
     if not (root / "charts" / "prfaas").is_dir():

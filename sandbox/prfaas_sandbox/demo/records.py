@@ -1,13 +1,13 @@
-"""What the demo saw, as data: one record a request, the threshold over time, the failure drill, and the verdict.
+"""The demo's results as data: a record for each request, the threshold over time, the failure drill, and the verdict.
 
-The verdict is a pure function, so that the demo's exit code and the tests judge by the same rules.
+The verdict is a pure function, so that the demo's exit code and the tests use the same rules.
 """
 
 import msgspec
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """One request as its client saw it. `decision` and `prefilled_in` come from the gateway's response headers."""
+    """One request as its client saw it. `decision` and `prefilled_in` are the gateway's response headers."""
 
     id: str
     act: str
@@ -37,7 +37,7 @@ class ThresholdSample(msgspec.Struct, kw_only=True):
 
 
 class FailureDrill(msgspec.Struct, kw_only=True):
-    """The offload worker was killed while it sent a cache: what became of the request, and of the pool."""
+    """The results after the kill of the offload worker that was sending a cache."""
 
     request: RequestRecord
     killed_pod: str
@@ -47,7 +47,7 @@ class FailureDrill(msgspec.Struct, kw_only=True):
 
 
 class DemoResults(msgspec.Struct, kw_only=True):
-    """Everything that `.prfaas/demo.json` holds."""
+    """The content of `.prfaas/demo.json`."""
 
     startup_seconds: dict[str, float] = {}
     requests: list[RequestRecord] = []
@@ -61,7 +61,7 @@ class DemoResults(msgspec.Struct, kw_only=True):
 
 
 def find_problems(results: DemoResults) -> list[str]:
-    """Return what went wrong, in sentences; an empty list is a demo that showed what it promises."""
+    """Return the problems as sentences; none means that the demo succeeded."""
     drill = results.failure_drill
     lengths = [record for record in results.requests if record.act == "lengths"]
     crossed = [record for record in lengths if record.decision == "offload" and record.kv_bytes > 0]

@@ -1,7 +1,7 @@
-"""The steps of the demo: install, prompts of many lengths, a link that narrows and widens, a worker that is killed.
+"""The steps of the demo: install, prompts of many lengths, a link that narrows and widens, a killed worker.
 
-Each step drives the running system from outside only (HTTP to the gateway, tc on the link, a signal to a process) and
-writes what it saw into the records; nothing here knows how the system decides.
+Each step drives the running system only from outside (HTTP to the gateway, tc on the link, a signal to a process) and
+records the results.
 """
 
 import asyncio
@@ -33,9 +33,7 @@ SENT_BYTES_QUERY = "sum(prfaas_transfer_sent_bytes_total{{cluster='{cluster}'}})
 async def run(display: DemoDisplay, *, state: Path, keep: bool) -> None:
     """Run the demo and write `state`/demo.json; with `keep` go on until cancelled.
 
-    Raises:
-        PrfaasError: the system could not be started; what went wrong after that stands in the results.
-
+    Raises PrfaasError if the system does not start; later problems are in the results.
     """
     started, results = time.monotonic(), display.results
 
@@ -62,7 +60,7 @@ async def run(display: DemoDisplay, *, state: Path, keep: bool) -> None:
 
 
 async def _play(installation: ExampleInstallation, display: DemoDisplay) -> None:
-    """Play the steps while the threshold is sampled."""
+    """Run the steps while the sampler reads the threshold."""
 
     def on_sample(sample: ThresholdSample) -> None:
         display.results.threshold.append(sample)
@@ -79,15 +77,7 @@ async def _play(installation: ExampleInstallation, display: DemoDisplay) -> None
 
 
 class DemoSteps:
-    """Plays the steps one after the other.
-
-    Args:
-        installation: the running system.
-        client: sends the prompts.
-        sampler: samples the threshold.
-        display: what a person sees, and the results that it shows.
-
-    """
+    """Runs the steps one after the other."""
 
     def __init__(
         self, installation: ExampleInstallation, client: DemoClient, sampler: "ThresholdSampler", display: DemoDisplay
@@ -123,7 +113,7 @@ class DemoSteps:
 
     @contextlib.asynccontextmanager
     async def _load(self, act: str) -> AsyncIterator[None]:
-        """Keep a few clients sending long prompts while the block runs; their last requests are awaited."""
+        """Run a few clients with long prompts while the block runs; wait for their last requests."""
         done = asyncio.Event()
 
         async def one_client() -> None:
@@ -185,7 +175,7 @@ class DemoSteps:
         )
 
     async def _until_offloaded_again(self, tokens: int, deadline: float) -> RequestRecord:
-        """Send such prompts until one is offloaded: the gateway leaves a worker that failed alone for a moment."""
+        """Send prompts until one is offloaded: the gateway ejects a failed worker for a moment."""
         await self._installation.wait_ready("prefillpool", OFFLOAD_POOL, timeout_seconds=deadline - time.monotonic())
         while True:
             record = await self._ask(tokens, "again")
@@ -195,13 +185,7 @@ class DemoSteps:
 
 
 class ThresholdSampler:
-    """Samples of the threshold since the start.
-
-    Args:
-        prometheus_url: Prometheus as the host reaches it.
-        on_sample: called with every new sample.
-
-    """
+    """Samples of the threshold since the start; `on_sample` gets every new one."""
 
     def __init__(self, prometheus_url: str, on_sample: Callable[[ThresholdSample], None]):
         self.samples: list[ThresholdSample] = []
@@ -211,7 +195,7 @@ class ThresholdSampler:
         self._http = httpx.AsyncClient(base_url=prometheus_url, timeout=2.0)
 
     async def query(self, promql: str) -> float | None:
-        """Return the one value of an instant query, or None when there is none (yet)."""
+        """Return the one value of an instant query, or None if there is none (yet)."""
         try:
             answer = await self._http.get("/api/v1/query", params={"query": promql})
             results = answer.raise_for_status().json()["data"]["result"]
@@ -239,7 +223,7 @@ class ThresholdSampler:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["ThresholdSampler"]:
-        """Sample in the background as long as the block runs."""
+        """Sample in the background while the block runs."""
         task = asyncio.create_task(self._run())
         try:
             yield self
@@ -250,7 +234,7 @@ class ThresholdSampler:
             await self._http.aclose()
 
     async def until(self, holds: Callable[[int], bool], *, timeout_seconds: float) -> int:
-        """Wait until a newly sampled threshold satisfies `holds`; return the last threshold either way."""
+        """Wait until a new sample satisfies `holds`, or time is up; return the last threshold."""
         deadline = time.monotonic() + timeout_seconds
         seen = len(self.samples)
         while time.monotonic() < deadline:

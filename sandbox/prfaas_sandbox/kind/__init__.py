@@ -1,1 +1,1 @@
-"""Two kind clusters in Docker, with prfaas installed as real container images. `make kind` begins here."""
+"""Two kind clusters in Docker, with prfaas as real container images. `make kind` begins here."""

@@ -27,7 +27,7 @@ LinkOption = Annotated[float, typer.Option("--link-mbps", help="Rate of the link
 
 
 def layout() -> Layout:
-    """Return the one pair of clusters that these commands are about."""
+    """Return the one pair of clusters that these commands use."""
     root = repository_root()
     return Layout(root, root / STATE)
 
@@ -106,7 +106,6 @@ def _facts(cluster: KindCluster) -> dict[str, str]:
 
 
 async def _require_running() -> Layout:
-    """Return the pair; raise ConfigError when its nodes do not run."""
     pair = layout()
     if not await daemon_answers():
         raise ConfigError("Docker's daemon does not run, and so no clusters do: start them with `make kind`")

@@ -1,8 +1,8 @@
 """Creates, fills and deletes a pair of kind clusters, and shapes and cuts the link between their nodes.
 
-Whatever is there and well is left as it is. The link is what lies between the two node containers on their Docker
-network. Each node's own end is shaped, so that nothing on this machine outside the containers is touched, and deleting
-a container undoes all of it. As in the sandbox, pods of one cluster reach those of the other by their own addresses.
+A healthy cluster is left as it is. The link is the Docker network between the two node containers. Each node's own end
+is shaped, so that this machine outside the containers stays unchanged, and deleting a container undoes all of it. As in
+the sandbox, pods of one cluster reach those of the other by their own addresses.
 """
 
 import asyncio
@@ -34,15 +34,7 @@ RATE_UNITS = {"": 1e-6, "K": 1e-3, "M": 1.0, "G": 1e3}
 
 @dataclass(frozen=True)
 class Clusters:
-    """A pair of kind clusters.
-
-    Args:
-        layout: their names and files.
-        kind: the program.
-        kubectl: the program.
-        report: gets lines of progress.
-
-    """
+    """A pair of kind clusters. `report` gets lines of progress."""
 
     layout: Layout
     kind: Path
@@ -50,7 +42,7 @@ class Clusters:
     report: Report
 
     async def ensure(self, image: NodeImage) -> None:
-        """Create what is missing or broken, and open the link between the two."""
+        """Create missing and broken clusters, and open the link between the two."""
         self.layout.images.mkdir(exist_ok=True)
         if not await succeeds("network", "inspect", self.layout.network):
             await docker("network", "create", "--label", self.layout.label, self.layout.network)
@@ -73,7 +65,7 @@ class Clusters:
         self.report(f"cluster {cluster.name} is ready")
 
     async def _well(self, cluster: KindCluster) -> bool:
-        """Return whether a cluster that exists is ready, or gets so when its node is started."""
+        """Return whether a cluster is ready, or becomes ready after a start of its node."""
         try:
             if await inspect("{{.State.Running}}", cluster.node) != ["true"]:
                 await docker("start", cluster.node)
@@ -87,7 +79,7 @@ class Clusters:
         return True
 
     async def load(self, wanted: dict[str, list[str]]) -> None:
-        """Put images into clusters, which are named by their role; each leaves Docker once."""
+        """Load images into clusters, by role; each image leaves Docker once."""
         takers: dict[str, list[KindCluster]] = {}
         for cluster in self.layout.clusters:
             present = (await execute(cluster, [*CONTAINERS, "images", "ls", "-q"])).split()
@@ -101,7 +93,7 @@ class Clusters:
             self.report("images are loaded")
 
     async def _load(self, image: str, clusters: list[KindCluster]) -> None:
-        """Put an image into clusters by a folder that their nodes see: `kind load` would pipe it through Docker."""
+        """Load an image by a folder that the nodes mount: `kind load` would pipe it through Docker."""
         archive = self.layout.images / "image.tar"
         try:
             await docker("save", "-o", archive, image, timeout_seconds=LOAD_TIMEOUT_SECONDS)
@@ -112,11 +104,9 @@ class Clusters:
             archive.unlink(missing_ok=True)
 
     async def names(self) -> list[str]:
-        """Return the names of all kind clusters that Docker holds."""
         return (await self._kind(["get", "clusters"], KIND_SECONDS)).split()
 
     async def delete(self, cluster: KindCluster) -> None:
-        """Delete a cluster; none of that name is no error."""
         words = ["delete", "cluster", "--name", cluster.name, "--kubeconfig", str(cluster.kubeconfig)]
         await self._kind(words, KIND_SECONDS)
 
@@ -131,13 +121,9 @@ class Clusters:
 
 
 def configuration(text: str, image: NodeImage, images: Path) -> str:
-    """Return a cluster's file as kind gets it.
+    """Return the configuration file of a cluster for kind.
 
-    Args:
-        text: of the file in kind-configs/.
-        image: the node image; where it is ours, it brings the network for pods.
-        images: folder of this machine in which the nodes find archives.
-
+    `text` is the file in kind-configs/. `images` is a host folder of image archives for the nodes.
     """
     document = yaml.safe_load(text)
     for each in document["nodes"]:
@@ -148,7 +134,7 @@ def configuration(text: str, image: NodeImage, images: Path) -> str:
 
 
 async def remove_everything(layout: Layout) -> None:
-    """Remove by Docker alone what `ensure` and builds make: nodes with volumes, the network, helping containers."""
+    """Remove by Docker only all that `ensure` and builds make: nodes with volumes, the network, helper containers."""
     for cluster in layout.clusters:
         await remove_all(("ps -aq", "rm -fv"), f"io.x-k8s.kind.cluster={cluster.name}")
     await remove_all(("ps -aq", "rm -fv"), layout.label)
@@ -156,26 +142,25 @@ async def remove_everything(layout: Layout) -> None:
 
 
 async def execute(cluster: KindCluster, words: Sequence[str], timeout_seconds: float = QUICK_SECONDS) -> str:
-    """Run a command in a cluster's node and return what it prints."""
     return await docker("exec", "--privileged", cluster.node, *words, timeout_seconds=timeout_seconds)
 
 
 async def addresses(layout: Layout) -> dict[str, str]:
-    """Return the address of each cluster's node by the cluster's role."""
+    """Return the node address of each cluster by role."""
     template = f'{{{{(index .NetworkSettings.Networks "{layout.network}").IPAddress}}}}'
     found = await inspect(template, *(cluster.node for cluster in layout.clusters))
     return {cluster.role: address for cluster, address in zip(layout.clusters, found, strict=True)}
 
 
 async def open_link(layout: Layout) -> None:
-    """Let everything pass between the clusters; pods reach pods by their own addresses."""
+    """Allow all traffic between the clusters; pods reach pods by their own addresses."""
     for own, other, address in await _ends(layout):
         await execute(own, ["ip", "route", "replace", other.network.range, "via", address, "dev", DEVICE])
     await _lose(layout, lost=False)
 
 
 async def cut_link(layout: Layout) -> None:
-    """Lose everything that one node or its pods send to the other."""
+    """Drop all traffic between the nodes and their pods."""
     await _lose(layout, lost=True)
 
 
@@ -193,7 +178,7 @@ async def _ends(layout: Layout) -> list[tuple[KindCluster, KindCluster, str]]:
 
 
 async def kill_pod(cluster: KindCluster, namespace: str, pod: str) -> None:
-    """Kill all processes of a pod with SIGKILL; raise PeerError when the node runs no such pod."""
+    """Kill all processes of a pod with SIGKILL; raise PeerError if the node runs no such pod."""
     chosen = f'labels."io.kubernetes.pod.namespace"=={namespace},labels."io.kubernetes.pod.name"=={pod}'
     containers = (await execute(cluster, [*CONTAINERS, "containers", "ls", "-q", chosen])).split()
     running = (await execute(cluster, [*CONTAINERS, "tasks", "ls", "-q"])).split()
@@ -205,17 +190,17 @@ async def kill_pod(cluster: KindCluster, namespace: str, pod: str) -> None:
 
 
 async def shape_link(layout: Layout, mbps: float) -> None:
-    """Limit what each node sends to a rate in Mbit/s."""
+    """Limit the outgoing rate of each node, in Mbit/s."""
     for cluster in layout.clusters:
         await execute(cluster, token_bucket(mbps, DEVICE))
 
 
 async def link_rate(layout: Layout) -> float:
-    """Return the rate in Mbit/s to which the link is shaped; 0 where it is not."""
+    """Return the link's rate in Mbit/s; 0 if it is not shaped."""
     return parse_rate(await execute(layout.hub, ["tc", "qdisc", "show", "dev", DEVICE]))
 
 
 def parse_rate(shown: str) -> float:
-    """Return the rate in Mbit/s that `tc qdisc show` tells, 0 if it tells none."""
+    """Return the rate in Mbit/s from the output of `tc qdisc show`, 0 without one."""
     found = re.search(r"\brate (\d+)([KMG]?)bit\b", shown)
     return float(found[1]) * RATE_UNITS[found[2]] if found else 0.0

@@ -1,8 +1,8 @@
-"""Docker's client, and its daemon: the one that runs, or where none does and nobody else would start it, our own.
+"""Docker's client, and its daemon: the running one, or our own if no other would be started.
 
-Our daemon runs on when `prfaas kind up` has ended, as the clusters do; `prfaas kind down` ends it. A root that lacks
-CAP_SYS_RESOURCE, as in some virtual machines, needs ours, or one set up like it: nodes are privileged containers, and
-there only a runtime that asks for less can start them.
+Our daemon runs on after `prfaas kind up`, as the clusters do; `prfaas kind down` ends it. A root without
+CAP_SYS_RESOURCE, as in some virtual machines, needs our daemon or one with its settings: nodes are privileged
+containers, and there only a runtime that asks for less can start them.
 """
 
 import asyncio
@@ -36,12 +36,11 @@ SYSTEMD = Path("/run/systemd/system")
 
 
 async def docker(*arguments: str | Path, stdin: bytes | None = None, timeout_seconds: float = QUICK_SECONDS) -> str:
-    """Run the docker client and return what it prints; raise PeerError with its message when it fails."""
+    """Run the docker client and return its output; raise PeerError with its message if it fails."""
     return (await run(Command(["docker", *arguments], timeout_seconds=timeout_seconds), stdin)).strip()
 
 
 async def succeeds(*arguments: str) -> bool:
-    """Return whether a docker command ends with 0."""
     try:
         await docker(*arguments)
     except PeerError:
@@ -50,17 +49,11 @@ async def succeeds(*arguments: str) -> bool:
 
 
 async def has_image(reference: str) -> bool:
-    """Return whether Docker has an image here."""
     return await succeeds("image", "inspect", reference)
 
 
 async def daemon_answers() -> bool:
-    """Return whether a daemon answers us.
-
-    Raises:
-        ConfigError: there is no client, or the daemon does not let us in.
-
-    """
+    """Return whether a daemon answers; raise ConfigError if there is no client or the daemon denies access."""
     if shutil.which("docker") is None:
         raise ConfigError(f"Docker is not installed: {INSTALL_ADVICE}")
     try:
@@ -73,18 +66,18 @@ async def daemon_answers() -> bool:
 
 
 async def free_bytes() -> int | None:
-    """Return the free space of Docker's disk; None where the daemon does not run on this machine's files."""
+    """Return the free space of Docker's disk; None if the daemon uses other files than this machine's."""
     root = Path(json.loads(await docker("info", "--format", "{{json .DockerRootDir}}")))
     return shutil.disk_usage(root).free if root.is_dir() else None
 
 
 async def inspect(template: str, *names: str) -> list[str]:
-    """Return a line for each of some objects, in the form of a template."""
+    """Return a line for each object, in the form of a template."""
     return (await docker("inspect", "--format", template, *names)).splitlines()
 
 
 async def remove_all(kind: Sequence[str], label: str) -> None:
-    """Remove every object that has a label; `kind` is (listing, removing), for example ("ps -aq", "rm -f")."""
+    """Remove every object with a label; `kind` is (listing, removing), for example ("ps -aq", "rm -f")."""
     listing, removing = kind
     if found := (await docker(*listing.split(), "--filter", f"label={label}")).split():
         await docker(*removing.split(), *found)
@@ -93,10 +86,8 @@ async def remove_all(kind: Sequence[str], label: str) -> None:
 async def ensure_daemon(layout: Layout, report: Report) -> None:
     """Return when a Docker daemon answers that can run kind's nodes.
 
-    Raises:
-        ConfigError: Docker is not installed, or does not run and is not ours to start; the message says what to do.
-        PeerError: the daemon that we started ended; the message carries the end of its log.
-
+    Raises ConfigError, with the cure, if Docker is missing or we may not start it; PeerError, with the log's end, if
+    our daemon ends.
     """
     if not await daemon_answers():
         why = _not_ours_to_start()
@@ -114,7 +105,7 @@ async def ensure_daemon(layout: Layout, report: Report) -> None:
 
 
 def _not_ours_to_start() -> str:
-    """Return why we cannot start a daemon, or nothing."""
+    """Return the reason why we cannot start a daemon, empty if we can."""
     if os.geteuid() != 0:
         return "only root can"
     if SYSTEMD.exists():
@@ -123,7 +114,7 @@ def _not_ours_to_start() -> str:
 
 
 def lacks_resource_capability(status: str | None = None) -> bool:
-    """Return whether we, as root, lack CAP_SYS_RESOURCE; `status` is the text of /proc/self/status."""
+    """Return whether we are root without CAP_SYS_RESOURCE; `status` is the text of /proc/self/status."""
     status = status or Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return os.geteuid() == 0 and not int(effective, 16) >> CAP_SYS_RESOURCE & 1
@@ -148,7 +139,7 @@ def _start(layout: Layout) -> None:
 
 
 def our_daemon(layout: Layout) -> int | None:
-    """Return the process id of the daemon that `ensure_daemon` started and that still runs, if there is one."""
+    """Return the process id of our running daemon, if there is one."""
     try:
         pid = int(layout.daemon_pid.read_text())
     except (OSError, ValueError):
@@ -157,7 +148,7 @@ def our_daemon(layout: Layout) -> int | None:
 
 
 def _is_daemon(pid: int) -> bool:
-    """Return whether a process is a dockerd that has not ended; one that nobody has waited for yet has."""
+    """Return whether a process is a running dockerd; a zombie is not."""
     try:
         name, _, state = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(") ")
     except OSError:
@@ -166,7 +157,7 @@ def _is_daemon(pid: int) -> bool:
 
 
 def stop_daemon(layout: Layout) -> bool:
-    """End the daemon that we started, if there is one; return whether there was."""
+    """End our daemon, if there is one; return whether there was."""
     pid = our_daemon(layout)
     if pid is None:
         return False

@@ -1,4 +1,4 @@
-"""A pair of kind clusters as an `Environment`: brought up, used like the sandbox, and taken down without a trace."""
+"""A pair of kind clusters as an `Environment`: starts it, serves it like the sandbox, and removes it completely."""
 
 import asyncio
 import json
@@ -39,27 +39,20 @@ POLL_SECONDS: Final = 0.2
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs that run on this machine, beside Docker's."""
-
     kind: Path
     helm: Path
     kubectl: Path
 
 
 def programs(report: Report) -> Programs:
-    """Return the programs, built when needed; any kubectl on PATH will do."""
+    """Return the programs, built if needed; any kubectl on PATH is accepted."""
     found = ensure_modules((KIND, HELM), report)
     kubectl = shutil.which("kubectl")
     return Programs(found["kind"], found["helm"], Path(kubectl) if kubectl else ensure_tools(report)["kubectl"])
 
 
 class KindEnvironment:
-    """A pair of kind clusters that is up; get one from `up` or `running`. It is an `Environment`.
-
-    Attributes:
-        layout: names and files.
-
-    """
+    """A running pair of kind clusters, an `Environment`; get one from `up` or `running`."""
 
     command = "kind"
 
@@ -72,17 +65,10 @@ class KindEnvironment:
 
     @classmethod
     async def up(cls, layout: Layout, *, link_mbps: float, report: Report) -> Self:
-        """Bring up whatever is not: Docker's daemon, images, clusters, link and Prometheus.
+        """Start all that does not run: Docker's daemon, images, clusters, link and Prometheus.
 
-        Args:
-            layout: names and files of the pair.
-            link_mbps: rate of the link, each way.
-            report: gets lines of progress.
-
-        Raises:
-            ConfigError: this machine lacks something; the message says what to do.
-            PeerError: a step failed or took too long; the message carries its last words.
-
+        Raises ConfigError, with the cure, if this machine lacks something; PeerError, with the last output, after a
+        failed or slow step.
         """
         checked_rate(link_mbps)
         layout.logs.mkdir(parents=True, exist_ok=True)
@@ -108,7 +94,7 @@ class KindEnvironment:
     @classmethod
     @asynccontextmanager
     async def running(cls, layout: Layout, *, link_mbps: float, report: Report) -> AsyncIterator[Self]:
-        """Bring a pair up for the length of the context, and take it down in the end, whatever happened."""
+        """Start a pair for the block, and remove it at the end, even after errors."""
         try:
             yield await cls.up(layout, link_mbps=link_mbps, report=report)
         finally:
@@ -123,12 +109,9 @@ class KindEnvironment:
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
         """Return a URL on 127.0.0.1 for a port of a Service of the hub; kube-proxy chooses a pod for each connection.
 
-        Docker takes connections before kube-proxy knows where they go, and breaks them: waits until HTTP is answered.
-
-        Raises:
-            UnreachableError: nobody answers within a minute.
-            ConfigError: it is a Service of the member, or as many as the hub's node has ways out for have one already.
-
+        Docker accepts connections before kube-proxy has a route, and breaks them. So this waits until HTTP is answered.
+        Raises UnreachableError after a minute without an answer, and ConfigError for a Service of the member or if all
+        mapped ports are used.
         """
         if cluster != self.hub:
             raise ConfigError("only Services of the hub can be reached from this machine")
@@ -151,7 +134,7 @@ class KindEnvironment:
         return url
 
     async def _node_port(self, namespace: str, service: str) -> int:
-        """Return the port of the hub's node by which a Service is reached, or a free one."""
+        """Return the hub node's port of a Service, or a free one."""
         listed = json.loads(await self.kubectl(self.hub, "get", "services", "-A", "-o", "json"))["items"]
         taken = {
             way["nodePort"]: (each["metadata"]["namespace"], each["metadata"]["name"])
@@ -184,18 +167,14 @@ class KindEnvironment:
 
 
 async def mapped(layout: Layout, node_port: int) -> str:
-    """Return the URL on 127.0.0.1 that leads to a port of the hub's node."""
+    """Return the URL on 127.0.0.1 of a port of the hub's node."""
     address = (await docker("port", layout.hub.node, f"{node_port}/tcp")).splitlines()[0]
     return f"http://{address}"
 
 
 async def down(layout: Layout, *, purge: bool = False) -> None:
-    """Remove clusters, network, helping containers and files, and end the daemon that we started; again is harmless.
-
-    Args:
-        layout: whose.
-        purge: also the images.
-
+    """Remove clusters, network, helper containers and files, and end our daemon; `purge` removes images too. Repeating
+    is harmless.
     """
     if await daemon_answers():
         await remove_everything(layout)
@@ -209,7 +188,7 @@ async def down(layout: Layout, *, purge: bool = False) -> None:
 
 
 def _warn_of_inotify(report: Report) -> None:
-    """Say what is behind `too many open files` in a node, before it happens."""
+    """Warn of the cause of `too many open files` in a node, before it happens."""
     if INOTIFY.exists() and (limit := int(INOTIFY.read_text())) < ENOUGH_INOTIFY:
         report(
             f"fs.inotify.max_user_instances is {limit}, which may be too few for two nodes: sysctl -w raises it to 512"

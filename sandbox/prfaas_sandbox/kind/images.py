@@ -1,8 +1,8 @@
-"""Builds the images of a pair of kind clusters: the node, what prfaas runs in, prfaas's own three, and Prometheus.
+"""Builds the images of a pair of kind clusters: the node, the base, prfaas's own three, and Prometheus.
 
-Where images can be pulled, the node is kind's published one and the base Debian's; else both are built from Debian
-packages and Go modules. Everything above them is built the same way in both cases. Each image has a tag with a hash of
-what it is made of, so that nothing is built twice.
+If images can be pulled, the node is kind's published one and the base is Debian's. Else both are built from Debian
+packages and Go modules. The images above them are built the same way in both cases. Each tag has a hash of the image's
+inputs, so that no image is built twice.
 """
 
 import asyncio
@@ -53,19 +53,13 @@ TARGETS = ("operator", "gateway", "worker")
 
 @dataclass(frozen=True)
 class ImageBuilder:
-    """Makes images, and says how it goes.
-
-    Args:
-        layout: whose sources, logs and label.
-        report: gets lines of progress.
-
-    """
+    """Builds images and reports progress."""
 
     layout: Layout
     report: Report
 
     async def pulls(self, reference: str) -> bool:
-        """Return whether an image can be had from its registry; afterwards Docker has it."""
+        """Return whether Docker has an image or can pull it from its registry."""
         async with ticking(self.report, lambda: f"{reference} (pulling)"):
             try:
                 await docker("pull", reference, timeout_seconds=PULL_TIMEOUT_SECONDS)
@@ -74,7 +68,7 @@ class ImageBuilder:
         return True
 
     async def check_space(self) -> None:
-        """Raise ConfigError when Docker's disk has no room for what is built."""
+        """Raise ConfigError if Docker's disk has too little room for a build."""
         free = await free_bytes()
         if free is not None and free < NEEDED_BYTES:
             raise ConfigError(
@@ -100,7 +94,7 @@ class ImageBuilder:
             await self.run(command, reference)
 
     async def run(self, command: Command, reference: str) -> None:
-        """Run what builds an image; its output goes to a log of the image's name."""
+        """Run the build command of an image; its output goes to a log of the image's name."""
         step = ""
 
         def read(line: str) -> None:
@@ -115,7 +109,7 @@ class ImageBuilder:
 
     @asynccontextmanager
     async def _folder(self) -> AsyncIterator[Path]:
-        """Give an empty folder on the cache's disk, gone afterwards."""
+        """Yield an empty folder on the cache's disk, and remove it afterwards."""
         cache_folder().mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=cache_folder()))
         try:
@@ -125,18 +119,18 @@ class ImageBuilder:
 
 
 def clear_work() -> None:
-    """Remove the folders of builds that were killed."""
+    """Remove the folders of killed builds."""
     for folder in cache_folder().glob(f"{WORK_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def missing_programs(names: Sequence[str]) -> list[str]:
-    """Return which of some programs PATH does not have."""
+    """Return those programs that PATH lacks."""
     return [name for name in names if shutil.which(name) is None]
 
 
 def digest(root: Path, parts: Iterable[str], *more: str) -> str:
-    """Return a short hash of files and folders below `root`, names and contents, and of more words."""
+    """Return a short hash of files and folders below `root`, names and contents, and of further words."""
     total = hashlib.sha256("\0".join(more).encode())
     for part in parts:
         path = root / part
@@ -150,20 +144,14 @@ def digest(root: Path, parts: Iterable[str], *more: str) -> str:
 
 @dataclass(frozen=True)
 class NodeImage:
-    """What kind's nodes run.
-
-    Args:
-        reference: the image.
-        published: whether it is kind's own, which brings a network for pods; ours has it built in.
-
-    """
+    """The image of kind's nodes. A `published` one is kind's own and brings a pod network; ours has it built in."""
 
     reference: str
     published: bool
 
 
 async def node_image(builder: ImageBuilder) -> NodeImage:
-    """Return the node image: ours if it is here, else the published one, else ours built now."""
+    """Return the node image: ours if Docker has it, else the published one, else ours after a build."""
     tools = builder.layout.tools
     version = f"v{pinned_version((tools / NODE.name / 'go.mod').read_text(), NODE.pin)}"
     own = f"prfaas/kind-node:{version}-{digest(tools, NODE_SOURCES)}"
@@ -185,7 +173,7 @@ async def node_image(builder: ImageBuilder) -> NodeImage:
 
 
 async def base_image(builder: ImageBuilder) -> str:
-    """Return the image below prfaas's own: Debian trixie with its Python."""
+    """Return the base of prfaas's own images: Debian trixie with its Python."""
     tools = builder.layout.tools
     base = f"prfaas/kind-base:trixie-{digest(tools, BASE_SOURCES)}"
     if await has_image(base):
@@ -200,7 +188,6 @@ async def base_image(builder: ImageBuilder) -> str:
 
 
 async def product_images(builder: ImageBuilder) -> Images:
-    """Return prfaas's three images, built from this checkout."""
     root = builder.layout.repository
     base = await base_image(builder)
     tag = digest(root, PRODUCT_SOURCES, base)
@@ -217,7 +204,7 @@ async def product_images(builder: ImageBuilder) -> Images:
 
 
 async def prometheus_image(builder: ImageBuilder) -> str:
-    """Return an image with nothing but our Prometheus in it."""
+    """Return an image with only our Prometheus in it."""
     program = (await asyncio.to_thread(ensure_modules, (PROMETHEUS,), builder.report))["prometheus"]
     reference = f"prfaas/kind-prometheus:{program.parent.name.rpartition('-')[2]}"
     if not await has_image(reference):
@@ -235,9 +222,7 @@ def _build(words: Sequence[str | Path]) -> Command:
 async def docker_client() -> str:
     """Return a docker client on PATH that can build with BuildKit; newer ones need their plugin buildx for that.
 
-    Raises:
-        ConfigError: there is none.
-
+    Raises ConfigError if there is none.
     """
     seen: set[Path] = set()
     for folder in os.get_exec_path():
@@ -261,7 +246,7 @@ async def _has_buildkit(client: Path) -> bool:
 
 
 async def remove_images() -> None:
-    """Remove every image that this package has made."""
+    """Remove every image that this package has built."""
     for repository in (*REPOSITORIES, *(f"prfaas/{target}" for target in TARGETS)):
         listed = await docker("images", "--format", "{{.Repository}}:{{.Tag}}", repository)
         own = [line for line in listed.splitlines() if repository in REPOSITORIES or ":kind-" in line]

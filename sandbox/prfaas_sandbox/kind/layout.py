@@ -1,4 +1,4 @@
-"""Where one pair of kind clusters keeps its things, and what they are called. Pure."""
+"""Names and folders of one pair of kind clusters. Pure."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,8 @@ PROMETHEUS_NODE_PORT = 30090
 class KindCluster:
     """One of the two clusters.
 
-    Args:
-        role: hub or member.
-        name: what kind calls it.
-        network: its pods' addresses, as its file in kind-configs/ says.
-        config: that file.
-        kubeconfig: the administrator's, for use on the host.
-
+    `name` is kind's name of it, `network` the addresses of its pods, `config` its file in kind-configs/. `kubeconfig`
+    is the administrator's, for use on the host.
     """
 
     role: str
@@ -34,23 +29,16 @@ class KindCluster:
 
     @property
     def node(self) -> str:
-        """Name of the container that is its one node."""
+        """Name of the container that is its only node."""
         return f"{self.name}-control-plane"
 
     def access(self, address: str) -> ClusterAccess:
-        """Return the ways in, for a node of an address."""
+        """Return the access by a node's address."""
         return ClusterAccess(self.role, self.kubeconfig, f"https://{address}:{API_PORT}")
 
 
 class Layout:
-    """One pair of clusters.
-
-    Args:
-        repository: the checkout.
-        state: folder of kubeconfigs and logs; it belongs to this pair alone.
-        prefix: of the names of clusters and network, so that two pairs can stand side by side.
-
-    """
+    """One pair of clusters. Only this pair uses the folder `state`. `prefix` keeps the names of two pairs apart."""
 
     def __init__(self, repository: Path, state: Path, prefix: str = "prfaas"):
         self.repository = repository

@@ -1,4 +1,4 @@
-"""Prometheus in the hub of a pair of kind clusters: the sandbox's configuration, and a token for each cluster."""
+"""Installs Prometheus in the hub of a kind pair: the sandbox's configuration, and a token for each cluster."""
 
 import asyncio
 import base64
@@ -21,12 +21,7 @@ POLL_SECONDS = 0.3
 
 
 async def install(kubectl: str, layout: Layout, clusters: tuple[ClusterAccess, ClusterAccess], image: str) -> None:
-    """Run Prometheus in the first of two clusters, and wait until it is ready; again is harmless.
-
-    Raises:
-        PeerError: it did not become ready.
-
-    """
+    """Run Prometheus in the first of two clusters, and wait until it is ready. Repeating is harmless."""
     account = str(layout.configs / "prometheus-account.yaml")
     files = {"prometheus.yaml": configuration({cluster.name: FOLDER / cluster.name for cluster in clusters})}
     for cluster in clusters:
@@ -47,7 +42,7 @@ async def install(kubectl: str, layout: Layout, clusters: tuple[ClusterAccess, C
 
 
 def manifests(text: str, image: str) -> list[dict]:
-    """Return the objects of a file, its Deployment with an image."""
+    """Return the objects of a file, with an image for the Deployment."""
     parts = list(yaml.safe_load_all(text))
     for part in parts:
         if part["kind"] == "Deployment":
@@ -56,7 +51,7 @@ def manifests(text: str, image: str) -> list[dict]:
 
 
 async def _kubeconfig(kubectl: str, cluster: ClusterAccess) -> str:
-    """Return a kubeconfig with the account's token, once there is one."""
+    """Return a kubeconfig with the account's token, as soon as there is one."""
     deadline = time.monotonic() + TOKEN_TIMEOUT_SECONDS
     while True:
         found = await run_in(kubectl, cluster, ["-n", NAMESPACE, "get", "secret", "prometheus-token", "-o", "json"])

@@ -42,7 +42,7 @@ Find = Callable[[str, str, str], Container | None]
 
 @dataclass(frozen=True)
 class Folders:
-    """Where the agent writes: volumes and container roots, and logs of containers."""
+    """The agent's folders: volumes and container roots, and logs of containers."""
 
     run: Path
     logs: Path
@@ -63,7 +63,7 @@ class NodeAgent:
     async def start(cls, plane: ControlPlane, network: ClusterNetwork, folders: Folders) -> AsyncIterator[Self]:
         """Register the node with `plane` and run its pods until the context ends.
 
-        The context's task is cancelled, with the error as the cause, should the agent fail.
+        If the agent fails, the context's task is cancelled, with the error as the cause.
         """
         name = f"{network.name}-node"
         folders.run.mkdir(parents=True)
@@ -166,7 +166,7 @@ class NodeAgent:
             del self._pods[uid], self._tasks[uid]
 
     def _free_address(self) -> str:
-        """Return an address that no pod has, the one that was free longest."""
+        """Return the unused address that was free longest."""
         taken = {pod.address for pod in self._pods.values()}
         while True:
             address = self._network.pod_address(self._next_address)
@@ -176,7 +176,7 @@ class NodeAgent:
 
 
 def _server_tls(plane: ControlPlane, network: ClusterNetwork, folder: Path) -> ssl.SSLContext:
-    """Return a context that serves the node's certificate and wants one of the cluster's CA from every client."""
+    """Return a context with the node's certificate that requires client certificates of the cluster's CA."""
     pair = plane.authority.server(f"{network.name}-node", [network.address])
     certificate, key = write_pair(pair, folder, "node")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=plane.authority.certificate.decode())
@@ -224,7 +224,7 @@ def _node_status(address: str) -> Object:
 
 @asynccontextmanager
 async def serve_logs(address: str, tls: ssl.SSLContext, find: Find) -> AsyncIterator[None]:
-    """Serve logs at `address`; `find` takes namespace, pod and container. `tls` must ask for client certificates."""
+    """Serve logs at `address`; `find` takes namespace, pod and container. `tls` must require client certificates."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         _authorise(request)
@@ -246,7 +246,7 @@ async def serve_logs(address: str, tls: ssl.SSLContext, find: Find) -> AsyncIter
 
 
 def _authorise(request: web.Request) -> None:
-    """Refuse every user but the API server; TLS has checked that the certificate is our CA's."""
+    """Refuse every user but the API server; TLS has checked the certificate's CA."""
     certificate = request.get_extra_info("peercert") or {}
     names = {value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"}
     if names != {API_SERVER_USER}:
@@ -278,7 +278,7 @@ def _is_current(container: Container, path: Path) -> bool:
 
 
 async def _chunks(file: BinaryIO, may_grow: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """Yield what is in the file, and what is added as long as it may grow."""
+    """Yield the file's content, and additions while `may_grow()`."""
     while True:
         more = may_grow()  # asked before reading, so that the last words are not missed
         while chunk := file.read(CHUNK_BYTES):
@@ -289,7 +289,6 @@ async def _chunks(file: BinaryIO, may_grow: Callable[[], bool]) -> AsyncIterator
 
 
 def tail_offset(file: BinaryIO, lines: int) -> int:
-    """Return where the last `lines` lines of a file start."""
     end = file.seek(0, 2)
     position, wanted = end, lines
     if lines == 0:

@@ -1,4 +1,4 @@
-"""One container of a pod over all its runs: start, probe, restart with back-off, end."""
+"""Runs one container of a pod: start, probe, restart with back-off, end."""
 
 import asyncio
 import logging
@@ -36,17 +36,10 @@ START_ERROR_CODE = 128
 
 @dataclass(frozen=True)
 class ContainerContext:
-    """What a container gets from its pod.
+    """A container's surroundings in its pod.
 
-    Args:
-        restart_policy: Always, OnFailure or Never.
-        grace_seconds: how long it may take to end.
-        address: the pod's IP address.
-        logs: folder for one log per run.
-        session: for HTTP probes.
-        prepare: returns what to run, as of now; raises ConfigError or PeerError.
-        changed: called after every change of the facts.
-
+    `logs` is a folder for one log per run. `prepare` returns the process to run, or raises ConfigError or PeerError.
+    `changed` is called after every change of the facts.
     """
 
     restart_policy: str
@@ -60,16 +53,7 @@ class ContainerContext:
 
 @dataclass(frozen=True)
 class ProbeTarget:
-    """What probes of one container aim at.
-
-    Args:
-        address: the pod's IP address.
-        ports: the container's ports by name.
-        process: for exec probes.
-        env: the container's environment, for exec probes.
-        session: for HTTP probes; must not verify certificates, as the kubelet does not.
-
-    """
+    """The target of a container's probes. `session` must not verify certificates, as the kubelet does not."""
 
     address: str
     ports: dict[str, int]
@@ -78,18 +62,12 @@ class ProbeTarget:
     session: aiohttp.ClientSession
 
     def port(self, port: int | str) -> int:
-        """Return a port by number or name; 0, which nobody serves, for a name that the container does not have."""
+        """Return a port by number or name; 0, an unused port, for an unknown name."""
         return port if isinstance(port, int) else self.ports.get(port, 0)
 
 
 class Container:
-    """A container; `run` keeps it alive, `stop` ends it after `run` was cancelled.
-
-    Args:
-        spec: the container's part of the pod's spec.
-        surroundings: see there.
-
-    """
+    """A container; `run` keeps it alive, `stop` ends it after `run` was cancelled."""
 
     def __init__(self, spec: Object, surroundings: ContainerContext):
         self._spec = spec
@@ -108,15 +86,15 @@ class Container:
         return isinstance(self._facts.state, ContainerRunning)
 
     def log_file(self, *, previous: bool) -> Path:
-        """Return the log of the present run, or of the one before; it may not exist."""
+        """Return the log of the present or the previous run; it may not exist."""
         return self._around.logs / f"{self._facts.restarts - previous}.log"
 
     def wait_for(self, reason: str, message: str) -> None:
-        """Say what the container waits for before its first run."""
+        """Set the reason for waiting before the first run."""
         self._set(ContainerWaiting(reason, message))
 
     async def run(self) -> None:
-        """Run the container until its pod's restart policy says that it is done."""
+        """Run the container until its pod's restart policy ends it."""
         failures = 0
         while True:
             started = asyncio.get_running_loop().time()
@@ -133,7 +111,7 @@ class Container:
             self._facts = replace(self._facts, restarts=self._facts.restarts + 1)
 
     async def _run_once(self) -> ContainerTerminated:
-        """Start the container as soon as everything it refers to is there, and return how it ended."""
+        """Start the container as soon as its references exist, and return how it ended."""
         spec = await self._prepared()
         started_at = now_text()
         try:
@@ -157,7 +135,6 @@ class Container:
                 await asyncio.sleep(CONFIG_RETRY_SECONDS)
 
     async def _supervise(self, process: ContainerProcess, target: ProbeTarget) -> int:
-        """Probe the process while it runs and return its exit code."""
         probing = asyncio.create_task(self._probe(process, target))
         try:
             return await process.wait()
@@ -196,7 +173,7 @@ class Container:
         await process.stop(self._around.grace_seconds)
 
     async def stop(self, grace_seconds: float) -> None:
-        """End the process: preStop hook, SIGTERM, SIGKILL after `grace_seconds`. `run` must have been cancelled."""
+        """End the process: preStop hook, SIGTERM, SIGKILL after `grace_seconds`. Cancel `run` before."""
         process, state = self._process, self._facts.state
         if process is None or self._target is None or not isinstance(state, ContainerRunning):
             return
@@ -215,7 +192,6 @@ class Container:
             log.warning("preStop hook of container %s failed", self._facts.name)
 
     def kill(self) -> None:
-        """Kill every process of the container at once, as a crash would."""
         if self._process is not None:
             self._process.send(signal.SIGKILL)
 
@@ -232,12 +208,11 @@ class Container:
 
 
 def back_off_seconds(failures: int) -> float:
-    """Return how long to wait after `failures` earlier restarts: 0, 1, 2, 4, ... up to the longest."""
+    """Return the pause after `failures` restarts: 0, 1, 2, 4, ... up to the longest."""
     return 0.0 if failures == 0 else backoff_seconds(failures, 1.0, LONGEST_BACK_OFF_SECONDS, jitter=False)
 
 
 def _pause(ended: ContainerTerminated, seconds: float) -> ContainerWaiting:
-    """Return the state between two runs."""
     if ended.reason == "StartError":
         return ContainerWaiting("RunContainerError", ended.message)
     return ContainerWaiting(
@@ -250,18 +225,12 @@ def _terminated(exit_code: int, started_at: str) -> ContainerTerminated:
 
 
 def now_text() -> str:
-    """Return the time as the API wants it (RFC 3339, UTC, whole seconds)."""
+    """Return the time in the API's form (RFC 3339, UTC, whole seconds)."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Outcomes:
-    """Counts attempts; the verdict changes when enough of them in a row say so.
-
-    Args:
-        probe: its spec.
-        initial: the verdict before that, None when there is none.
-
-    """
+    """Counts attempts; the verdict changes after enough equal ones in a row. `initial` is None if there is none."""
 
     def __init__(self, probe: Object, *, initial: bool | None):
         self._needed = {True: probe.get("successThreshold", 1), False: probe.get("failureThreshold", 3)}
@@ -270,7 +239,7 @@ class Outcomes:
         self._in_a_row = 0
 
     def add(self, *, succeeded: bool) -> bool | None:
-        """Count an attempt and return the verdict that holds now."""
+        """Count an attempt and return the present verdict."""
         self._in_a_row = self._in_a_row + 1 if succeeded == self._last else 1
         self._last = succeeded
         if self._in_a_row >= self._needed[succeeded]:
@@ -279,7 +248,6 @@ class Outcomes:
 
 
 async def verdicts(probe: Object, target: ProbeTarget, *, initial: bool | None) -> AsyncIterator[bool | None]:
-    """Attempt for ever and yield the verdict after each attempt."""
     outcomes = Outcomes(probe, initial=initial)
     await asyncio.sleep(probe.get("initialDelaySeconds", 0))
     while True:
@@ -297,7 +265,7 @@ async def attempt(probe: Object, target: ProbeTarget) -> bool:
 
 
 async def perform(action: Object, target: ProbeTarget) -> bool:
-    """Do what a probe or a lifecycle hook asks for and return whether it went well."""
+    """Run the action of a probe or a lifecycle hook and return whether it succeeded."""
     if "httpGet" in action:
         return await _http(action["httpGet"], target)
     if "exec" in action:
@@ -317,7 +285,7 @@ async def _http(get: Object, target: ProbeTarget) -> bool:
 
 
 async def run_in(target: ProbeTarget, command: list[str]) -> int:
-    """Run a command inside the container and return its status; it is killed when the caller stops waiting."""
+    """Run a command inside the container and return its status; kill it if the caller is cancelled."""
     process = subprocess.Popen(  # noqa: ASYNC220  # only its end takes time, and that is awaited
         target.process.enter_command(command),
         env=target.env,

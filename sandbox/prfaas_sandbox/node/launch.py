@@ -1,12 +1,12 @@
 """Launches a container: new mount and PID namespaces, the container's view of the file system, then its command.
 
-Run as a script, `python -I -S launch.py SPEC_FD REPORT_FD`. It reads a JSON document {scratch, mounts, argv, env, cwd}
-from one descriptor and writes to the other `started PID`, or why not. Then it waits for the command, which is pid 1 of
-its namespace, and ends as the command did, with 128 + N for signal N. (unshare(1) would do, but makes SIGKILL a 1.)
+Run it as a script, `python -I -S launch.py SPEC_FD REPORT_FD`. It reads a JSON document {scratch, mounts, argv, env,
+cwd} from one descriptor and writes to the other `started PID` or an error. Then it waits for the command, which is pid
+1 of its namespace, and ends as the command did, with 128 + N for signal N. (unshare(1) makes SIGKILL a 1.)
 
 The view is the host's file system, with volumes at their mountPaths, which need not exist there. So the root becomes a
-tmpfs in which every entry of the host's root is bound; directories on the way to a mountPath are rebuilt likewise,
-entry by entry. Nothing of this can be seen outside. Only the standard library is imported: every container starts here.
+tmpfs in which every entry of the host's root is bound. Directories on the path to a mountPath are rebuilt likewise,
+entry by entry. The outside sees no change. Only the standard library is imported, because every container starts here.
 """
 
 import ctypes
@@ -31,20 +31,17 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
-    """Mount as mount(2) does; raise OSError with the target's name."""
     arguments = [text.encode() if text is not None else None for text in (source, target, kind)]
     check(libc.mount(*arguments, flags, options.encode() if options is not None else None), f"mount {target}")
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError when a call of libc failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot {what}: {os.strerror(number)}")
 
 
 def bind(source: str, target: str, *, read_only: bool = False) -> None:
-    """Make `source` visible at `target`, which is created."""
     if Path(source).is_dir():
         Path(target).mkdir(parents=True, exist_ok=True)
     else:
@@ -57,7 +54,9 @@ def bind(source: str, target: str, *, read_only: bool = False) -> None:
 
 
 def mirror(path: str, root: str, targets: set[str]) -> None:
-    """Bind every entry of directory `path` below `root`; rebuild, instead of binding, what leads to a target."""
+    """Bind every entry of directory `path` below `root`; rebuild, instead of binding, directories on the path to a
+    target.
+    """
     for entry in os.scandir(path):
         copy = root + entry.path
         if entry.path in targets:
@@ -74,7 +73,7 @@ def mirror(path: str, root: str, targets: set[str]) -> None:
 
 
 def enter_root(scratch: str, mounts: list[dict[str, Any]]) -> None:
-    """Replace the root of this mount namespace by the container's view of it."""
+    """Replace the root of this mount namespace by the container's view."""
     mount(None, "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", scratch, "tmpfs", options="mode=755")
     # /var/run is a link to /run: what counts is where a path ends up.
@@ -93,7 +92,7 @@ def enter_root(scratch: str, mounts: list[dict[str, Any]]) -> None:
 
 
 def become(spec: dict[str, Any]) -> None:
-    """Become the container's command; return only by an exception."""
+    """Execute the container's command; return only by an exception."""
     enter_root(spec["scratch"], spec["mounts"])
     os.chdir(spec["cwd"])
     program = shutil.which(spec["argv"][0], path=spec["env"].get("PATH"))
@@ -103,7 +102,9 @@ def become(spec: dict[str, Any]) -> None:
 
 
 def run_child(spec: dict[str, Any], report: int) -> None:
-    """Be the container's first process; never return. A successful exec closes `report`, a failure is written there."""
+    """Run as the container's first process; never return. A successful exec closes `report`, a failure is written
+    there.
+    """
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         become(spec)

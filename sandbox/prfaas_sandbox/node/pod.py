@@ -1,4 +1,4 @@
-"""One pod on the process node, from being bound to being gone."""
+"""Runs one pod on the process node, from its binding to its removal."""
 
 import asyncio
 import logging
@@ -32,17 +32,9 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Node:
-    """What the pods of a node share.
+    """The common data of a node's pods.
 
-    Args:
-        name: the Node object's name.
-        address: IP address of the node and of the API server, which has port `api_port` there.
-        api_port: see `address`.
-        api: of the node's user.
-        session: for HTTP probes.
-        folder: for volumes and container roots; gone with the node.
-        logs: for the logs of containers; stays.
-
+    `folder` holds volumes and container roots and is removed with the node; `logs` stays.
     """
 
     name: str
@@ -54,7 +46,7 @@ class Node:
     logs: Path
 
     def environment(self, hostname: str) -> dict[str, str]:
-        """Return what every container finds in its environment."""
+        """Return the environment variables of every container."""
         # The containers' programs are those of our own virtual environment.
         return {
             "PATH": f"{sys.prefix}/bin:{SYSTEM_PATH}",
@@ -66,7 +58,7 @@ class Node:
 
 
 def unsupported(pod: Object) -> str:
-    """Return what the pod asks for and the process node does not have, empty when there is nothing."""
+    """Return the pod's features that the process node lacks, empty if there are none."""
     spec = pod["spec"]
     hooks = [each["name"] for each in spec["containers"] if "postStart" in each.get("lifecycle", {})]
     probes = [
@@ -85,14 +77,7 @@ def unsupported(pod: Object) -> str:
 
 
 class Pod:
-    """A pod that this node runs; `run` returns when it is gone.
-
-    Args:
-        pod: the pod object.
-        node: where it runs.
-        address: its IP address.
-
-    """
+    """A pod of this node; `run` returns when it is removed."""
 
     def __init__(self, pod: Object, node: Node, address: str):
         self.address = address
@@ -132,14 +117,14 @@ class Pod:
         return self._containers.get(name)
 
     def observe(self, pod: Object) -> None:
-        """Take in a newer state of the pod object."""
+        """Take a newer state of the pod object."""
         self._pod = self._volumes.pod = pod
         self._changed.set()
         if pod["metadata"].get("deletionTimestamp"):
             self._stopping.set()
 
     def vanish(self) -> None:
-        """Take in that the pod object is gone: end everything at once."""
+        """End everything at once: the pod object is deleted."""
         self._vanished = True
         self._stopping.set()
 
@@ -181,7 +166,7 @@ class Pod:
             refreshing.cancel()
 
     async def _write_volumes(self) -> None:
-        """Write all volumes; as long as something is missing, say so in the containers' status and in an Event."""
+        """Write all volumes; report missing sources in the containers' status and in an Event."""
         told = ""
         while True:
             try:
@@ -227,7 +212,7 @@ class Pod:
                 log.warning("pod %s/%s: volumes stay as they are: %s", *self.name, error)
 
     async def _prepare(self, spec: Object) -> ProcessSpec:
-        """Return what to run for a container, from the objects it refers to as they are now."""
+        """Return the process of a container, from the present objects that it refers to."""
         data = await self._volumes.data(sources(spec))
         addresses = (self.address, self._node.address)
         base = self._node.environment(self._pod["metadata"]["name"])
@@ -245,7 +230,7 @@ class Pod:
         return Mount(mount["mountPath"].rstrip("/") or "/", str(source), mount.get("readOnly", False))
 
     async def _report(self) -> None:
-        """Bring the status up to date whenever something changed."""
+        """Update the status after every change."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -270,7 +255,7 @@ class Pod:
         self._sent = status
 
     async def _finish(self) -> None:
-        """Tell how the containers ended and let go of the pod object."""
+        """Report the containers' ends and release the pod object."""
         with suppress(PeerError):
             await self._send_status()
         precondition = {"uid": self._pod["metadata"]["uid"]}

@@ -1,4 +1,4 @@
-"""One run of a container: a process in mount and PID namespaces of its own, and what may be done to it."""
+"""One run of a container: a process in its own mount and PID namespaces, and the actions on it."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ class StartError(PeerError):
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or folder that the container sees at an absolute path."""
+    """A file or folder at an absolute path of the container."""
 
     path: str
     source: str
@@ -36,15 +36,9 @@ class Mount:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to run.
+    """The process to run.
 
-    Args:
-        argv: command and arguments; the command is looked up in env's PATH.
-        env: the whole environment.
-        cwd: working directory inside the container.
-        mounts: volumes.
-        scratch: an empty folder of the host, for the container's root.
-
+    `argv`'s command is looked up in env's PATH. `scratch` is an empty folder of the host for the container's root.
     """
 
     argv: tuple[str, ...]
@@ -55,13 +49,13 @@ class ProcessSpec:
 
 
 def program_folders() -> set[str]:
-    """Return the folders that containers' programs run from, which are those of this process."""
+    """Return the folders of containers' programs, which are those of this process."""
     folders = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path) if path}
     return {folder for folder in folders if Path(folder).is_dir()}
 
 
 def with_programs(mounts: Sequence[Mount], folders: Iterable[str]) -> tuple[Mount, ...]:
-    """Return the mounts, and after them those of `folders` that a volume would hide, such as /tmp a checkout in it."""
+    """Return the mounts, then those of `folders` that a volume would hide, such as a checkout below /tmp."""
     targets = [os.path.realpath(each.path) for each in mounts]
     hidden = [folder for folder in sorted(folders) if any(folder.startswith(target + "/") for target in targets)]
     shown = [folder for folder in hidden if not any(folder.startswith(other + "/") for other in hidden)]
@@ -71,10 +65,7 @@ def with_programs(mounts: Sequence[Mount], folders: Iterable[str]) -> tuple[Moun
 class ContainerProcess:
     """A container's process tree; get one from `start`.
 
-    Args:
-        launcher: our child, which ends as the container does.
-        pid: the container's first process.
-
+    `launcher` is our child, which ends as the container does; `pid` is the container's first process.
     """
 
     def __init__(self, launcher: subprocess.Popen[bytes], pid: int):
@@ -83,7 +74,7 @@ class ContainerProcess:
 
     @classmethod
     async def start(cls, spec: ProcessSpec, log: Path) -> Self:
-        """Start `spec` with its output appended to `log`; raise StartError with the reason when that fails."""
+        """Start `spec` with its output appended to `log`; raise StartError with the reason if that fails."""
         Path(spec.scratch).mkdir(parents=True, exist_ok=True)
         report, report_end = os.pipe()
         try:
@@ -99,7 +90,6 @@ class ContainerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended yet."""
         return self._launcher.poll() is None
 
     async def wait(self) -> int:
@@ -107,14 +97,14 @@ class ContainerProcess:
         return await wait_process(self._launcher)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the container's first process; with SIGKILL the kernel ends all the others too."""
+        """Send a signal to the container's first process; after SIGKILL the kernel ends all others too."""
         # The launcher reaps that process and ends at once: while it runs, the pid means what it meant.
         if self.running:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, number)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ask the container to end and kill it after `grace_seconds`."""
+        """Send SIGTERM, and SIGKILL after `grace_seconds`."""
         self.send(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_seconds):
@@ -147,7 +137,7 @@ def _launch(spec: ProcessSpec, log: Path, report_end: int) -> subprocess.Popen[b
 
 
 async def _read_all(descriptor: int) -> str:
-    """Read a pipe to its end; empty when time is up before."""
+    """Read a pipe to its end; return nothing if time is up before."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     pipe = os.fdopen(descriptor, "rb")

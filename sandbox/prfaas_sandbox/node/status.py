@@ -1,7 +1,7 @@
-"""The status of a pod, from what is known of its containers. Pure.
+"""The status of a pod, from facts of its containers. Pure.
 
-Only fields that the node owns are made here: applied server-side, they leave conditions of others (the scheduler's
-PodScheduled, readiness gates) alone. Rules: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/
+It has only fields that the node owns: applied server-side, they do not change conditions of others (the scheduler's
+PodScheduled, readiness gates). Rules: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,6 @@ from prfaas_sandbox.api import Object
 
 @dataclass(frozen=True)
 class ContainerWaiting:
-    """Not running yet, or not at the moment."""
-
     reason: str
     message: str = ""
 
@@ -27,8 +25,6 @@ class ContainerRunning:
 
 @dataclass(frozen=True)
 class ContainerTerminated:
-    """Ended."""
-
     exit_code: int
     reason: str
     started_at: str
@@ -41,17 +37,10 @@ ContainerState = ContainerWaiting | ContainerRunning | ContainerTerminated
 
 @dataclass(frozen=True)
 class ContainerFacts:
-    """What the node knows of a container.
+    """The node's facts of a container.
 
-    Args:
-        name: its name in the pod.
-        image: as the spec has it; nobody reads it.
-        state: now.
-        last: how the run before the present one ended.
-        restarts: runs after the first.
-        ready: its readiness probe's verdict while it runs.
-        started: whether it runs and its startup probe has succeeded.
-
+    `last` is how the previous run ended. `restarts` counts runs after the first. `ready` is the readiness verdict;
+    `started` means that it runs and its startup probe has succeeded.
     """
 
     name: str
@@ -65,7 +54,7 @@ class ContainerFacts:
 
 @dataclass(frozen=True)
 class PodAddresses:
-    """The addresses that a pod's status tells."""
+    """The addresses in a pod's status."""
 
     pod_address: str
     node_address: str
@@ -74,12 +63,8 @@ class PodAddresses:
 def pod_status(pod: Object, containers: Sequence[ContainerFacts], addresses: PodAddresses, now: str) -> Object:
     """Return the node's part of the status.
 
-    Args:
-        pod: the pod object; its conditions keep their transition times while they hold.
-        containers: all its containers, in the spec's order.
-        addresses: addresses.
-        now: time for new transitions, RFC 3339.
-
+    Unchanged conditions of `pod` keep their transition times; `now` is the time of new ones, RFC 3339. `containers` are
+    in the spec's order.
     """
     current = phase(pod["spec"].get("restartPolicy", "Always"), containers)
     return {
@@ -107,7 +92,7 @@ def phase(restart_policy: str, containers: Sequence[ContainerFacts]) -> str:
 
 
 def should_restart(restart_policy: str, exit_code: int) -> bool:
-    """Return whether a container that ended with `exit_code` is to run again."""
+    """Return whether to restart a container that ended with `exit_code`."""
     return restart_policy == "Always" or (restart_policy == "OnFailure" and exit_code != 0)
 
 
@@ -130,7 +115,7 @@ def _conditions(pod: Object, containers: Sequence[ContainerFacts], current: str,
 
 
 def _condition(kind: str, blocked: tuple[str, str] | None, held: Object, now: str) -> Object:
-    """Return a condition, False with (reason, message) when `blocked`, that is as old as its status."""
+    """Return a condition; it is False with (reason, message) if `blocked`, and keeps an equal status's time."""
     status = "False" if blocked else "True"
     since = held.get("lastTransitionTime") if held.get("status") == status else None
     condition = {"type": kind, "status": status, "lastTransitionTime": since or now}

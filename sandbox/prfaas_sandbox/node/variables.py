@@ -57,15 +57,9 @@ def _key_reference(origin: Object) -> tuple[ConfigSource, str, bool] | None:
 def environment(container: Object, base: Mapping[str, str], data: Data, field: Callable[[str], str]) -> dict[str, str]:
     """Return the container's environment.
 
-    Args:
-        container: its spec.
-        base: what every container gets; the spec may override it.
-        data: the content of each of `sources(container)`, None when the object does not exist.
-        field: returns the text of a pod's field.
-
-    Raises:
-        ConfigError: a reference leads nowhere and is not optional.
-
+    `base` holds defaults that the spec may override. `data` holds the content of each of `sources(container)`, None for
+    a missing object. `field` returns the text of a pod's field. Raises ConfigError for a missing reference that is not
+    optional.
     """
     result = dict(base)
     for source, prefix, optional in _bulk(container):
@@ -79,7 +73,7 @@ def environment(container: Object, base: Mapping[str, str], data: Data, field: C
 
 
 def _value(entry: Object, known: Mapping[str, str], data: Data, field: Callable[[str], str]) -> str | None:
-    """Return the value of one env entry, None for an optional reference that leads nowhere."""
+    """Return the value of one env entry, None for a missing optional reference."""
     origin = entry.get("valueFrom")
     if not origin:
         return expand(entry.get("value", ""), known)
@@ -105,14 +99,14 @@ def _content(data: Data, source: ConfigSource, *, optional: bool) -> Mapping[str
 
 
 def command_line(container: Object, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return command and arguments with $(NAME) replaced; raise ConfigError when there is no command."""
+    """Return command and arguments with $(NAME) replaced; raise ConfigError if there is no command."""
     if not container.get("command"):
         raise ConfigError(f"container {container['name']} has no command: the process node does not read images")
     return tuple(expand(part, env) for part in (*container["command"], *container.get("args", [])))
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace $(NAME) by its value; unknown names stay as they are, $$ stands for one dollar sign."""
+    """Replace $(NAME) by its value; unknown names stay as they are, $$ becomes one dollar sign."""
 
     def value(match: re.Match[str]) -> str:
         return "$" if match[1] is None else variables.get(match[1], match[0])
@@ -121,16 +115,9 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def field(pod: Object, path: str, addresses: tuple[str, str]) -> str:
-    """Return the text of field `path`.
+    """Return the text of the pod's field at a fieldPath such as metadata.name or metadata.labels['app'].
 
-    Args:
-        pod: the pod object.
-        path: a fieldPath such as metadata.name or metadata.labels['app'].
-        addresses: the pod's and the node's IP address, which the pod's status may not say yet.
-
-    Raises:
-        ConfigError: the path names no field that pods offer.
-
+    `addresses` are the pod's and the node's, which the pod's status may lack. Raises ConfigError for an unknown field.
     """
     metadata, spec = pod["metadata"], pod["spec"]
     pod_address, node_address = addresses

@@ -1,4 +1,4 @@
-"""The volumes of a pod as folders: what each holds is fetched, written, and kept up to date while the pod runs."""
+"""The volumes of a pod as folders: their content is fetched, written, and kept up to date while the pod runs."""
 
 import base64
 import os
@@ -26,7 +26,7 @@ Files = dict[str, tuple[bytes, int]]  # relative path -> (content, mode)
 
 
 def unsupported_volumes(pod: Object) -> list[str]:
-    """Return the names of the volumes that the process node cannot provide, with their kind."""
+    """Return the names and kinds of the volumes that the process node cannot provide."""
     volumes = pod["spec"].get("volumes", [])
     return [f"{volume['name']} ({_kind(volume)})" for volume in volumes if not any(kind in volume for kind in KINDS)]
 
@@ -43,15 +43,7 @@ class _Token:
 
 @dataclass
 class PodVolumes:
-    """The volumes of one pod below one folder.
-
-    Args:
-        api: of the node's user.
-        pod: the pod object.
-        folder: gets one folder per volume.
-        addresses: the pod's and the node's IP address.
-
-    """
+    """The volumes of one pod, each in a folder below `folder`."""
 
     api: KubeSession
     pod: Object
@@ -60,12 +52,11 @@ class PodVolumes:
     _tokens: dict[tuple[str, str], _Token] = field(default_factory=dict[tuple[str, str], _Token])
 
     def source(self, name: str) -> Path:
-        """Return where the volume `name` of the pod lies on the host."""
         volume = next((each for each in self.pod["spec"].get("volumes", []) if each["name"] == name), {})
         return Path(volume["hostPath"]["path"]) if "hostPath" in volume else self.folder / name
 
     async def write(self) -> None:
-        """Bring every volume up to date; raise ConfigError for what is missing, PeerError when the API fails."""
+        """Bring every volume up to date; raise ConfigError for a missing source, PeerError for an API failure."""
         for volume in self.pod["spec"].get("volumes", []):
             target = self.folder / volume["name"]
             if "hostPath" in volume:
@@ -76,7 +67,7 @@ class PodVolumes:
                 write_files(target, await self._files(volume))
 
     async def data(self, sources: Iterable[ConfigSource]) -> dict[ConfigSource, dict[str, bytes] | None]:
-        """Return the content of ConfigMaps and Secrets, None for those that do not exist."""
+        """Return the content of ConfigMaps and Secrets, None for missing ones."""
         return {source: await self._read(source) for source in sources}
 
     async def _files(self, volume: Object) -> Files:
@@ -143,7 +134,6 @@ class PodVolumes:
 
 
 def decode(found: Object, kind: SourceKind) -> dict[str, bytes]:
-    """Return the bytes that a ConfigMap or Secret object holds, by key."""
     encoded = found.get("data", {}) if kind == "secrets" else found.get("binaryData", {})
     result = {key: base64.b64decode(value) for key, value in (encoded or {}).items()}
     if kind == "configmaps":
@@ -152,7 +142,7 @@ def decode(found: Object, kind: SourceKind) -> dict[str, bytes]:
 
 
 def choose_items(source: ConfigSource, found: dict[str, bytes], spec: Object, mode: int) -> Files:
-    """Return all keys as files, or those that spec.items names, under the paths that it gives them."""
+    """Return all keys as files, or only those of spec.items under their paths."""
     if not spec.get("items"):
         return {key: (value, mode) for key, value in found.items()}
     files: Files = {}
