@@ -26,7 +26,7 @@ KEY: Final = "tls.key"
 AUTHORITIES: Final = "ca.crt"
 FILES: Final = (CERTIFICATE, KEY, AUTHORITIES)
 RETRY_SECONDS: Final = 1.0
-"""How often files that cannot be used are read again although they did not change."""
+"""Interval of re-reads of unusable files that did not change."""
 
 T = TypeVar("T")
 C = TypeVar("C", bound=ssl.SSLContext)
@@ -41,9 +41,9 @@ class Files(NamedTuple):
     validity: identity.Validity
     chain_and_key: bytes
     authorities: bytes
-    """The bundle as the directory holds it, PEM."""
+    """The bundle in the directory, PEM."""
     trusted: str
-    """The bundle as OpenSSL takes it."""
+    """The bundle in the form that OpenSSL loads."""
 
 
 class CredentialFiles(Generic[T]):

@@ -31,7 +31,7 @@ from prfaas.errors import ConfigError, IdentityError
 URI_PREFIX: Final = "spiffe://prfaas.io/cluster/"
 DNS_SUFFIX: Final = ".prfaas.internal"
 CLOCK_SKEW: Final = datetime.timedelta(minutes=10)
-"""How far validity reaches back, for peers with slow clocks."""
+"""Validity begins this long before the issue, for peers with slow clocks."""
 RENEW_AFTER: Final = 2 / 3
 """Part of its life after which a certificate is renewed."""
 _MAX_DEPTH: Final = 4
@@ -180,9 +180,9 @@ def signing_certificate(authority: KeyPair) -> x509.Certificate:
     for certificate in _load_all(authority.certificate):
         if certificate.public_key() == public:
             if not _is_authority(certificate):
-                raise ConfigError("the certificate is no authority's and can sign nothing; give the authority's")
+                raise ConfigError("the certificate is not an authority's and cannot sign; give the authority's")
             return certificate
-    raise ConfigError("the authority's key belongs to none of its certificates; give the two that were made together")
+    raise ConfigError("the authority's key fits none of its certificates; give a certificate with its own key")
 
 
 def validity_of(certificate: x509.Certificate) -> Validity:

@@ -59,7 +59,7 @@ class Attempts:
         request, facts = self._request, self._state.facts(self._request)
         if request.model != facts.table.model:
             raise RequestError(
-                f"the model {request.model!r} is not served here; GET /v1/models lists what is",
+                f"the model {request.model!r} is not served here; GET /v1/models lists the served models",
                 status=404,
                 code="model_not_found",
                 param="model",
@@ -166,7 +166,7 @@ class Attempts:
         if answer.status != 200 or answer.body is not None:
             if answer.status < 500:
                 request.refused.add(route.decode.name)
-            text = f"{route.decode.name} did not resume the answer"
+            text = f"{route.decode.name} does not resume the answer"
             raise LegFailedError(text, leg="decode", eject=False, answer=answer)
         self._note_alive(route)
         request.tried = set(request.refused)

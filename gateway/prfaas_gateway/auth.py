@@ -54,7 +54,7 @@ class ApiClient(msgspec.Struct, frozen=True):
 
 
 ANYBODY: Final = ApiClient("")
-"""Every client without authentication."""
+"""The one client if no keys are required."""
 
 
 class Auth:
@@ -81,7 +81,9 @@ class Auth:
         given = http.headers.get("Authorization", "")
         if given[: len(_SCHEME)].lower() != _SCHEME:
             raise RequestError(
-                "this endpoint needs an API key: send `Authorization: Bearer KEY`", status=401, code="missing_api_key"
+                "this endpoint requires a key: send `Authorization: Bearer KEY`",
+                status=401,
+                code="missing_api_key",
             )
         client = self._keys.client(given[len(_SCHEME) :].strip().encode(errors="surrogateescape"))
         if client is None:
@@ -177,7 +179,7 @@ class KeyRing:
                 self._read_changed()
                 self._problems.worked(where, f"{where} can be read again")
             except OSError as error:
-                message = f"{where} cannot be read, so the present keys stay: {error.strerror}"
+                message = f"{where} cannot be read, the former keys stay in use: {error.strerror}"
                 self._problems.failed(where, message, level=logging.ERROR)
         return self._clients.get(self._hidden(hashlib.sha256(key).digest()))
 

@@ -201,7 +201,7 @@ class DashboardDocument(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     now: float
     started: float
-    """Start time of the gateway: after a restart the numbers start again."""
+    """When the gateway started; a new gateway numbers requests from 1 again."""
     draining: bool
     mode: ThresholdMode | None
     threshold_tokens: int | None

@@ -21,7 +21,7 @@ class Dispatcher:
     def __init__(self, parts: GatewayParts):
         self._parts = parts
         self.open_requests = 0
-        """Requests in flight, including those whose bodies still arrive."""
+        """Includes requests whose bodies are still arriving."""
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Serve one request; every error becomes an OpenAI-style answer and one outcome."""

@@ -48,7 +48,7 @@ class GatewayMetrics:
         )
         self.slo_refusals = counter(
             "prfaas_gateway_slo_refusals",
-            "Requests refused because their wait would exceed slo.ttftMillis",
+            "Requests rejected because the prefill queue exceeded slo.ttftMillis",
         )
         self.in_flight = gauge("prfaas_gateway_in_flight", "Requests being served")
 
@@ -58,16 +58,13 @@ class PrefixIndexMetrics:
 
     def __init__(self, registry: CollectorRegistry):
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        self.batches = counter("prfaas_gateway_kv_batches", "Batches of cache events taken in")
+        self.batches = counter("prfaas_gateway_kv_batches", "Batches of cache events applied")
         self.snapshots = counter("prfaas_gateway_kv_snapshots", "Snapshots of instances' caches")
         self.gaps = counter("prfaas_gateway_kv_gaps", "Gaps in event streams; each was followed by a resync")
         self.matched_tokens = counter(
-            "prfaas_gateway_kv_matched_tokens",
-            "Prompt tokens that the index expected in the cache of their prefill instance",
+            "prfaas_gateway_kv_matched_tokens", "Estimated prompt tokens in the prefix cache of the prefill instance"
         )
-        self.prefixes = counter(
-            "prfaas_gateway_kv_prefixes", "Requests sent with the URL of another instance to fetch a prefix from"
-        )
+        self.prefixes = counter("prfaas_gateway_kv_prefixes", "Requests with another instance as source of a prefix")
         self.blocks = gauge("prfaas_gateway_kv_blocks", "Token blocks in the prefix index")
         self.byte_blocks = gauge("prfaas_gateway_kv_byte_blocks", "Byte blocks that are mapped to token blocks")
         self.refused_blocks = gauge(

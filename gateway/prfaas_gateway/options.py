@@ -34,15 +34,13 @@ class GatewayOptions(NamedTuple):
     control_socket: Annotated[Path | None, typer.Option(help="Unix socket for the scheduler sidecar.")] = None
     tls_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory with tls.crt, tls.key and ca.crt for workers that use TLS; reread when it changes."
-        ),
+        typer.Option(help="Directory with tls.crt, tls.key and ca.crt for workers with TLS; reread when it changes."),
     ] = None
     keys_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of API keys, one file a client, such as a mounted Secret; reread when it changes. Without "
-            "it every client is admitted."
+            help="Directory of API keys, one file a client, as a mounted Secret is; reread when it changes. Without "
+            "it no key is required."
         ),
     ] = None
     drain_seconds: Annotated[

@@ -74,7 +74,7 @@ class GatewayRequest:
     span: Span
     began_seconds: float = field(default_factory=time.monotonic)
     client: str = ""
-    """The client of its API key; empty where no keys are required."""
+    """The client of its API key; empty if no keys are required."""
 
     # Received; see `receive`.
     path: str = ""
@@ -84,31 +84,31 @@ class GatewayRequest:
     fields: Fields = field(default_factory=dict[str, msgspec.Raw])
     has_every_field: bool = False
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    """The headers that go to a worker."""
+    """Headers for the worker."""
     preferences: Preferences = NO_PREFERENCES
     deadline_seconds: float | None = None
-    """Its deadline, by the event loop's clock."""
+    """The deadline by the event loop's clock."""
 
     # Known of its prompt.
     total_tokens: int = 0
     """Its estimated length."""
     chain: ByteChain | None = None
-    """Its byte blocks; None if no index was queried."""
+    """Its byte blocks; None without a prefix match."""
     cached_on: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Its tokens that are probably cached, by instance."""
+    """Estimated cached tokens of the prompt, by instance."""
     profiles: Mapping[str, Profile] = field(default_factory=dict[str, Profile])
 
     # Its route.
     first_route: Route | None = None
-    """The request counts under this route's decision, whatever its outcome."""
+    """Metrics count the request under this decision."""
     route: Route | None = None
     """The last route."""
     threshold_tokens: int = 0
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
-    """Instances that refused to resume its stream for good."""
+    """Instances that refuse to resume its stream."""
     last_answer: Answer | None = None
-    """The error of the last failed leg's worker."""
+    """The error answer of the last failed leg."""
     stream: AnswerStream | None = None
     """Its answer, after the first byte was sent to the client."""
 
@@ -117,10 +117,10 @@ class GatewayRequest:
     status: int | None = None
     """None: the client left before there was one."""
     reason: str = ""
-    """The cause of a bad outcome."""
+    """The reason of the failure."""
     fell_back: bool = False
     resumes: int = 0
-    """Number of resumptions by other workers."""
+    """How often another worker resumed its stream."""
     transfer_id: str = ""
     prompt_tokens: int = 0
     """The prompt's exact length by a worker's count; 0: unknown."""
@@ -258,7 +258,7 @@ def _only_once(http: web.Request) -> Mapping[str, str]:
     """Return the headers; refuse repeated preference headers, of which one would be ignored."""
     for name in (headers.DATACENTERS, headers.OFFLOAD, headers.DEADLINE_SECONDS):
         if name in http.headers and len(http.headers.getall(name)) > 1:
-            raise RequestError(f"the header {name} comes twice; send it once", code="invalid_header", param=name)
+            raise RequestError(f"the header {name} is repeated; send it once", code="invalid_header", param=name)
     return http.headers
 
 

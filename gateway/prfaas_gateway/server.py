@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 RELAYED: Final = ("/v1/chat/completions", "/v1/completions")
 KEPT_SECONDS: Final = 1.0
-"""A client whose stream has just ended sends its next request on the same connection, which was kept for it."""
+"""A client sends its next request on the same kept connection right after a stream."""
 LOOK_SECONDS: Final = 0.05
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

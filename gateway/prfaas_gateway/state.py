@@ -26,7 +26,7 @@ RETRIES_PER_REQUEST: Final = 0.2
 RETRIES_PER_SECOND: Final = 10.0
 SAVED_RETRIES: Final = 1000.0
 BELIEVED_SECONDS: Final = 0.5
-"""How long an instance counts as full after a refusal."""
+"""For how long a refusal counts."""
 INITIAL_BYTES_PER_TOKEN: Final = 4.0  # usual for text and code with vocabularies of 100 K and more
 PRIOR_TOKENS: Final = 64.0  # how much the initial ratio weighs: about one short request
 DECAY: Final = 0.98  # a request's weight halves after 34 others
@@ -39,7 +39,7 @@ class GatewayState:
         self.clock = clock
         self.table: RoutingTable | None = None
         self.rewrites_bodies = False
-        """True if the table has vLLM or SGLang instances, which need their own fields in a body."""
+        """Whether the table has instances of foreign engines, which need fields of their own in a body."""
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
         self.saturation = Saturation()
         self.retry_budget = RetryBudget(clock())
@@ -174,7 +174,7 @@ class GatewayState:
     def check_integrity(self) -> None:
         """Raise InternalError when an idle gateway still occupies an instance."""
         if self.in_flight == 0 and (self._in_flight or self._backlog or self._queued_tokens):
-            raise InternalError(f"idle, and yet occupied: {dict(self._in_flight)}, {len(self._backlog)} in the queue")
+            raise InternalError(f"idle, but still occupied: {dict(self._in_flight)}, {len(self._backlog)} in line")
 
 
 class LegLoad:

@@ -22,10 +22,10 @@ from prfaas_gateway.upstream import Answer
 EVENT_STREAM: Final = "text/event-stream"
 CODE_BROKEN: Final = "stream_broken"
 STARTED: Final = web.RequestKey("started", web.StreamResponse)
-"""The streamed answer of a request, once its headers are on their way."""
+"""The streamed answer of a request, after its headers were sent."""
 LOGGED_RAW_BYTES: Final = 64 << 10
 MAX_HELD_BYTES: Final = 4 << 20
-"""A worker that sends so much without a place to cut counts as dead."""
+"""Most bytes without a possible cut; a worker that sends more counts as dead."""
 _ENDS: Final = (CUT, DONE)
 
 
@@ -168,7 +168,7 @@ class StreamLog:
         self._held = b""
         self._last = b""
         self.pieces = 0
-        """Number of relayed pieces; it grows while the stream moves."""
+        """Bytes passed on so far."""
         self.error_event = b""
         """The last error event that a worker ended with."""
         self.is_refused = False
@@ -186,7 +186,7 @@ class StreamLog:
             cut = piece.rfind(CUT) + len(CUT) if CUT in piece else 0
             piece, self._held = piece[:cut], piece[cut:]
             if len(self._held) > MAX_HELD_BYTES:
-                raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream report no token")
+                raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream name no token")
         if piece:
             self.pieces += 1
             self._last = piece

@@ -126,8 +126,8 @@ class RoleTeller:
             except (PrfaasError, TimeoutError) as error:
                 failure = str(error)
         if failure:
-            log.warning("instance %s did not get its role %s: %s; retry soon", one.name, one.role, failure)
+            log.warning("instance %s did not take its role %s: %s; will retry", one.name, one.role, failure)
         elif known is None or known.role != one.role:
-            log.info("instance %s got its role: %s", one.name, one.role)
+            log.info("instance %s took its role: %s", one.name, one.role)
         pause_seconds = RETRY_SECONDS if failure else AGAIN_SECONDS
         self._told[one.name] = _Told(one.role, one.url, self._state.clock() + pause_seconds)

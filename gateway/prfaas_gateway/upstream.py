@@ -194,7 +194,7 @@ def worker_socket(address: Any) -> socket.socket:
 
 
 Ask = Callable[[Instance], Awaitable[bool]]
-"""Probes a worker; False without an answer in time. Any answer counts."""
+"""Probes a worker; returns False without an answer in time. Any answer counts."""
 
 
 class _Wait:

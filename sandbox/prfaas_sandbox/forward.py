@@ -119,7 +119,7 @@ class Forwards:
 
 
 async def _first(socket: Path, addresses: Sequence[Address]) -> Stream:
-    reason = UnreachableError("nothing is ready behind this forward")
+    reason = UnreachableError("this forward has no ready pod")
     for address in addresses:
         try:
             return await connect_inside(socket, address)

@@ -106,7 +106,7 @@ def shape_link(namespaces: tuple[Path, ...], mbps: float) -> list[Command]:
 def checked_rate(mbps: Any) -> float:
     """Return a link rate in Mbit/s; raise BadInputError for a rate out of range."""
     if not isinstance(mbps, int | float) or not SMALLEST_MBPS <= mbps <= LARGEST_MBPS:
-        raise BadInputError(f"a link of {mbps} Mbit/s cannot be made: choose {SMALLEST_MBPS} to {LARGEST_MBPS}")
+        raise BadInputError(f"a link of {mbps} Mbit/s is not possible: choose {SMALLEST_MBPS} to {LARGEST_MBPS}")
     return mbps
 
 

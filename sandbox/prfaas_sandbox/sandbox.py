@@ -284,6 +284,6 @@ def unshare_command() -> list[str]:
             return command
         reason = tried.stderr.strip()
     raise ConfigError(
-        f"neither root's rights nor user namespaces are to be had here ({reason}), so the sandbox cannot run: "
+        f"neither root nor user namespaces are available here ({reason}), so the sandbox cannot run: "
         "use two kind clusters instead"
     )

@@ -101,7 +101,7 @@ class StateFolder:
         if len(os.fsencode(socket)) > LONGEST_SOCKET_PATH:
             raise ConfigError(f"the state folder's path is too long for unix sockets ({socket}): choose a shorter one")
         if self.root.is_dir() and any(self.root.iterdir()) and not (self.root / "lock").exists():
-            raise ConfigError(f"{self.root} is no state folder of a sandbox and not empty: choose another one")
+            raise ConfigError(f"{self.root} is not empty and not a state folder of a sandbox: choose another one")
 
     def _empty(self) -> None:
         for path in self.root.iterdir():

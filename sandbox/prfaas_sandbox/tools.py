@@ -256,7 +256,7 @@ def _locked(report: Report) -> Iterator[None]:
         lock = (folder / "build.lock").open("w")
     except OSError as error:
         raise ConfigError(
-            f"cannot write the cache folder {folder} ({error}): set {CACHE_VARIABLE} to one of yours"
+            f"cannot write the cache folder {folder} ({error}): set {CACHE_VARIABLE} to a folder that you can write"
         ) from error
     with lock:
         try:

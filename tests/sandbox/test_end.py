@@ -247,6 +247,6 @@ def test_where_namespaces_are_refused_one_sentence_says_so(tmp_path):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith("prfaas: neither root's rights nor user namespaces")
+    assert done.stderr.startswith("prfaas: neither root nor user namespaces")
     assert "kind" in done.stderr
     assert len(done.stderr.splitlines()) == 1

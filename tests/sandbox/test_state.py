@@ -24,7 +24,7 @@ def test_holding_empties_and_names_the_owner(tmp_path):
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years")
-    with pytest.raises(ConfigError, match="no state folder"), StateFolder(tmp_path).hold():
+    with pytest.raises(ConfigError, match="not a state folder of a sandbox"), StateFolder(tmp_path).hold():
         pass
     assert (tmp_path / "thesis.txt").read_text() == "years"
 

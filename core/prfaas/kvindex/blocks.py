@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 BLOCK_TOKENS: Final = 64
-"""Tokens of a block; a page of the cache holds the rows of one."""
+"""Tokens of a block and of a page of the cache."""
 
 BlockHash = bytes
 

@@ -16,9 +16,9 @@ from prfaas.kvindex.keys import Keys, key_of
 NO_BLOCK: Final = -1
 """In place of a block's key: no whole block of tokens is behind a byte block. Python's hash is never -1."""
 GENERATION_BLOCKS: Final = 1 << 14
-"""Byte blocks in a full generation of an instance's sent prompts: 4 MiB of text, a million tokens."""
+"""Byte blocks of a generation of prompts sent to one instance: 4 MiB of text, a million tokens."""
 GENERATION_SECONDS: Final = 600.0
-"""Longest life of a generation: a prompt that was not sent again for two of them counts as evicted."""
+"""Longest age of a generation; prompts that were not sent again for two generations count as evicted."""
 
 
 def last_where(count: int, is_so: Callable[[int], bool]) -> int:

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 CUT_TOKENS: Final = 1
-"""Whole tokens before a cut that do not count: other text after the cut might have changed them."""
+"""Tokens before a cut that do not count: other text after the cut might change them."""
 TOKEN_BYTES: Final = 4
 """Bytes of a token id in the canonical bytes of a prompt that was sent as token ids."""
 

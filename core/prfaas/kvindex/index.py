@@ -28,9 +28,9 @@ from prfaas.kvindex.tree import ROOT, BlockTree
 MAX_BLOCKS: Final = 10_000_000
 MAX_PAIRS: Final = 10_000_000
 MIN_PAIRS: Final = 1 << 16
-"""As many as a worker's snapshot can have."""
+"""The size of a worker's largest snapshot."""
 WITNESSES: Final = 8
-"""Maps that are used for instances without a map: those of the best matches."""
+"""Maps that match for instances without a map: those of the best matches."""
 
 
 class InstanceIndex:

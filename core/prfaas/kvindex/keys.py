@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 NONE: Final = 0
-"""The number of a missing key; in the table, a place that was never used."""
+"""The number of an unknown key; in the table, a free place."""
 _GONE: Final = 1
 """In the table: a removed entry. As a number, its key is -1, which Python's hash never gives."""
 _PARTS: Final = 256

@@ -21,7 +21,7 @@ from typing import Final
 from prfaas.kvindex.keys import NONE, Keys
 
 ROOT: Final = NONE
-"""The root: known to every instance, and empty."""
+"""The parent of first blocks: always known, and empty."""
 MEDIUMS: Final = 4
 _ATTENTION: Final = 0b0000_1111
 """Bits of a block's places: four mediums of attention rows, then four of states."""
@@ -31,7 +31,7 @@ class BlockTree:
     def __init__(self, max_blocks: int):
         self.max_blocks = max_blocks
         self.refused_blocks = 0
-        """Blocks left out, because of the bound or because the blocks before them are unknown."""
+        """Blocks left out: beyond the bound, or with an unknown parent."""
         self._has_states = False
         self.clear()
 

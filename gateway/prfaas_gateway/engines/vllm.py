@@ -150,7 +150,7 @@ class VllmMooncakeEngine:
             async with asyncio.timeout(ANSWER_SECONDS), self._upstream.reading(bootstrap, "/query") as response:
                 ranks = _ranks.decode(await response.content.read(ANSWER_BYTES))
         except (UnreachableError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            message = f"the bootstrap server of {instance.name} did not list its engines: {error}"
+            message = f"the bootstrap server of {instance.name} did not name its engines: {error}"
             raise LegFailedError(message, leg="prefill", eject=True) from error
         if not ranks:
             raise LegFailedError(f"the bootstrap server of {instance.name} knows no engine", leg="prefill", eject=True)

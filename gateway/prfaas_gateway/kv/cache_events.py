@@ -23,7 +23,7 @@ from prfaas.wire.kvevents import (
 )
 
 PORTION_BLOCKS: Final = 512
-"""Blocks in a portion: well below a millisecond."""
+"""Blocks of a portion, which takes well below a millisecond."""
 PORTION_EVENTS: Final = 16
 LARGEST_BLOCK_TOKENS: Final = 4096
 _ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
@@ -55,7 +55,7 @@ class EventStream(Protocol):
 class CacheEvents:
     def __init__(self, index: InstanceIndex):
         self.emptied = 0
-        """How often the instance's cache became empty, by its own event or by its last removal."""
+        """How often the instance's cache became empty."""
         self._index = index
         self._attention_group: int | None = None
         self._state_groups: set[int | None] = set()

@@ -29,9 +29,9 @@ from prfaas_gateway.kv.zmtp import connected
 
 SILENCE_SECONDS: Final = 20.0
 LOG_SECONDS: Final = 10.0
-"""Timeout of the log: engines serve requests to it ten times a second."""
+"""The timeout of the log: engines poll for questions ten times a second."""
 ASK_AGAIN_SECONDS: Final = 0.1
-"""Pause between requests to one log, so that a broken log costs the other instances nothing."""
+"""Interval between questions to one log, so that a faulty log costs little."""
 LOG_PORT: Final = names.KV_EVENTS_PORT + 1
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _SUBSCRIBE_TO_ALL: Final = b"\x01"

@@ -53,9 +53,9 @@ TURN_SECONDS: Final = 0.002
 REST_FACTOR: Final = 3
 LOOK_SECONDS: Final = 0.25
 MAX_BODY_BYTES: Final = 4 << 20
-"""A million tokens. Larger bodies are not looked up, because their hashing would delay other requests."""
+"""About a million tokens. Larger bodies are not matched: hashing would delay other requests."""
 MAX_TOKEN_BLOCKS: Final = 1 << 14
-"""Most blocks of an engine that a prompt of token ids is compared with: a million tokens in blocks of 64."""
+"""The most blocks of a prompt of token ids to match: a million tokens in blocks of 64."""
 _value = msgspec.json.Decoder()
 State = Literal["followed", "silent", "lost"]
 

@@ -25,12 +25,12 @@ from prfaas_gateway.upstream import Upstream
 
 CONTENT_TYPE: Final = "application/x-prfaas-events"
 MAX_FRAME_BYTES: Final = 8 << 20
-"""The events of one step: those of a prompt of a million tokens fit."""
+"""Bound of one step's events; those of a prompt of a million tokens fit."""
 SILENCE_SECONDS: Final = 20.0
 """A worker sends a heartbeat every 5 s."""
 _LENGTH: Final = struct.Struct("!I")
 _AHEAD: Final = 1 << 62
-"""A number that no log has, so its request gets a snapshot."""
+"""A number that is in no log: a request for it gets a snapshot."""
 _EPOCH: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _Kind = TypeVar("_Kind")
 
@@ -173,7 +173,7 @@ class _Place:
         """Return whether to apply a batch; False for a repeated one. Raises ProtocolError for a gap."""
         expected = self._snapshot_seq if self._snapshot_batches else self.next_seq
         if seq > expected or (self._snapshot_batches and seq != expected):
-            raise ProtocolError(f"batch {seq} came instead of batch {expected}")
+            raise ProtocolError(f"batch {seq} came instead of {expected}")
         return seq == expected
 
     def taken(self, seq: int) -> None:

@@ -19,11 +19,11 @@ from prfaas.errors import ProtocolError, UnreachableError
 from prfaas_gateway.upstream import worker_socket
 
 CONNECT_SECONDS: Final = 5.0
-"""For the connection and its greetings."""
+"""Timeout of the connection and its greetings."""
 MESSAGE_SECONDS: Final = 20.0
-"""From the first byte of a message to its last."""
+"""Timeout from the first byte of a message to its last."""
 MAX_MESSAGE_BYTES: Final = 8 << 20
-"""The events of one step: those of a prompt of a million tokens fit."""
+"""Bound of one step's events; those of a prompt of a million tokens fit."""
 MAX_PARTS: Final = 8
 MAX_COMMANDS: Final = 16
 """Between two messages; heartbeats are commands."""

@@ -29,7 +29,7 @@ async function step() {
     $("key").hidden = !locked;
     $("main").hidden = locked;
     if (locked) {
-      if (sessionStorage.getItem("key")) $("refused").textContent = "That key is not known here.";
+      if (sessionStorage.getItem("key")) $("refused").textContent = "The key is unknown.";
       sessionStorage.removeItem("key");
       return say("Waiting for an API key", "");
     }

@@ -32,12 +32,12 @@ def demo(
     try:
         state.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--state {state} cannot be made: {error.strerror}; name another folder") from error
+        raise ConfigError(f"--state {state} cannot be made: {error.strerror}; choose another folder") from error
     try:
         asyncio.run(run(DemoDisplay(results, console), state=state, keep=keep))
     except KeyboardInterrupt:
-        console.print("\nInterrupted; everything that was started has been stopped.")
+        console.print("\nInterrupted. The demo stopped everything that it started.")
         raise typer.Exit(0 if keep and results.total_seconds else 130) from None
     if results.problems:
-        console.print(f"The demo did not show what it promises. Logs: {state}/sandbox", highlight=False)
+        console.print(f"The demo failed. Logs: {state}/sandbox", highlight=False)
         raise typer.Exit(1)

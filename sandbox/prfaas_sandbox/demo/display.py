@@ -130,7 +130,7 @@ def summary(results: DemoResults) -> list[str]:
     longest = max(offloaded, key=lambda record: (record.outcome == "ok", record.tokens), default=None)
     if longest is not None and longest.prefill_seconds:
         lines.append(
-            f"  pipelining  the cache of {longest.tokens:,} tokens began to leave after "
+            f"  pipelining  the cache of {longest.tokens:,} tokens began to cross after "
             f"{longest.first_byte_seconds:.3f} s of its {longest.prefill_seconds:.2f} s prefill"
         )
         lines.append(f"  text        which went on: {escape(repr(longest.text))}")

@@ -67,12 +67,12 @@ def find_problems(results: DemoResults) -> list[str]:
     crossed = [record for record in lengths if record.decision == "offload" and record.kv_bytes > 0]
     claims = [
         (all(not r.outcome.startswith("failed") for r in results.requests), "a request failed"),
-        (all(r.output_tokens > 0 for r in results.requests), "a request came back without a token"),
+        (all(r.output_tokens > 0 for r in results.requests), "a request got no token"),
         (any(r.decision == "local" for r in lengths), "no short prompt was prefilled in the hub"),
         (bool(crossed), "no long prompt's cache crossed the link"),
         (
             all(r.first_byte_seconds < r.prefill_seconds / 2 for r in crossed if r.tokens >= 15_000),
-            "the cache of a 16K prompt began to leave only in the second half of its prefill",
+            "the cache of a 16K prompt began to cross only in the second half of its prefill",
         ),
         (
             results.threshold_narrow_peak >= 2 * results.threshold_before_narrowing > 0,

@@ -45,18 +45,18 @@ async def _up(link_mbps: float) -> None:
             environment = await KindEnvironment.up(layout(), link_mbps=link_mbps, report=report)
             installation = await ExampleInstallation.create(environment, report=report)
     except asyncio.CancelledError:
-        console.print("Interrupted. `make kind-down` clears what is there, `make kind` goes on with it.")
+        console.print("Interrupted. `make kind` continues; `make kind-down` removes everything.")
         raise
     except PrfaasError:
-        console.print("This did not end well. `make kind-down` clears what is there, `make kind` goes on with it.")
+        console.print("`make kind` failed. Run it again to continue, or `make kind-down` to remove everything.")
         raise
-    typer.echo(f"Both clusters are up, with prfaas in them, after {time.monotonic() - started:.0f} s.")
-    typer.echo(installation.next_commands("It runs until `make kind-down`. Try:"))
+    typer.echo(f"Both clusters are up and run prfaas after {time.monotonic() - started:.0f} s.")
+    typer.echo(installation.next_commands("The clusters run until `make kind-down`. Try:"))
 
 
 @app.command("down")
 def remove(
-    purge: Annotated[bool, typer.Option("--purge", help="Remove the images that were built, too.")] = False,
+    purge: Annotated[bool, typer.Option("--purge", help="Remove the built images too.")] = False,
 ) -> None:
     """Remove clusters, network and files; images stay for the next time. Example: prfaas kind down --purge."""
     asyncio.run(down(layout(), purge=purge))
@@ -108,11 +108,11 @@ def _facts(cluster: KindCluster) -> dict[str, str]:
 async def _require_running() -> Layout:
     pair = layout()
     if not await daemon_answers():
-        raise ConfigError("Docker's daemon does not run, and so no clusters do: start them with `make kind`")
+        raise ConfigError("Docker's daemon does not run, so no clusters run: start them with `make kind`")
     try:
         running = await inspect("{{.State.Running}}", *(cluster.node for cluster in pair.clusters))
     except PeerError as error:
-        raise ConfigError("no kind clusters of ours are up: start them with `make kind`") from error
+        raise ConfigError("the kind clusters are not up: start them with `make kind`") from error
     if running != ["true", "true"]:
         raise ConfigError("a node of the kind clusters is stopped: `make kind` starts it again")
     return pair

@@ -55,7 +55,7 @@ class Clusters:
             if await self._well(cluster):
                 self.report(f"cluster {cluster.name} is there")
                 return
-            self.report(f"cluster {cluster.name} is there and does not answer: deleting it")
+            self.report(f"cluster {cluster.name} exists but does not answer: deleting it")
             await self.delete(cluster)
         config = configuration(cluster.config.read_text(), image, self.layout.images)
         words = ["create", "cluster", "--name", cluster.name, "--image", image.reference, "--config", "-"]

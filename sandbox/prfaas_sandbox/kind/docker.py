@@ -60,7 +60,7 @@ async def daemon_answers() -> bool:
         await docker("version", "--format", "{{.Server.Version}}")
     except PeerError as error:
         if "permission denied" in str(error).lower():
-            raise ConfigError("Docker's socket is closed to you: become root, or join the group `docker`") from error
+            raise ConfigError("Docker's socket denies access: become root, or join the group `docker`") from error
         return False
     return True
 

@@ -146,7 +146,7 @@ class KindEnvironment:
             if taken.get(port, (namespace, service + OUTSIDE)) == (namespace, service + OUTSIDE):
                 return port
         raise ConfigError(
-            f"the hub's node has no way out left for Service {service}: delete one that ends in {OUTSIDE}"
+            f"the hub's node has no free mapped port for Service {service}: delete one that ends in {OUTSIDE}"
         )
 
     async def shape_link(self, mbps: float) -> None:

@@ -72,7 +72,7 @@ class ImageBuilder:
         free = await free_bytes()
         if free is not None and free < NEEDED_BYTES:
             raise ConfigError(
-                f"Docker's disk has {free / 2**30:.1f} GiB free and the images need about {NEEDED_BYTES / 2**30:.0f}: "
+                f"Docker's disk has {free / 2**30:.1f} GiB free, and the images need about {NEEDED_BYTES / 2**30:.0f}: "
                 "make room (`docker system df` shows what holds it, `make kind-down PURGE=1` removes ours)"
             )
 

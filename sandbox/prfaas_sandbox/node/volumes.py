@@ -100,7 +100,7 @@ class PodVolumes:
 
     def _field(self, item: Object) -> bytes:
         if "fieldRef" not in item:
-            raise ConfigError(f"downwardAPI file {item['path']}: the process node offers fieldRef alone")
+            raise ConfigError(f"downwardAPI file {item['path']}: the process node supports only fieldRef")
         return pod_field(self.pod, item["fieldRef"]["fieldPath"], self.addresses).encode()
 
     async def _read(self, source: ConfigSource) -> dict[str, bytes] | None:

@@ -118,7 +118,7 @@ async def test_a_gateway_with_keys_asks_for_one_and_then_shows_itself(world, bro
     page, _ = await opened(browser, world.url + "/ui/")
     await page.get_by_label("This gateway asks for an API key").fill("wrong-key-wrong-key-wrong")
     await page.keyboard.press("Enter")
-    await expect(page.locator("#refused")).to_have_text("That key is not known here.")
+    await expect(page.locator("#refused")).to_have_text("The key is unknown.")
     await page.get_by_label("This gateway asks for an API key").fill(KEY)
     await page.keyboard.press("Enter")
     await expect(page.locator("#state")).to_have_text("Live")
