@@ -1,4 +1,4 @@
-"""`prfaas-worker`: read the flags and serve."""
+"""The `prfaas-worker` command: reads the flags and serves."""
 
 from prfaas.console import begin_logs, run_program
 from prfaas.telemetry.logs import configure_logs
@@ -6,7 +6,6 @@ from prfaas_worker.options import parse
 
 
 def main() -> None:
-    """Run one worker until it is told to stop."""
     options = parse()
     begin_logs("prfaas-worker", lambda: configure_logs(f"{options.place} front", options.log_format))
 

@@ -11,10 +11,10 @@ import torch
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a layer's cache.
+    """One tensor of a layer's cache; `dtype` is torch's name, such as "float32".
 
     `axes` names every axis. A row tensor grows along axes[0] == "token", which `shape` leaves out; a state tensor has a
-    fixed `shape` with one entry an axis. `dtype` is torch's name, for example "float32".
+    fixed `shape`.
     """
 
     name: str
@@ -24,7 +24,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's object."""
         return getattr(torch, self.dtype)
 
     @property
@@ -34,7 +33,7 @@ class TensorSpec(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """The cache of one layer: tensors that grow with the tokens, and tensors that stand for all of them."""
+    """The cache of one layer: row tensors, which grow with the tokens, and state tensors of fixed size."""
 
     rows: tuple[TensorSpec, ...] = ()
     state: tuple[TensorSpec, ...] = ()

@@ -1,4 +1,4 @@
-"""This instance's certificate, the checks of its peers' certificates, and the meaning of failed TLS connections.
+"""Loads this instance's certificate, checks its peers' certificates, and explains failed TLS connections.
 
 TLS 1.3 with certificates on both sides. A peer is known by its certificate's cluster name, never by its address or host
 name: pods move. There are no session tickets. So each connection is checked by the current authorities, and a client
@@ -44,28 +44,24 @@ MIXED: Final = "give --tls-dir to both instances, or to none"
 
 
 class Context(ssl.SSLContext):
-    """A context with the authorities (a bundle, PEM) that it checks peers by."""
+    """A TLS context and the authorities (PEM bundle) that it accepts."""
 
     authorities: bytes = b""
 
 
 class Contexts(NamedTuple):
-    """The contexts made of one reading of the files."""
+    """The contexts made from one reading of the files."""
 
     files: Files
-    data: Context
-    """Server; a client certificate is required."""
-    api: Context
-    """Server; a client certificate is checked where one is shown."""
+    data: Context  # Server context; a client certificate is required.
+    api: Context  # Server context; a client certificate is optional and checked.
     client: Context
 
 
 class WorkerCredentials:
-    """The files of one directory, as of now. May be asked from any thread.
+    """The current files of one directory. Any thread may call.
 
-    Raises:
-        ConfigError: they cannot be used at the start.
-
+    Raises ConfigError if the files cannot be used at the start.
     """
 
     def __init__(self, directory: str | Path):
@@ -73,39 +69,35 @@ class WorkerCredentials:
 
     @property
     def cluster(self) -> str:
-        """The cluster that our own certificate names."""
         return self.now().files.cluster
 
     @property
     def expires_unix_seconds(self) -> float:
-        """When our own certificate, the one that new connections show, ends."""
+        """The end of the certificate that new connections use."""
         return self.now().files.validity.not_after.timestamp()
 
     @property
     def problem(self) -> str:
-        """Why newer files are not in use, empty when nothing is wrong."""
+        """The reason why newer files are not in use, or empty."""
         return self._current.problem
 
     def now(self) -> Contexts:
-        """Return what new connections are to use, read anew where the files changed."""
+        """Return the contexts for new connections; read the files again if they changed."""
         return self._current.now()
 
     def check(self, certificate: bytes, checked_by: bytes | None = None) -> str:
-        """Return the cluster of a peer, from the certificate (DER) that its handshake has shown.
+        """Return the cluster that a peer's certificate (DER) names.
 
-        Give the `authorities` of that handshake as `checked_by` when it is long past: have they changed since, the
-        chain is checked again. A connection that is refused then may be good with a new handshake.
-
-        Raises:
-            IdentityError: it does not hold any more, or names no cluster.
-
+        For an old connection pass the authorities of its handshake as `checked_by`: if they changed since, the chain is
+        checked again. A new handshake may then succeed where the connection is refused. Raises IdentityError if the
+        certificate is no longer valid, or names no cluster.
         """
         authorities = self.now().files.authorities
         changed = checked_by not in (None, authorities)
         return identity.check_peer(certificate, authorities if changed else None, utc_now())
 
     def require_valid(self) -> None:
-        """Raise IdentityError if our own certificate has ended: nobody would accept it."""
+        """Raise IdentityError if our own certificate has expired."""
         ends = self.now().files.validity.not_after
         if utc_now() > ends:
             raise IdentityError(
@@ -114,7 +106,7 @@ class WorkerCredentials:
             )
 
     def api_context(self) -> ssl.SSLContext:
-        """Return a server's context that lasts: each of its handshakes uses what is current then."""
+        """Return a server's context that uses the current files in each handshake."""
         lasting = _context(ssl.PROTOCOL_TLS_SERVER)
 
         def use_current(tls: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -145,7 +137,7 @@ def _context(side: int) -> Context:
 
 
 def explain(error: Exception, doing: str) -> PeerError:
-    """Return what a socket's or OpenSSL's error means; `doing` says during what, as in `while sending`."""
+    """Convert a socket's or OpenSSL's error; `doing` names the activity, as in `while sending`."""
     if isinstance(error, ssl.SSLCertVerificationError):
         known = _WRONG_WITH_THEM.get(error.verify_code, f"cannot be verified: {error.verify_message}")
         return IdentityError(f"the peer's certificate {known}")
@@ -159,7 +151,7 @@ def explain(error: Exception, doing: str) -> PeerError:
 
 
 def is_alert(error: Exception) -> bool:
-    """Whether an error is what the peer told us before it closed."""
+    """Return True if an error is an alert that the peer sent."""
     return isinstance(error, ssl.SSLError) and _ALERT in (error.reason or "")
 
 
@@ -177,5 +169,5 @@ def _explain_reason(reason: str, doing: str) -> PeerError:
 
 
 def is_tls(first_bytes: bytes | bytearray | memoryview) -> bool:
-    """Whether what came on a plain connection is the beginning of a TLS record; such a peer should hear of `MIXED`."""
+    """Return True if the first bytes on a plain connection begin a TLS record; such a peer gets the `MIXED` error."""
     return len(first_bytes) >= 2 and first_bytes[0] in _TLS_RECORDS and first_bytes[1] == 3

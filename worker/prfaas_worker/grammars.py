@@ -11,8 +11,7 @@ import msgspec
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Grammar
 
-MAX_GRAMMAR_BYTES: Final = 512 << 10
-"""Compiling takes up to a second per 100 KB of schema."""
+MAX_GRAMMAR_BYTES: Final = 512 << 10  # Compiling takes up to a second per 100 KB of schema.
 # JSON allows any number of spaces anywhere, and a small model that may write them does so until its tokens are spent:
 # what writers of JSON use is none, one, or a new line with its indentation.
 _SPACES: Final[dict[str, Any]] = {"x-guidance": {"whitespace_pattern": r"( |\n {0,16})?"}}
@@ -22,7 +21,7 @@ _PARAMS: Final = {"json_schema": "response_format", "regex": "guided_regex", "la
 def llguidance_text(grammar: Grammar) -> str:
     """Return the grammar in llguidance's own language; does not check it.
 
-    Between the values of JSON stand bounded spaces, unless the schema says itself what it wants of the library.
+    Spaces between JSON values are bounded, unless the schema sets the library's options itself.
     """
     # Imported here: a front that never sees a grammar does not pay for the library.
     from llguidance import LLMatcher
@@ -42,13 +41,9 @@ def lark_of_schema(schema: str) -> str:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Refuse a grammar that no answer can follow.
+    """Raise RequestError for a grammar that is too long, invalid, unsupported, or matches nothing.
 
     Takes milliseconds, for the largest schemas seconds, mostly without the interpreter lock: call it in a thread.
-
-    Raises:
-        RequestError: it is too long, does not parse, uses what llguidance does not know, or can match nothing.
-
     """
     from llguidance import LLMatcher
 
@@ -60,13 +55,13 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def refusal(grammar: Grammar, reason: str) -> RequestError:
-    """Return the error that names the field a grammar came in."""
+    """Return the error that names the grammar's field."""
     kind = grammar.kind.replace("_", " ")
     return RequestError(f"the {kind} cannot be used: {reason.strip()}", param=_PARAMS[grammar.kind])
 
 
 def _bounded(schema: str) -> str:
-    """Return a schema with bounded spaces; what is no JSON object stays as it is, and the check reports it."""
+    """Return a schema with bounded spaces; leave anything but a JSON object to the check."""
     try:
         parts = msgspec.json.decode(schema, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeEncodeError):

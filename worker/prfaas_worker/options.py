@@ -158,17 +158,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """What log lines call this worker."""
+        """The worker's name in log lines."""
         return "/".join(part for part in (self.cluster, self.pool, self.instance) if part) + f" {self.role}"
 
     @property
     def max_waiting(self) -> int:
-        """Requests, and likewise prefills for others, that may wait."""
+        """Limit of waiting requests, and likewise of waiting prefills for others."""
         return WAITING_PER_RUNNING * self.max_running
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line. A bad flag ends the process with exit code 2 and a sentence, --help with 0."""
+    """Read the command line. A bad flag ends the process with exit code 2 and a message, --help with 0."""
     options = read_options(Options, "prfaas-worker", HELP, arguments)
     if options.api_port == options.data_port:
         refuse("prfaas-worker", f"--api-port and --data-port are both {options.api_port}; give two different ports")

@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory of the user's, or one that ships with the package. Needs no torch."""
+"""Finds a model's files: a directory of the user's, or one that ships with the package. Needs no torch."""
 
 from pathlib import Path
 
@@ -8,14 +8,9 @@ _BUILTIN_PREFIX = "builtin:"
 
 
 def model_directory(source: str) -> Path:
-    """Turn `--model-source` into the directory with config.json, the weights and the tokenizer's files.
+    """Turn `--model-source`, a directory or `builtin:NAME`, into the directory of the model's files.
 
-    Args:
-        source: a directory, or `builtin:NAME` for a model that ships with prfaas.
-
-    Raises:
-        ConfigError: there is no such directory or built-in model, or it holds no config.json.
-
+    Raises ConfigError if there is no such directory or built-in model, or it holds no config.json.
     """
     if source.startswith(_BUILTIN_PREFIX):
         directory = Path(__file__).parent / source.removeprefix(_BUILTIN_PREFIX)
@@ -29,5 +24,5 @@ def model_directory(source: str) -> Path:
 
 
 def builtin_models() -> list[str]:
-    """Names that `builtin:NAME` knows, sorted."""
+    """Names that `builtin:NAME` accepts, sorted."""
     return sorted(config.parent.name for config in Path(__file__).parent.glob("*/config.json"))

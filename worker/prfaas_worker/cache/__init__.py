@@ -1,1 +1,1 @@
-"""The hybrid cache: pages and state slots, and which sequence or prefix holds them."""
+"""The hybrid cache: pages and state slots, and the sequences and prefixes that hold them."""

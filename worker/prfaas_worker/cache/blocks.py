@@ -30,13 +30,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from prfaas.errors import InternalError
 
-Key: TypeAlias = Any
-"""Hashes of blocks here; anything that can be hashed would do."""
+Key: TypeAlias = Any  # Hashes of blocks here; anything that can be hashed would do.
 
 
 @dataclass(slots=True, eq=False)
 class StateCheckpoint:
-    """A state in the pool. `uses` counts the sequences that started from it, and the first sight of its branch."""
+    """A state in the pool. `uses` counts the sequences that started from it, plus one if it was made for a branch."""
 
     key: Key
     pages: tuple[int, ...]
@@ -97,29 +96,24 @@ class Blocks:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be taken now: free ones, and those that the prefix cache would evict."""
         return len(self._free) + self._cached
 
     @property
     def cached_pages(self) -> int:
-        """Evictable pages: those held by the prefix cache only."""
+        """Evictable pages (held by the prefix cache only)."""
         return self._cached
 
     @property
     def holders(self) -> Sequence[int]:
-        """The number of holders of each page. Read only."""
         return self._holders
 
     def page(self, key: Key) -> int | None:
-        """Return the page of an attention block, None when it is not cached."""
         return self._page_of.get(key)
 
     def has_state(self, key: Key) -> bool:
-        """Return whether a state stands at the end of this block."""
         return key in self._states
 
     def pages_of(self, key: Key, *, is_state: bool) -> tuple[int, ...] | None:
-        """Return the pages of a block, or of the state at its end; None when it is not here."""
         if is_state:
             return self._states[key].pages if key in self._states else None
         return (self._page_of[key],) if key in self._page_of else None
@@ -149,9 +143,9 @@ class Blocks:
         return count - len(shared) <= self.free_pages - idle
 
     def open(self, shared: Sequence[int], count: int, start: Key | None = None) -> Lease | None:
-        """Lend `count` pages, of which the first are these blocks of a match just made; None when there are too few.
+        """Lend `count` pages, of which the first are these blocks of a fresh match; None if there are too few.
 
-        `start` names the checkpoint that the sequence starts from. Copy the state before: in a pool that is nearly full
+        `start` names the checkpoint that the sequence starts from. Copy the state first: in a pool that is nearly full
         its pages may be among those lent.
         """
         if not self.can_open(shared, count):
@@ -166,7 +160,6 @@ class Blocks:
         return lease
 
     def state_pages(self, key: Key) -> tuple[int, ...]:
-        """Return the pages of a checkpoint that a match just found."""
         return self._states[key].pages
 
     def grow(self, lease: Lease, count: int) -> bool:
@@ -178,7 +171,8 @@ class Blocks:
         return True
 
     def fork(self, lease: Lease, shared: int, more: int) -> Lease | None:
-        """Lend the first pages of a lease to another too, which gets more of its own; None when there are too few."""
+        """Lend the first pages of a lease to a second one, which gets `more` pages of its own; None if there are too
+        few."""
         if more > self.free_pages:
             return None
         self.hold(lease.pages[:shared])
@@ -186,10 +180,10 @@ class Blocks:
         return Lease(-1, pages, published=min(lease.published, shared), epoch=lease.epoch)
 
     def publish(self, lease: Lease, chain: Sequence[Key], blocks: int) -> list[int]:
-        """Name the lease's first `blocks` pages, whose rows are complete; returns the indices of blocks that are new.
+        """Name the lease's first `blocks` pages, whose rows are complete; return the indices of new blocks.
 
-        Where the block is there already the lease's page stays private, unless nobody holds the other one: then it
-        takes the other's place.
+        If a block exists already, the lease's page stays private. If only the cache holds the existing page, the
+        lease's page replaces it.
         """
         new: list[int] = []
         if lease.epoch != self._epoch:
@@ -212,10 +206,10 @@ class Blocks:
     def checkpoint(
         self, lease: Lease, chain: Sequence[Key], blocks: int, *, rolling: bool = False
     ) -> tuple[int, ...] | None:
-        """Keep the lease's state, which stands for its first `blocks` blocks, as a checkpoint.
+        """Keep the lease's state, which covers its first `blocks` blocks, as a checkpoint.
 
-        Returns the pages into which to copy the state now, or None: one is there already, its block is not, or there
-        are too few pages. A rolling one takes the place of the lease's last, unless a sequence started from that.
+        Returns the pages to copy the state into now. Returns None if there is one already, its block is missing, or
+        pages are too few. A rolling checkpoint replaces the lease's previous one, unless a sequence started from that.
         """
         if lease.epoch != self._epoch or not self.pages_per_state:
             return None
@@ -260,7 +254,7 @@ class Blocks:
         self._cached -= idle
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one holder less. Without holders a block is cached, and the last of these is evicted first."""
+        """Count one holder less. A block without holders is cached; the last of `pages` is evicted first."""
         holders, key_of, order, free, idle = self._holders, self._key_of, self._order, self._free, 0
         for page in reversed(pages):
             left = holders[page] = holders[page] - 1
@@ -276,7 +270,8 @@ class Blocks:
         self._cached += idle
 
     def adopt_block(self, key: Key) -> tuple[int, ...] | None:
-        """Return the page for a block from elsewhere, cached from now on; None when it is here or there is no room."""
+        """Cache a block that was loaded from elsewhere and return its page; None if it is cached already or there is no
+        room."""
         if key in self._page_of or not self.free_pages:
             return None
         (page,) = self._allocate(1)
@@ -285,14 +280,14 @@ class Blocks:
         return (page,)
 
     def adopt_state(self, key: Key) -> tuple[int, ...] | None:
-        """Return pages for a checkpoint from elsewhere; None when it is here, its block is not, or there is no room."""
+        """Return pages for a checkpoint from elsewhere; None if it exists, its block does not, or there is no room."""
         if key in self._states or key not in self._page_of:
             return None
         made = self._new_state(key)
         return made.pages if made else None
 
     def reset(self) -> int:
-        """Forget all names, of held pages too, which their holders keep unnamed. Returns the pages that this freed."""
+        """Forget all names, also of held pages, which their holders keep. Return the number of pages freed."""
         before = len(self._free)
         for state in self._states.values():
             self._free += state.pages
@@ -342,14 +337,14 @@ class Blocks:
             lease.touched.append(state)
 
     def _retire(self, lease: Lease) -> None:
-        """Mark the state that a lease started from as spent, after it kept a later one, if nothing else needs it."""
+        """Mark the state that a lease started from as spent, after the lease kept a later one and if no sequence needs
+        it."""
         state = lease.started_from
         if state is not None and is_spent(state.uses) and self._is_cached(state):
             self._order.pop(state.pages[0], None)
             self._spent[state.pages[0]] = None
 
     def _replace(self, lease: Lease, state: StateCheckpoint) -> None:
-        """Forget a lease's last rolling checkpoint, if no sequence started from it."""
         lease.rolling = None
         if not state.uses and self._is_cached(state):
             lease.touched.remove(state)
@@ -358,7 +353,6 @@ class Blocks:
             self._free += pages
 
     def _new_state(self, key: Key) -> StateCheckpoint | None:
-        """Make a checkpoint on a block that is here; None when there are too few pages."""
         if self.pages_per_state > self.free_pages:
             return None
         block = self._page_of[key]
@@ -374,7 +368,7 @@ class Blocks:
         return made
 
     def _allocate(self, count: int) -> list[int]:
-        """Take pages that `free_pages` promised; each has one holder."""
+        """Take pages that `free_pages` counted; each has one holder."""
         if count <= 0:
             return []
         if count > len(self._free):
@@ -388,7 +382,6 @@ class Blocks:
         return pages
 
     def _evict(self, count: int) -> None:
-        """Evict blocks and checkpoints until so many pages are free."""
         evicted: list[Evicted] = []
         freed: list[int] = []
         short = count - len(self._free)
@@ -416,7 +409,7 @@ class Blocks:
             self._on_evicted(evicted)
 
     def _drop_state(self, state: StateCheckpoint) -> tuple[int, ...]:
-        """Forget a checkpoint; returns its pages, which belong to nobody then."""
+        """Forget a checkpoint and return its pages, which nothing owns then."""
         del self._states[state.key], self._state_at[state.pages[0]]
         self._order.pop(state.pages[0], None)
         self._spent.pop(state.pages[0], None)
@@ -424,7 +417,7 @@ class Blocks:
         return state.pages
 
     def _drop_page(self, page: int) -> None:
-        """Free the page of a block that lives on in another."""
+        """Free the page of a block that is kept in another page."""
         del self._order[page]
         self._key_of[page] = None
         self._cached -= 1
@@ -451,9 +444,9 @@ def checkpoint_blocks(
 
 
 def is_spent(uses: int) -> bool:
-    """Return whether a state that a sequence started from is useless once that sequence has kept a later one.
+    """Return True if a state is useless once a sequence that started from it has kept a later one.
 
-    Conversations go on: the next turn starts from the later state. Two sequences that started here make the state a
-    branch, and so does its first sight as one: more may follow.
+    The next turn of a conversation starts from the later state. A state with two users is a branch, and more may
+    follow.
     """
     return uses < 2

@@ -30,10 +30,10 @@ MIB: Final = 1 << 20
 
 
 class Opened(NamedTuple):
-    """Memory for a sequence, `cached_tokens` of which stand in it already.
+    """Memory for a sequence, of which `cached_tokens` are filled.
 
-    `attention_tokens` is what a model without state would have cached. `checkpoints` are the lengths, ascending and
-    above `cached_tokens`, at which the sequence's state should be kept: cut its chunks there and call `checkpoint`.
+    `attention_tokens` is the match of a model without state. `checkpoints` are the lengths above `cached_tokens`,
+    ascending, at which the caller cuts its chunks and calls `checkpoint`.
     """
 
     lease: Lease
@@ -67,26 +67,23 @@ class HybridCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be taken now."""
         return self._blocks.free_pages
 
     @property
     def free_slots(self) -> int:
-        """Slots that can be taken now."""
         return len(self._free_slots)
 
     def pages_for(self, tokens: int) -> int:
-        """Return the pages that a sequence of so many tokens takes, if nothing of it is cached."""
+        """Return the pages of a sequence without cached tokens."""
         return self._geometry.pages_for(tokens)
 
     def capacity_tokens(self, lease: Lease) -> int:
-        """Return the tokens that fit into the pages of a lease."""
         return len(lease.pages) * self._geometry.page_tokens
 
     def prefetch(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixLoad | None:
-        """Start loading a prompt's prefix from the tiers; None when the device has as much of it.
+        """Start loading a prompt's prefix from the tiers; None if the device has as much of it.
 
-        Open the prompt when the load is done, or before, or never.
+        The prompt may be opened before the load is done, or never.
         """
         if self._tiering is None:
             return None
@@ -100,10 +97,10 @@ class HybridCache:
     def open(
         self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True
     ) -> Opened | None:
-        """Take a slot, and pages for `tokens` tokens; None when either is short now.
+        """Take a slot, and pages for `tokens` tokens; None if either is short now.
 
-        At most `max_tokens` of them come from the cache. Without `use_state` the state will come from elsewhere, so
-        only rows count as cached.
+        At most `max_tokens` come from the cache. Without `use_state` the state comes from elsewhere, so only rows count
+        as cached.
         """
         if self._tiering is not None:
             self._tiering.adopt_loaded()
@@ -120,16 +117,15 @@ class HybridCache:
         return Opened(lease, len(shared) * size, len(match.pages) * size, lengths)
 
     def open_prefix(self, chain: Sequence[BlockHash], tokens: int) -> Lease | None:
-        """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, state included.
+        """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, with the state.
 
-        None when there is no slot now, or they are not cached. It does not count as a lookup.
+        Returns None if there is no slot, or they are not cached. This is not counted as a lookup.
         """
         blocks = tokens // self._geometry.page_tokens
         match = self._blocks.match(chain, blocks)
         return self._take_lease(chain, match, match.pages, blocks) if match.state_blocks == blocks else None
 
     def grow(self, lease: Lease, tokens: int) -> bool:
-        """Take more pages, so that `tokens` tokens fit; False when there are none now."""
         had = len(lease.pages)
         if not self._blocks.grow(lease, self._geometry.pages_for(tokens)):
             return False
@@ -137,15 +133,16 @@ class HybridCache:
         return True
 
     def publish(self, lease: Lease, chain: BlockChain, blocks: int) -> None:
-        """Let others use the rows of the chain's first `blocks` blocks, which are complete in the lease's pages."""
+        """Share the rows of the chain's first `blocks` blocks, which are complete in the lease's pages."""
         new = self._blocks.publish(lease, chain.hashes, blocks)
         if self._events is not None and new:
             self._events.record_published(chain, new)
 
     def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:
-        """Keep a copy of the slot's state, which stands for the first `blocks` blocks of chain; False if not kept.
+        """Keep a copy of the slot's state after the first `blocks` blocks, which are published; False if it is not
+        kept.
 
-        Those blocks are published. A rolling checkpoint takes the place of the sequence's last one.
+        A rolling checkpoint replaces the sequence's previous one.
         """
         pages = self._blocks.checkpoint(lease, chain, blocks, rolling=rolling)
         if pages is not None:
@@ -155,10 +152,8 @@ class HybridCache:
         return self._blocks.has_state(chain[blocks - 1])
 
     def fork(self, lease: Lease, tokens: int) -> Lease | None:
-        """Return an independent continuation after `tokens` tokens: full pages are shared, the rest is copied.
-
-        None when there is no slot, or no page, now.
-        """
+        """Return an independent continuation after `tokens` tokens, with shared full pages; None without a free slot or
+        page."""
         full, rest = divmod(tokens, self._geometry.page_tokens)
         copy = self._blocks.fork(lease, full, 1 if rest else 0) if self._free_slots else None
         if copy is None:
@@ -170,14 +165,13 @@ class HybridCache:
         return copy
 
     def close(self, lease: Lease) -> None:
-        """Release slot and pages; published blocks stay cached until their room is needed."""
         if self._leases.pop(lease.slot, None) is not lease:
             raise InternalError(f"the lease of slot {lease.slot} was closed before")
         self._free_slots.append(lease.slot)
         self._blocks.close(lease)
 
     def reset(self) -> int:
-        """Forget all cached prefixes in all tiers; returns the pages that this freed. Open leases keep their memory."""
+        """Forget all cached prefixes in all tiers; return the pages freed. Open leases keep their memory."""
         freed = self._blocks.reset()
         if self._tiering is not None:
             self._tiering.clear()
@@ -186,7 +180,7 @@ class HybridCache:
         return freed
 
     def flush(self, seconds_left: Callable[[], float]) -> None:
-        """Write what a restart could use to the disk, until no time is left; before the process ends."""
+        """Write what a restart could use to the disk until the time is over; called before the process ends."""
         began = time.monotonic()
         result = self._tiering.flush(seconds_left) if self._tiering is not None else None
         if result is not None:
@@ -200,7 +194,7 @@ class HybridCache:
             )
 
     def stats(self) -> CacheStats:
-        """Return how the cache is used; reads counters only, so any thread may ask."""
+        """Return counters; any thread may call."""
         stats = CacheStats(
             page_bytes=self._geometry.page_bytes,
             total_pages=self._memory.num_pages,
@@ -214,10 +208,7 @@ class HybridCache:
         return self._tiering.add_stats(stats) if self._tiering is not None else stats
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless every slot and page is where the books say; for tests, and an idle engine.
-
-        Takes time in proportion to the pool.
-        """
+        """Raise InternalError unless all books agree on slots and pages. Takes time in proportion to the pool."""
         self._blocks.check_integrity()
         if sorted([*self._free_slots, *self._leases]) != list(range(self._memory.num_slots)):
             raise InternalError("a slot is free and lent, or neither")
@@ -227,7 +218,6 @@ class HybridCache:
             raise InternalError(f"pages {wrong[:8]} are not held by those who should hold them")
 
     def _take_lease(self, chain: Sequence[BlockHash], match: Match, shared: Sequence[int], count: int) -> Lease | None:
-        """Take a slot with the state of a match just made, and `count` pages, of which the first are `shared`."""
         if not self._free_slots or not self._blocks.can_open(shared, count):
             return None
         slot = self._free_slots.pop()
@@ -248,7 +238,6 @@ class HybridCache:
         self._memory.set_pages(slot, 0, lease.pages)
 
     def _checkpoint_lengths(self, lease: Lease, match: Match, max_tokens: int) -> tuple[int, ...]:
-        """Return the lengths at which the state of a prompt that starts from this match should be kept."""
         size = self._geometry.page_tokens
         if len(match.pages) > match.state_blocks:
             lease.branch_blocks = len(match.pages)

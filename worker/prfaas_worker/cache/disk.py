@@ -46,17 +46,16 @@ MAX_PAUSE_SECONDS: Final = 60.0
 _TEMPORARY: Final = ".tmp"
 _NOT_THE_FILE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _WHOLE_DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENODEV, errno.ESTALE}
-_MAX_ENTRY_FAILURES: Final = 3
-"""So many failures in a row are the disk's, whatever their errors say."""
+_MAX_ENTRY_FAILURES: Final = 3  # So many failures in a row are the disk's, whatever their errors say.
 
 OnDiskChange = Callable[[EntryName, BlockContent | None], None]
-"""Called with an entry that became available, and its content, or None when it is gone."""
+"""Gets an entry that became available, and its content, or None when it was removed."""
 
 
 class LoadedEntries(NamedTuple):
-    """The result of reading entries: whole ones, those that are gone, and of these the damaged ones.
+    """The result of reading entries: the whole ones, the missing ones, and of these the damaged ones.
 
-    `failures` counts those that the disk could not read.
+    `failures` counts the entries that the disk could not read.
     """
 
     entries: list[CacheEntry]
@@ -66,7 +65,7 @@ class LoadedEntries(NamedTuple):
 
 
 class DiskHealth:
-    """Decides from the results of writes below a directory whether to write there now."""
+    """Decides from the results of writes whether to write now, or to pause."""
 
     def __init__(self, root: Path, clock: Callable[[], float]):
         self._root, self._clock = root, clock
@@ -76,22 +75,20 @@ class DiskHealth:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the disk could not be written, and has not been since."""
+        """True after a failed write, until one succeeds."""
         return self._backoff.failures > 0
 
     def can_write(self) -> bool:
-        """Return whether to write now: not in the pauses between attempts."""
+        """Return True except in the pauses between attempts."""
         return not self.is_paused or self._clock() >= self._retry_at
 
     def succeeded(self) -> None:
-        """Record that an entry was written."""
         if self.is_paused:
             log.warning("The cache tier in %s can be written again", self._root)
         self._failures = 0
         self._backoff.succeeded()
 
     def failed(self, path: Path, error: OSError) -> None:
-        """Record that an entry could not be written."""
         if not self.can_write():  # it was on its way when an earlier one failed
             return
         self._failures += 1
@@ -139,26 +136,25 @@ class DiskTier:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the disk could not be written, and nothing has been written since."""
+        """True after a failed write, until one succeeds."""
         return self._health.is_paused
 
     def accepts(self, size_bytes: int) -> bool:
-        """Return whether an entry of this size would be written."""
         fits = size_bytes <= self.max_bytes and self.unwritten_bytes < MAX_UNWRITTEN_BYTES
         return fits and self._health.can_write()
 
     def touch(self, name: EntryName) -> bool:
-        """Return whether an entry is here or about to be; if so, count it as used."""
+        """Count an entry as used, if it is here or being written; return False if it is not."""
         if name in self._sizes:
             self._sizes.move_to_end(name)
         return name in self._sizes or name in self._unwritten
 
     def size_of(self, name: EntryName) -> int:
-        """Return the bytes of an entry that is here or about to be, and count it as used; 0 for any other."""
+        """Return an entry's size, 0 if it is missing, and count the entry as used."""
         return (self._sizes.get(name) or self._unwritten.get(name, 0)) if self.touch(name) else 0
 
     def put(self, entry: CacheEntry) -> None:
-        """Write an entry in the background, unless it is here already or `accepts` refuses it."""
+        """Write an entry in the background, unless it exists or `accepts` refuses it."""
         size = MAX_HEADER_BYTES + len(entry.payload)  # an upper bound, until it is written
         if self.touch(entry.name) or not self.accepts(size):
             return
@@ -167,9 +163,10 @@ class DiskTier:
         self._writes.append((entry, size, self._writer.submit(self._write, entry)))
 
     def write_now(self, entry: CacheEntry, used_at: float) -> bool:
-        """Write an entry as the process ends, dated as last used then, and without a sync; return whether it is here.
+        """Write an entry without a sync, at the process's end, with `used_at` as its time; return True if it is on the
+        disk.
 
-        If the machine loses power before the bytes are on the disk, the digests show it.
+        Digests reveal bytes that a power loss kept from the disk.
         """
         if self.touch(entry.name):
             return True
@@ -179,16 +176,14 @@ class DiskTier:
         return entry.name in self._sizes
 
     def finish(self, seconds: float) -> None:
-        """Wait for what is being written, for so long at most."""
+        """Wait for writes under way, for at most so many seconds."""
         wait([future for _, _, future in self._writes], timeout=max(0.0, seconds))
         self.poll()
 
     def load(self, names: list[EntryName]) -> "Future[LoadedEntries]":
-        """Read entries in the background; give the result to `record_load`."""
         return self._reader.submit(self._read_all, names)
 
     def record_load(self, result: LoadedEntries) -> None:
-        """Record what a load found."""
         self.corrupt_entries += len(result.damaged)
         self.failures += result.failures
         for name in result.gone:
@@ -199,7 +194,6 @@ class DiskTier:
                 self._sizes.move_to_end(entry.name)
 
     def poll(self) -> None:
-        """Record what was written since."""
         while self._writes and self._writes[0][2].done():
             entry, size, future = self._writes.popleft()
             if self._unwritten.pop(entry.name, None) is None:  # forgotten meanwhile
@@ -208,7 +202,7 @@ class DiskTier:
             self._record_write(entry, future.result())
 
     def clear(self) -> None:
-        """Forget all entries; their files go in the background."""
+        """Forget all entries; a thread removes their files."""
         paths = [self._path(name) for name in [*self._sizes, *self._unwritten]]
         self._unwritten.clear()
         self.unwritten_bytes = 0
@@ -217,7 +211,6 @@ class DiskTier:
         self._writer.submit(_remove, paths)
 
     def close(self) -> None:
-        """Finish what is being written, and release the directory."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self.poll()
@@ -232,7 +225,6 @@ class DiskTier:
         self._index(entry.name, entry.content, header_bytes(entry.content) + len(entry.payload))
 
     def _index(self, name: EntryName, content: BlockContent, size: int) -> None:
-        """Enter an entry's file into the index, and remove the least recently used while there is too much."""
         self._sizes[name] = size
         self.bytes += size
         self._on_change(name, content)
@@ -250,7 +242,7 @@ class DiskTier:
         return self._root / text[:2] / f"{text}.{'state' if name.is_state else 'block'}"
 
     def _scan(self) -> None:
-        """Rebuild the index from the files' headers, least recently written first."""
+        """Rebuild the index from the files' headers, oldest first."""
         found: list[tuple[float, EntryHeader, int]] = []
         for path in _entry_files(self._root):
             try:
@@ -273,7 +265,6 @@ class DiskTier:
         return header
 
     def _write(self, entry: CacheEntry, modified: float | None = None) -> OSError | None:
-        """Write a file, in any thread: synced, or with a time of its own."""
         path, temporary = self._path(entry.name), self._root / f"{next(self._serial)}{_TEMPORARY}"
         try:
             path.parent.mkdir(exist_ok=True)
@@ -318,11 +309,9 @@ class DiskTier:
 
 
 def _lock_directory(root: Path) -> int:
-    """Create and lock the directory, and remove what an earlier process left half written; returns the lock.
+    """Create and lock the directory, and remove partial files of an earlier process; return the lock.
 
-    Raises:
-        ConfigError: it cannot be made, or another process has it.
-
+    Raises ConfigError if the directory cannot be made or another process uses it.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -348,7 +337,7 @@ def _entry_files(root: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, name: EntryName, fingerprint: bytes) -> CacheEntry:
-    """Read a file and check it wholly; raises ProtocolError or OSError."""
+    """Read and check a whole file; raises ProtocolError or OSError."""
     with path.open("rb", buffering=0) as file:
         header = decode_header(file.read(MAX_HEADER_BYTES), fingerprint, os.fstat(file.fileno()).st_size)
         file.seek(header.header_bytes)

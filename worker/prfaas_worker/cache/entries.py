@@ -30,30 +30,24 @@ MAX_HEADER_BYTES: Final = _FIXED.size + 4 * _MAX_TOKENS + _DIGEST.size
 
 
 class EntryName(NamedTuple):
-    """Names an entry: the attention rows of the block with this hash, or the state at that block's end."""
-
     key: BlockHash
     is_state: bool = False
 
 
 class BlockContent(NamedTuple):
-    """The content of an entry's block: its parent block, None for the first, and its token ids."""
+    """An entry's block: its parent block, None for the first, and its token ids."""
 
     parent: BlockHash | None
     token_ids: "array[int]"
 
 
 class CacheEntry(NamedTuple):
-    """A block or checkpoint with its bytes."""
-
     name: EntryName
     content: BlockContent
     payload: Buffer
 
 
 class EntryHeader(NamedTuple):
-    """The header of a file."""
-
     name: EntryName
     content: BlockContent
     header_bytes: int
@@ -62,12 +56,11 @@ class EntryHeader(NamedTuple):
 
 
 def header_bytes(content: BlockContent) -> int:
-    """Return the length of the header of an entry with these tokens."""
     return _FIXED.size + 4 * len(content.token_ids) + _DIGEST.size
 
 
 def encode_header(fingerprint: bytes, entry: CacheEntry) -> bytes:
-    """Return the header of this entry for the model with this fingerprint, 32 bytes."""
+    """Return an entry's header for a model's fingerprint (32 bytes)."""
     name, content, payload = entry
     fixed = _FIXED.pack(
         _MAGIC,
@@ -85,11 +78,9 @@ def encode_header(fingerprint: bytes, entry: CacheEntry) -> bytes:
 
 
 def decode_header(data: bytes, fingerprint: bytes, file_bytes: int) -> EntryHeader:
-    """Read the header at the beginning of `data`, which is the file's first MAX_HEADER_BYTES or all of it.
+    """Read the header in `data`, a file's first MAX_HEADER_BYTES or all of it.
 
-    Raises:
-        ProtocolError: not such a file, of another model, damaged, or not of the length that it names.
-
+    Raises ProtocolError if it is damaged, of another kind or model, or its length does not fit.
     """
     if len(data) < _FIXED.size:
         raise ProtocolError(f"{file_bytes} bytes are too few for a header")
@@ -112,11 +103,6 @@ def decode_header(data: bytes, fingerprint: bytes, file_bytes: int) -> EntryHead
 
 
 def check_payload(header: EntryHeader, payload: Buffer) -> None:
-    """Check that a payload is the one that was written.
-
-    Raises:
-        ProtocolError: it is not.
-
-    """
+    """Raise ProtocolError unless the payload matches the header's digest."""
     if len(payload) != header.payload_bytes or xxhash.xxh3_64_intdigest(payload) != header.payload_digest:
         raise ProtocolError("its payload is damaged")

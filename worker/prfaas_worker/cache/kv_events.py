@@ -29,7 +29,7 @@ _MEDIUMS: Final[dict[Tier, str]] = {"host": MEDIUM_HOST, "disk": MEDIUM_DISK}
 
 
 class CacheEventRecorder:
-    """Turns changes into events, and knows the content of every block on the device."""
+    """Turns cache changes into events, and remembers the content of every block on the device."""
 
     def __init__(self, on_event: Callable[[KvEvent], None] | None, kind: AttentionSpecKind):
         self._on_event = on_event or (lambda _: None)
@@ -37,11 +37,10 @@ class CacheEventRecorder:
         self._contents: dict[BlockHash, BlockContent] = {}
 
     def content_of(self, key: BlockHash) -> BlockContent:
-        """Return the content of a block on the device."""
         return self._contents[key]
 
     def record_published(self, chain: BlockChain, blocks: Sequence[int]) -> None:
-        """Report new blocks of a chain, ascending; neighbours share one event."""
+        """Report new blocks of a chain, ascending; neighbours share an event."""
         for first, last in _runs(blocks):
             for block in range(first, last):
                 content = BlockContent(chain.parent(block), chain.token_ids(block, block + 1))
@@ -51,17 +50,15 @@ class CacheEventRecorder:
             self._on_event(attention_stored(hashes, chain.parent(first), tokens, self._kind, MEDIUM_DEVICE))
 
     def record_adopted(self, name: EntryName, content: BlockContent) -> None:
-        """Report an entry that came to the device from a tier."""
+        """Report an entry that a tier returned to the device."""
         if not name.is_state:
             self._contents[name.key] = content
         self._report_stored(name, content, MEDIUM_DEVICE)
 
     def record_checkpoint(self, key: BlockHash) -> None:
-        """Report a new checkpoint on the device."""
         self._report_stored(EntryName(key, True), self._contents[key], MEDIUM_DEVICE)
 
     def record_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """Report what the device evicted."""
         for is_state, group in ((True, STATE_GROUP), (False, ATTENTION_GROUP)):
             keys: list[BlockHash | int] = [one.key for one in evicted if one.is_state == is_state]
             if keys:
@@ -71,14 +68,13 @@ class CacheEventRecorder:
                 del self._contents[one.key]
 
     def record_tier_change(self, name: EntryName, tier: Tier, content: BlockContent | None) -> None:
-        """Report an entry that a tier got, or lost where `content` is None."""
+        """Report an entry that a tier got, or lost if `content` is None."""
         if content is not None:
             self._report_stored(name, content, _MEDIUMS[tier])
         else:
             self._on_event(BlockRemoved([name.key], _MEDIUMS[tier], STATE_GROUP if name.is_state else ATTENTION_GROUP))
 
     def record_cleared(self) -> None:
-        """Report that all entries are gone."""
         self._contents.clear()
         self._on_event(AllBlocksCleared())
 
@@ -91,7 +87,7 @@ class CacheEventRecorder:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the stretches of consecutive numbers, each as its first and the one behind its last."""
+    """Yield ranges of consecutive numbers, each as (first, end)."""
     begin = 0
     for at in range(1, len(numbers) + 1):
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:

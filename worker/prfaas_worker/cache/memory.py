@@ -26,7 +26,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 class CacheGeometry:
-    """Sizes that follow from a model's layers: bytes of a page and of a state, and each tensor's offset in them."""
+    """Sizes that follow from a model's layers: bytes of a page and of a state, and the tensors' offsets."""
 
     def __init__(self, layers: Sequence[LayerSpec], page_tokens: int = BLOCK_TOKENS):
         self.layers = tuple(layers)
@@ -37,16 +37,14 @@ class CacheGeometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token adds to a sequence's cache."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.rows)
 
     def pages_for(self, tokens: int) -> int:
-        """Return the number of pages for the rows of so many tokens."""
         return -(-tokens // self.page_tokens)
 
 
 def _place(layers: Sequence[tuple[TensorSpec, ...]], copies: int) -> tuple[dict[tuple[int, str], int], int]:
-    """Offset of each tensor by (layer, name), each with room for `copies` of it, and the bytes of all together."""
+    """Return each tensor's offset by (layer, name), with room for `copies` of each, and the total of bytes."""
     offsets, at = {}, 0
     for index, tensors in enumerate(layers):
         for tensor in tensors:
@@ -88,52 +86,45 @@ class CacheMemory:
         self._page_bytes = bytes_of(self.pages) if self.device.type == "cpu" else memoryview(b"")
 
     def rows(self, layer: int) -> dict[str, Tensor]:
-        """Row tensors of a layer by name, each [num_pages, page_tokens, *shape], viewing the pages."""
+        """Row tensors of a layer by name, [num_pages, page_tokens, *shape], as views of the pages."""
         return self._rows[layer]
 
     def states(self, layer: int) -> dict[str, Tensor]:
-        """State tensors of a layer by name, each [num_slots, *shape], viewing the slots."""
+        """State tensors of a layer by name, [num_slots, *shape], as views of the slots."""
         return self._states[layer]
 
     def set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Enter pages into a slot's table from its column `first` on."""
+        """Write pages into a slot's table from column `first` on."""
         if pages:
             self.table[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
 
     def clear_slot(self, slot: int) -> None:
-        """Make a slot the state of an empty sequence."""
+        """Make a slot's state that of an empty sequence."""
         self.slots[slot].zero_()
 
     def copy_slot(self, source: int, target: int) -> None:
-        """Copy one running state over another."""
         self.slots[target].copy_(self.slots[source])
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page over another."""
         self.pages[target].copy_(self.pages[source])
 
     def save_state(self, slot: int, pages: Sequence[int]) -> None:
-        """Copy a running state into `pages_per_state` pages."""
         self.pages[torch.tensor(pages)] = self.slots[slot].view(len(pages), -1)
 
     def load_state(self, pages: Sequence[int], slot: int) -> None:
-        """Copy a state out of the pages that `save_state` filled."""
         self.slots[slot].view(len(pages), -1).copy_(self.pages[torch.tensor(pages)])
 
     def read_pages(self, pages: Sequence[int]) -> memoryview:
-        """Copy pages to host memory, all at once: their bytes one after the other."""
+        """Copy pages to host memory in one operation."""
         return self.pages[torch.tensor(pages)].cpu().numpy().data.cast("B")
 
     def write_pages(self, pages: Sequence[int], content: Iterable[Buffer]) -> None:
-        """Copy the bytes of pages, in as many pieces as they came, to where they belong, all at once."""
+        """Copy the bytes of pages, in any number of pieces, to the device in one operation."""
         source = torch.frombuffer(bytearray().join(content), dtype=torch.uint8).view(len(pages), -1)
         self.pages[torch.tensor(pages)] = source.to(self.device)
 
     def row_bytes(self, layer: int, name: str, pages: Sequence[int], span: tuple[int, int]) -> list[memoryview]:
-        """Writable bytes of a row tensor's tokens span[0] up to span[1], one piece a page; the pages are a sequence's.
-
-        For memory on the CPU only.
-        """
+        """Writable bytes of a row tensor's tokens span[0] to span[1], one piece a page. CPU memory only."""
         tokens = self.geometry.page_tokens
         at = self.geometry.row_offsets[layer, name]
         size = next(tensor.nbytes for tensor in self.geometry.layers[layer].rows if tensor.name == name)
@@ -147,7 +138,7 @@ class CacheMemory:
         return pieces
 
     def state_bytes(self, layer: int, name: str, slot: int) -> memoryview:
-        """Writable bytes of a state tensor in a slot; for memory on the CPU only."""
+        """Writable bytes of a state tensor in a slot. CPU memory only."""
         return bytes_of(self.states(layer)[name][slot])
 
     def _views(self, buffer: Tensor, layer: int, is_rows: bool) -> dict[str, Tensor]:
@@ -160,7 +151,7 @@ class CacheMemory:
 
 
 def _view(buffer: Tensor, offset: int, tensor: TensorSpec, lead: tuple[int, ...]) -> Tensor:
-    """View [len(buffer), *lead, *shape] of the bytes that stand at `offset` in each line of `buffer`."""
+    """View [len(buffer), *lead, *shape] at `offset` of each row of `buffer`."""
     shape = (*lead, *tensor.shape)
     size = tensor.nbytes
     for length in lead:

@@ -16,10 +16,8 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-STEP_BYTES: Final = 4 << 20
-"""All threads that map memory wait for the end of a step: about a millisecond."""
-LEFT_SHARE: Final = 0.1
-"""Share of the memory available at the start that stays free for others."""
+STEP_BYTES: Final = 4 << 20  # All threads that map memory wait for the end of a step: about a millisecond.
+LEFT_SHARE: Final = 0.1  # Share of the memory available at the start that stays free for others.
 MIB: Final = 1 << 20
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -30,7 +28,7 @@ Advise = Callable[[int, int, int], bool]
 
 
 def populate_in_background(address: int, nbytes: int) -> threading.Thread:
-    """Begin to populate memory that lives as long as the process; ends early where memory is short."""
+    """Start to populate memory that lives as long as the process; stop where memory is short."""
     thread = threading.Thread(target=populate, args=(address, nbytes), name="populate", daemon=True)
     thread.start()
     return thread
@@ -42,15 +40,7 @@ def populate(
     available_bytes: Callable[[], int] = lambda: min(_available_bytes(), _allowed_bytes()),
     advise: Advise | None = None,
 ) -> int:
-    """Populate memory from its beginning; returns how many bytes of it were.
-
-    Args:
-        address: where it starts; a part of a page at either end is left out.
-        nbytes: its length.
-        available_bytes: tells how much memory could still be had.
-        advise: gives the kernel advice (address, bytes, which) and tells whether it was taken.
-
-    """
+    """Populate memory from its beginning, whole pages only; return the number of populated bytes."""
     advise = advise or _madvise()
     first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     left_bytes = int(available_bytes() * LEFT_SHARE)
@@ -71,7 +61,6 @@ def populate(
 
 
 def _madvise() -> Advise:
-    """Return the kernel's madvise; it lets other threads run."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -85,7 +74,7 @@ def _madvise() -> Advise:
 
 
 def _available_bytes() -> int:
-    """Return the memory that the machine can give without swapping."""
+    """Return the memory that the machine has without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, value, *_ = line.split()
         if name == "MemAvailable:":
@@ -94,7 +83,7 @@ def _available_bytes() -> int:
 
 
 def _allowed_bytes() -> int:
-    """Return what is left of the container's limit, beyond which the kernel kills the process."""
+    """Return the rest of the container's limit, beyond which the kernel kills the process."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit == "max":

@@ -36,19 +36,16 @@ _FILE_TIME_GAP_SECONDS: Final = 0.001
 
 @dataclass(slots=True, eq=False)
 class PrefixLoad:
-    """Entries of a prompt on their way to the device."""
-
     fetch: TierFetch
     chain: Sequence[BlockHash]
     cached_blocks: int
     names: frozenset[EntryName]
 
     def done(self) -> bool:
-        """Return whether the prompt can be opened with them."""
         return self.fetch.done()
 
     def add_done_callback(self, call: Callable[[], None]) -> None:
-        """Call `call` once it is done, at once or from another thread."""
+        """Call `call` when the load is done, at once or from another thread."""
         if self.fetch.reading is None:
             call()
         else:
@@ -56,7 +53,7 @@ class PrefixLoad:
 
 
 class FlushResult(NamedTuple):
-    """How many entries the disk has after a flush, bytes written for them, and entries that it lacks."""
+    """Counts of a flush: entries on the disk, bytes written, and entries missing."""
 
     entries: int = 0
     written_bytes: int = 0
@@ -64,7 +61,7 @@ class FlushResult(NamedTuple):
 
 
 class Tiering:
-    """Moves entries between one memory and its tiers. Used from the engine's thread only."""
+    """Moves entries between one memory and its tiers. Only the engine's thread uses it."""
 
     def __init__(self, memory: CacheMemory, blocks: Blocks, tiers: Tiers, events: CacheEventRecorder):
         self.tiers = tiers
@@ -85,7 +82,7 @@ class Tiering:
                 self.tiers.put(entry)
 
     def prefetch(self, chain: Sequence[BlockHash]) -> PrefixLoad | None:
-        """Start loading what makes a longer match of this chain; None when there is nothing, or no room for it."""
+        """Start loading entries that extend this chain's match; None if there are none, or no room."""
         self.tiers.poll()
         self.adopt_loaded()
         match = self._blocks.match(chain, len(chain))
@@ -100,18 +97,15 @@ class Tiering:
         return load
 
     def adopt_loaded(self) -> None:
-        """Put entries that were loaded into the pool."""
         while self._loads and self._loads[0].done():
             load = self._loads.pop(0)
             self._adopt(load, {entry.name: entry for entry in self.tiers.take(load.fetch)})
 
     def clear(self) -> None:
-        """Forget the tiers' entries and those that are being loaded."""
         self._loads.clear()
         self.tiers.clear()
 
     def add_stats(self, stats: CacheStats) -> CacheStats:
-        """Return the statistics with the tiers' part."""
         disk = self.tiers.disk
         stats = msgspec.structs.replace(
             stats,
@@ -130,10 +124,9 @@ class Tiering:
         )
 
     def flush(self, seconds_left: Callable[[], float]) -> FlushResult | None:
-        """Write to the disk what a restart could use, until no time is left; None where there is no disk.
+        """Write to the disk what a restart could use until the time is over; None without a disk.
 
-        An entry that cannot be written costs only itself. When the flush is cut short, even by a kill, the disk has
-        whole files only.
+        A failed entry costs only itself. A flush that is cut short leaves only whole files.
         """
         disk = self.tiers.disk
         if disk is None:
@@ -165,14 +158,13 @@ class Tiering:
         return FlushResult(entries, written_bytes, left_out)
 
     def _parent(self, key: BlockHash) -> BlockHash | None:
-        """Return the block before this one, None where it is the first or memory has neither."""
         if self._blocks.page(key) is not None:
             return self._events.content_of(key).parent
         entry = self.tiers.host.peek(EntryName(key))
         return entry.content.parent if entry is not None else None
 
     def _read_anywhere(self, names: Sequence[EntryName]) -> Iterator[CacheEntry]:
-        """Copy entries from the device and from host memory, in this order; those that neither has are left out."""
+        """Read entries from the device and then from host memory; skip missing ones."""
         pages = {name: self._blocks.pages_of(name.key, is_state=name.is_state) for name in names}
         on_device = self._read({name: found for name, found in pages.items() if found})
         for name, found in pages.items():
@@ -181,7 +173,7 @@ class Tiering:
                 yield entry
 
     def _missing(self, chain: Sequence[BlockHash], match: Match) -> list[EntryName]:
-        """Return what the device lacks of the longest match that it and the tiers have together."""
+        """Return the entries that the device lacks of the longest match of device and tiers together."""
         blocks, tiers = self._blocks, self.tiers
         absent: list[EntryName] = []
         missing: list[EntryName] = []
@@ -223,7 +215,6 @@ class Tiering:
             yield key
 
     def _allocate(self, entry: CacheEntry | None) -> None:
-        """Give an entry pages, if it is wanted and there are any; `_write_loaded` copies it there."""
         # Pages may have had another size when the entry was written.
         if entry is None or len(entry.payload) != self._size(entry.name):
             return
@@ -241,7 +232,7 @@ class Tiering:
         self._unwritten.clear()
 
     def _read(self, pages: dict[EntryName, tuple[int, ...]]) -> Iterator[CacheEntry]:
-        """Copy entries from the device, all at once."""
+        """Copy entries from the device in one operation."""
         content = self._memory.read_pages([page for own in pages.values() for page in own])
         at = 0
         for name in pages:
@@ -250,7 +241,6 @@ class Tiering:
             at = end
 
     def _batches(self, names: Iterable[EntryName]) -> Iterator[list[EntryName]]:
-        """Divide entries into batches that are copied at once."""
         batch: list[EntryName] = []
         size = 0
         for name in names:
@@ -269,10 +259,9 @@ class Tiering:
 def order_by_value(
     states: Iterable[BlockHash], blocks: Iterable[BlockHash], parent: Callable[[BlockHash], BlockHash | None]
 ) -> Iterator[list[EntryName]]:
-    """Yield all entries, in lists that complete one prefix each; blocks without a state come last.
+    """Yield all entries in lists that complete one prefix each; blocks without a state are last.
 
-    `states` and `blocks` begin with the one used last; `parent` is None for a first block and for one that memory
-    does not have.
+    `states` and `blocks` begin with the most recently used; `parent` returns None for a first or unknown block.
     """
     taken: set[BlockHash] = set()
     for state in dict.fromkeys(states):

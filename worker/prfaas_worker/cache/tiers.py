@@ -22,24 +22,21 @@ from prfaas_worker.cache.entries import BlockContent, CacheEntry, EntryName
 
 Tier = Literal["host", "disk"]
 OnTierChange = Callable[[EntryName, Tier, BlockContent | None], None]
-"""Called with an entry that became available in a tier, and its content, or None when it is gone from there."""
+"""Gets an entry that became available in a tier, and its content, or None when the tier lost it."""
 
 
 @dataclass(slots=True, eq=False)
 class TierFetch:
-    """Entries on their way to the device."""
-
     ready: list[CacheEntry]
     from_disk: frozenset[EntryName]
     reading: "Future[LoadedEntries] | None"
 
     def done(self) -> bool:
-        """Return whether nothing is left to wait for."""
         return self.reading is None or self.reading.done()
 
 
 class HostTier:
-    """Entries in host memory, at most so many bytes of them."""
+    """Entries in host memory, bounded by bytes."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
@@ -50,25 +47,21 @@ class HostTier:
         return name in self._entries
 
     def accepts(self, size_bytes: int) -> bool:
-        """Return whether an entry of this size would be kept."""
         return size_bytes <= self._max_bytes
 
     def get(self, name: EntryName) -> CacheEntry | None:
-        """Return an entry, and count it as used."""
         if name in self._entries:
             self._entries.move_to_end(name)
         return self._entries.get(name)
 
     def peek(self, name: EntryName) -> CacheEntry | None:
-        """Return an entry without counting it as used."""
         return self._entries.get(name)
 
     def newest(self) -> list[EntryName]:
-        """Return all names, the most recently used first."""
         return list(reversed(self._entries))
 
     def put(self, entry: CacheEntry) -> list[CacheEntry]:
-        """Keep an entry that `accepts` allowed; returns the entries that it evicts."""
+        """Keep an entry that `accepts` allowed; return the evicted entries."""
         self._entries[entry.name] = entry
         self.bytes += len(entry.payload)
         evicted: list[CacheEntry] = []
@@ -79,17 +72,14 @@ class HostTier:
         return evicted
 
     def clear(self) -> None:
-        """Forget all entries."""
         self._entries.clear()
         self.bytes = 0
 
 
 class Tiers:
-    """Host memory over a disk, either of which may be absent.
+    """Host memory over a disk; either may be absent.
 
-    Raises:
-        ConfigError: the directory cannot be used, or another process has it.
-
+    Raises ConfigError if the directory cannot be used or another process uses it.
     """
 
     def __init__(
@@ -104,7 +94,7 @@ class Tiers:
             self.disk = DiskTier(disk_directory, disk_bytes, fingerprint, self._report_disk)
 
     def listen(self, on_change: OnTierChange) -> None:
-        """Call `on_change` on every change from now on, and first for what the disk kept from before."""
+        """Call `on_change` for each entry already on the disk, then on every change."""
         self._on_change = on_change
         for name, content in self._found_on_disk:
             if name in self:
@@ -115,13 +105,12 @@ class Tiers:
         return name in self.host or (self.disk is not None and name in self.disk)
 
     def wants(self, name: EntryName, size_bytes: int) -> bool:
-        """Return whether an entry that the device evicts should be put here; one that is here counts as used."""
+        """Return True if an evicted entry should be put here; an entry that is here counts as used."""
         if self.host.get(name) is not None or (self.disk is not None and self.disk.touch(name)):
             return False
         return self.host.accepts(size_bytes) or (self.disk is not None and self.disk.accepts(size_bytes))
 
     def put(self, entry: CacheEntry) -> None:
-        """Keep an entry that `wants` allowed."""
         if not self.host.accepts(len(entry.payload)):
             self._put_on_disk(entry)
             return
@@ -131,7 +120,7 @@ class Tiers:
             self._on_change(evicted.name, "host", None)
 
     def fetch(self, names: Sequence[EntryName]) -> TierFetch:
-        """Start loading entries that are here; `take` returns them when that is done."""
+        """Start loading entries that are here; `take` returns them later."""
         under_way = frozenset[EntryName]().union(*(fetch.from_disk for fetch in self._fetches))
         ready = [entry for name in names if (entry := self.host.get(name)) is not None]
         absent = {name for name in names if name not in self.host}
@@ -143,7 +132,7 @@ class Tiers:
         return fetch
 
     def take(self, fetch: TierFetch) -> list[CacheEntry]:
-        """Return, once, the whole entries of a fetch that is done."""
+        """Return, once, the whole entries of a finished fetch."""
         self._fetches.remove(fetch)
         if fetch.reading is None or self.disk is None:
             return fetch.ready
@@ -152,19 +141,16 @@ class Tiers:
         return [*fetch.ready, *loaded.entries]
 
     def poll(self) -> None:
-        """Record what was written to the disk since."""
         if self.disk is not None:
             self.disk.poll()
 
     def clear(self) -> None:
-        """Forget all entries; fetches under way must not be taken any more."""
         self._fetches = []
         self.host.clear()
         if self.disk is not None:
             self.disk.clear()
 
     def close(self) -> None:
-        """Finish what is being written, and release the disk."""
         if self.disk is not None:
             self.disk.close()
 

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Load the model, open the data port, and step until the front goes away."""
+    """Load the model, open the data port, and step until the front ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     front = socket.socket(fileno=int(sys.argv[1]))
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _end_with_front(front: socket.socket) -> None:
-    """Have the kernel kill this process as soon as the front ends: while a model loads, nobody reads the socket."""
+    """Have the kernel kill this process when the front ends: no thread reads the socket while a model loads."""
     if sys.platform != "linux":
         return  # there it ends with its socket, once it is loaded
     libc = ctypes.CDLL(None, use_errno=True)

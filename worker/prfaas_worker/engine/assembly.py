@@ -1,4 +1,4 @@
-"""Builds an engine: the model's memory and cache, the step loop, and what that needs of transfers and grammars."""
+"""Builds an engine: the model's memory and cache, the step loop, and its transfers and grammars."""
 
 import queue
 from functools import partial
@@ -39,12 +39,7 @@ LARGE_VOCABULARY = 10_000
 def assemble(
     model: Model, directory: Path, options: Options, outbox: Outbox, traffic: Traffic
 ) -> tuple[EngineLoop, Offers]:
-    """Return the step loop of a model and the prefills that it offers to others.
-
-    Raises:
-        ConfigError: the cache that the options ask for cannot be had.
-
-    """
+    """Return the step loop of a model and its offers. Raises ConfigError if the requested cache cannot be had."""
     memory = _cache_memory(model, options)
     runner = Runner(model, memory, Staging(memory) if model.device.type == "cuda" else None)
     kv_events: list[KvEvent] = []
@@ -81,7 +76,7 @@ def _offers(layout: CacheLayout, options: Options, inbox: queue.SimpleQueue[Even
 
 
 def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outbox) -> Profiler:
-    """Compile the decode steps, and measure prefills: the model runs as it will when it serves."""
+    """Compile the decode steps and measure prefills, with the model as it serves."""
     geometry = runner.memory.geometry
     profiler = Profiler(geometry.state_bytes, geometry.token_bytes, lambda profile: outbox.put([Measured(profile)]))
     _compile(runner.model, options)
@@ -91,12 +86,7 @@ def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outb
 
 
 def _cache_memory(model: Model, options: Options) -> CacheMemory:
-    """Reserve the cache.
-
-    Raises:
-        ConfigError: a single sequence of the longest context would not fit, or the model has no such context.
-
-    """
+    """Reserve the cache. Raises ConfigError if one sequence of the longest context does not fit or is not possible."""
     geometry, context = CacheGeometry(model.layers), max_context(model, options)
     cache_mib = options.cache_mib or _default_cache_mib(model)
     num_pages = cache_mib * MIB // geometry.page_bytes
@@ -114,7 +104,7 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
 
 
 def _default_cache_mib(model: Model) -> int:
-    """Return what the weights leave on an accelerator, less a tenth for activations and their fragments."""
+    """Return the memory that the weights leave on an accelerator, less a tenth for activations."""
     if model.device.type != "cuda":
         return CPU_CACHE_MIB
     free_bytes, _ = torch.cuda.mem_get_info(model.device)
@@ -122,12 +112,7 @@ def _default_cache_mib(model: Model) -> int:
 
 
 def max_context(model: Model, options: Options) -> int:
-    """Return the most tokens of a sequence.
-
-    Raises:
-        ConfigError: the options ask for more than the model was made for.
-
-    """
+    """Return the most tokens of a sequence. Raises ConfigError if the options exceed the model's maximum."""
     wanted = options.max_context_tokens or model.max_context
     if wanted > model.max_context:
         raise ConfigError(
@@ -138,12 +123,7 @@ def max_context(model: Model, options: Options) -> int:
 
 
 def _compile(model: Model, options: Options) -> None:
-    """Compile the decode steps that the options name; the model has its memory.
-
-    Raises:
-        ConfigError: it has none to compile, or there is no compiler.
-
-    """
+    """Compile the decode steps that the options name. Raises ConfigError if that is not possible."""
     if not options.compile:
         return
     from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
@@ -154,12 +134,8 @@ def _compile(model: Model, options: Options) -> None:
 
 
 def _tiers(model: Model, options: Options) -> Tiers | None:
-    """Return the tiers for evicted entries, None if the options name none.
-
-    Raises:
-        ConfigError: the directory cannot be used, or another process has it.
-
-    """
+    """Return the tiers for evicted entries, None if the options name none. Raises ConfigError if the directory is
+    unusable."""
     if not (options.host_cache_mib or options.disk_cache):
         return None
     return Tiers(

@@ -28,11 +28,11 @@ _LIMITS: Final = LLParserLimits(verbose_errors=False)
 
 
 class Vocabulary(NamedTuple):
-    """The facts of a tokenizer that grammars need.
+    """Facts about a tokenizer that grammars need.
 
-    `tokens[i]` are the bytes that token i adds to the text, the name of a special token; b"" for an id without a token.
-    `size` is the width of the model's logits, at least len(tokens). `encode` splits forced text as the tokenizer would,
-    without special tokens; without it, or where its tokens do not spell the text, the longest tokens are used.
+    `tokens[i]` holds the bytes of token i, the name of a special token, or b"" for an id without a token. `size` is the
+    logits' width, at least len(tokens). `encode` splits forced text as the tokenizer would, without special tokens. If
+    it is missing or its tokens do not spell the text, the longest tokens are used.
     """
 
     tokens: Sequence[bytes]
@@ -43,7 +43,7 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...], size: int) -> Vocabulary:
-    """Return a tokenizer's vocabulary for a model with logits `size` wide; special tokens that add text are text."""
+    """Return a tokenizer's vocabulary for logits of width `size`; special tokens that add text count as text."""
     tokens = [tokenizer.token_bytes(token) for token in range(size)]
     specials = {token: text for text, token in tokenizer.specials.items() if token < size and not tokens[token]}
     for token, text in specials.items():
@@ -60,17 +60,14 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer is whole and no text may follow it."""
+        """True if the answer is whole and no text may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def fill(self, words: np.ndarray, ends: Collection[int], *, hold_back: bool) -> None:
-        """Write which tokens may come next: bit i % 32 of word i // 32 for token i, int32 [ceil(size / 32)].
+        """Write the mask of allowed tokens: bit i % 32 of word i // 32 for token i, int32 [ceil(size / 32)].
 
-        The tokens `ends` may come wherever the grammar may stop; with `hold_back` only where nothing else may.
-
-        Raises:
-            RequestError: the grammar is too complex to go on, or no token fits.
-
+        The tokens `ends` are allowed where the grammar may stop; with `hold_back` only where it must. Raises
+        RequestError if the grammar is too complex or no token fits.
         """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
@@ -87,12 +84,7 @@ class Matcher:
             raise refusal(self._grammar, "no token of this model can go on from what was generated")
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Go on over drawn tokens.
-
-        Raises:
-            RequestError: a token does not fit, or the grammar is too complex to go on.
-
-        """
+        """Advance over drawn tokens. Raises RequestError if one does not fit or the grammar is too complex."""
         self._matcher.consume_tokens(list(tokens))
         self._check()
 
@@ -102,8 +94,6 @@ class Matcher:
 
 
 class Compiled:
-    """A grammar that is ready for any number of answers."""
-
     def __init__(self, grammar: Grammar, prototype: LLMatcher):
         self._grammar = grammar
         self._prototype = prototype
@@ -114,7 +104,7 @@ class Compiled:
 
 
 class Grammars:
-    """Compiles grammars in threads, and keeps the latest: many requests share a schema."""
+    """Compiles grammars in threads, and caches the latest ones."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]):
         self._load_vocabulary = load_vocabulary
@@ -124,9 +114,9 @@ class Grammars:
         self._kept: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> Future[Compiled]:
-        """Compile in a thread. The future raises only PrfaasError: RequestError for a grammar that cannot be used.
+        """Compile in a thread; called from one thread only. The future raises only PrfaasError.
 
-        Called from one thread only. `Future.add_done_callback` runs in the compiling thread, or at once if it is done.
+        `Future.add_done_callback` runs in the compiling thread, or at once if it is done.
         """
         future = self._kept.get(grammar)
         if future is None or (future.done() and future.exception() is not None):
@@ -137,7 +127,6 @@ class Grammars:
         return future
 
     def warm(self) -> None:
-        """Build the trie of all tokens now, if that was not done yet."""
         with self._building:
             if self._tokenizer is None:
                 self._tokenizer = build_tokenizer(self._load_vocabulary())
@@ -160,14 +149,13 @@ class Grammars:
 
 
 def build_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """Return llguidance's view of a tokenizer."""
     # llguidance wants some end, a tokenizer without one too: a special token, or the last id.
     eos_ids = vocabulary.eos_ids or (max(vocabulary.special_ids, default=vocabulary.size - 1),)
     return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary, eos_ids[0])), eos_token=list(eos_ids))
 
 
 class _Tokens:
-    """The vocabulary as llguidance reads it; llguidance calls it to split forced text into tokens."""
+    """The vocabulary as llguidance reads it; llguidance calls it to split forced text."""
 
     bos_token_id = None
 
@@ -189,7 +177,7 @@ class _Tokens:
         return self._longest_first(text)
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """Split a text greedily; stops at a byte that no token has."""
+        """Split a text greedily; stop at a byte without a token."""
         found: list[int] = []
         while text:
             lengths = range(min(self._longest, len(text)), 0, -1)

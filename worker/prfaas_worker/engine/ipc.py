@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Writes messages to the front; those that gather during a write leave as one batch."""
+    """Writes messages to the front; messages queued during a write leave as one batch."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
@@ -54,7 +54,6 @@ class Outbox:
         threading.Thread(target=self._run, name="front-write", daemon=True).start()
 
     def put(self, messages: list[ToFront]) -> None:
-        """Queue messages; never blocks."""
         self._queue.put(messages)
 
     def _run(self) -> None:
@@ -78,7 +77,6 @@ class FrontMessages:
         self._outbox = outbox
 
     def handle(self, message: ToEngine) -> None:
-        """Act on one message."""
         match message:
             case Generate() | StartPrefix() | Cancel() | ResetCache() | SetRole():
                 self._engine.inbox.put(message)
@@ -120,7 +118,7 @@ class FrontMessages:
 
 
 def serve_front(sock: socket.socket, engine: EngineLoop, messages: FrontMessages) -> None:
-    """Start the reading thread, which ends the engine and the process when the front is gone."""
+    """Start the reading thread, which ends the engine and the process when the front closes its end."""
     threading.Thread(target=_read, args=(sock, engine, messages), name="front-read", daemon=True).start()
 
 

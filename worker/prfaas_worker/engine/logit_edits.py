@@ -1,4 +1,4 @@
-"""Edits logits before a draw: biases, penalties, and tokens that may not come.
+"""Edits logits before a draw: biases, penalties, and forbidden tokens.
 
 As OpenAI defines them and in vLLM's order. First the bias is added. Then the repetition penalty divides positive and
 multiplies negative logits of tokens in prompt or answer. Then the frequency penalty is subtracted as often as the
@@ -19,7 +19,7 @@ _NO_PENALTIES: Final = (1.0, 0.0, 0.0)
 
 
 class LogitTable:
-    """The tokens of one choice that have a bias or have been seen, and the change to the logit of each."""
+    """The tokens of one choice with a bias or an occurrence, and the change to the logit of each."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]):
         self._repetition, self._frequency, self._presence = _penalties(sampling)
@@ -37,16 +37,14 @@ class LogitTable:
 
     @property
     def tokens(self) -> np.ndarray:
-        """The tokens, int64 [n]."""
         return self._tokens[: len(self._slots)]
 
     @property
     def changes(self) -> np.ndarray:
-        """The bias, the repetition penalty, and the sum of the other penalties, of each token: fp32 [3, n]."""
+        """For each token the bias, the repetition penalty, and the sum of the other penalties: fp32 [3, n]."""
         return self._changes[:, : len(self._slots)]
 
     def count(self, token: int) -> None:
-        """Count a token of the answer."""
         if not self._counted:
             return
         slot = self._slot(token)
@@ -72,7 +70,6 @@ def _penalties(sampling: Sampling) -> tuple[float, float, float]:
 
 
 def needs_table(sampling: Sampling) -> bool:
-    """Return whether a request's parameters need a table."""
     return bool(sampling.logit_bias) or _penalties(sampling) != _NO_PENALTIES
 
 
@@ -88,14 +85,14 @@ def apply_tables(logits: torch.Tensor, tables: Sequence[tuple[int, LogitTable]])
 
 
 class Mask(NamedTuple):
-    """Tokens that one row may draw, a bit each: int32 [ceil(vocab_size / 32)]."""
+    """Tokens that one row may draw, one bit each: int32 [ceil(vocab_size / 32)]."""
 
     row: int
     words: np.ndarray
 
 
 def apply_masks(logits: torch.Tensor, masks: Sequence[Mask]) -> None:
-    """Rule out, in place, every token whose bit is 0."""
+    """Forbid, in place, every token whose bit is 0."""
     banned = np.stack([mask.words for mask in masks])
     np.invert(banned, out=banned)
     # Little-endian words: bit i of the mask is bit i % 8 of byte i // 8.
@@ -110,7 +107,7 @@ def apply_masks(logits: torch.Tensor, masks: Sequence[Mask]) -> None:
 
 
 def apply_bans(logits: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Rule out, in place, a few tokens of some rows."""
+    """Forbid, in place, a few tokens of some rows."""
     pairs = [(row, token) for row, tokens in bans for token in tokens]
     rows, tokens = torch.tensor(pairs, device=logits.device).T
     logits[rows, tokens] = -torch.inf

@@ -61,18 +61,17 @@ from prfaas_worker.transfer.fetch import Fetched
 
 CODE_ENGINE_FAILED: Final = "engine_failed"
 LOAD_SECONDS: Final = 2.0
-"""Most time to wait for a cached prefix from host memory or disk: the prompt can be computed, too."""
-FLUSH_SECONDS: Final = 3.0
-"""Time at an orderly end for what a restart can use of the cache."""
+"""Most time to wait for a cached prefix from host memory or disk: the prompt can be computed instead."""
+FLUSH_SECONDS: Final = 3.0  # Time at an orderly end to save the cache for a restart.
 _LAST_STEP_SECONDS: Final = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
 class EngineLoop:
-    """Owns all requests, at most `max_waiting` of which wait, and works through the objects that it is given.
+    """Owns all requests, of which at most `max_waiting` wait, and runs them.
 
-    `kv_events` are the cache's events since the last step. `stats` has the engine's own counts after the last step: it
-    is replaced whole, so that any thread may read it at any time.
+    `kv_events` holds the cache's events since the last step. `stats` holds the engine's counters after the last step:
+    it is replaced whole, so any thread may read it.
     """
 
     inbox: queue.SimpleQueue[Event]
@@ -97,17 +96,17 @@ class EngineLoop:
         self._outputs = Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids)))
 
     def end(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Make `run` return once the cache is flushed to the disk, or after so many seconds.
+        """Make `run` return once the cache is flushed to the disk, or after so many seconds; return True if it was
+        flushed.
 
-        Waits for that, but not much longer, and returns whether it was done. Called from any other thread, again with 0
-        to cut it short. Whenever the process ends, the files that it leaves are whole.
+        Called from another thread; a second call with 0 cuts the flush short. Files are whole whenever the process
+        ends.
         """
         self._end_at = time.monotonic() + seconds
         self.inbox.put(End())
         return self._flushed.wait(seconds + _LAST_STEP_SECONDS)
 
     def run(self) -> None:
-        """Step until `end` is called."""
         idle = True
         while self._end_at is None:
             idle = not self.step(wait=idle)
@@ -116,7 +115,7 @@ class EngineLoop:
 
     @torch.inference_mode()
     def step(self, *, wait: bool) -> bool:
-        """Do one step; with `wait` first wait until something arrives. Returns whether anything was to do."""
+        """Do one step; with `wait` first wait for a message. Return True if there was work."""
         self._handle_events(wait=wait)
         began = time.monotonic()
         planned = schedule(self.requests.facts(self.cache), BUDGETS[self.stats.role])
@@ -193,7 +192,6 @@ class EngineLoop:
             self._make_ready(sequence)
 
     def _prepare_grammar(self, request: EngineRequest) -> None:
-        """Start compiling a request's grammar, if it has one."""
         grammar, handle = request.generate.grammar if request.is_generation else None, request.handle
         if grammar is None:
             return
@@ -205,7 +203,7 @@ class EngineLoop:
         self.grammars.prepare(grammar).add_done_callback(post)
 
     def _prepare_cache(self, sequence: Sequence) -> None:
-        """Start loading a prompt's cached prefix from host memory or disk, and wait for it for a limited time."""
+        """Start loading a prompt's cached prefix from host memory or disk, and wait for a limited time."""
         request = sequence.request
         loading = self.cache.prefetch(sequence.chain.hashes, len(sequence.token_ids) - 1)
         if loading is None or loading.done():
@@ -237,7 +235,7 @@ class EngineLoop:
             self._make_ready(request.sequences[0])
 
     def _make_ready(self, sequence: Sequence) -> None:
-        """Let a sequence be admitted from now on; a request for a cached prefix is granted or refused at once."""
+        """Let a sequence be admitted from now on; grant or refuse a request for a cached prefix at once."""
         sequence.phase = Phase.WAITING
         if isinstance(sequence.request.message, StartPrefix):
             self._messages.append(self.remote.offer_prefix(sequence, self.requests.facts(self.cache)))
@@ -255,7 +253,7 @@ class EngineLoop:
             self._end_sequence(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a sequence memory and start it; False when there is too little memory after all."""
+        """Give a sequence memory and start it; False if there is too little memory."""
         if self.remote.join_prefix_fetch(sequence):
             return True
         request, count = sequence.request, len(sequence.token_ids)
@@ -290,7 +288,7 @@ class EngineLoop:
             self._start_fetched(sequence, result)
 
     def _start_fetched(self, sequence: Sequence, result: Fetched) -> None:
-        """Draw the first tokens behind a prompt that another instance prefilled."""
+        """Draw the first tokens after a prompt that another instance prefilled."""
         sequence.computed_tokens = len(sequence.token_ids)
         sequence.phase, sequence.is_exact = Phase.RUNNING, result.is_exact
         sequence.publish(self.cache)
@@ -330,7 +328,7 @@ class EngineLoop:
             self._draw([sequence for sequence, _ in finished], self.runner.model.logits(hidden))
 
     def _advance(self, sequence: Sequence, tokens: int, row: int) -> list[tuple[Sequence, int]]:
-        """Record that tokens of a sequence are computed; returns the sequences that draw from `row` now."""
+        """Record that tokens of a sequence are computed; return the sequences that draw from `row` now."""
         request = sequence.request
         sequence.computed_tokens += tokens
         sequence.publish(self.cache)
@@ -348,7 +346,7 @@ class EngineLoop:
         return [(choice, row) for choice in self._start_choices(sequence)]
 
     def _start_choices(self, sequence: Sequence, fetched: Fetched | None = None) -> list[Sequence]:
-        """Turn a computed prompt into a sequence for each choice. A choice without memory waits for some."""
+        """Turn a computed prompt into a sequence for each choice. A choice without memory waits."""
         request, generate = sequence.request, sequence.request.generate
         for index in range(generate.choice + 1, generate.choice + generate.choices):
             choice = Sequence(request, index, sequence.token_ids[:], sequence.chain.copy())
@@ -369,7 +367,7 @@ class EngineLoop:
         return request.sequences[:]
 
     def _draw(self, drawing: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
-        """Draw a token for each sequence from logits fp32 [B, vocab_size], of which one row may serve all."""
+        """Draw a token for each sequence from logits fp32 [B, vocab_size]; one row may serve all."""
         if not drawing:
             return
         self._count(generation_tokens=len(drawing))
@@ -378,7 +376,7 @@ class EngineLoop:
             self._append_token(sequence, one)
 
     def _append_token(self, sequence: Sequence, drawn: Drawn) -> None:
-        """Append a drawn token to its sequence, send it, and end the sequence if it is the last."""
+        """Append a drawn token, send it, and end the sequence if it is the last."""
         request = sequence.request
         if self.requests.get(request.handle) is None:  # another choice of it has just failed
             return
@@ -400,7 +398,7 @@ class EngineLoop:
             self._end_sequence(sequence)
 
     def _abandon(self, work: StepWork, error: CapacityError) -> None:
-        """Fail the prompts of a step that found no memory; preempt the decodes beside them."""
+        """Fail the prompts of a step that ran out of memory; preempt its decodes."""
         for request in {sequence.request.handle: sequence.request for sequence, _ in work.chunks}.values():
             if request.offer is not None:
                 request.offer.fail(str(error))
@@ -417,7 +415,6 @@ class EngineLoop:
         self._end(request.handle)
 
     def _end(self, handle: int) -> None:
-        """Forget a request, and release its memory as soon as no thread of a transfer uses it."""
         request = self.requests.get(handle)
         if request is None:
             return
@@ -442,7 +439,7 @@ class EngineLoop:
         self.stats = msgspec.structs.replace(self.stats, **counts)
 
     def _send_messages(self) -> None:
-        """Send what this step changed to the front, and update the statistics."""
+        """Send this step's changes to the front, and update the statistics."""
         counts = self.requests.counts()
         self.stats = msgspec.structs.replace(
             self.stats,
@@ -462,7 +459,6 @@ class EngineLoop:
 
 
 def _started(request: EngineRequest, fetched: Fetched | None) -> Started:
-    """Return the message about a prompt that was computed here, or fetched."""
     cache = fetched or request.prefix
     return Started(
         handle=request.handle,
@@ -477,7 +473,6 @@ def _started(request: EngineRequest, fetched: Fetched | None) -> Started:
 
 
 def _failure(handle: int, error: PrfaasError) -> Failed:
-    """Return the message about a request that cannot go on."""
     if isinstance(error, RequestError):
         return Failed(handle, error.status, error.code, str(error))
     return Failed(handle, 500, CODE_ENGINE_FAILED, str(error))

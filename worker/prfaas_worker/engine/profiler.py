@@ -1,4 +1,4 @@
-"""Measures what prefills cost on this machine: on a few lengths before serving, then with every real prefill.
+"""Measures the costs of prefills on this machine: on a few lengths before serving, then with every real prefill.
 
 The first measurement has to be short, since nothing is served meanwhile, and has to reach far, since prompts do. So
 lengths double until the next one would not fit the time. Each is repeated, and its quickest time counts: a single slow
@@ -16,12 +16,11 @@ SHORTEST_TOKENS: Final = 64
 LONGEST_TOKENS: Final = 4096
 REPEATS: Final = 3
 REPORT_SECONDS: Final = 1.0
-_GROWTH: Final = 2.5
-"""A length that is twice as long is expected to take this many times as long."""
+_GROWTH: Final = 2.5  # A length that is twice as long is expected to take this many times as long.
 
 
 class Profiler:
-    """Owns the instance's profile. `report` is called when it has changed, at most once in REPORT_SECONDS."""
+    """Owns the instance's profile. Calls `report` after changes, at most once in REPORT_SECONDS."""
 
     def __init__(
         self,
@@ -39,13 +38,12 @@ class Profiler:
 
     @property
     def profile(self) -> Profile:
-        """The profile as it is now."""
         return self._curve.profile(*self._sizes)
 
     def measure(self, prefill: Callable[[int], float], budget_seconds: float, max_tokens: int) -> None:
         """Measure for about `budget_seconds`, with prompts of up to `max_tokens`.
 
-        `prefill(n)` prefills n tokens of no request, forgets them, and returns how many seconds that took.
+        `prefill(n)` prefills n tokens of no request and returns the seconds.
         """
         deadline = self._clock() + budget_seconds
         lengths = _lengths(min(max_tokens, LONGEST_TOKENS))
@@ -62,7 +60,7 @@ class Profiler:
         self._report_now()
 
     def observe(self, tokens: int, seconds: float, start_tokens: int = 0) -> None:
-        """Learn from a real prefill of `tokens` behind `start_tokens` cached ones, computed beside nothing else."""
+        """Learn from a real prefill of `tokens` after `start_tokens` cached ones, without other work in its steps."""
         self._curve.add(Sample(tokens, seconds, start_tokens))
         if self._clock() - self._reported_at >= REPORT_SECONDS:
             self._report_now()

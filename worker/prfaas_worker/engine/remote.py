@@ -45,14 +45,13 @@ Outcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
 
 @dataclass(frozen=True)
 class Fetcher:
-    """Prepares fetches from other instances into the memory of one runner."""
+    """Prepares fetches from other instances into one runner's memory."""
 
     runner: Runner
     model_name: str
     shared: FetchContext
 
     def prepare(self, sequence: Sequence, *, is_prefix: bool) -> RemoteFetch:
-        """Return the fetch of a sequence's prompt, or of a cached prefix of it."""
         request = sequence.request
         prompt = {
             "request_id": request.prompt.request_id,
@@ -72,7 +71,7 @@ class Fetcher:
 
 
 class _PrefixFetch(NamedTuple):
-    """A fetch of a prefix under way: its source (address and cluster), the blocks wanted, and who waits for it."""
+    """A fetch of a prefix under way: its source (address and cluster), its blocks, and the waiting sequences."""
 
     source: tuple[str, str]
     blocks: abc.Sequence[BlockHash]
@@ -80,7 +79,7 @@ class _PrefixFetch(NamedTuple):
 
 
 class RemoteCaches:
-    """The engine's dealings with other instances' caches. Used from its thread; `post` is called from any."""
+    """The engine's fetches from and offers to other instances. `post` may be called from any thread."""
 
     def __init__(
         self, runner: Runner, cache: HybridCache, offers: Offers, fetcher: Fetcher, post: Callable[[Event], None]
@@ -89,11 +88,10 @@ class RemoteCaches:
         self._fetcher, self._post = fetcher, post
         self._prefix_fetches: dict[int, _PrefixFetch] = {}  # by the handle of the request that fetches
         self.outcomes: Counter[Outcome] = Counter()
-        self.prefix_tokens = 0
-        """Tokens of prefixes that were fetched."""
+        self.prefix_tokens = 0  # Tokens of fetched prefixes.
 
     def join_prefix_fetch(self, sequence: Sequence) -> bool:
-        """Let a sequence that could be admitted wait for another's fetch; False if none brings what it wants."""
+        """Let a sequence wait for another sequence's fetch; False if no fetch brings its prefix."""
         request, blocks = sequence.request, _cacheable_blocks(sequence)
         source = request.prefix_source
         if not source[0]:
@@ -115,7 +113,7 @@ class RemoteCaches:
     def start_fetch(self, sequence: Sequence) -> None:
         """Fetch the prompt, or a prefix, of a sequence that was just admitted, if another instance may have it.
 
-        The sequence is FETCHING then, until `finish_fetch`.
+        The sequence is FETCHING until `finish_fetch`.
         """
         request, blocks = sequence.request, _cacheable_blocks(sequence)
         is_prefix = not request.is_remote
@@ -130,7 +128,7 @@ class RemoteCaches:
         request.fetch.start(lambda result: self._post(FetchEnded(handle, result)))
 
     def finish_fetch(self, sequence: Sequence, result: Fetched | PrfaasError) -> bool:
-        """Go on after the fetch of a prefix; False if a whole prompt was fetched."""
+        """Continue after the fetch of a prefix; False if a whole prompt was fetched."""
         fetch = self._prefix_fetches.pop(sequence.request.handle, None)
         if fetch is None:
             return False
@@ -149,10 +147,10 @@ class RemoteCaches:
         return True
 
     def offer_prefix(self, sequence: Sequence, facts: ScheduleFacts[Sequence]) -> Granted | Failed:
-        """Offer the longest cached prefix of a sequence's tokens to another instance, and return the front's answer.
+        """Offer the longest cached prefix of a sequence's tokens to another instance; return the front's answer.
 
-        If it is granted the sequence is DELIVERING, and holds the prefix until its offer ends. `facts` are those of the
-        requests beside it.
+        A granted sequence is DELIVERING and holds the prefix until its offer ends. `facts` describes the other
+        requests.
         """
         request = sequence.request
         message, handle = request.message, request.handle
@@ -176,7 +174,7 @@ class RemoteCaches:
         return Granted(handle, grant)
 
     def _wake(self, fetch: _PrefixFetch, outcome: Outcome) -> None:
-        """Let the sequences go on that waited for a fetch."""
+        """Resume the sequences that waited for a fetch."""
         for waiter in fetch.waiting:
             request = waiter.request
             request.awaits.discard("prefix")
@@ -187,7 +185,7 @@ class RemoteCaches:
                 request.prefix_done = True
 
     def _adopt_prefix(self, sequence: Sequence, prefix: Fetched) -> None:
-        """Compute from a fetched prefix, and enter it into the prefix cache."""
+        """Compute from a fetched prefix, and publish it in the prefix cache."""
         sequence.request.prefix = prefix
         sequence.computed_tokens, sequence.phase, sequence.is_exact = prefix.tokens, Phase.RUNNING, prefix.is_exact
         sequence.cuts = (prefix.tokens, *(cut for cut in sequence.cuts if cut > prefix.tokens))
@@ -220,12 +218,12 @@ def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> Outcome:
 
 
 def _cacheable_blocks(sequence: Sequence) -> abc.Sequence[BlockHash]:
-    """Return the blocks that a prompt may take from a cache: all but the one with its last token."""
+    """Return a prompt's cacheable blocks: all but the one with its last token."""
     return sequence.chain.hashes[: (len(sequence.token_ids) - 1) // sequence.chain.block_tokens]
 
 
 def _share_next_block(some: abc.Sequence[BlockHash], others: abc.Sequence[BlockHash], known: int) -> bool:
-    """Return whether two chains have more than the first `known` blocks in common; the second has more."""
+    """Return True if two chains share more than their first `known` blocks; the second has more."""
     return some[known : known + 1] == others[known : known + 1]
 
 

@@ -18,12 +18,11 @@ from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 from prfaas_worker.transfer.layout import CachePlace, DeviceMark, Staging, block_frames, hidden_frame, state_frames
 from prfaas_worker.transfer.leases import Offer
 
-Export = Callable[[int, DeviceMark | None], None]
-"""Sends a computed layer of a prefill to another instance."""
+Export = Callable[[int, DeviceMark | None], None]  # Sends a computed layer of a prefill to another instance.
 
 
 class StepWork(NamedTuple):
-    """One step's sequences: each with the number of prompt tokens to compute, and those that decode one token."""
+    """One step's sequences: each with its prompt tokens to compute, and those that decode one token."""
 
     chunks: abc.Sequence[tuple[Sequence, int]]
     decodes: abc.Sequence[Sequence]
@@ -37,7 +36,7 @@ class StepResult(NamedTuple):
 
 
 class Runner:
-    """Runs one model on its memory. All calls come from the engine's thread."""
+    """Runs one model on its memory. All calls are from the engine's thread."""
 
     def __init__(self, model: Model, memory: CacheMemory, staging: Staging | None = None):
         self.model = model
@@ -46,16 +45,14 @@ class Runner:
         model.bind(memory)
 
     def place(self, lease: Lease) -> CachePlace:
-        """Return where transfers find a sequence's cache."""
+        """Return the location of a sequence's cache, for transfers."""
         return CachePlace(self.memory, lease.slot, lease.pages, self._staging)
 
     def run(self, work: StepWork) -> StepResult:
-        """Compute a step; each finished layer of a prefill for another instance is sent at once.
+        """Compute a step; send each finished layer of a prefill for another instance at once.
 
-        Raises:
-            CapacityError: the device has no memory for the computation. Rows and states of all sequences of this
-                step are undefined then.
-
+        Raises CapacityError if the device runs out of memory. Rows and states of the step's sequences are undefined
+        then.
         """
         exports = [export for sequence, tokens in work.chunks if (export := self._export(sequence, tokens))]
         started = time.monotonic()
@@ -103,7 +100,6 @@ class Runner:
         return on_layer
 
     def _export(self, sequence: Sequence, tokens: int) -> Export | None:
-        """Return the export of a prefill for another instance, None for any other sequence."""
         offer = sequence.request.offer
         if offer is None:
             return None
@@ -127,7 +123,7 @@ class Runner:
 
 
 def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, tokens: int) -> float:
-    """Return the seconds of prefilling a prompt of no request, in chunks as any other; while nothing is served."""
+    """Return the seconds of prefilling a prompt of no request in chunks, while nothing is served."""
     if (opened := cache.open((), tokens, 0)) is None:
         raise InternalError(f"no memory for a prompt of {tokens} tokens while nothing is served")
     message = Generate(0, "", [0] * tokens, 1, 1, Sampling(0.0, 1.0, 0, 0), -1, "")

@@ -31,7 +31,7 @@ _WIDE: Final = 4096
 
 
 class Outputs(NamedTuple):
-    """A model's outputs: the width of its logits, and the tokens that end an answer."""
+    """A model's outputs: the logits' width, and the tokens that end an answer."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -40,11 +40,8 @@ class Outputs(NamedTuple):
 class Sampler:
     """The state of one choice of a request, whose tokens `check_tokens` has checked.
 
-    With a grammar, `matcher` is at its beginning, and `ignore_eos` has no effect: a whole answer has to end.
-
-    Raises:
-        RequestError: `generated` does not follow the grammar.
-
+    With a grammar, `matcher` is at its beginning, and `ignore_eos` has no effect. Raises RequestError if `generated`
+    does not follow the grammar.
     """
 
     __slots__ = (
@@ -87,16 +84,12 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """Whether the grammar allows no more text: the answer ends with the token drawn last, which belongs to it."""
+        """True if the grammar allows no more text: the last drawn token ends the answer and belongs to it."""
         return self.matcher is not None and self.matcher.complete
 
     def accept(self, token: int) -> None:
-        """Advance over a drawn token. A token in `ends` is the last, and no part of the text.
-
-        Raises:
-            RequestError: the grammar has become too complex to go on.
-
-        """
+        """Advance over a drawn token; one in `ends` is the last, and not part of the text. Raises RequestError if the
+        grammar becomes too complex."""
         self.generated += 1
         self.hold_back -= 1
         if self.table is not None:
@@ -106,7 +99,7 @@ class Sampler:
 
 
 def check_tokens(generate: Generate, vocab_size: int) -> None:
-    """Raise RequestError for a request whose parameters name tokens that a model with such wide logits lacks."""
+    """Raise RequestError if a parameter names a token beyond the logits' width."""
     for name, tokens in (
         ("logit_bias", [token for token, _ in generate.sampling.logit_bias]),
         ("stop_token_ids", generate.stop_token_ids),
@@ -116,7 +109,7 @@ def check_tokens(generate: Generate, vocab_size: int) -> None:
 
 
 class Drawn(NamedTuple):
-    """The token, and its log probability if that was requested; or token -1 and the error that ends the request."""
+    """The token and its requested log probability; or token -1 and the error that ends the request."""
 
     token: int
     logprob: TokenLogprob | None
@@ -163,7 +156,7 @@ def _row_draw(row: int, sampler: Sampler) -> RowDraw:
 
 
 def _edit(logits: torch.Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> dict[int, PrfaasError]:
-    """Apply what these rows' samplers ask for, in place; return the rows that a grammar refuses."""
+    """Apply these rows' samplers in place; return the rows that a grammar refuses."""
     errors: dict[int, PrfaasError] = {}
     masks: list[Mask] = []
     tables = [(row, table) for row in rows if (table := samplers[row].table)]
@@ -195,7 +188,7 @@ def _undrawable(top: float, sampler: Sampler) -> PrfaasError:
 
 
 def _peaks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's maximum, and the first token that has it: [B] each."""
+    """Return each row's maximum, and the first token with it: [B] each."""
     width = logits.shape[1]
     if width < _WIDE or logits.device.type != "cpu":
         tops, tokens = logits.max(-1)
@@ -212,7 +205,7 @@ def _peaks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _LogprobRows(NamedTuple):
-    """Rows that want log probabilities, and those of the whole vocabulary, fp32 [rows, vocab_size]."""
+    """Rows that need log probabilities, and those of the whole vocabulary, fp32 [rows, vocab_size]."""
 
     rows: list[int]
     logprobs: torch.Tensor
@@ -242,13 +235,12 @@ def _logprobs(
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """Return the number in [0, 1) of a draw."""
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
 
 
 class RandomNumbers:
-    """The numbers of one choice at `position` and the positions after it, made in bulk."""
+    """The numbers of one choice at `position` and after it, made in bulk."""
 
     def __init__(self, seed: int, choice: int, position: int):
         key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], dtype=np.uint64)
@@ -256,7 +248,6 @@ class RandomNumbers:
         self._ahead: list[float] = []
 
     def next(self) -> float:
-        """Return the number of the next position."""
         if not self._ahead:
             # As numpy's Generator makes a double of 64 bits.
             numbers = (self._bits.random_raw(4 * _AHEAD)[::4] >> np.uint64(11)) * 2.0**-53

@@ -16,12 +16,11 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas.wire.engine import Role
 
-Key = TypeVar("Key", bound=Hashable)
-"""The caller's reference to a sequence."""
+Key = TypeVar("Key", bound=Hashable)  # The caller's reference to a sequence.
 
 
 class WaitingSequence(NamedTuple, Generic[Key]):
-    """A sequence that holds nothing. It comes with `slots` state slots to fill, and needs `pages` to be admitted."""
+    """A sequence without memory. It needs `slots` state slots and `pages` pages to be admitted."""
 
     key: Key
     slots: int
@@ -86,7 +85,7 @@ class Schedule(NamedTuple, Generic[Key]):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do until something arrives or ends."""
+        """True if there is nothing to do until a message arrives or a transfer ends."""
         return not (self.preempt or self.admit or self.chunks or self.decodes)
 
 
@@ -101,7 +100,7 @@ def schedule(facts: ScheduleFacts[Key], budgets: Budgets) -> Schedule[Key]:
 
 
 def _choose_decodes(facts: ScheduleFacts[Key]) -> tuple[list[Key], list[Key], int]:
-    """Return which sequences decode, which are preempted for them, and the pages left then."""
+    """Return the decoding sequences, those preempted for them, and the pages left then."""
     decodes: list[Key] = []
     preempted: list[Key] = []
     free_pages, last = facts.free_pages, len(facts.running)

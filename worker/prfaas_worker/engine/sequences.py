@@ -1,4 +1,4 @@
-"""The engine's requests, their sequences and phases, and the events that other threads report about them."""
+"""The engine's requests, their sequences and phases, and the events that other threads report."""
 
 import time
 from collections import Counter
@@ -20,15 +20,14 @@ from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, Waitin
 from prfaas_worker.transfer.fetch import Fetched, RemoteFetch
 from prfaas_worker.transfer.leases import Offer
 
-Part = Literal["grammar", "cache", "prefix"]
-"""What a request may have to wait for before it can be admitted."""
+Part = Literal["grammar", "cache", "prefix"]  # Parts that a request may wait for before it can be admitted.
 
 
 class Phase(Enum):
     """The phase of a sequence.
 
-    PREPARING waits for other threads; it and WAITING hold no memory. FETCHING waits for another instance's cache,
-    DELIVERING for another instance to take ours, ENDING only until a transfer's thread releases the memory.
+    PREPARING waits for other threads; it and WAITING hold no memory. FETCHING waits for another instance's cache.
+    DELIVERING waits until another instance has ours. ENDING waits for a transfer's thread to release the memory.
     """
 
     PREPARING = "preparing"
@@ -65,14 +64,13 @@ class Sequence:
 
     @property
     def held(self) -> Lease:
-        """The memory of a sequence that is past WAITING."""
         if self.lease is None:
             raise InternalError(f"{self} holds no memory while {self.phase.value}")
         return self.lease
 
     @property
     def ready_sampler(self) -> Sampler:
-        """The sampler of a sequence whose prompt is computed; it stays when the memory goes."""
+        """The sampler of a sequence with a computed prompt; preemption keeps it."""
         if self.sampler is None:
             raise InternalError(f"{self} draws before its prompt is computed")
         return self.sampler
@@ -84,15 +82,13 @@ class Sequence:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens drawn so far."""
         return len(self.token_ids) - self.request.prompt_tokens
 
     def next_tokens(self, tokens: int) -> list[int]:
-        """Return the next tokens to compute."""
         return self.token_ids[self.computed_tokens : self.computed_tokens + tokens]
 
     def publish(self, cache: HybridCache) -> None:
-        """Enter the blocks that are complete now into the prefix cache, and the state where it is to be kept."""
+        """Publish the complete blocks in the prefix cache, and keep the state where a checkpoint is due."""
         if not self.is_exact:
             return
         blocks, rest = divmod(self.computed_tokens, self.chain.block_tokens)
@@ -106,7 +102,7 @@ class Sequence:
             cache.checkpoint(self.held, self.chain.hashes, blocks, rolling=decoding)
 
     def release(self, cache: HybridCache) -> None:
-        """Release the memory, and wait to be computed anew; published blocks may still be cached by then."""
+        """Release the memory and wait to be computed again; published blocks may still be cached then."""
         cache.close(self.held)
         self.lease, self.computed_tokens, self.phase = None, 0, Phase.WAITING
 
@@ -115,7 +111,7 @@ class Sequence:
 class EngineRequest:
     """One call of the front: a generation, or a prefill or cached prefix for another instance, with its offer.
 
-    Until the prompt is computed it has one sequence, after that one for each choice that has not ended.
+    It has one sequence until the prompt is computed, then one for each choice that has not ended.
     """
 
     message: Generate | StartPrefill | StartPrefix
@@ -128,15 +124,11 @@ class EngineRequest:
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
     prefill_seconds: float = 0.0
-    ran_alone: bool = True
-    """Nothing else was computed beside its prompt: its time says what a prefill costs."""
+    ran_alone: bool = True  # True if no other work shared the steps of its prompt: its time is a prefill's cost.
     cached_tokens: int = 0
-    prefix_done: bool = False
-    """Other instances are not asked for a prefix any more."""
-    has_joined: bool = False
-    """It waited for another request's fetch of a prefix already."""
+    prefix_done: bool = False  # True if no prefix is requested from other instances any more.
+    has_joined: bool = False  # True after it waited for another request's fetch of a prefix.
     prefix: Fetched | None = None
-    """The prefix that was fetched."""
     handle: int = field(init=False)
     prompt_tokens: int = field(init=False)
 
@@ -146,29 +138,26 @@ class EngineRequest:
 
     @property
     def prompt(self) -> Generate | PrefillRequest | PrefixRequest:
-        """The prompt's tokens, salt and request id."""
         return self.message if isinstance(self.message, Generate) else self.message.request
 
     @property
     def is_generation(self) -> bool:
-        """Whether it generates; if not, another instance takes what it computes."""
         return isinstance(self.message, Generate)
 
     @property
     def generate(self) -> Generate:
-        """The message of a request that generates."""
         if not isinstance(self.message, Generate):
             raise InternalError(f"request {self.handle} is for another instance: it generates nothing")
         return self.message if isinstance(self.message, Generate) else self.message.request
 
     @property
     def is_remote(self) -> bool:
-        """Whether another instance prefills its prompt, which is not here yet."""
+        """True if another instance prefills its prompt, which is not here yet."""
         return isinstance(self.message, Generate) and bool(self.message.prefill_url) and not self.started
 
     @property
     def prefix_source(self) -> tuple[str, str]:
-        """The address and cluster of the instance to ask for a longer prefix than is cached; empty for none."""
+        """The address and cluster of the instance to ask for a longer prefix; empty for none."""
         prompt = self.prompt
         if self.prefix_done or isinstance(prompt, PrefixRequest):
             return "", ""
@@ -178,7 +167,7 @@ class EngineRequest:
 
     @property
     def slots(self) -> int:
-        """State slots that a first admission must leave room for."""
+        """State slots that a first admission must reserve."""
         return self.message.choices if isinstance(self.message, Generate) and not self.started else 1
 
 
@@ -189,29 +178,24 @@ class Requests:
         self._by_handle: dict[int, EngineRequest] = {}
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield the sequences of all requests."""
         return (sequence for request in self._by_handle.values() for sequence in request.sequences)
 
     def get(self, handle: int) -> EngineRequest | None:
-        """Return a request, None if it has ended."""
         return self._by_handle.get(handle)
 
     def add(self, request: EngineRequest) -> None:
-        """Add a request behind all others."""
         self._by_handle[request.handle] = request
 
     def remove(self, handle: int) -> None:
-        """Forget a request whose memory is released."""
         self._by_handle.pop(handle, None)
 
     def counts(self) -> Counter[tuple[bool, bool]]:
-        """Count requests by (for another instance, it waits); choices that wait again do not count apart."""
+        """Count requests by (for another instance, is waiting); preempted choices are not counted."""
         return Counter(
             (not request.is_generation, request.sequences[0].lease is None) for request in self._by_handle.values()
         )
 
     def facts(self, cache: HybridCache) -> ScheduleFacts[Sequence]:
-        """Return the input of the schedule."""
         waiting: list[WaitingSequence[Sequence]] = []
         running: list[RunningSequence[Sequence]] = []
         free_slots = cache.free_slots
@@ -245,20 +229,20 @@ class PrefillOffered(NamedTuple):
 
 
 class OfferEnded(NamedTuple):
-    """An offer was delivered, cancelled, or expired, and no thread sends from its memory any more."""
+    """An offer was delivered, cancelled, or expired, and no thread sends from its memory."""
 
     handle: int
 
 
 class FetchEnded(NamedTuple):
-    """A fetch ended, and its thread does not write to its memory any more."""
+    """A fetch ended, and its thread no longer writes to its memory."""
 
     handle: int
     result: Fetched | PrfaasError
 
 
 class Prepared(NamedTuple):
-    """A request need not wait for this part any longer; `grammar` is the outcome if that was the part."""
+    """A request no longer waits for this part; `grammar` is the outcome of the part "grammar"."""
 
     handle: int
     part: Part
@@ -266,7 +250,7 @@ class Prepared(NamedTuple):
 
 
 class End(NamedTuple):
-    """The loop is to end."""
+    """The loop should end."""
 
 
 Event = (

@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import pad
 
 DEPTHS: Final = (128, 1024, 16_384)
-"""Numbers of likeliest tokens to search in, one after the other; then the whole vocabulary."""
+"""Numbers of likeliest tokens to search, one after the other; then the whole vocabulary."""
 _NARROW: Final = 2048  # a vocabulary that is sorted at once
 _ONE: Final = 2.0**52
 _CHUNK_NUMBERS: Final = 1 << 19  # on a processor: temporaries of a few rows stay in its caches
@@ -45,7 +45,7 @@ class RowDraw(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The parameters of several rows: columns [R] on the logits' device, `top_k` infinite where all are kept."""
+    """The parameters of several rows: columns [R] on the logits' device, `top_k` infinite to keep all."""
 
     rows: torch.Tensor
     heat: torch.Tensor
@@ -110,7 +110,7 @@ def _weights(logits: torch.Tensor, tops: torch.Tensor, columns: _Columns) -> tor
 
 
 def _draw_anywhere(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return each row's first token below which, itself included, more than `uniform` of the weight lies."""
+    """Return each row's first token whose cumulative weight exceeds `uniform` of the total."""
     blocks = weights.unflatten(1, (-1, BLOCK))
     sums = blocks.sum(-1, dtype=torch.float64)
     cumulative = sums.cumsum(-1)
@@ -125,8 +125,7 @@ def _draw_anywhere(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor
 
 
 def _draw_likeliest(weights: torch.Tensor, columns: _Columns, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from what top_k and top_p leave of the `depth` likeliest tokens; also return for which rows that was
-    enough."""
+    """Draw from the `depth` likeliest tokens by top_k and top_p; also return in which rows `depth` was enough."""
     values, ids = largest(weights, depth)
     rank = torch.arange(values.shape[1], device=values.device)
     values = values.double().masked_fill_(rank >= columns.top_k[:, None], 0)
@@ -142,7 +141,7 @@ def _draw_likeliest(weights: torch.Tensor, columns: _Columns, depth: int) -> tup
 
 
 def largest(numbers: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `depth` largest of each row and where they stand, [R, depth], from fp32 [R, a multiple of BLOCK]."""
+    """Return the `depth` largest of each row and their positions, [R, depth], from fp32 [R, a multiple of BLOCK]."""
     if numbers.shape[1] // BLOCK <= _WORTH * depth:
         return _sorted(numbers, torch.arange(numbers.shape[1], device=numbers.device), depth)
     blocks = numbers.unflatten(1, (-1, BLOCK))
@@ -153,7 +152,6 @@ def largest(numbers: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def pad_to_blocks(numbers: torch.Tensor, filler: float) -> torch.Tensor:
-    """Return rows widened to whole blocks."""
     missing = -numbers.shape[1] % BLOCK
     return pad(numbers, (0, missing), value=filler) if missing else numbers
 
@@ -167,7 +165,7 @@ def _sorted(numbers: torch.Tensor, places: torch.Tensor, depth: int) -> tuple[to
 
 
 def _turn(bits: torch.Tensor) -> torch.Tensor:
-    """Turn the bits of negative floats over, and back."""
+    """Invert the bits of negative floats, and back."""
     return bits ^ (bits >> 31 & 0x7FFF_FFFF)
 
 

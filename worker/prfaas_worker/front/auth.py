@@ -39,19 +39,17 @@ OPEN_PATHS: Final = frozenset(
         "/metrics",
     }
 )
-"""What clients, probes and Prometheus ask for: they have no certificates of ours."""
+"""Paths for clients, probes and Prometheus, which have no certificates of ours."""
 CALLER_CLUSTER: Final = web.RequestKey("caller_cluster", str)
-"""The cluster of a request's certificate, empty where none was asked for."""
+"""The cluster of a request's certificate, empty if none was required."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def credentials_of(options: Options) -> WorkerCredentials | None:
-    """Read the credentials that the options name; None, with a warning, when they name none.
+    """Read the credentials that the options name; None, with a warning, if they name none.
 
-    Raises:
-        ConfigError: they cannot be used, or are of another cluster.
-
+    Raises ConfigError if they cannot be used, or name another cluster.
     """
     if not options.tls_dir:
         log.warning(
@@ -68,7 +66,7 @@ def credentials_of(options: Options) -> WorkerCredentials | None:
 
 
 def require_certificates(credentials: WorkerCredentials | None) -> Middleware:
-    """Return the middleware that asks for certificates, if there are `credentials` to check them by."""
+    """Return the middleware that requires certificates, if there are `credentials` to check them with."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -84,7 +82,7 @@ def require_certificates(credentials: WorkerCredentials | None) -> Middleware:
 
 
 def _caller_cluster(request: web.Request, credentials: WorkerCredentials) -> str:
-    """Return the cluster of a request's certificate as it is valid now: its connection may be old."""
+    """Return the cluster of a request's certificate, checked now: its connection may be old."""
     tls = request.get_extra_info("ssl_object")
     certificate = tls.getpeercert(True) if tls is not None else None
     if tls is None or not certificate:
@@ -93,7 +91,7 @@ def _caller_cluster(request: web.Request, credentials: WorkerCredentials) -> str
 
 
 def _refusal(message: str) -> web.Response:
-    """Refuse, and close the connection: with a new certificate the caller must connect anew."""
+    """Refuse, and close the connection: the caller must connect again with a new certificate."""
     body = error_body(message, status=401, code="client_certificate_required")
     response = web.json_response(body=msgspec.json.encode(body), status=401)
     response.force_close()
@@ -101,12 +99,12 @@ def _refusal(message: str) -> web.Response:
 
 
 class _AlertingTls(ssl.SSLObject):
-    """A connection's TLS that keeps a refused connection open until its peer leaves, so that the alert is sent."""
+    """A connection's TLS that keeps a refused connection open until its peer closes it, so that the alert is sent."""
 
     _refusal: ssl.SSLError | None = None
 
     def do_handshake(self) -> None:
-        """Go on with the handshake; fail only after the loop has sent what OpenSSL had to say about the failure."""
+        """Continue the handshake; fail only after the loop has sent OpenSSL's alert."""
         if self._refusal is not None:
             raise self._refusal
         try:
@@ -149,12 +147,7 @@ class _TlsSite(web.BaseSite):
 
 
 async def open_api_port(runner: web.AppRunner, options: Options, credentials: WorkerCredentials | None) -> None:
-    """Listen for the application of a runner.
-
-    Raises:
-        ConfigError: the port cannot be had.
-
-    """
+    """Listen for the application of a runner. Raises ConfigError if the port is not available."""
     if credentials is None:
         site: web.BaseSite = web.TCPSite(runner, options.host, options.api_port)
     else:

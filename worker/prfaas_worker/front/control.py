@@ -88,7 +88,6 @@ async def read_profile(request: web.Request) -> web.Response:
 
 
 async def _body(request: web.Request, kind: type[B], want: str, param: str) -> B:
-    """Return the body of a request. Raises RequestError, with what is wanted, for another one."""
     try:
         return msgspec.json.decode(await request.read(), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

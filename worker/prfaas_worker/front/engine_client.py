@@ -1,4 +1,4 @@
-"""The front's end of the unix socket: sends messages to the engine and its answers to the calls they belong to."""
+"""The front's end of the unix socket: sends messages to the engine and routes its answers to their calls."""
 
 import asyncio
 import socket
@@ -38,7 +38,7 @@ Reply = TypeVar("Reply")
 
 
 class EngineError(Exception):
-    """The engine ended a call: carries the HTTP status, error code and sentence of its `Failed`."""
+    """The engine ended a call: carries the HTTP status, code and message of its `Failed`."""
 
     def __init__(self, failed: Failed):
         super().__init__(failed.message)
@@ -49,7 +49,7 @@ class EngineError(Exception):
 
 
 class Listener(Protocol):
-    """Sees every message between the front and its engine. Must be quick: it runs for every token."""
+    """Sees every message between the front and its engine. It must be quick: it runs for every token."""
 
     def on_sent(self, message: ToEngine) -> None: ...
 
@@ -57,9 +57,9 @@ class Listener(Protocol):
 
 
 class Call:
-    """Answers to what one HTTP request asks of the engine, under one handle or several.
+    """The engine's answers to one HTTP request, under one or several handles.
 
-    Use as a context: whatever ends the block, the engine then holds nothing of the call.
+    Use it as a context: at the block's end the engine cancels what is left of the call.
     """
 
     def __init__(self, client: "EngineClient", handles: range):
@@ -72,7 +72,7 @@ class Call:
 
     @property
     def handle(self) -> int:
-        """The call's only handle, or its first."""
+        """The call's first handle."""
         return self.handles[0]
 
     def __enter__(self) -> "Call":
@@ -85,7 +85,7 @@ class Call:
             self._client.send(Cancel(handle))
 
     def over(self, handle: int | None = None) -> None:
-        """Note that the engine is done with a handle, or that another owner has taken it over; by default all."""
+        """Note that a handle (default: all) has ended in the engine, or has another owner."""
         if handle is None:
             self._open.clear()
         else:
@@ -99,12 +99,7 @@ class Call:
             self._arrived = None
 
     async def next(self) -> Answer:
-        """Wait for the next answer.
-
-        Raises:
-            EngineError: the engine could not serve the call.
-
-        """
+        """Wait for the next answer. Raises EngineError if the engine cannot serve the call."""
         while not self._answers:
             self._arrived = self._loop.create_future()
             await self._arrived
@@ -115,11 +110,9 @@ class Call:
         return answer
 
     async def some(self) -> list[Answer]:
-        """Wait until there are answers, and take all: a reader that lags sends them on together.
+        """Wait for answers, and take all: a slow reader sends them together.
 
-        Raises:
-            EngineError: as `next`, but not before what came earlier was taken.
-
+        Raises EngineError as `next`, but only after earlier answers were taken.
         """
         taken = [await self.next()]
         while self._answers and type(self._answers[0]) is not Failed:
@@ -128,8 +121,6 @@ class Call:
 
 
 class EngineClient:
-    """All calls of the front to its engine."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
         self._writer = writer
@@ -143,7 +134,7 @@ class EngineClient:
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
     def call(self, width: int = 1) -> Call:
-        """Open a call with so many handles, each for one message that starts something."""
+        """Open a call with so many handles, one for each message that starts work."""
         handles = range(self._last_handle + 1, self._last_handle + 1 + width)
         self._last_handle += width
         call = Call(self, handles)
@@ -151,16 +142,14 @@ class EngineClient:
         return call
 
     def forget(self, handle: int) -> None:
-        """Drop answers to this call from now on."""
         self._calls.pop(handle, None)
 
     @property
     def open_calls(self) -> int:
-        """Calls that are not over."""
         return len(self._calls)
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message. The socket is local and the engine's reading thread always reads, so nothing piles up."""
+        """Queue a message. The engine's reading thread always reads the local socket, so nothing piles up."""
         for listener in self.listeners:
             listener.on_sent(message)
         self._writer.write(encode_batch([message]))
@@ -169,7 +158,7 @@ class EngineClient:
         return await self.ask(AskStats, Stats)
 
     async def ask(self, question: Callable[[int], ToEngine], kind: type[Reply]) -> Reply:
-        """Put the question that is made for a call's handle, and return its one answer, which is of this kind."""
+        """Send the question that is made for a call's handle, and return its one answer of this kind."""
         with self.call() as call:
             message = question(call.handle)
             self.send(message)
@@ -180,7 +169,7 @@ class EngineClient:
         return answer
 
     async def run(self) -> None:
-        """Hand out answers until the engine closes its end; then fail every open call."""
+        """Route answers until the engine closes its end; then fail every open call."""
         try:
             while True:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
@@ -190,12 +179,11 @@ class EngineClient:
             self.fail_calls(500, "engine_failed", "the engine process ended; this instance restarts")
 
     def fail_calls(self, status: int, code: str, message: str) -> None:
-        """End every open call, after the answers that wait, with an HTTP status, an error code and a sentence."""
+        """End every open call with an HTTP status, code and message, after the queued answers."""
         for handle, call in self._calls.items():
             call.put(Failed(handle, status, code, message))
 
     def close(self) -> None:
-        """Close the socket, on which the engine ends."""
         self._writer.close()
 
     def _take(self, message: ToFront) -> None:

@@ -66,8 +66,7 @@ from prfaas_worker.front.spans import RequestSpans
 from prfaas_worker.tokenizer import Tokenizer
 
 MAX_REQUEST_ID: Final = 128
-INLINE_MAP_BYTES: Final = 16 << 10
-"""The byte blocks of a body up to this length take well under a millisecond."""
+INLINE_MAP_BYTES: Final = 16 << 10  # The byte blocks of a body up to this length take well under a millisecond.
 
 MakeJob = Callable[[RequestReader, bytes], Job]
 
@@ -87,7 +86,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """Serve POST /detokenize: the text of token ids, special tokens written out."""
+    """Serve POST /detokenize: the text of token ids, with special tokens."""
     _, answer = await read_request(request, _detokenized)
     return web.json_response(body=answer)
 
@@ -95,16 +94,8 @@ async def detokenize(request: web.Request) -> web.Response:
 class EngineCalls:
     """The engine's calls of one request, as pieces of its choices. The counts grow with `pieces`.
 
-    Args:
-        call: has a handle for each of `messages`.
-        messages: what the engine is asked for, by the index of each message's first choice.
-        job: the request.
-        resume: where its answer goes on, None for a new one.
-        state: the front's.
-
-    Raises:
-        RequestError: it is to be resumed, and its tokens make another text than the one that was sent.
-
+    `call` has a handle for each of `messages`, which are keyed by the index of their first choice. With `resume` an
+    answer continues. Raises RequestError if its tokens make another text than the one already sent.
     """
 
     def __init__(
@@ -135,12 +126,7 @@ class EngineCalls:
             self._engine.send(msgspec.structs.replace(message, handle=handle, trace=trace))
 
     async def start(self) -> list[Started]:
-        """Wait until the first token of every prompt exists.
-
-        Raises:
-            EngineError: one of them will not.
-
-        """
+        """Wait until the first token of every prompt exists. Raises EngineError if a prompt fails."""
         started: list[Started] = []
         while len(started) < len(self._running):
             answer = await self._call.next()
@@ -154,12 +140,8 @@ class EngineCalls:
         return started
 
     async def pieces(self) -> list[Piece]:
-        """Wait for what is new, and return all that waited; empty once every choice has ended.
-
-        Raises:
-            EngineError: the engine failed on the way.
-
-        """
+        """Wait for news and return all of it; empty once every choice has ended. Raises EngineError if the engine
+        fails."""
         while self._choices:
             answers, self._early = self._early or await self._call.some(), []
             if found := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
@@ -193,7 +175,7 @@ class EngineCalls:
 
 @dataclass(frozen=True)
 class _Reply:
-    """What sends the answer to one request."""
+    """Sends the answer to one request."""
 
     job: Job
     calls: EngineCalls
@@ -211,7 +193,7 @@ class _Reply:
         return web.json_response(body=msgspec.json.encode(body), headers=answer_headers)
 
     async def stream(self, request: web.Request, answer_headers: Mapping[str, str]) -> web.StreamResponse:
-        """Send the answer as server-sent events. An engine that fails on the way becomes an error event."""
+        """Send the answer as server-sent events. If the engine fails on the way, send an error event."""
         calls, formatter, comments = self.calls, self.formatter, self.comments
         response = web.StreamResponse(headers={**answer_headers, "cache-control": "no-cache"})
         response.content_type = "text/event-stream"
@@ -272,7 +254,7 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
 
 
 def _request_id(request: web.Request) -> str:
-    """Return the caller's id of a request; a new one where there is none or it is no text."""
+    """Return the caller's request id, or a new one if it is missing or not plain text."""
     given = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID]
     return given if given and given.isascii() else uuid4().hex
 
@@ -292,7 +274,7 @@ def _read_headers(request: web.Request, request_id: str) -> RequestHeaders:
 
 
 def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) -> dict[str, str]:
-    """Return the headers of an answer; of several prompts, tokens and bytes in all and the longest of each time."""
+    """Return an answer's headers; for several prompts the sums of tokens and bytes and the longest times."""
     transfers = ",".join(one.transfer_id for one in started if one.transfer_id)
     return ({headers.TRANSFER_ID: transfers} if transfers else {}) | {
         headers.REQUEST_ID: request_id,
@@ -307,9 +289,9 @@ def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) ->
 
 
 def _teach(state: FrontState, job: Job, size: int) -> None:
-    """Publish the byte blocks of a request whose body had `size` bytes; none where it has several prompts.
+    """Publish the byte blocks of a request with one prompt, whose body had `size` bytes.
 
-    This comes after the request is on its way to the engine, for a long one in a thread.
+    This runs after the request was sent to the engine, in a thread for a long one.
     """
     ready = state.engine.ready.result()
     if len(job.prompts) != 1 or not isinstance(ready, Ready):
@@ -326,7 +308,7 @@ def _teach(state: FrontState, job: Job, size: int) -> None:
 def _byte_blocks(job: Job, fingerprint: str, token_bytes: Callable[[int], bytes]) -> list[ByteBlock]:
     """Return the byte blocks of a request, with the last whole block of its only prompt's tokens in each.
 
-    Those before the first whole block too: a reader that knows a byte block then knows all before it.
+    It includes those before the first whole block: a reader that knows a byte block then knows all before it.
     """
     canonical_of, fields = (canonical_chat, CHAT_FIELDS) if job.is_chat else (canonical_completion, COMPLETION_FIELDS)
     try:

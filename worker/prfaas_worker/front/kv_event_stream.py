@@ -1,4 +1,4 @@
-"""Two ways to read cache events: GET /v1/kv-events for routers that reach only this API port, and ZMQ as vLLM has it.
+"""Serves cache events in two ways: GET /v1/kv-events for routers that reach only this API port, and ZMQ as vLLM has it.
 
 **The stream** is one endless answer. Each frame is a 4-byte big-endian length and a msgpack array [topic, seq,
 payload]; the payload is bytes, msgpack again. The stream's own messages have topics that begin with `prfaas.` and maps
@@ -39,12 +39,10 @@ from prfaas_worker.front.serving import STATE
 log = logging.getLogger(__name__)
 
 ALIVE_SECONDS: Final = 5.0
-STALL_SECONDS: Final = 30.0
-"""A reader that takes nothing at all for this long is disconnected."""
+STALL_SECONDS: Final = 30.0  # A reader that takes nothing at all for this long is disconnected.
 WRITE_BYTES: Final = 256 << 10
 _LENGTH: Final = struct.Struct("!I")
-UNREAD_MESSAGES: Final = 100_000
-"""Batches queued for one subscriber; beyond that it loses them, as PUB sockets do."""
+UNREAD_MESSAGES: Final = 100_000  # Batches queued for one subscriber; beyond that it loses them, as PUB sockets do.
 REPLAY_BYTES: Final = 256 << 10
 REPLAY_STALL_SECONDS: Final = 2.0
 """A reader that takes nothing of its replay for this long does not get the rest: other readers wait behind it."""
@@ -52,20 +50,18 @@ END_SEQ: Final = (-1).to_bytes(8, "big", signed=True)
 
 
 class Cursor:
-    """One reader's place in one log."""
-
     def __init__(self, log: TopicLog, from_seq: int):
         self.log = log
         self.seq = from_seq
 
     def lost(self) -> bytes | None:
-        """Return the frame that tells of batches lost, None when there are none."""
+        """Return the frame that reports lost batches, None if there are none."""
         if self.log.reaches(self.seq):
             return None
         return _message("gap", {"topic": self.log.topic, "from_seq": self.seq, "to_seq": self.log.first_seq})
 
     def take(self) -> list[bytes]:
-        """Return frames of the next batches and go behind them."""
+        """Return frames of the next batches and move behind them."""
         entries = self.log.read(self.seq, WRITE_BYTES)
         self.seq += len(entries)
         return [frame(entry) for entry in entries]
@@ -93,7 +89,7 @@ async def stream(request: web.Request) -> web.StreamResponse:
 
 
 async def _follow(response: web.StreamResponse, events: KvEventPublisher, cursors: list[Cursor]) -> str:
-    """Send what there is and what comes; returns why that ended."""
+    """Send the log's batches as they appear; return the reason for the end."""
     for cursor in cursors:
         if not cursor.log.reaches(cursor.seq):
             await _send_snapshot(response, events, cursor)
@@ -109,7 +105,6 @@ async def _follow(response: web.StreamResponse, events: KvEventPublisher, cursor
 
 
 async def _send_snapshot(response: web.StreamResponse, events: KvEventPublisher, cursor: Cursor) -> None:
-    """Send a snapshot, and put the cursor behind it."""
     topic, seq, batches, payloads = events.snapshot(cursor.log)
     cursor.seq = seq + 1
     await _send(response, [_message("snapshot", {"topic": topic, "seq": seq, "batches": batches})])
@@ -119,7 +114,7 @@ async def _send_snapshot(response: web.StreamResponse, events: KvEventPublisher,
 
 
 async def _send(response: web.StreamResponse, frames: list[bytes]) -> None:
-    """Write frames; TimeoutError when the reader takes none of them for too long."""
+    """Write frames; TimeoutError if the reader takes none of them for too long."""
     if frames:
         await asyncio.wait_for(response.write(b"".join(frames)), STALL_SECONDS)
 
@@ -155,12 +150,7 @@ def _message(kind: str, content: dict[str, object]) -> bytes:
 
 
 class KvEventSockets:
-    """Both sockets, open until `close`.
-
-    Raises:
-        ConfigError: a port cannot be opened.
-
-    """
+    """Both sockets, open until `close`. Raises ConfigError if a port cannot be opened."""
 
     def __init__(self, events: KvEventPublisher, host: str, port: int):
         self._events = events

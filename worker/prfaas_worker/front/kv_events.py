@@ -40,8 +40,7 @@ KNOWN_BYTE_BLOCKS: Final = 1 << 16
 """Byte blocks that are kept for snapshots, and not published again while their batch can still be read: about 16 MB."""
 BYTE_BLOCKS_PER_BATCH: Final = 1000
 _NEVER: Final = (-1, None)
-EVENTS_PER_BATCH: Final = 256
-"""Writing so many takes about a millisecond, after which the event loop goes on."""
+EVENTS_PER_BATCH: Final = 256  # Writing so many takes about a millisecond, after which the event loop continues.
 
 
 class PublishedBatch(NamedTuple):
@@ -60,19 +59,16 @@ class TopicSnapshot(NamedTuple):
 
 
 class TopicLog:
-    """The latest batches of one topic, numbered from 0."""
-
     def __init__(self, topic: str, *, kept_batches: int = KEPT_BATCHES, kept_bytes: int = KEPT_BYTES):
         self.topic = topic
-        self.first_seq = 0
-        """The oldest batch that is still here; `next_seq` while there is none."""
+        self.first_seq = 0  # The oldest batch in the log; `next_seq` while it is empty.
         self.next_seq = 0
         self._limits = kept_batches, kept_bytes
         self._payloads: dict[int, bytes] = {}
         self._bytes = 0
 
     def append(self, payload: bytes) -> PublishedBatch:
-        """Publish a batch; the oldest ones make room."""
+        """Publish a batch; evict the oldest ones if the log is full."""
         entry = PublishedBatch(self.topic, self.next_seq, payload)
         self._payloads[self.next_seq] = payload
         self._bytes += len(payload)
@@ -84,11 +80,11 @@ class TopicLog:
         return entry
 
     def reaches(self, seq: int) -> bool:
-        """Tell whether a reader who wants `seq` next misses nothing."""
+        """Return True if a reader that wants `seq` next misses nothing."""
         return self.first_seq <= seq <= self.next_seq
 
     def read(self, seq: int, max_bytes: int) -> list[PublishedBatch]:
-        """Return batches from `seq` on, at least one if there is any, and no more once they fill `max_bytes`."""
+        """Return batches from `seq` on: at least one if there is any, at most `max_bytes` otherwise."""
         entries: list[PublishedBatch] = []
         size = 0
         while size < max_bytes and (payload := self._payloads.get(seq)) is not None:
@@ -99,16 +95,14 @@ class TopicLog:
 
 
 class KvEventPublisher:
-    """Publishes the engine's cache events, and what requests teach about bytes. Listens to the engine."""
+    """Publishes the engine's cache events, and byte blocks of requests. Listens to the engine."""
 
     def __init__(self, options: Options):
         suffix = f"@{options.instance}@{options.model_name}"
         self.kv = TopicLog(f"kv{suffix}")
         self.byte_map = TopicLog(f"bytes{suffix}")
-        self.epoch = uuid4().hex
-        """This process's life: numbers begin anew with the next one."""
-        self.subscribers: list[Callable[[PublishedBatch], None]] = []
-        """Called with every batch as it is published."""
+        self.epoch = uuid4().hex  # Identifies this process: the numbers begin again with the next one.
+        self.subscribers: list[Callable[[PublishedBatch], None]] = []  # Called with every batch when it is published.
         self.closed = False
         self._published = asyncio.Event()
         self._cached = CacheSnapshot()
@@ -122,7 +116,7 @@ class KvEventPublisher:
             self._publish_events(message.events)
 
     def snapshot(self, log: TopicLog) -> TopicSnapshot:
-        """Return what a reader of this log has missed; nothing that happens later is in it."""
+        """Return a snapshot of this log's topic; later events are not in it."""
         if log is self.byte_map:
             known = [block for _, block in self._known.values()]
             parts = [known[at : at + BYTE_BLOCKS_PER_BATCH] for at in range(0, len(known), BYTE_BLOCKS_PER_BATCH)]
@@ -135,7 +129,7 @@ class KvEventPublisher:
         return TopicSnapshot(log.topic, log.next_seq - 1, snapshot_batch_count(blocks), payloads)
 
     def learn(self, blocks: Sequence[ByteBlock]) -> None:
-        """Publish which tokens lie behind byte blocks, but for what can still be read."""
+        """Publish the tokens of byte blocks, except those that readers can still find in the log."""
         first_seq = self.byte_map.first_seq
         new = [block for block in blocks if self._known.get(block.byte_hash, _NEVER)[0] < first_seq]
         if not new:
@@ -148,7 +142,7 @@ class KvEventPublisher:
         self._publish(self.byte_map, encode_byte_map(ByteMapBatch(time.time(), new)))
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until something is published or the worker ends; False when neither came within `seconds`."""
+        """Wait until something is published or the worker ends; False after `seconds`."""
         try:
             await asyncio.wait_for(self._published.wait(), seconds)
         except TimeoutError:
@@ -156,7 +150,6 @@ class KvEventPublisher:
         return True
 
     def close(self) -> None:
-        """Let every reader end."""
         self.closed = True
         self._published.set()
 
@@ -173,7 +166,7 @@ class KvEventPublisher:
 
 
 class BlockLocation(NamedTuple):
-    """Where a block is cached: in which group and medium, and what kind the group is."""
+    """A cached block's group and medium, and the kind of the group."""
 
     group: int | None
     medium: str | None
@@ -181,8 +174,6 @@ class BlockLocation(NamedTuple):
 
 
 class CachedBlock(NamedTuple):
-    """A block that is cached in at least one location."""
-
     parent: BlockHash | None
     token_ids: array
     locations: frozenset[BlockLocation]
@@ -192,7 +183,7 @@ CachedBlocks: TypeAlias = Mapping[BlockHash, CachedBlock]
 
 
 class CacheSnapshot:
-    """The blocks that are cached after all events so far. A block is kept once, whatever tiers hold it."""
+    """The blocks that are cached after all events so far. A block is kept once for all tiers."""
 
     def __init__(self) -> None:
         self._blocks: dict[BlockHash, CachedBlock] = {}
@@ -200,7 +191,6 @@ class CacheSnapshot:
         self._sets: dict[frozenset[BlockLocation], frozenset[BlockLocation]] = {}
 
     def apply(self, events: Sequence[KvEvent]) -> None:
-        """Change with the cache."""
         for event in events:
             match event:
                 case BlockStored():
@@ -248,7 +238,7 @@ def snapshot_batch_count(blocks: CachedBlocks) -> int:
 
 
 def snapshot_batches(blocks: CachedBlocks) -> Iterator[list[KvEvent]]:
-    """Yield the events that lead from whatever was known to these blocks, parents before their children."""
+    """Yield the events that rebuild these blocks from an empty cache, parents first."""
     batch: list[KvEvent] = [AllBlocksCleared()]
     for key in _parents_first(blocks):
         for event in _stored(key, blocks[key]):

@@ -1,4 +1,4 @@
-"""GET /metrics: what this worker does, in the Prometheus text format, under our names and under vLLM's.
+"""Serves GET /metrics: this worker's figures in the Prometheus text format, under our names and under vLLM's.
 
 vLLM's names, with its labels and buckets, let its dashboards and other routers read our workers. Figures of the engine
 come from its `Stats` at each scrape. Latencies come from the messages between front and engine, which run for every
@@ -106,10 +106,8 @@ VLLM_COUNTERS: Final[Described] = {
     "vllm:generation_tokens": ("generation_tokens", "Generation tokens processed."),
     "vllm:num_preemptions": ("preemptions", "Preemptions of running requests."),
 }
-PROFILE_TOKENS: Final = (256, 1024, 4096, 16384, 65536)
-"""Lengths at which the profile's curves are shown."""
-SIZE_BUCKETS: Final = tuple(1 << power for power in range(16, 38, 2))
-"""64 KiB to 64 GiB."""
+PROFILE_TOKENS: Final = (256, 1024, 4096, 16384, 65536)  # Lengths at which the profile's curves are exported.
+SIZE_BUCKETS: Final = tuple(1 << power for power in range(16, 38, 2))  # 64 KiB to 64 GiB.
 # vLLM's buckets, so that its dashboards show ours; those of requests begin lower, for small models.
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -126,7 +124,7 @@ REQUEST_BUCKETS = (
 
 
 class Histogram:
-    """Counts of values by upper bound, the last one above them all."""
+    """Counts of values by upper bound; the last one counts larger values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -141,7 +139,7 @@ class Histogram:
 
 
 class _Stream:
-    """One call: when it was sent, and when each choice that still runs had its last token (None: none yet)."""
+    """One call: its start, and the time of the last token of each running choice (None: none yet)."""
 
     __slots__ = ("choices", "prompt_tokens", "sent_at")
 
@@ -152,7 +150,7 @@ class _Stream:
 
 
 class LatencyMetrics:
-    """Measures requests by the messages between front and engine. `clock` gives seconds and never goes back."""
+    """Measures requests by the messages between front and engine. `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
@@ -162,9 +160,8 @@ class LatencyMetrics:
         self.prefill = Histogram(REQUEST_BUCKETS)
         self.transfer = Histogram(REQUEST_BUCKETS)
         self.finished: Counter[str] = Counter()
-        """Choices that ended, by reason: stop, length, abort (their client left) or error."""
-        self.prompt_tokens = 0
-        """Tokens of all prompts that were begun, cached or not, prefilled here or elsewhere."""
+        """Choices that ended, by reason: stop, length, abort (the client disconnected) or error."""
+        self.prompt_tokens = 0  # Tokens of all started prompts, cached or not, prefilled here or elsewhere.
         self._clock = clock
         self._streams: dict[int, _Stream] = {}
         self._offered: dict[int, int] = {}
@@ -226,7 +223,7 @@ class LatencyMetrics:
 
 
 class TransferMetrics:
-    """Transfers by direction. The histograms have only delivered ones: an end halfway says little of a link."""
+    """Transfers by direction. The histograms hold only delivered ones: a partial one says little of a link."""
 
     def __init__(self) -> None:
         directions: tuple[Direction, ...] = get_args(Direction)
@@ -242,8 +239,6 @@ class TransferMetrics:
 
 
 class _Labelled:
-    """Makes metric families of plain values, all with the same labels."""
-
     def __init__(self, **labels: str):
         self._names = list(labels)
         self._values = list(labels.values())
@@ -254,7 +249,6 @@ class _Labelled:
         return family
 
     def counter(self, name: str, text: str, values: Mapping[str, float] | float, label: str = "") -> Metric:
-        """One value, or one for each value of a further label."""
         family = CounterMetricFamily(name, text, labels=[*self._names, *([label] if label else [])])
         for extra, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             family.add_metric([*self._values, *([extra] if label else [])], value)
@@ -282,15 +276,14 @@ def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 class WorkerMetrics(Collector):
-    """Everything this worker measures. Listens to the engine."""
+    """All metrics of this worker. Listens to the engine."""
 
     def __init__(self, model_name: str, max_running: int = 0, credentials: WorkerCredentials | None = None):
         self._max_running = max_running
         self._credentials = credentials
         self.latencies = LatencyMetrics()
         self.transfers = TransferMetrics()
-        self.profile: Profile | None = None
-        """What prefills cost here, by the engine's last message."""
+        self.profile: Profile | None = None  # The costs of prefills, by the engine's last message.
         self._stats: Stats | None = None
         self._ours = _Labelled()
         self._vllms = _Labelled(model_name=model_name, engine="0")
@@ -309,16 +302,15 @@ class WorkerMetrics(Collector):
             self.latencies.on_received(message)
 
     def first_token(self, seconds: float) -> None:
-        """Note one request's time to first token, from its arrival here."""
+        """Record one request's time to first token."""
         self.latencies.first_token.observe(seconds)
 
     def render(self, stats: Stats | None) -> bytes:
-        """Return the text format; without stats, before the engine is ready, only the front's own metrics."""
+        """Return the text format; only the front's metrics before the engine is ready (no stats)."""
         self._stats = stats
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield every family, for `generate_latest`."""
         yield from self._of_requests()
         yield from self._of_transfers()
         if self._credentials is not None:
@@ -378,7 +370,7 @@ class WorkerMetrics(Collector):
         )
 
     def _of_links(self, stats: Stats) -> Iterator[Metric]:
-        """Families by peer cluster: a label for each connection would be one for each transfer."""
+        """Yield families by peer cluster: a label for each connection would be one for each transfer."""
         for kind, described in ((GaugeMetricFamily, LINK_GAUGES), (CounterMetricFamily, LINK_COUNTERS)):
             for name, (field, text) in described.items():
                 family = kind(name, text, labels=["peer"])

@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI endpoints as they arrive: fields and types, with vLLM's names beside OpenAI's.
+"""Bodies of the OpenAI endpoints: fields and types, with vLLM's names beside OpenAI's.
 
 `read_body` is the only place that parses a request's JSON. null means absent everywhere. A field that no struct names
 is refused with its name. A field that would change the answer and is not served stands in `UnservedFields`: a request
@@ -17,15 +17,13 @@ from prfaas.errors import RequestError
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stream reports beside its text."""
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Raw = Raw()  # padding that OpenAI adds; answers have none
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `json_schema` of a response format. The schema stays text: the front does not read it."""
+    """The `json_schema` of a response format. The front does not parse the schema."""
 
     schema: Raw
     name: Raw = Raw()  # a label
@@ -39,8 +37,6 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's form of structured output."""
-
     json: Raw = Raw()
     regex: str | None = None
     choice: list[str] | None = None
@@ -117,7 +113,7 @@ NEUTRAL: Final[Mapping[str, object]] = {
     "use_beam_search": False,
     "verbosity": "medium",
 }
-"""The value of an unserved field that asks for what happens anyway. A field without an entry has none but null."""
+"""The value of an unserved field that is the default behaviour. Other fields accept only null."""
 
 
 class CommonFields(UnservedFields, frozen=True, kw_only=True):
@@ -156,10 +152,10 @@ class CompletionBody(CommonFields, frozen=True, kw_only=True):
 
 
 class ChatBody(CommonFields, frozen=True, kw_only=True):
-    """The body of POST /v1/chat/completions."""
+    """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    """`read_messages` checks them. They stay as they came, since routers hash every field of a message."""
+    """`read_messages` checks them. They stay raw, since routers hash every field of a message."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -173,7 +169,7 @@ class ChatBody(CommonFields, frozen=True, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize of a prompt, or of a conversation with the fields of a chat. The model may be left out."""
+    """POST /tokenize of a prompt, or of a conversation with the fields of a chat. The model is optional."""
 
     model: str | None = None
     prompt: str | None = None
@@ -193,7 +189,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A piece of a message's content; text is the only type served."""
+    """A piece of a message's content; only text is served."""
 
     type: Literal["text"]
     text: str
@@ -211,7 +207,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation. Fields that it does not name are ignored: clients send answers back whole."""
+    """One turn of a conversation. Unknown fields are ignored: clients send answers back whole."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -231,20 +227,14 @@ _NESTED: Final[Mapping[str, type[msgspec.Struct]]] = {
     "response_format.json_schema": JsonSchema,
     "structured_outputs": StructuredOutputs,
 }
-MAX_NAME: Final = 100
-"""An unknown field's name is cut to so many characters."""
+MAX_NAME: Final = 100  # An unknown field's name is cut to so many characters.
 _NOT_SUGGESTED: Final = frozenset(UnservedFields.__struct_fields__)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def read_body(body: bytes, kind: type[Body]) -> Body:
-    """Parse JSON as `kind`.
-
-    Raises:
-        RequestError: not JSON, a field is missing, unknown, or of the wrong type.
-
-    """
+    """Parse JSON as `kind`. Raises RequestError if a field is missing, unknown, or of the wrong type."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -254,12 +244,7 @@ def read_body(body: bytes, kind: type[Body]) -> Body:
 
 
 def read_messages(messages: list[dict[str, Any]]) -> list[ChatMessage]:
-    """Return a chat's messages with their types.
-
-    Raises:
-        RequestError: a field of a message is missing or of the wrong type.
-
-    """
+    """Return a chat's typed messages. Raises RequestError if a field is missing or of the wrong type."""
     try:
         return msgspec.convert({"messages": messages}, _Messages).messages
     except msgspec.ValidationError as error:

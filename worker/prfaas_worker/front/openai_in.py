@@ -56,9 +56,9 @@ _UNSERVED: Final = tuple(
 
 @dataclass(frozen=True)
 class RequestHeaders:
-    """What the headers of a text request say.
+    """The headers of a text request.
 
-    `fixed` is None where the stream cannot be resumed; `resume_bytes` is the length of the document before the body.
+    `fixed` is None if the stream cannot be resumed; `resume_bytes` is the length of the document before the body.
     """
 
     request_id: str = ""
@@ -73,8 +73,8 @@ class RequestHeaders:
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request.
 
-    `prompts` are the messages to the engine, one for each prompt. They lack only what is known when they are sent: the
-    handle and the trace. `echoes` are the texts that begin the answers to each prompt.
+    `prompts` are the messages to the engine, one for each prompt, without handle and trace. `echoes` are the texts that
+    begin the answers to each prompt.
     """
 
     body: CompletionBody | ChatBody
@@ -89,17 +89,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """Choices of each prompt."""
         return self.prompts[0].choices
 
     @property
     def has_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """True if a stream ends with its usage."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     @property
     def has_continuous_usage(self) -> bool:
-        """Whether every event of a stream tells the usage so far."""
+        """True if every event of a stream holds the usage so far."""
         return self.body.stream_options is not None and self.body.stream_options.continuous_usage_stats
 
     @property
@@ -109,19 +108,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes jobs of bodies. Call it in a thread where a body is long or has a grammar."""
+    """Makes jobs from bodies. Call it in a thread if a body is long or has a grammar."""
 
     served: ServedModel
     tokenizer: Tokenizer
     headers: RequestHeaders = RequestHeaders()
 
     def completion_job(self, data: bytes) -> Job:
-        """Read and check POST /v1/completions.
-
-        Raises:
-            RequestError: what is wrong, in which field.
-
-        """
+        """Read and check POST /v1/completions. Raises RequestError, which names the field."""
         body = read_body(data, CompletionBody)
         require_model(body.model, self.served)
         _refuse_unserved(body)
@@ -140,12 +134,7 @@ class RequestReader:
         return Job(body=body, prompts=prompts, stop=_stops(body), echoes=echoes)
 
     def chat_job(self, data: bytes) -> Job:
-        """Read and check POST /v1/chat/completions.
-
-        Raises:
-            RequestError: what is wrong, in which field.
-
-        """
+        """Read and check POST /v1/chat/completions. Raises RequestError, which names the field."""
         body = read_body(data, ChatBody)
         require_model(body.model, self.served)
         _refuse_unserved(body)
@@ -166,7 +155,7 @@ class RequestReader:
     def _messages(
         self, body: CompletionBody | ChatBody, prompts: list[list[int]], logprobs: int, use: ToolUse | None = None
     ) -> list[Generate]:
-        """Check what both endpoints share, and return the messages to the engine."""
+        """Check the fields of both endpoints, and return the messages to the engine."""
         choices = 1 if body.n is None else body.n
         most = min(MAX_CHOICES, self.served.max_choices)
         require(1 <= choices <= most, "n", f"must be 1 to {most}")
@@ -203,7 +192,7 @@ class RequestReader:
         ]
 
     def _max_tokens(self, body: CompletionBody | ChatBody, token_ids: list[int]) -> int:
-        """Return how many tokens an answer may have: the caller's limit, or as many of the default as fit."""
+        """Return the limit of an answer's tokens: the caller's, or the part of the default that fits."""
         limit, default = body.max_tokens, DEFAULT_COMPLETION_TOKENS
         if isinstance(body, ChatBody):
             limit = limit if body.max_completion_tokens is None else body.max_completion_tokens
@@ -220,7 +209,7 @@ class RequestReader:
         return min(default if limit is None else limit, room)
 
     def _seed(self, body: CommonFields, place: int) -> int:
-        """Return the seed of prompt number `place`: the caller's, or one that was fixed, or a random one."""
+        """Return the seed of prompt number `place`: the caller's, the fixed one, or a random one."""
         if body.seed is not None:
             return body.seed
         fixed = self.headers.fixed
@@ -228,12 +217,7 @@ class RequestReader:
 
 
 def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, *, with_tools: bool = True) -> list[int]:
-    """Return the token ids of a conversation.
-
-    Raises:
-        RequestError: the messages are not in order, or the template refuses them.
-
-    """
+    """Return the token ids of a conversation. Raises RequestError if the messages or the template refuse."""
     messages = read_messages(body.messages or [])
     require(bool(messages), "messages", "must have at least one message")
     continued = bool(body.continue_final_message)
@@ -257,7 +241,7 @@ def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, *, 
 
 
 def _plain(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a message as templates read it: without what it lacks, its parts joined."""
+    """Return a message as templates read it: without absent fields, its parts joined."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
@@ -293,7 +277,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[Any]]:
 
 
 def _refuse_unserved(body: CommonFields) -> None:
-    """Raise RequestError if a field asks for something that would be ignored."""
+    """Raise RequestError if a field asks for something that is not served."""
     for param in _UNSERVED:
         given = getattr(body, param)
         if given is None or given == NEUTRAL.get(param):
@@ -342,18 +326,16 @@ def _stop_tokens(body: CommonFields, served: ServedModel) -> tuple[int, ...]:
 
 
 def _cache_salt(body: CommonFields) -> str:
-    """Return what sets this caller's cached prefixes apart."""
+    """Return the salt that separates this caller's cached prefixes."""
     salt = body.cache_salt
     require(salt is None or 0 < len(salt) <= MAX_SALT, "cache_salt", f"must have 1 to {MAX_SALT} characters")
     return salt or ""
 
 
 def _grammar(body: CommonFields, use: ToolUse | None, tokenizer: Tokenizer) -> Grammar | None:
-    """Return what the answer must be, None for any text. It is checked, which may take long.
+    """Return the checked grammar of the answer, None for any text; the check may take long.
 
-    Raises:
-        RequestError: it is no grammar, or several fields give one.
-
+    Raises RequestError if it is invalid, or several fields give one.
     """
     found = _grammars(body)
     if len(found) > 1:

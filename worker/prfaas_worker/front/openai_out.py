@@ -31,7 +31,7 @@ _ENCODED_HOLE: Final = _encode(_HOLE)
 
 
 class Scored(NamedTuple):
-    """A token whose log probability was asked for, and the place in the choice's text at which it begins."""
+    """A token with a requested log probability, and its position in the choice's text."""
 
     token: int
     logprob: TokenLogprob
@@ -39,9 +39,9 @@ class Scored(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is new of one choice; `reason` is None until its last piece. With tools, `events` stand in for `text`.
+    """New output of one choice; `reason` is None until its last piece. With tools, `events` replace `text`.
 
-    `token_ids` are its tokens; `scored` are empty where no log probabilities were asked for.
+    `token_ids` are its tokens; `scored` is empty unless log probabilities were requested.
     """
 
     index: int
@@ -77,7 +77,7 @@ class ChoiceDetokenizer:
         self._called = False
 
     def piece(self, tokens: Tokens) -> Piece:
-        """Take tokens in. The piece has a reason if the choice ended, by the engine's word or by a stop string."""
+        """Add tokens. The piece has a reason if the choice ended, by the engine or by a stop string."""
         final = tokens.finish_reason is not None
         text = self.stream.push(tokens.token_ids, final=final)
         reason = "stop" if self.stream.stopped else tokens.finish_reason
@@ -93,7 +93,7 @@ class ChoiceDetokenizer:
         return piece
 
     def replay(self, token_ids: Sequence[int]) -> Piece:
-        """Take in tokens whose text was sent already, by another instance; returns what that was."""
+        """Add tokens whose text another instance has already sent; return that text."""
         # One by one where calls are read: what is said of them then does not depend on how they came.
         parts = [[token] for token in token_ids] if self._parser else [list(token_ids)]
         pieces = [self.piece(Tokens(0, 0, part, [], None)) for part in parts]
@@ -111,7 +111,7 @@ class ChoiceDetokenizer:
         return [Scored(*one) for one in zip(tokens.token_ids, tokens.logprobs, places, strict=True)]
 
     def _read(self, events: list[ToolEvent]) -> list[ToolEvent]:
-        """Note calls, and drop those beyond the first where only one is wanted."""
+        """Note calls, and drop those after the first if only one is wanted."""
         if self._tools and not self._tools.parallel:
             events = [event for event in events if isinstance(event, TextDelta) or event.index == 0]
         self._called = self._called or any(isinstance(event, CallDelta) for event in events)
@@ -119,14 +119,10 @@ class ChoiceDetokenizer:
 
 
 class TextStream:
-    """Text of one choice. Characters that may begin a stop string are held back until it is clear that they do not.
+    """Text of one choice. Holds back characters that may begin a stop string.
 
-    Args:
-        tokenizer: the model's.
-        stop: strings that end the text before them.
-        unstopped_tokens: so many first tokens end nothing, whatever they spell.
-        shown: special tokens that add letters here, by id.
-
+    `stop` are the strings that end the text. The first `unstopped_tokens` tokens end nothing. `shown` maps special
+    tokens to the letters that they add here.
     """
 
     def __init__(
@@ -146,7 +142,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token_ids: Sequence[int], *, final: bool) -> str:
-        """Add tokens; return the text that is certain now. After a stop string was found nothing more comes."""
+        """Add tokens; return the text that is certain now. Nothing follows a stop string."""
         if self.stopped:
             return ""
         if not self._unstopped_tokens:
@@ -178,10 +174,10 @@ class TextStream:
 
 
 class TextOffsets:
-    """Where the tokens of one choice begin in its text, in characters.
+    """Positions of the tokens of one choice in its text, in characters.
 
-    A token that begins within a character has that character's place. Tokens from a stop string on are placed as if the
-    text went on.
+    A token that begins within a character has that character's position. Tokens from a stop string on are placed as if
+    the text continued.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int):
@@ -190,7 +186,6 @@ class TextOffsets:
         self._characters = start
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the places of the next tokens."""
         return [self._place(self._token_bytes(token)) for token in token_ids]
 
     def _place(self, token: bytes) -> int:
@@ -215,12 +210,11 @@ class ResponseFormatter:
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
         kind = "chat.completion" if self._chat else "text_completion"
         return self._head | {"object": kind, "choices": list(choices), "usage": usage}
 
     def whole_choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return one choice of such a body from all its pieces."""
+        """Return one choice of a body from all its pieces."""
         logprobs = self._logprobs([entry for piece in pieces for entry in piece.scored])
         events = [event for piece in pieces for event in piece.events]
         said = [event.text for event in events if isinstance(event, TextDelta)]
@@ -234,10 +228,8 @@ class ResponseFormatter:
         return {"index": last.index, **content, "finish_reason": last.reason, "logprobs": logprobs}
 
     def event(self, piece: Piece, usage: dict[str, Any] | None) -> bytes:
-        """Return a piece as server-sent events, empty if there is nothing to tell yet.
-
-        `usage` is for streams that report it all along.
-        """
+        """Return a piece as server-sent events, empty if there is no text yet. `usage` is for streams with continuous
+        usage."""
         index, text, events, scored, reason, first, _ = piece
         if reason is None and not (first or scored or events or usage):
             if not text:
@@ -256,11 +248,10 @@ class ResponseFormatter:
         return b"".join(sse(self._chunk([choice], usage)) for choice in choices)
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
-        """Return the event that ends a stream with its usage."""
         return sse(self._chunk([], usage))
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and behind the text of a choice's usual event."""
+        """Return the bytes before and after the text of a choice's usual event."""
         content = {"delta": {"content": _HOLE}} if self._chat else {"text": _HOLE}
         choice = {"index": index, **content, "finish_reason": None, "logprobs": None}
         before, _, after = sse(self._chunk([choice], None)).partition(_ENCODED_HOLE)
@@ -273,7 +264,7 @@ class ResponseFormatter:
         return body | {"usage": usage} if self._with_usage else body
 
     def _contents(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the choice's content for each chunk that a piece makes, at least one."""
+        """Return the choice's content for each chunk of a piece, at least one."""
         if not self._chat:
             return [{"text": piece.text}]
         events = piece.events or ([TextDelta(piece.text)] if piece.text else [])
@@ -283,7 +274,7 @@ class ResponseFormatter:
         return [{"delta": delta} for delta in deltas]
 
     def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
-        """Return log probabilities in the endpoint's form, None where none were asked for."""
+        """Return log probabilities in the endpoint's form, None if none were requested."""
         if not scored:
             return None
         if self._chat:
@@ -309,7 +300,7 @@ class ResponseFormatter:
         }
 
     def _name(self, token: int) -> str:
-        """A token's text, or as the OpenAI API writes it, its bytes where they are no text by themselves."""
+        """A token's text, or its bytes as the OpenAI API writes them if they are not text."""
         data = self._tokenizer.token_bytes(token)
         try:
             return data.decode() if data else f"token_id:{token}"

@@ -34,12 +34,12 @@ async def create(request: web.Request) -> web.Response:
 
 
 async def create_prefix(request: web.Request) -> web.Response:
-    """POST /v1/prefixes: lease what is cached of a prompt; 404 when that is no more than the caller has."""
+    """POST /v1/prefixes: lease a cached prefix; 404 if it is no longer than the caller's."""
     return await _grant(request, PrefixRequest, StartPrefix)
 
 
 async def read(request: web.Request) -> web.Response:
-    """GET /v1/prefills/{id}: how far an undelivered prefill is."""
+    """GET /v1/prefills/{id}: the progress of an undelivered prefill."""
     state, transfer_id = request.app[STATE], request.match_info["id"]
     answer = await state.engine.ask(lambda handle: AskPrefill(handle, transfer_id), PrefillAnswer)
     if answer.status is None:
@@ -49,7 +49,7 @@ async def read(request: web.Request) -> web.Response:
 
 
 async def delete(request: web.Request) -> web.Response:
-    """DELETE /v1/prefills/{id}: forget an undelivered prefill; one that is gone already is fine."""
+    """DELETE /v1/prefills/{id}: end an undelivered prefill; succeeds if it is gone."""
     request.app[STATE].engine.send(CancelPrefill(request.match_info["id"]))
     return web.Response(status=204)
 
@@ -59,7 +59,7 @@ async def _grant(
     kind: type[Asked],
     message: Callable[[int, Asked, str, TraceContext], StartPrefill | StartPrefix],
 ) -> web.Response:
-    """Read what is asked for, pass it to the engine, and answer with the lease."""
+    """Read the request, pass it to the engine, and answer with the lease."""
     state = request.app[STATE]
     state.require_open()
     _, asked = await read_request(request, partial(_checked, kind))

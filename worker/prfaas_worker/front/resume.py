@@ -18,12 +18,12 @@ from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece
 from prfaas_worker.front.serving import FrontState, ServedModel, require
 
 COMMENT_TOKENS: Final = 32
-"""So many tokens without text get a comment of their own: they would be drawn again otherwise."""
+"""So many tokens without text get a comment of their own: otherwise they would be drawn again."""
 _REASONS: Final = ("", "stop", "length", "tool_calls")
 
 
 class TokenComments:
-    """Adds comments to a stream's events: the tokens with which each choice's events were made."""
+    """Adds comments to a stream's events: the tokens of each choice's events."""
 
     def __init__(self, resume: Resume | None):
         sent = resume.choices if resume else {}
@@ -31,7 +31,7 @@ class TokenComments:
         self._pending: dict[int, list[int]] = {}
 
     def add(self, piece: Piece, event: bytes) -> bytes:
-        """Return the events of a piece with its comment behind them; nothing where both can wait."""
+        """Return the events of a piece followed by its comment; nothing if both can wait."""
         index = piece.index
         token_ids = [*self._pending.pop(index, ()), *piece.token_ids]
         if not event and len(token_ids) < COMMENT_TOKENS:
@@ -42,11 +42,9 @@ class TokenComments:
 
 
 def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
-    """Return what the gateway fixed (None for a stream that cannot be resumed), and the length of the resume document.
+    """Return the gateway's fixed facts (None: the stream cannot be resumed), and the length of the resume document.
 
-    Raises:
-        RequestError: the headers are out of order.
-
+    Raises RequestError if the headers are invalid.
     """
     fixed, length = given.get(headers.RESUMABLE), given.get(headers.RESUME, "0")
     sound = length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= MAX_DOCUMENT_BYTES
@@ -59,12 +57,7 @@ def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
 
 
 def read_resume(document: bytes, job: Job, served: ServedModel) -> Resume:
-    """Read the document before the body of `job`.
-
-    Raises:
-        RequestError: it is none, or cannot be one of this request.
-
-    """
+    """Read the document before the body of `job`. Raises RequestError if it is invalid or of another request."""
     try:
         resume = decode_resume(document)
     except BadInputError as error:
@@ -81,12 +74,7 @@ def read_resume(document: bytes, job: Job, served: ServedModel) -> Resume:
 
 
 def model_fingerprint(state: FrontState, resume: Resume | None) -> str:
-    """Return the fingerprint of the model here.
-
-    Raises:
-        RequestError: another model began the answer.
-
-    """
+    """Return this model's fingerprint. Raises RequestError if another model began the answer."""
     ready = state.engine.ready.result()
     fingerprint = ready.fingerprint if isinstance(ready, Ready) else ""
     if resume is not None and resume.fingerprint != fingerprint:
@@ -95,7 +83,7 @@ def model_fingerprint(state: FrontState, resume: Resume | None) -> str:
 
 
 def remaining_messages(job: Job, resume: Resume | None) -> dict[int, Generate]:
-    """Return the messages for every choice that has not ended, by the index of their first choice."""
+    """Return the messages for every unfinished choice, by the index of their first choice."""
     if resume is None:
         return {place * job.choices: prompt for place, prompt in enumerate(job.prompts)}
     messages = {}
@@ -110,12 +98,7 @@ def remaining_messages(job: Job, resume: Resume | None) -> dict[int, Generate]:
 
 
 def replay(choice: ChoiceDetokenizer, sent: Sent) -> None:
-    """Bring a choice to where its text was broken off.
-
-    Raises:
-        RequestError: its tokens make another text than the one that was sent.
-
-    """
+    """Bring a choice to the end of its sent text. Raises RequestError if its tokens make another text."""
     piece = choice.replay(sent.token_ids)
     if piece.reason is not None or piece.characters != sent.characters:
         text = (

@@ -35,15 +35,13 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-CLOSE_SECONDS = 1.0
-"""For each of two things: that requests end by themselves, and that they end once they are cancelled."""
+CLOSE_SECONDS = 1.0  # For each of two phases: requests end by themselves, then they end after a cancel.
 ENGINE_END_SECONDS = 5.0
-GARBAGE_OBJECTS = 50_000
-"""So many more objects than before are a reason to look for garbage that no count finds."""
+GARBAGE_OBJECTS = 50_000  # So many more objects than before start a collection of reference cycles.
 
 
 def run(options: Options) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until a signal; return the exit code."""
     try:
         credentials = credentials_of(options)
     except ConfigError as error:
@@ -88,7 +86,7 @@ async def _start_engine(options: Options, sock: socket.socket) -> asyncio.subpro
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """The engine ends itself when its socket closes; it is killed only if it does not."""
+    """Wait for the engine, which ends when its socket closes; kill it if it does not."""
     try:
         await asyncio.wait_for(process.wait(), ENGINE_END_SECONDS)
     except TimeoutError:
@@ -136,7 +134,7 @@ def _stop_on_signals() -> asyncio.Future[None]:
 
 
 def _load(state: FrontState, options: Options) -> None:
-    """Open for requests with what the engine has loaded."""
+    """Accept requests with the loaded model."""
     answer = state.engine.ready.result()
     if isinstance(answer, StartFailed):
         raise ConfigError(answer.message)
@@ -155,7 +153,7 @@ def _load(state: FrontState, options: Options) -> None:
 
 
 async def _drain(state: FrontState, engine: asyncio.Task[None]) -> None:
-    """Take no new work and let what runs finish, for as long as the options allow."""
+    """Refuse new work and let requests finish, for as long as the options allow."""
     state.draining = True
     idle = asyncio.create_task(state.idle())
     seconds = state.options.drain_seconds
@@ -167,7 +165,7 @@ async def _drain(state: FrontState, engine: asyncio.Task[None]) -> None:
 
 
 def build_app(state: FrontState) -> web.Application:
-    """Return the application; with credentials, its port must speak TLS."""
+    """Return the application; with credentials, its port must use TLS."""
     app = web.Application(middlewares=[_departures, require_certificates(state.credentials), _errors])
     app[STATE] = state
     app.add_routes(
@@ -204,7 +202,7 @@ def build_app(state: FrontState) -> web.Application:
 
 @web.middleware
 async def _departures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let clients leave in silence: aiohttp would log the error of writing to one that is gone as a handler's."""
+    """Ignore disconnected clients: aiohttp would log a handler's error."""
     try:
         return await handler(request)
     except ConnectionError:

@@ -25,18 +25,14 @@ from prfaas_worker.front.spans import TransferSpans
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import Tokenizer
 
-READERS: Final = 2
-"""Threads that read requests: the engine computes on the same cores."""
+READERS: Final = 2  # Threads that read requests: the engine computes on the same cores.
 LONG_BYTES: Final = 256 << 10
 """Longer bodies, whose tokens take a tenth of a second or more, wait for each other and for no other request."""
-INLINE_BYTES: Final = 2048
-"""Bodies up to this length are read at once: tokenising so much takes a millisecond at most."""
-MAX_UNREAD_BYTES: Final = 256 << 20
-"""Limit for all bodies that are on their way or wait for a thread."""
+INLINE_BYTES: Final = 2048  # Bodies up to this length are read at once: tokenising takes a millisecond at most.
+MAX_UNREAD_BYTES: Final = 256 << 20  # Limit for all bodies that arrive or wait for a thread.
 BYTES_PER_TOKEN: Final = 16
-"""What a token may take in a body: text has 3 to 6 bytes of it, escaped characters and long runs of spaces up to 12."""
-BYTES_BESIDE: Final = 1 << 20
-"""What a body may have beside: schemas, tools, and all else."""
+"""A token's bytes in a body: text has 3 to 6, escaped characters and long runs of spaces up to 12."""
+BYTES_BESIDE: Final = 1 << 20  # A body's other bytes: schemas, tools, and so on.
 MAX_BODY_BYTES: Final = 32 << 20
 # Grammars are checked as they are read, and a short one may take long.
 _GRAMMAR_WORDS: Final = (b'"json_', b'"guided_', b'"structured_outputs"', b'"tools"')
@@ -45,7 +41,7 @@ Read = TypeVar("Read")
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What this worker serves: the names and bounds that requests are checked against."""
+    """The served model: the names and bounds that requests are checked against."""
 
     model_name: str
     vocab_size: int
@@ -71,26 +67,24 @@ class FrontState:
         self.options = options
         self.engine = engine
         self.tracing = tracing
-        self.credentials = credentials
-        """Present where the API port speaks TLS."""
+        self.credentials = credentials  # Present if the API port uses TLS.
         self.metrics = WorkerMetrics(options.model_name, options.max_running, credentials)
         self.events = KvEventPublisher(options)
         engine.listeners += [self.metrics, self.events]
         if tracing.is_on:
             engine.listeners.append(TransferSpans(tracing))
-        self.unread_bytes = 0
-        """Of bodies that are on their way or wait for a thread."""
+        self.unread_bytes = 0  # Bytes of bodies that arrive or wait for a thread.
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._long_reader = ThreadPoolExecutor(1, thread_name_prefix="long-reader")
         self.draining = False
         self._model: tuple[ServedModel, Tokenizer] | None = None
 
     def reader(self, size: int) -> Executor:
-        """Return where a body of so many bytes is tokenised, and its grammar checked."""
+        """Return the thread pool for a body of this size."""
         return self._readers if size <= LONG_BYTES else self._long_reader
 
     def close(self) -> None:
-        """Drop what waits to be read: the process would not end before."""
+        """Drop bodies that wait to be read: they would delay the process's end."""
         for reader in (self._readers, self._long_reader):
             reader.shutdown(wait=False, cancel_futures=True)
 
@@ -134,13 +128,13 @@ STATE: Final = web.AppKey("state", FrontState)
 
 
 def require(held: bool, param: str, rule: str) -> None:
-    """Raise a RequestError that says `param` and the rule it broke, unless it held."""
+    """Raise a RequestError about `param` and its rule, unless `held`."""
     if not held:
         raise RequestError(f"{param} {rule}", param=param)
 
 
 def unsupported(param: str, message: str) -> RequestError:
-    """Return the error of a request for something that is not served."""
+    """Return the error for a parameter that is not served."""
     return RequestError(message, code="unsupported_parameter", param=param)
 
 
@@ -158,11 +152,9 @@ def require_model(model: str, served: ServedModel) -> None:
 
 
 def require_instance(url: str, options: Options, param: str) -> str:
-    """Return the address of another instance, inside TLS if we are; empty where there is none.
+    """Return the address of another instance, inside TLS if we are; empty if there is none.
 
-    Raises:
-        RequestError: it is not of the form scheme://host:port.
-
+    Raises RequestError if it is not of the form scheme://host:port.
     """
     if not url:
         return ""
@@ -177,12 +169,7 @@ def require_instance(url: str, options: Options, param: str) -> str:
 
 
 def require_room(token_ids: Sequence[int], served: ServedModel) -> int:
-    """Return how many tokens may follow a prompt.
-
-    Raises:
-        RequestError: the prompt is empty, or leaves no room for a single token.
-
-    """
+    """Return the number of tokens that may follow a prompt. Raises RequestError if it is empty or too long."""
     require(bool(token_ids), "prompt", "must have at least one token")
     room = served.max_context - len(token_ids)
     if room < 1:
@@ -196,12 +183,7 @@ def require_room(token_ids: Sequence[int], served: ServedModel) -> int:
 
 
 def require_tokens(token_ids: list[Any], served: ServedModel, param: str = "prompt") -> list[int]:
-    """Return a list that holds token ids of this model and nothing else.
-
-    Raises:
-        RequestError: an entry is no integer or outside of the vocabulary.
-
-    """
+    """Return a list of this model's token ids. Raises RequestError if an entry is not one."""
     size = served.vocab_size
     if token_ids and not (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
         wrong = next(entry for entry in token_ids if type(entry) is not int or not 0 <= entry < size)
@@ -212,14 +194,11 @@ def require_tokens(token_ids: list[Any], served: ServedModel, param: str = "prom
 async def read_request(
     request: web.Request, read: Callable[[bytes, ServedModel, Tokenizer], Read], beside_bytes: int = 0
 ) -> tuple[int, Read]:
-    """Return how many bytes a request's body has, and what `read` makes of it.
+    """Return the length of a request's body, and the result of `read`; the body may have `beside_bytes` beside the
+    prompt.
 
-    The body may have `beside_bytes` more than a prompt needs.
-
-    Raises:
-        CapacityError: the model is not loaded yet, or too many bodies come at once.
-        RequestError: the body is too long; else as `read` does.
-
+    Raises CapacityError if the model is not loaded yet, or too many bodies arrive at once, and RequestError if the body
+    is too long.
     """
     state = request.app[STATE]
     most = state.served.max_body_bytes + beside_bytes
@@ -246,12 +225,9 @@ async def read_request(
 
 
 async def in_thread(state: FrontState, read: Callable[[bytes, ServedModel, Tokenizer], Read], body: bytes) -> Read:
-    """Return what `read` makes of a body, and let the event loop go on meanwhile if that may take long.
+    """Return the result of `read`, in a thread if it may take long.
 
-    Raises:
-        CapacityError: the model is not loaded yet.
-        RequestError: as `read` does.
-
+    Raises CapacityError if the model is not loaded yet.
     """
     served, tokenizer = state.served, state.tokenizer
     if len(body) <= INLINE_BYTES and not any(word in body for word in _GRAMMAR_WORDS):

@@ -33,7 +33,7 @@ class RequestSpans:
         self._prefills: dict[int, Span] = {}
 
     def begin(self, handle: int, message: Generate) -> TraceContext:
-        """Begin a prompt's prefill; returns the context that the engine passes on."""
+        """Begin a prompt's prefill; return the context that the engine passes on."""
         span = self._tracing.start("prefill.remote" if message.prefill_url else "prefill.local", self._span.context)
         span.set(request_id=message.request_id, prompt_tokens=len(message.token_ids))
         self._prefills[handle] = span
@@ -55,7 +55,7 @@ class RequestSpans:
         self._span.event("first_token")
 
     def fail(self, reason: str, transfer_id: str = "") -> None:
-        """Mark whatever has not ended as failed."""
+        """Mark unfinished spans as failed."""
         for span in (*self._prefills.values(), self._span):
             span.fail(reason)
             if transfer_id:
@@ -77,7 +77,7 @@ class RequestSpans:
 
 
 class TransferSpans:
-    """Makes spans of transfers. Listens to the engine where there is tracing."""
+    """Makes spans of transfers. Listens to the engine if there is tracing."""
 
     def __init__(self, tracing: Tracing):
         self._tracing = tracing

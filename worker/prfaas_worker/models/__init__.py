@@ -17,18 +17,11 @@ log = logging.getLogger(__name__)
 def load_model(
     source: str, threads: int | None, device: Device = "cpu", dtype: Dtype = "float32"
 ) -> tuple[Model, Path]:
-    """Load a model and say where its tokenizer's files are.
+    """Load a model (a directory or `builtin:NAME`); return it and the directory of its tokenizer.
 
-    Args:
-        source: a directory, or `builtin:NAME`.
-        threads: torch's intra-op threads, process-wide; None leaves torch's choice.
-        device: where it runs; "auto" is a GPU that can run the checkpoint, else the CPU, with the reason in the log.
-        dtype: what matrix products are computed in; "auto" measures on a CPU, and is bfloat16 on a GPU.
-
-    Raises:
-        ConfigError: the directory, its configuration or its weights are not those of a model that we run, or it does
-            not run in this type or on the device that was asked for.
-
+    `threads` are torch's, for the whole process; None keeps torch's default. Device "auto" is a GPU that can run the
+    checkpoint, else the CPU, with the reason in the log. Dtype "auto" measures on a CPU, and is bfloat16 on a GPU.
+    Raises ConfigError if the checkpoint is not supported, or cannot run with this type or device.
     """
     if threads is not None:
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Defines the interface that the engine asks of a model, and the batch of a step.
+"""Defines the model interface of the engine, and the batch of a step.
 
 A hybrid model keeps two kinds of cache for a sequence. *Rows* grow by one a token: they live in pages of the shared
 pool, so they can leave for another instance, or serve another prompt, while later tokens are still computed. *State*
@@ -22,7 +22,7 @@ from prfaas_worker.cache_spec import LayerSpec
 
 
 class Chunk(NamedTuple):
-    """The next `tokens` of one prompt; `start` tokens stand in the cache of its slot already."""
+    """The next `tokens` of one prompt; the cache of its slot holds `start` tokens."""
 
     slot: int
     start: int
@@ -30,14 +30,13 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Tokens in the cache afterwards."""
         return self.start + self.tokens
 
 
 class Decodes(NamedTuple):
-    """One token each of B sequences: their slots and how many tokens stand in their caches, int64 [B] on the device.
+    """One token each of B sequences: their slots and cached lengths, int64 [B] on the device.
 
-    `max_length` is the largest of `lengths`, known without asking the device.
+    `max_length` is the largest of `lengths`, known without a device read.
     """
 
     slots: torch.Tensor
@@ -54,12 +53,12 @@ class Batch(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Hidden states that come out: the last of each chunk, and one for each decode."""
+        """Number of hidden states returned: the last of each chunk, and one for each decode."""
         return len(self.chunks) + (0 if self.decodes is None else self.decodes.slots.shape[0])
 
 
 class Model(Protocol):
-    """One loaded replica. Methods run on the calling thread and are not safe to call concurrently."""
+    """One loaded replica. Its methods are not safe to call concurrently."""
 
     @property
     def vocab_size(self) -> int:
@@ -67,9 +66,7 @@ class Model(Protocol):
         ...
 
     @property
-    def max_context(self) -> int:
-        """Most tokens that a sequence may have."""
-        ...
+    def max_context(self) -> int: ...
 
     @property
     def hidden_size(self) -> int:
@@ -102,16 +99,15 @@ class Model(Protocol):
         ...
 
     def bind(self, memory: CacheMemory) -> None:
-        """Use this memory, made from `layers`, for all that follows. Called once, before the first `forward`."""
+        """Use this memory, made from `layers`, from now on. Called once, before the first `forward`."""
         ...
 
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Run one step. Every sequence's pages cover its new tokens; its state slot is that after `start` tokens.
 
-        `on_layer(i)` is called right after layer i is done with the batch: its new rows stand in the pages, and its
-        states are those after the last tokens.
-
-        Returns normed hidden states, fp32 [batch.outputs, hidden_size], which `logits` takes.
+        `on_layer(i)` is called right after layer i is done with the batch: its new rows are in the pages, and its
+        states are those after the last tokens. Returns normed hidden states, fp32 [batch.outputs, hidden_size], which
+        `logits` takes.
         """
         ...
 

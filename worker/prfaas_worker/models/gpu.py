@@ -1,4 +1,4 @@
-"""Loads Kimi Linear onto an NVIDIA GPU, or says in one sentence why it cannot run there.
+"""Loads Kimi Linear onto an NVIDIA GPU, or reports in one sentence why it cannot run there.
 
 Weights are counted before they are read, and a few steps are tried before the model is handed out: a device that is too
 small, a driver that does not fit torch or a kernel that does not compile is met here, not in the first request. None of
@@ -25,9 +25,7 @@ _TRIAL_TOKENS: Final = 40
 def load_on_gpu(directory: Path, dtype: Dtype) -> KimiLinear:
     """Load a checkpoint onto the current GPU and try it.
 
-    Raises:
-        ConfigError: there is no GPU, the checkpoint is not one that we run, or the GPU cannot run it.
-
+    Raises ConfigError if there is no GPU, or it cannot run the checkpoint.
     """
     if not torch.cuda.is_available():
         raise ConfigError("torch finds no GPU: give --device cpu, or install a driver and torch's CUDA build")
@@ -54,12 +52,7 @@ def _check_memory(weights: int) -> None:
 
 
 def run_trial_steps(model: KimiLinear) -> None:
-    """Run every kind of step over memory of its own.
-
-    Raises:
-        ConfigError: what comes out is no number.
-
-    """
+    """Run every kind of step over memory of its own. Raises ConfigError if an output is not a number."""
     solo = Solo(model, slots=2, tokens=2 * _TRIAL_TOKENS)
     sequences = [solo.new(), solo.new()]
     tokens = torch.arange(_TRIAL_TOKENS) % model.vocab_size

@@ -11,8 +11,6 @@ from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 
 @dataclass
 class SoloSequence:
-    """One sequence: its slot and the tokens in its cache."""
-
     slot: int
     length: int = 0
 
@@ -33,17 +31,15 @@ class Solo:
         model.bind(self.memory)
 
     def new(self) -> SoloSequence:
-        """Begin an empty sequence."""
         sequence = SoloSequence(self._free.pop())
         self.memory.clear_slot(sequence.slot)
         return sequence
 
     def drop(self, sequence: SoloSequence) -> None:
-        """Give a sequence's place to later ones."""
+        """Free a sequence's place."""
         self._free.append(sequence.slot)
 
     def pages(self, sequence: SoloSequence) -> torch.Tensor:
-        """Pages of a sequence's tokens, int64 [n]."""
         return self.memory.table[sequence.slot, : self.memory.geometry.pages_for(sequence.length)]
 
     def prefill(

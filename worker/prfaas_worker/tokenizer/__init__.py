@@ -18,9 +18,7 @@ __all__ = ["OWN_VARIABLES", "Conversation", "Tokenizer", "load_tokenizer"]
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Read the tokenizer and the chat template of a model directory.
 
-    Raises:
-        ConfigError: a file is missing, or is not what its name says.
-
+    Raises ConfigError if a file is missing or invalid.
     """
     path = directory / "tokenizer_config.json"
     try:

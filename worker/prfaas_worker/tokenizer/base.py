@@ -1,4 +1,4 @@
-"""What every tokenizer does: text to token ids and back. The three kinds differ in how a piece of text is encoded.
+"""The interface of all tokenizers: text to token ids and back. The three kinds encode a piece of text differently.
 
 The byte tokenizer, that of the model that ships along, is here too; the others have a file each.
 """
@@ -38,11 +38,8 @@ class TokenTable:
 class Tokenizer(ABC):
     """The tokenizer of one model directory. Safe to use from several threads.
 
-    Args:
-        specials: the special tokens by their letters.
-        table: the bytes of every token in text; a hidden special token has none.
-        template: how conversations are written, None for a model that knows none.
-
+    `specials` maps special tokens' letters to ids. `table` holds the bytes of each token; a hidden special token has
+    none. `template` is None for a model without a chat template.
     """
 
     def __init__(self, specials: Mapping[str, Special], table: TokenTable, template: ChatTemplate | None):
@@ -51,19 +48,18 @@ class Tokenizer(ABC):
         self._table = table
         self._template = template
         self.token_bytes = table.__getitem__
-        """What a token id adds to the text: a hidden special token, or an id beyond the table, adds nothing."""
+        """Bytes that a token id adds to the text: none for a hidden special token or an id beyond the table."""
 
     @abstractmethod
     def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
-        """Token ids of each piece, letters being letters; `at_start`: nothing stands before the first one."""
+        """Token ids of each piece, as plain text; `at_start`: no text precedes the first one."""
 
     @abstractmethod
     def _frame(self, token_ids: list[int]) -> list[int]:
-        """Put around a plain prompt what the model wants there, such as a beginning token."""
+        """Add the model's special tokens around a plain prompt, such as a beginning token."""
 
     @property
     def specials(self) -> Mapping[str, int]:
-        """Ids of the special tokens by their letters."""
         return {text: special.token_id for text, special in self._specials.by_text.items()}
 
     @property
@@ -71,21 +67,15 @@ class Tokenizer(ABC):
         return self._template.source if self._template else ""
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
-        """Token ids of a plain prompt; `framed` with the special tokens that the model wants around it.
-
-        Raises:
-            RequestError: the text has half of a surrogate pair.
-
-        """
+        """Token ids of a plain prompt; `framed` adds the model's special tokens. Raises RequestError for invalid
+        Unicode."""
         token_ids = self._token_ids(self._specials.split_plain(text))
         return self._frame(token_ids) if framed else token_ids
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins or goes on.
+        """Token ids of a conversation, up to the beginning or the continuation of the assistant's answer.
 
-        Raises:
-            RequestError: the template refuses the messages, or the model has none.
-
+        Raises RequestError if the template refuses the messages, or the model has none.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
@@ -103,14 +93,14 @@ class Tokenizer(ABC):
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a whole prompt, special tokens written out, damaged characters as U+FFFD."""
+        """Text of a whole prompt, with special tokens; invalid bytes become U+FFFD."""
         texts = self._texts
         parts = (texts[token].encode() if token in texts else self.token_bytes(token) for token in token_ids)
         return b"".join(parts).decode("utf-8", "replace")
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0..255 are bytes, the ids above are special tokens. A plain prompt begins with `bos_id`."""
+    """Ids 0..255 are bytes, higher ids special tokens. A plain prompt begins with `bos_id`."""
 
     def __init__(self, specials: Mapping[str, Special], bos_id: int | None, template: ChatTemplate | None):
         super().__init__(specials, TokenTable(bytes([byte]) for byte in range(BYTE_TOKENS)), template)
@@ -125,19 +115,14 @@ class ByteTokenizer(Tokenizer):
 
 
 def byte_tokenizer(config: Mapping[str, Any], template: ChatTemplate | None) -> ByteTokenizer:
-    """Build the tokenizer that tokenizer_config.json describes; what misses there raises KeyError and its like."""
+    """Build the tokenizer of tokenizer_config.json; raises KeyError and its like for missing fields."""
     specials = {entry["content"]: Special(int(number)) for number, entry in config["added_tokens_decoder"].items()}
     bos_id = specials[config["bos_token"]].token_id if config.get("bos_token") else None
     return ByteTokenizer(specials, bos_id, template)
 
 
 def utf8(text: str) -> bytes:
-    """Return the text's bytes.
-
-    Raises:
-        RequestError: the text has half of a surrogate pair.
-
-    """
+    """Return the text's bytes. Raises RequestError for half of a surrogate pair."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

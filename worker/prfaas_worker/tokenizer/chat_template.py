@@ -29,14 +29,13 @@ DEFAULT: Final = "default"
 FOR_TOOLS: Final = "tool_use"
 OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 GUARD: Final = "\ufdd0"
-END_OF_CONTENT: Final = "\ufdd1"
-"""Marks, while a template renders, where the content ends that the model shall continue."""
+END_OF_CONTENT: Final = "\ufdd1"  # Marks, while a template renders, the end of the content that the model continues.
 _RESERVED: Final = re.compile(f"[{GUARD}{END_OF_CONTENT}]")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template is rendered from. `continued`: the last message is unfinished, and the model goes on with it."""
+    """A template's input. `continued`: the last message is unfinished, and the model continues it."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -49,16 +48,10 @@ class ChatTemplate:
     """The templates of one model, by name; most models have one, "default"."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], origin: Path):
-        """Compile the templates.
+        """Compile the template texts by name; `tokens` are variables such as `bos_token`, `origin` is the file for
+        errors.
 
-        Args:
-            sources: template texts by name.
-            tokens: variables such as `bos_token` that templates read.
-            origin: the file they came from, for errors.
-
-        Raises:
-            ConfigError: a text is no template.
-
+        Raises ConfigError if a text is no template.
         """
         environment = _environment()
         self.source = "\n".join(sources.values())
@@ -71,9 +64,7 @@ class ChatTemplate:
     def render(self, conversation: Conversation, guard: Callable[..., Any]) -> str:
         """Return the text of a conversation whose strings went through `guard`.
 
-        Raises:
-            RequestError: the template refuses the conversation.
-
+        Raises RequestError if the template refuses the conversation.
         """
         messages = [guard(message, visible_too=message["role"] != "assistant") for message in conversation.messages]
         if conversation.continued:
@@ -98,11 +89,9 @@ class ChatTemplate:
 
 
 def read_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return the template of a model directory: chat_template.jinja, else tokenizer_config.json's, None without.
+    """Return a model directory's template: chat_template.jinja, else tokenizer_config.json's, or None.
 
-    Raises:
-        ConfigError: it is no template.
-
+    Raises ConfigError if it is invalid.
     """
     path = directory / "chat_template.jinja"
     given: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
@@ -117,7 +106,7 @@ def read_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | 
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and the like of tokenizer_config.json, which writes them as text or as an object."""
+    """Return `bos_token` and the like of tokenizer_config.json, which holds them as text or as an object."""
     found = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -200,14 +189,8 @@ class Specials:
     def guard(self, value: Any, *, visible_too: bool = True) -> Any:
         """Return JSON-like `value` with all its strings guarded, mapping keys included.
 
-        Args:
-            value: what a user sent.
-            visible_too: also the letters of tokens that show in answers; not for the assistant's own words, which bring
-                such letters back.
-
-        Raises:
-            RequestError: a string holds one of the two characters that serve as marks.
-
+        With `visible_too` it also guards the letters of tokens that appear in answers; the assistant's own words may
+        hold such letters. Raises RequestError if a string holds one of the two marker characters.
         """
         if isinstance(value, str):
             return self._guard_text(value, self._marks if visible_too else self._hidden)
@@ -225,7 +208,7 @@ class Specials:
         return [part.replace(GUARD, "") if isinstance(part, str) else part for part in self._cut(rendered, self._all)]
 
     def split_plain(self, text: str) -> list[str | int]:
-        """Return a plain prompt likewise, where only plain special tokens differ from letters."""
+        """Split a plain prompt likewise; only plain special tokens differ from letters."""
         return self._cut(text, self._plain)
 
     def _cut(self, text: str, pattern: re.Pattern[str]) -> list[str | int]:
@@ -254,7 +237,7 @@ class Specials:
 
 
 def _unguarded(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield where special tokens stand. A look-behind in the pattern would slow the search tenfold."""
+    """Yield the spans of special tokens. A look-behind in the pattern would slow the search tenfold."""
     start = 0
     while found := pattern.search(text, start):
         guarded = found.start() > 0 and text[found.start() - 1] == GUARD
@@ -270,9 +253,9 @@ def _piece(text: str, strip_left: bool, strip_right: bool) -> list[str | int]:
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of `texts`, never found for none.
+    """Return a pattern for the longest of `texts`; it never matches without any.
 
-    Common beginnings are factored out: of a thousand alternatives each would be tried at every "<" of a page of HTML.
+    Common beginnings are factored out: otherwise each of a thousand alternatives is tried at every "<" of an HTML page.
     """
     trie: dict[str, Any] = {}
     for text in texts:

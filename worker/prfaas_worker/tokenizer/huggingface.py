@@ -40,7 +40,7 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class _Encoders(NamedTuple):
-    """The library's tokenizers for a piece that begins a text, and for one that something stands before."""
+    """The library's tokenizers for a piece at the start of a text, and for one after other text."""
 
     first: tokenizers.Tokenizer
     inner: tokenizers.Tokenizer
@@ -65,12 +65,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def huggingface_tokenizer(path: Path, template: ChatTemplate | None) -> HuggingFaceTokenizer:
-    """Read tokenizer.json.
-
-    Raises:
-        ConfigError: it is none, or of a kind that this worker does not read.
-
-    """
+    """Read tokenizer.json. Raises ConfigError if it is invalid or of an unsupported kind."""
     try:
         # Raw: the vocabulary as Python objects would take more memory than the tokenizer itself.
         parts = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
@@ -130,7 +125,7 @@ def _encode(encoder: tokenizers.Tokenizer, pieces: Sequence[str]) -> list[list[i
 
 
 def _frame(encoder: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Return what the file's post-processor puts before and behind a text."""
+    """Return the post-processor's tokens before and after a text."""
     plain = encoder.encode("a", add_special_tokens=False).ids
     framed = encoder.encode("a", add_special_tokens=True).ids
     for start in range(len(framed) - len(plain) + 1):
@@ -142,7 +137,7 @@ def _frame(encoder: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 def _token_bytes(
     encoder: tokenizers.Tokenizer, specials: Mapping[str, Special], piece_bytes: Callable[[str], bytes]
 ) -> Iterator[bytes]:
-    """Yield the bytes of all ids in order; an id that names no token has none."""
+    """Yield the bytes of all ids in order; an id without a token has none."""
     added = {special.token_id: b"" if special.hidden else text.encode() for text, special in specials.items()}
     # The library counts tokens, not ids: where ids have gaps the last ones are beyond the count.
     ids = encoder.get_vocab(with_added_tokens=False).values()
@@ -152,7 +147,7 @@ def _token_bytes(
 
 
 def _piece_bytes(decoder: Any, path: Path) -> Callable[[str], bytes]:
-    """Return the function from a vocabulary entry to bytes that a tokenizer.json's `decoder` amounts to."""
+    """Return the function from a vocabulary entry to bytes for a tokenizer.json's `decoder`."""
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     kinds = {step["type"] for step in steps}
     if kinds == {"ByteLevel"}:

@@ -72,9 +72,7 @@ class RanksTokenizer(Tokenizer):
 def ranks_tokenizer(path: Path, config: Mapping[str, Any], template: ChatTemplate | None) -> RanksTokenizer:
     """Read tiktoken.model, with pattern and special tokens of tokenizer_config.json.
 
-    Raises:
-        ConfigError: a line is no token, the ranks have gaps, or the pattern is not known.
-
+    Raises ConfigError if a line is invalid, ranks are missing, or the pattern is unknown.
     """
     ranks = _read_ranks(path)
     pattern = config.get("pat_str") or (KIMI_PATTERN if config.get("tokenizer_class") == KIMI_CLASS else None)
@@ -92,7 +90,7 @@ def ranks_tokenizer(path: Path, config: Mapping[str, Any], template: ChatTemplat
 
 
 def bounded_parts(text: str) -> Iterator[str]:
-    """Yield `text` in parts of at most MOST_CHARACTERS, and no run of spaces or of others above LONGEST_RUN."""
+    """Yield `text` in parts of at most MOST_CHARACTERS, without runs of spaces or of others above LONGEST_RUN."""
     for start in range(0, len(text), MOST_CHARACTERS):
         part = text[start : start + MOST_CHARACTERS]
         cut = 0
@@ -104,7 +102,6 @@ def bounded_parts(text: str) -> Iterator[str]:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the ranks, checked to be 0 to their number without gaps."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line:

@@ -32,36 +32,30 @@ from prfaas.wire.transfer import Buffer, TensorLayout
 from prfaas_worker.transfer.codecs import cut, int8, lossless, size_bytes
 from prfaas_worker.transfer.link_stats import RENEW_SECONDS, LinkMonitor, LinkRates
 
-DECODABLE = (Codec.NONE, Codec.LOSSLESS, Codec.INT8)
-"""What this version reads, for the handshake."""
-CORES = 0.5
-"""What codecs may take of the cores: the others compute."""
+DECODABLE = (Codec.NONE, Codec.LOSSLESS, Codec.INT8)  # Codecs that this version reads, for the handshake.
+CORES = 0.5  # Share of the cores for codecs: the others compute.
 UNKNOWN = CodecSpeed(encode_mbps=1.0, decode_mbps=1.0, ratio=1.0)
 TOKENS, CHANNELS = 1024, 512
 ROUNDS = 3
 
 
 class Encoded(NamedTuple):
-    """A frame's payload, and the codec that it really went through."""
+    """A frame's payload, and the codec that was really used."""
 
     codec: Codec
     buffers: Sequence[Buffer]
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
         return sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
 def encode(codec: Codec, layouts: Sequence[TensorLayout], items: int, parts: Sequence[Buffer]) -> Encoded:
-    """Encode one frame with `codec`, or with a lesser one where that does not serve it.
+    """Encode one frame with `codec`, or with a lesser one if that does not fit.
 
     INT8 gives way to LOSSLESS for linear states, for rows with values that are not finite or nearly overflow, and for a
-    few tokens that its scales would make larger; LOSSLESS gives way to NONE when nothing shrinks.
-
-    Raises:
-        InternalError: the parts are not the tensors' memory.
-
+    few tokens that its scales would make larger; LOSSLESS gives way to NONE when nothing shrinks. Raises InternalError
+    if the parts are not the tensors' memory.
     """
     tensors = cut(layouts, items, parts)
     raw_bytes = size_bytes(layouts, items)
@@ -79,12 +73,9 @@ def encode(codec: Codec, layouts: Sequence[TensorLayout], items: int, parts: Seq
 def decode_into(
     codec: Codec, layouts: Sequence[TensorLayout], items: int, payload: Buffer, room: Sequence[memoryview]
 ) -> None:
-    """Decode one frame into `room`, whose bytes are undefined when this raises.
+    """Decode one frame into `room`, whose bytes are undefined after an error.
 
-    Raises:
-        ProtocolError: the payload is not one that `encode` makes for these tensors.
-        InternalError: the room is not the tensors' memory.
-
+    Raises ProtocolError if `encode` cannot have made the payload, InternalError if the room is not the tensors' memory.
     """
     wire = memoryview(payload).cast("B")
     tensors = cut(layouts, items, room)
@@ -105,26 +96,21 @@ def decode_into(
 
 
 def decode(codec: Codec, layouts: Sequence[TensorLayout], items: int, payload: Buffer) -> list[memoryview]:
-    """Decode one frame into memory of its own: each tensor's bytes, [items, *shape].
-
-    Raises:
-        ProtocolError: the payload is not one that `encode` makes for these tensors.
-
-    """
+    """Decode one frame into memory of its own: each tensor's bytes, [items, *shape]. Raises as `decode_into`."""
     room = [memoryview(bytearray(items * layout.nbytes)) for layout in layouts]
     decode_into(codec, layouts, items, payload, room)
     return room
 
 
 class _Link(NamedTuple):
-    """What was chosen for a link, and until when."""
+    """A link's codec, and the time until which it is used."""
 
     codec: Codec
     renew_at: float
 
 
 class Packer:
-    """Chooses for all links of an instance. Any thread may call."""
+    """Chooses codecs for all links of an instance. Any thread may call."""
 
     def __init__(self, setting: WireCodec, monitor: LinkMonitor):
         self._setting: WireCodec = setting
@@ -156,7 +142,7 @@ class Packer:
             return codec
 
     def pack(self, codec: Codec, layouts: Sequence[TensorLayout], items: int, payload: Sequence[memoryview]) -> Encoded:
-        """Encode one frame, and learn from it."""
+        """Encode one frame, and measure the codec."""
         began = time.thread_time()
         packed = encode(codec, layouts, items, payload)
         if packed.codec is Codec.LOSSLESS:

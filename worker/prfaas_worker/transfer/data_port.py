@@ -24,14 +24,13 @@ from prfaas_worker.transfer.send import SendChannel, SendLoop, receive_message
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 2.0
-IDLE_SECONDS = 30.0
-"""A connection without a transfer is closed after this."""
+IDLE_SECONDS = 30.0  # A connection without a transfer is closed after this.
 TICK_SECONDS = 0.5
 MAX_CONNECTIONS = 512
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the data port on this address alone."""
+    """Open the data port on this address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=128)
     listener.settimeout(TICK_SECONDS)
@@ -89,7 +88,7 @@ class DataPort:
             self._free.release()
 
     def _transfer(self, stream: DataStream, patience_seconds: float) -> None:
-        """Wait for a HELLO and serve what it asks for, to its end."""
+        """Wait for a HELLO and serve the transfer to its end."""
         address, hello = _await_hello(stream, patience_seconds)
         try:
             if VERSION not in hello.versions:
@@ -126,7 +125,7 @@ class DataPort:
 
 
 def _await_hello(stream: DataStream, patience_seconds: float) -> tuple[Address, Hello]:
-    """Read the next HELLO; what the destination said of the transfer before it is of no interest any more."""
+    """Read the next HELLO; skip late messages about the previous transfer."""
     deadline = Deadline(patience_seconds)
 
     def hurry(_silent_seconds: float) -> None:

@@ -37,13 +37,12 @@ log = logging.getLogger(__name__)
 CREATED: Final = http.client.CREATED
 NOT_FOUND: Final = http.client.NOT_FOUND
 MAX_ANSWER_BYTES = 1 << 16
-PREFIX_SILENCE_SECONDS = 2.0
-"""All silences of a prefix's fetch together: it can be computed instead."""
+PREFIX_SILENCE_SECONDS = 2.0  # Limit of a prefix fetch's silences in all: the prefix can be computed instead.
 _TICK_SECONDS = 0.25
 
 
 class SourceApi(NamedTuple):
-    """Another instance's API: its URL, the cluster that must answer there, empty for any, and how to get in."""
+    """Another instance's API: its URL, the cluster that must answer (empty for any), and the credentials."""
 
     url: str
     cluster: str
@@ -51,12 +50,9 @@ class SourceApi(NamedTuple):
     trace: TraceContext = NO_TRACE
 
     def call(self, method: str, path: str, body: bytes, hold: Callable[[socket.socket], None]) -> tuple[int, bytes]:
-        """Make one call; `hold` gets the connected socket. Returns status and body.
+        """Make one call; return status and body. `hold` gets the connected socket.
 
-        Raises:
-            PeerError: somebody else is there.
-            UnreachableError: there is no answer, or `hold` gave the call up.
-
+        Raises PeerError if another cluster answers, UnreachableError without an answer or if `hold` cancels the call.
         """
         target = urlsplit(self.url)
         address = target.hostname or "", target.port or http.client.HTTP_PORT
@@ -73,13 +69,13 @@ class SourceApi(NamedTuple):
 
 
 class AbsentError(PeerError):
-    """The other instance has no longer prefix than we."""
+    """The other instance has no longer prefix than ours."""
 
 
 class FetchRequest(NamedTuple):
-    """What to fetch, and from whom: the body for the source's API, the API's URL, and the cluster it must be of.
+    """A fetch: the body for the source's API, the API's URL, and the cluster that must answer.
 
-    The cluster is empty where it is not known. `handle` is the front's, of the call that the fetch is for.
+    The cluster is empty if it is unknown. `handle` is the front's, of the call that the fetch is for.
     """
 
     handle: int
@@ -90,9 +86,8 @@ class FetchRequest(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What came: tokens that stand in the cache now, hidden state fp32 [hidden_size], nothing of a prefix, P's account,
-    cache bytes, first to last data byte received, and whether it is bit by bit what a prefill gives.
-    """
+    """The result of a fetch: cached tokens, hidden state fp32 [hidden_size] (empty for a prefix), the source's figures,
+    cache bytes, seconds from first to last data byte, and if it is bit by bit the result of a prefill."""
 
     tokens: int
     hidden: torch.Tensor
@@ -130,13 +125,12 @@ class RemoteFetch:
         return self._log.transfer_id
 
     def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
-        """Begin, in a thread of its own."""
         if self._is_prefix:
             threading.Thread(target=self._watch, name="fetch-watch", daemon=True).start()
         threading.Thread(target=self._run, args=(on_end,), name="fetch", daemon=True).start()
 
     def cancel(self) -> None:
-        """End it at once, whatever it waits for; P is told afterwards."""
+        """End the fetch at once; inform the source afterwards."""
         self._cancelled = True
         self._cut()
 
@@ -176,7 +170,7 @@ class RemoteFetch:
             self._release(self._grant)
 
     def _watch(self) -> None:
-        """Give a fetch up whose silences together are too long."""
+        """End a fetch whose silences in all are too long."""
         left_seconds = PREFIX_SILENCE_SECONDS
         while not self._over.wait(_TICK_SECONDS):
             source = self._source
@@ -237,14 +231,14 @@ class RemoteFetch:
         return grant
 
     def _release(self, grant: PrefillGrant) -> None:
-        """Tell P that nobody will come; its lease would end it anyway."""
+        """Delete the grant at the source; its lease would end it later."""
         try:
             self._api.call("DELETE", f"/v1/prefills/{grant.transfer_id}", b"", lambda _sock: None)
         except PeerError as error:
             log.info("prefill %s is left to its lease: %s", grant.transfer_id, error)
 
     def _hold(self, sock: socket.socket) -> None:
-        """Let `cancel` reach this socket."""
+        """Register a socket that `cancel` closes."""
         self._socket = sock
         if self._over.is_set():  # it may have come before it could see the socket
             raise UnreachableError("cancelled")

@@ -1,4 +1,4 @@
-"""Maps a sequence's cache to the frames of prfaas.wire.transfer: which bytes stand where.
+"""Maps a sequence's cache to the frames of prfaas.wire.transfer: the bytes of each frame.
 
 On a CPU transfers read and write the cache's own memory. An accelerator's goes through `Staging`, for sockets read and
 write host memory only. Its copies run on a stream of their own, so that they overlap the step; what they read must be
@@ -24,13 +24,10 @@ from prfaas_worker.transfer.send import Frame
 
 BLOCK_BYTES = 4 << 20
 """Rows of one layer leave in frames of about this size at most: small enough to interleave layers on a slow link."""
-MAX_PIECES = 512
-"""Most pieces of memory in a frame: the kernel takes 1,024 at once."""
+MAX_PIECES = 512  # Most pieces of memory in a frame: the kernel takes 1,024 at once.
 
 
 class TokenSpan(NamedTuple):
-    """Tokens `start` up to `end` of a sequence."""
-
     start: int
     end: int
 
@@ -43,7 +40,7 @@ class DeviceMark:
 
 
 class Staging:
-    """Moves rows and states of one memory. Any thread may use it; each call returns when its bytes are there."""
+    """Moves rows and states of one memory. Any thread may use it; each call returns when the copy is done."""
 
     def __init__(self, memory: CacheMemory):
         self._memory = memory
@@ -51,7 +48,7 @@ class Staging:
         self._stream = torch.cuda.Stream(memory.device) if self._is_gpu else None
 
     def mark(self) -> DeviceMark:
-        """Remember what was given to the device so far; called in `on_layer`, on the thread that runs the model."""
+        """Mark the device's work so far; called in `on_layer`, on the thread that runs the model."""
         if not self._is_gpu:
             return DeviceMark(None)
         event = torch.cuda.Event(blocking=True)
@@ -60,17 +57,10 @@ class Staging:
 
     @torch.inference_mode()
     def read_rows(self, layer: int, pages: Sequence[int], span: TokenSpan, after: DeviceMark) -> dict[str, memoryview]:
-        """Bytes of a layer's rows.
+        """Copy a layer's rows of `span` from `pages`, all pages of the sequence up to `span.end`, once `after` is
+        reached.
 
-        Args:
-            layer: its index.
-            pages: all pages of the sequence up to `span.end`, in order.
-            span: the tokens.
-            after: the mark that was made when they stood in the pages.
-
-        Returns:
-            By tensor name, read-only once the caller has it; contiguous, tokens first.
-
+        Returns bytes by tensor name, read-only; contiguous, tokens first.
         """
         page_tokens = self._memory.geometry.page_tokens
         first, last = span.start // page_tokens, -(-span.end // page_tokens)
@@ -84,7 +74,7 @@ class Staging:
 
     @torch.inference_mode()
     def read_state(self, layer: int, slot: int, after: DeviceMark) -> dict[str, memoryview]:
-        """Bytes of one layer's state in a slot, by tensor name; the sequence may not go on before this returns."""
+        """Copy one layer's state in a slot, by tensor name; the sequence may not continue before this returns."""
         with self._aside(after):
             return self._to_host({name: state[slot] for name, state in self._memory.states(layer).items()})
 
@@ -94,15 +84,7 @@ class Staging:
 
     @torch.inference_mode()
     def land_rows(self, layer: int, pages: Sequence[int], span: TokenSpan, received: dict[str, memoryview]) -> None:
-        """Put received rows into the pages of a sequence; they stand there on return.
-
-        Args:
-            layer: its index.
-            pages: all pages of the sequence up to `span.end`, in order.
-            span: the tokens.
-            received: by tensor name, as `read_rows` gives them.
-
-        """
+        """Copy received rows (see `read_rows`) into the pages of a sequence."""
         page_tokens = self._memory.geometry.page_tokens
         with self._aside(DeviceMark(None)):
             at = torch.arange(span.start, span.end, device=self._memory.device)
@@ -114,7 +96,7 @@ class Staging:
 
     @torch.inference_mode()
     def land_state(self, layer: int, slot: int, received: dict[str, memoryview]) -> None:
-        """Put one layer's received state into a slot; it stands there on return."""
+        """Copy one layer's received state into a slot."""
         with self._aside(DeviceMark(None)):
             for spec in self._memory.geometry.layers[layer].state:
                 given = self._to_device(received[spec.name]).view(spec.torch_dtype).view(spec.shape)
@@ -122,7 +104,7 @@ class Staging:
             self._finish()
 
     def _aside(self, after: DeviceMark) -> "torch.cuda.StreamContext":
-        """Run what follows on the copying stream, behind a mark."""
+        """Run the block on the copying stream, after a mark."""
         if self._stream is not None and after.event is not None:
             self._stream.wait_event(after.event)
         return torch.cuda.stream(self._stream)
@@ -131,7 +113,7 @@ class Staging:
         return torch.tensor(list(pages), dtype=torch.int64).to(self._memory.device)
 
     def _to_host(self, parts: dict[str, Tensor]) -> dict[str, memoryview]:
-        """Copy to pinned memory, and wait for it."""
+        """Copy to pinned memory, and wait for the copy."""
         flat = {name: part.reshape(-1).view(torch.uint8) for name, part in parts.items()}
         host = {
             name: torch.empty(part.shape, dtype=torch.uint8, pin_memory=self._is_gpu) for name, part in flat.items()
@@ -153,7 +135,7 @@ class Staging:
 
 
 class CacheLayout(NamedTuple):
-    """How a model's caches look: all that two instances must agree on."""
+    """The shape of a model's caches: all that two instances must agree on."""
 
     fingerprint: str
     groups: tuple[LayerGroup, ...]
@@ -173,7 +155,7 @@ class CacheLayout(NamedTuple):
 
 
 class CachePlace(NamedTuple):
-    """Where a sequence's cache stands: its state slot and its pages in order of its tokens.
+    """The location of a sequence's cache: its state slot and its pages in order of its tokens.
 
     On the CPU transfers read and write that memory itself; an accelerator's goes through `staging`.
     """
@@ -201,9 +183,9 @@ def layer_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
 def block_frames(
     manifest: Manifest, place: CachePlace, layer: int, span: tuple[int, int], after: DeviceMark | None = None
 ) -> Iterator[Frame]:
-    """Frames for a layer's rows of tokens span[0] up to span[1], as far as the manifest asks for them.
+    """Frames for a layer's rows of tokens span[0] to span[1], limited to the manifest's range.
 
-    With staging the rows stand there `after` that mark. A layer without rows has no frames.
+    With staging the rows are ready `after` that mark. A layer without rows has no frames.
     """
     group = _group_of(manifest, layer, "attention")
     if group is None:
@@ -220,7 +202,7 @@ def block_frames(
 
 
 def state_frames(manifest: Manifest, place: CachePlace, layer: int, after: DeviceMark | None = None) -> Iterator[Frame]:
-    """The frame of a layer's state, if it has one. The sequence may not go on until it is sent."""
+    """The frame of a layer's state, if it has one. The sequence may not continue until it is sent."""
     group = _group_of(manifest, layer, "linear")
     if group is not None:
         header = FrameHeader(Kind.STATE, manifest.address, manifest.groups[group].nbytes, group=group, layer=layer)
@@ -229,7 +211,7 @@ def state_frames(manifest: Manifest, place: CachePlace, layer: int, after: Devic
 
 
 def prefix_frames(manifest: Manifest, place: CachePlace) -> Iterator[Frame]:
-    """Frames for all that a manifest without a hidden state asks for, of a cache that is computed."""
+    """Frames for all that a manifest without a hidden state covers, of a computed cache."""
     mark = place.staging.mark() if place.staging else None
     for layer in range(len(place.memory.geometry.layers)):
         yield from block_frames(manifest, place, layer, (manifest.start_token, manifest.end_token), mark)
@@ -237,13 +219,12 @@ def prefix_frames(manifest: Manifest, place: CachePlace) -> Iterator[Frame]:
 
 
 def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
-    """Return the frame of the last hidden state, fp32 [hidden_size]."""
     payload = bytes_of(hidden.contiguous())
     return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda: (payload,))
 
 
 def room_for(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState) -> tuple[memoryview, ...]:
-    """Memory to receive rows or a state into, in manifest order, in as many pieces as it takes; `land` follows."""
+    """Memory to receive rows or a state into, in manifest order, in any number of pieces; `land` follows."""
     if place.staging is None:
         return _in_place(manifest, place, part)
     count = part.tokens if isinstance(part, LayerRows) else 1
@@ -251,7 +232,7 @@ def room_for(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState
 
 
 def land(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState, received: Sequence[memoryview]) -> None:
-    """Put what was received into `room_for` where it belongs, if it does not stand there already."""
+    """Copy the contents of `room_for` into the cache, unless that is the cache's memory."""
     if place.staging is None:
         return
     names = [tensor.name for tensor in manifest.groups[part.group].tensors]
@@ -286,7 +267,6 @@ def _payload(
 
 
 def _in_place(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState) -> tuple[memoryview, ...]:
-    """The cache's own memory for rows or a state."""
     tensors = manifest.groups[part.group].tensors
     if isinstance(part, LayerState):
         return tuple(place.memory.state_bytes(part.layer, tensor.name, place.slot) for tensor in tensors)
@@ -300,5 +280,5 @@ def _in_place(manifest: Manifest, place: CachePlace, part: LayerRows | LayerStat
 
 
 def _group_of(manifest: Manifest, layer: int, kind: str) -> int | None:
-    """The group of this kind that a layer is in, if there is one."""
+    """The layer's group of this kind, if there is one."""
     return next((i for i, group in enumerate(manifest.groups) if group.kind == kind and layer in group.layers), None)

@@ -26,7 +26,7 @@ from prfaas_worker.transfer.transfer_log import Outcome, TransferCounters, Trans
 LEASE_SECONDS = 10
 RESUME_SECONDS = 5.0
 DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
-"""A destination that takes less on average once everything is computed is not worth its pages: 1 Mbit/s."""
+"""A destination that takes less on average after the computation is not worth its pages: 1 Mbit/s."""
 DELIVERY_GRACE_SECONDS = 30.0
 
 
@@ -42,8 +42,7 @@ class Offer:
         subject = TransferSubject(message.handle, message.request.request_id, message.identity, message.trace, what)
         self.log = TransferLog("send", subject, manifest.transfer_id)
         self.lease = Deadline(LEASE_SECONDS)
-        self._delivery = Deadline(math.inf)
-        """How long a destination that takes a byte now and then may hold on."""
+        self._delivery = Deadline(math.inf)  # Limit for a destination that takes only a byte now and then.
         self.state: PrefillState = "waiting"
         self.streams: dict[int, DataStream] = {}
         self.was_connected = False
@@ -51,11 +50,10 @@ class Offer:
 
     @property
     def connected(self) -> bool:
-        """Whether a destination has a connection."""
         return bool(self.streams)
 
     def heard(self) -> None:
-        """Note that the destination shows life."""
+        """Note a sign of life of the destination."""
         self.lease.renew(LEASE_SECONDS)
 
     def computing(self) -> None:
@@ -65,36 +63,29 @@ class Offer:
         self.state = "computing"
 
     def put(self, frame: Frame) -> None:
-        """Have a frame sent; never blocks."""
         self.send_state.put(frame)
 
     def computed(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        """Note that every frame was put in; not `is_exact` if it was computed on what came through a lossy codec."""
+        """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec."""
         self._delivery.renew(DELIVERY_GRACE_SECONDS + self.manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND)
         self.state = "sending"
         self.log.mark("computed")
         self.send_state.finish(prefill_seconds, is_exact=is_exact)
 
     def fail(self, message: str) -> None:
-        """Note that the prefill cannot be computed; its connections, or its lease, end it."""
+        """Note that the prefill failed; its connections, or its lease, end it."""
         self.send_state.fail(message)
 
     @property
     def is_late(self) -> bool:
-        """Whether the destination did not connect, come back, or show life in time."""
+        """True if the destination did not connect, reconnect, or show life in time."""
         return self._delivery.is_over or self.lease.is_over
 
 
 class Offers:
-    """All offers of this instance.
+    """All offers of this instance, at most `capacity` open ones.
 
-    Args:
-        layout: of the caches.
-        data_port: where destinations connect.
-        capacity: the most open offers.
-        on_end: called with the handle, from any thread, once an offer, when it ended.
-        counters: of all transfers of the instance.
-
+    `on_end` is called with the handle, from any thread, once an offer ended. `counters` are those of all transfers.
     """
 
     def __init__(
@@ -116,12 +107,7 @@ class Offers:
         self._on_end = on_end
 
     def grant(self, message: StartPrefill | StartPrefix, end_token: int) -> tuple[Offer, PrefillGrant]:
-        """Open an offer of the rows up to `end_token`.
-
-        Raises:
-            CapacityError: too many are open already.
-
-        """
+        """Open an offer of the rows up to `end_token`. Raises CapacityError if too many are open."""
         token = secrets.token_urlsafe(24)
         with self._lock:
             if len(self._offers) >= self._capacity:
@@ -144,12 +130,10 @@ class Offers:
         )
 
     def connect(self, address: Address, hello: Hello, peer: str, stream: DataStream) -> Offer:
-        """Bind a connection to the offer whose token it presented; `disconnect` follows in every case.
+        """Bind a connection to the offer whose token it presented; `disconnect` must follow in every case.
 
-        Raises:
-            PeerError: no such offer, the wrong token, epoch or cluster: one answer for all, so that a stranger learns
-                nothing. Or its account of what arrived cannot be.
-
+        Raises PeerError for an unknown offer or a wrong token, epoch or cluster: one answer for all, so that a stranger
+        learns nothing. It is raised too if the destination's report of received frames is impossible.
         """
         with self._lock:
             offer = self._offers.get(address.transfer_id)
@@ -170,7 +154,7 @@ class Offers:
         return offer
 
     def disconnect(self, offer: Offer, connection: int) -> None:
-        """Note that a connection is through with the frames of an offer, however it ended."""
+        """Note that a connection has ended its part of an offer."""
         with self._lock:
             del offer.streams[connection]
             if not offer.streams:
@@ -180,7 +164,7 @@ class Offers:
             self._on_end(offer.message.handle)
 
     def end(self, offer: Offer, outcome: Outcome, reason: str = "") -> None:
-        """End an offer, for a reason unless it was delivered or has failed already; only the first call counts."""
+        """End an offer; `reason` is empty after a delivery or an earlier failure. Only the first call counts."""
         with self._lock:
             if self._offers.pop(offer.manifest.transfer_id, None) is None:
                 return
@@ -193,14 +177,13 @@ class Offers:
             self._on_end(offer.message.handle)
 
     def cancel(self, transfer_id: str) -> None:
-        """End an offer by its id, if it is still open."""
         with self._lock:
             offer = self._offers.get(transfer_id)
         if offer is not None:
             self.end(offer, "cancelled", "the destination does not want it any more")
 
     def expire(self) -> None:
-        """End offers whose destination did not connect, or come back, or show life, in time."""
+        """End offers whose destination did not connect, reconnect, or show life in time."""
         with self._lock:
             late = [offer for offer in self._offers.values() if offer.is_late]
         for offer in late:
@@ -210,7 +193,7 @@ class Offers:
                 self.end(offer, "expired", f"nobody connected within {LEASE_SECONDS} s")
 
     def status(self, transfer_id: str) -> PrefillStatus | None:
-        """Tell how far an open offer is."""
+        """Return the progress of an open offer."""
         with self._lock:
             offer = self._offers.get(transfer_id)
         if offer is None:

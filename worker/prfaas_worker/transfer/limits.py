@@ -52,11 +52,11 @@ MIB = 1 << 20
 
 
 class StoppedError(PrfaasError):
-    """The wait was for a transfer that has been ended here."""
+    """The wait belonged to a transfer that was ended here."""
 
 
 class Stop:
-    """Set once, by any thread, for all that wait with it; what they hold is theirs to give back."""
+    """Ends all waits of a transfer. Any thread sets it, once; the waiting threads release what they hold."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,11 +65,10 @@ class Stop:
 
     @property
     def is_set(self) -> bool:
-        """Whether it was set."""
         return self._is_set
 
     def set(self) -> None:
-        """End all waits, the present and the later ones; setting it again changes nothing."""
+        """End all waits, present and later; further calls change nothing."""
         with self._lock:
             self._is_set = True
             wakes = list(self._wakes)
@@ -78,7 +77,7 @@ class Stop:
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Have `wake` called, from the thread that sets this, if it is set while the block runs."""
+        """Call `wake` from the thread that sets this, if it is set while the block runs."""
         with self._lock:
             self._wakes.append(wake)
         try:
@@ -89,11 +88,10 @@ class Stop:
 
 
 class Fifo:
-    """Lets threads through one at a time, first come, first served, under one lock.
+    """Lets threads through one at a time, in order of arrival, under one lock.
 
-    No wake-up is lost when a thread gives up its place: every departure wakes the thread that is first then, and only
-    the first ever looks. What decides whether the first may go changes under `lock` only, and
-    then `wake` is due.
+    No wake-up is lost: every departure wakes the thread that is first then, and only the first checks. The facts that
+    let the first thread go change under `lock` only, and then `wake` is due.
     """
 
     def __init__(self) -> None:
@@ -104,21 +102,16 @@ class Fifo:
         return len(self._places)
 
     def wake(self) -> None:
-        """Let the first look again; under `lock`."""
+        """Let the first check again; under `lock`."""
         if self._places:
             self._places[0].notify()
 
     @contextmanager
     def turn(self, delay_seconds: Callable[[], float], stop: Stop, timeout_seconds: float = math.inf) -> Iterator[None]:
-        """Wait in the line until first and let go, then run the block under `lock`.
+        """Wait in the queue until first and allowed, then run the block under `lock`.
 
-        `delay_seconds` is asked under `lock` by the first: 0 lets it go, more is when it will ask again, infinity until
-        it is woken.
-
-        Raises:
-            StoppedError: `stop` was set.
-            TimeoutError: `timeout_seconds` have passed.
-
+        The first calls `delay_seconds` under `lock`: 0 lets it go, otherwise it calls again after that delay, with
+        infinity after a wake-up. Raises StoppedError if `stop` was set, TimeoutError after `timeout_seconds`.
         """
         place = threading.Condition(self.lock)
         with stop.waking(lambda: self._wake_place(place)), self.lock:
@@ -151,7 +144,7 @@ class Fifo:
 
 
 class MemoryBudget:
-    """At most `limit_bytes` held at a time, given in the order of asking; a larger request is served alone."""
+    """At most `limit_bytes` held at a time, granted in order of arrival; a larger request is served by itself."""
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
@@ -160,21 +153,16 @@ class MemoryBudget:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes held now."""
         return self._used_bytes
 
     @property
     def waiting(self) -> int:
-        """Threads that wait."""
         return len(self._fifo)
 
     def acquire(self, count_bytes: int, stop: Stop, timeout_seconds: float = math.inf) -> None:
-        """Wait until so many bytes may be held; they are until `release`.
+        """Wait until so many bytes may be held; `release` returns them.
 
-        Raises:
-            StoppedError: `stop` was set. Nothing is held.
-            CapacityError: others held on to theirs for `timeout_seconds`. Nothing is held.
-
+        Raises StoppedError if `stop` was set, CapacityError after `timeout_seconds`. Nothing is held then.
         """
         if not count_bytes:
             return
@@ -188,7 +176,6 @@ class MemoryBudget:
             ) from error
 
     def release(self, count_bytes: int) -> None:
-        """Give bytes back that `acquire` let have."""
         with self._fifo.lock:
             self._used_bytes -= count_bytes
             self._fifo.wake()
@@ -199,7 +186,7 @@ class MemoryBudget:
 
 
 class EgressCredit(RateBucket):
-    """The bytes that may be sent now: a bucket that starts empty, and what one turn may take of it."""
+    """The bytes that may be sent now: a bucket that starts empty, and the limit of one turn."""
 
     def __init__(self, rate_bytes_per_second: float, now_seconds: float):
         depth_bytes = max(MIN_GRANT_BYTES, rate_bytes_per_second * DEPTH_SECONDS)
@@ -211,15 +198,15 @@ class EgressCredit(RateBucket):
         return int(max(MIN_GRANT_BYTES, self.rate_per_second * seconds))
 
     def delay_seconds(self, amount: float, now_seconds: float) -> float:
-        """Return how long until there is credit for so many bytes, 0 when there is."""
+        """Return the time until there is credit for so many bytes, 0 if there is."""
         seconds = super().delay_seconds(amount, now_seconds)
         return max(seconds, _MIN_PAUSE_SECONDS) if seconds > 0 else 0.0
 
 
 class EgressBucket:
-    """Lets connections send `mbps` million bits a second together; None: as much as they like.
+    """Lets connections send `mbps` million bits a second together; None means no limit.
 
-    Its callers are the threads of connections. It never holds a lock while it waits, and waits for nothing but time.
+    The threads of connections call it. It holds no lock while it waits, and waits for nothing but time.
     """
 
     def __init__(self, mbps: int | None = None):
@@ -230,11 +217,10 @@ class EgressBucket:
 
     @property
     def mbps(self) -> int | None:
-        """The cap in force."""
         return self._mbps
 
     def set_mbps(self, mbps: int | None) -> None:
-        """Change the cap, for those who wait as well. What was saved up under the old one is gone."""
+        """Change the cap, also for waiting threads. The credit of the old cap is lost."""
         with self._fifo.lock:
             if mbps != self._mbps:
                 self._mbps = mbps
@@ -242,11 +228,10 @@ class EgressBucket:
                 self._fifo.wake()
 
     def portions(self, parts: Sequence[Buffer], stop: Stop) -> Iterator[list[memoryview]]:
-        """Yield all parts, without a copy, in portions that may be sent when they are yielded; all at once uncapped.
+        """Yield all parts, without a copy, in portions that may be sent when they are yielded; all at once without a
+        cap.
 
-        Raises:
-            StoppedError: `stop` was set, and there is a cap.
-
+        Raises StoppedError if `stop` was set, and there is a cap.
         """
         whole = [memoryview(part) for part in parts if len(part)]
         if self._credit is None:
@@ -261,12 +246,8 @@ class EgressBucket:
             yield _cut(left, granted)
 
     def take(self, count_bytes: int, stop: Stop) -> int:
-        """Wait until some of `count_bytes` may be sent; return how many, at least 1.
-
-        Raises:
-            StoppedError: `stop` was set.
-
-        """
+        """Wait until some of `count_bytes` may be sent; return how many, at least 1. Raises StoppedError if `stop` was
+        set."""
         if self._credit is None:
             return count_bytes
         with self._fifo.turn(lambda: self._delay_seconds(count_bytes), stop):
@@ -284,7 +265,7 @@ class EgressBucket:
 
 
 def _cut(left: deque[memoryview], count_bytes: int) -> list[memoryview]:
-    """Take the first bytes out of `left`, as views."""
+    """Remove the first bytes from `left`, as views."""
     portion: list[memoryview] = []
     while count_bytes:
         part = left.popleft()
@@ -296,7 +277,7 @@ def _cut(left: deque[memoryview], count_bytes: int) -> list[memoryview]:
 
 
 class EgressFile:
-    """Keeps a bucket at what the file says in Mbit/s: a whole number from 1; without the file at `otherwise`."""
+    """Keeps a bucket at the file's Mbit/s, a whole number from 1; at `otherwise` without the file."""
 
     def __init__(self, path: Path, bucket: EgressBucket, otherwise: int | None):
         self._path = path
@@ -307,11 +288,11 @@ class EgressFile:
         self.look()
 
     def start(self) -> None:
-        """Look every second, in a thread that ends with the process."""
+        """Check every second, in a thread that ends with the process."""
         threading.Thread(target=self._run, name="egress-file", daemon=True).start()
 
     def look(self) -> None:
-        """Read the file and act if it has changed. What is no number changes nothing but the log."""
+        """Read the file and apply a change. A value that is no number is only logged."""
         try:
             found = self._read()
         except OSError as error:
@@ -345,8 +326,6 @@ class EgressFile:
 
 
 class Traffic(NamedTuple):
-    """One of each in an engine process."""
-
     monitor: LinkMonitor
     egress: EgressBucket
     memory: MemoryBudget
@@ -355,12 +334,8 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(options: Options) -> Traffic:
-    """Return what the options ask for, with the cap in force; a file of it is followed from now on.
-
-    Raises:
-        ConfigError: they ask for credentials that cannot be used.
-
-    """
+    """Return the options' traffic limits and start to follow the cap's file. Raises ConfigError for unusable
+    credentials."""
     mbps = options.egress_mbps or None
     egress = EgressBucket(mbps)
     if options.egress_file:
@@ -372,6 +347,6 @@ def traffic_of(options: Options) -> Traffic:
 
 
 def unlimited() -> Traffic:
-    """Return what never holds anything up."""
+    """Return limits that never delay anything."""
     monitor = LinkMonitor()
     return Traffic(monitor, EgressBucket(), MemoryBudget(sys.maxsize), Packer("none", monitor), PeerAuth())

@@ -1,4 +1,4 @@
-"""Measures the links below the data connections, by peer cluster: delivery, delay, and which side holds up the other.
+"""Measures the links below the data connections, by peer cluster: delivery, delay, and the side that limits.
 
 An idle link says nothing about its capacity, so bytes and seconds count as *backlogged* only while at least one
 connection to that peer had unsent bytes at both ends of a short interval. The ratio of the two counters' rates is then
@@ -29,10 +29,9 @@ _UNKNOWN_MICROS: Final = 0xFFFFFFFF
 _MICRO: Final = 1e-6
 SAMPLE_SECONDS: Final = 0.02
 SHOWN_SECONDS: Final = 15.0
-"""How long delays and rates are shown after the last connection: most transfers begin and end between two scrapes."""
+"""Time that delays and rates are shown after the last connection: most transfers are shorter than a scrape interval."""
 MAX_PEERS: Final = 64
-OTHERS: Final = "other"
-"""Stands for all peers beyond MAX_PEERS: without TLS their names are only claims."""
+OTHERS: Final = "other"  # Label of all peers beyond MAX_PEERS: without TLS their names are only claims.
 COUNTED: Final = (
     "sent_bytes",
     "received_bytes",
@@ -41,10 +40,9 @@ COUNTED: Final = (
     "rwnd_limited_seconds",
     "sndbuf_limited_seconds",
 )
-"""What the kernel counts from a connection's start."""
+"""The kernel's counters since a connection's start."""
 BYTES_PER_MBIT: Final = 125_000
-RENEW_SECONDS: Final = 0.25
-"""How often a link's figures are looked at, and how much waiting they must cover."""
+RENEW_SECONDS: Final = 0.25  # Interval of a link's new figures, and the backlogged time that they must cover.
 
 
 class TcpInfo(NamedTuple):
@@ -68,7 +66,7 @@ class TcpInfo(NamedTuple):
 
 
 def read_tcp_info(sock: socket.socket) -> TcpInfo:
-    """Ask the kernel; an older one leaves zeros where it does not know. OSError when the socket is closed."""
+    """Read the kernel's figures; an older kernel leaves zeros for unknown ones. OSError if the socket is closed."""
     raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAYOUT.size).ljust(_LAYOUT.size, b"\0")
     rtt, retransmits, acked, received, unsent, min_rtt, rate, busy, rwnd, sndbuf = _LAYOUT.unpack(raw)
     return TcpInfo(
@@ -101,14 +99,14 @@ class Backlogged(NamedTuple):
 
 
 def backlogged_between(before: LinkReading, after: LinkReading) -> Backlogged:
-    """Return what an interval adds to the counters: nothing unless data waited at both ends of it."""
+    """Return an interval's part of the counters: nothing unless data waited at both ends of it."""
     if not (before.unsent_bytes and after.unsent_bytes):
         return Backlogged(0, 0.0)
     return Backlogged(after.delivered_bytes - before.delivered_bytes, after.seconds - before.seconds)
 
 
 class _Connection:
-    """A watched connection, and what the kernel said of it last."""
+    """A watched connection, and its last reading."""
 
     def __init__(self, info: Callable[[], TcpInfo], queued_bytes: Callable[[], int]):
         self._info = info
@@ -116,7 +114,7 @@ class _Connection:
         self.queued_bytes = queued_bytes
 
     def read(self) -> tuple[TcpInfo, TcpInfo]:
-        """Return what the kernel said before and says now; once the socket is closed, the same twice."""
+        """Return the last reading and a new one; the last one twice if the socket is closed."""
         before = self._last
         with contextlib.suppress(OSError):
             self._last = self._info()
@@ -124,7 +122,7 @@ class _Connection:
 
 
 class _Peer:
-    """Everything counted of one peer. The monitor's lock is held around every call."""
+    """All counters of one peer. The monitor's lock is held around every call."""
 
     def __init__(self, name: str, now_seconds: float):
         self.connections: list[_Connection] = []
@@ -132,7 +130,6 @@ class _Peer:
         self._last = LinkReading(now_seconds, 0, 0)
 
     def sample(self, now_seconds: float) -> None:
-        """Read every connection."""
         if not self.connections:
             return
         readings = [connection.read() for connection in self.connections]
@@ -160,14 +157,14 @@ class _Peer:
         )
 
     def leave(self, connection: _Connection) -> None:
-        """Forget a connection that was sampled just now."""
+        """Remove a connection that was just sampled."""
         self.connections.remove(connection)
         if not self.connections:
             self._stats = msgspec.structs.replace(self._stats, unsent_bytes=0)
             self._last = self._last._replace(unsent_bytes=0)
 
     def shown(self, now_seconds: float) -> LinkStats:
-        """Return the figures as they stand; old delays and rates are none."""
+        """Return the current figures, without old delays and rates."""
         stats = msgspec.structs.replace(self._stats, connections=len(self.connections))
         if self.connections or now_seconds - self._last.seconds <= SHOWN_SECONDS:
             return stats
@@ -195,14 +192,11 @@ class LinkMonitor:
 
     @contextmanager
     def watch(self, info: Callable[[], TcpInfo], queued_bytes: Callable[[], int], peer: str = "") -> Iterator[None]:
-        """Count a connection to a peer cluster, "" where that is not known, while the block runs.
+        """Count a connection to a peer cluster ("" if unknown) while the block runs.
 
-        `info` asks the kernel; the socket may be closed meanwhile. `queued_bytes` tells what still waits outside of the
-        kernel: connections that share a queue pass equal functions, such as the same object's method.
-
-        Raises:
-            OSError: the socket is closed already.
-
+        `info` asks the kernel; the socket may be closed meanwhile. `queued_bytes` returns the bytes that wait outside
+        of the kernel: connections that share a queue pass equal functions. Raises OSError if the socket is closed
+        already.
         """
         with self._changed:
             found = self._peer(peer)
@@ -241,7 +235,7 @@ class LinkMonitor:
 
 
 class _Rate(NamedTuple):
-    """Totals of the monitor when they were last used, the rate up to there, and when to look again."""
+    """The monitor's last totals, the rate up to there, and the time of the next check."""
 
     backlogged_bytes: int
     backlogged_seconds: float
@@ -250,7 +244,7 @@ class _Rate(NamedTuple):
 
 
 class LinkRates:
-    """LinkRates of all links of an instance. Any thread may call."""
+    """Rates of all links of an instance. Any thread may call."""
 
     def __init__(self, monitor: LinkMonitor):
         self._monitor = monitor
@@ -258,7 +252,7 @@ class LinkRates:
         self._rates: dict[str, _Rate] = {}
 
     def mbps(self, peer: str) -> float | None:
-        """Return what the link to a peer cluster delivers, in Mbit/s; None before data waited for long enough."""
+        """Return the link's delivery rate to a peer cluster, in Mbit/s; None before data waited for long enough."""
         now = time.monotonic()
         with self._lock:
             rate = self._rates.get(peer) or _Rate(0, 0.0, None, 0.0)
@@ -267,7 +261,7 @@ class LinkRates:
             return rate.mbps
 
     def _renewed(self, peer: str, rate: _Rate) -> _Rate:
-        """Take the rate anew, when data waited for long enough since the last time."""
+        """Compute the rate again if data waited for long enough since the last time."""
         stats = next((one for one in self._monitor.links() if one.peer == peer), None)
         if stats is None or stats.backlogged_seconds - rate.backlogged_seconds < RENEW_SECONDS:
             return rate

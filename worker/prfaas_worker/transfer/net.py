@@ -31,29 +31,25 @@ from prfaas_worker.transfer.link_stats import read_tcp_info
 log = logging.getLogger(__name__)
 
 CUBIC, BBR = "cubic", "bbr"
-NEAR_SECONDS = 0.002
-"""A peer within this round trip is in the same site."""
+NEAR_SECONDS = 0.002  # A peer within this round trip is in the same site.
 TICK_SECONDS: Final = 0.2
 _TICK: Final = struct.pack("@ll", 0, int(TICK_SECONDS * 1e6))  # struct timeval
-STALL_SECONDS: Final = 5.0
-"""A peer that takes nothing, or sends nothing that is due, for this long is gone, if nobody knows better."""
-WRITE_BYTES: Final = 64 << 10
-"""Most that one call encrypts: 4 records. Beyond it neither speed nor CPU changes."""
+STALL_SECONDS: Final = 5.0  # A peer that takes nothing, or sends nothing that is due, for this long counts as gone.
+WRITE_BYTES: Final = 64 << 10  # Most that one call encrypts: 4 records. Beyond it neither speed nor CPU changes.
 RECORD_BYTES: Final = 16 << 10
 # The kernel takes 1,024 at once.
 _MAX_PIECES: Final = 512
-LOW_WATER_BYTES: Final = 256 << 10
-"""A reader of a large payload is woken for this much."""
+LOW_WATER_BYTES: Final = 256 << 10  # A reader of a large payload is woken for this much.
 
 OnWait = Callable[[float], None]
 OnSent = Callable[[int], None]
 
 
 def use_congestion(sock: socket.socket, name: str) -> None:
-    """Have a congestion control, if the kernel has it; connections that a listener accepts begin with the listener's.
+    """Choose a congestion control, if the kernel has it; accepted connections inherit the listener's.
 
-    BBR paces what it sends, and the kernel goes on pacing when another takes over: a timer for each segment, half of
-    what a near transfer costs. So a connection that may turn out to be near must not begin with it.
+    BBR paces what it sends, and the kernel goes on pacing after a change: a timer for each segment, half of what a near
+    transfer costs. So a connection that may turn out to be near must not begin with it.
     """
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
@@ -62,11 +58,9 @@ def use_congestion(sock: socket.socket, name: str) -> None:
 
 
 def connect_tcp(host: str, port: int, timeout_seconds: float) -> socket.socket:
-    """Return a socket connected to the first address of a host that answers, and begun with what suits a near peer.
+    """Return a socket connected to the first address of a host that answers, set up for a near peer.
 
-    Raises:
-        OSError: none does.
-
+    Raises OSError if no address answers.
     """
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -84,10 +78,10 @@ def connect_tcp(host: str, port: int, timeout_seconds: float) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what the data path needs whatever the host's defaults are; the socket is connected.
+    """Set the options of the data path on a connected socket, whatever the host's defaults are.
 
-    Small frames are not held back. To a near peer CUBIC; to a far one BBR, which keeps a path with a loss in a thousand
-    full where CUBIC reaches a third of it. Buffers are the kernel's, which grows them as the path needs.
+    Small frames are sent at once. A near peer gets CUBIC; a far one gets BBR, which keeps a path with a loss in a
+    thousand full where CUBIC reaches a third of it. The kernel sizes the buffers.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     use_congestion(sock, CUBIC if (read_tcp_info(sock).rtt_seconds or 0.0) < NEAR_SECONDS else BBR)
@@ -96,9 +90,7 @@ def tune(sock: socket.socket) -> None:
 def receive_into(sock: socket.socket, *buffers: Buffer) -> None:
     """Fill writable buffers, one after the other, in as few calls as the kernel allows.
 
-    Raises:
-        UnreachableError: the peer closed or broke the connection, or sent nothing for the socket's timeout.
-
+    Raises UnreachableError if the peer closed or broke the connection, or sent nothing for the socket's timeout.
     """
     left = deque(memoryview(buffer) for buffer in buffers if len(buffer))
     try:
@@ -117,41 +109,33 @@ def receive_into(sock: socket.socket, *buffers: Buffer) -> None:
 
 
 class Deadline:
-    """A moment by which something must have happened; `renew` moves it, from any thread."""
+    """A deadline; `renew` moves it, from any thread."""
 
     def __init__(self, seconds: float):
         self._at = time.monotonic() + seconds
 
     @property
     def left_seconds(self) -> float:
-        """Time until then; below 0 afterwards."""
+        """Time left; below 0 afterwards."""
         return self._at - time.monotonic()
 
     @property
     def is_over(self) -> bool:
-        """Whether it has passed."""
         return self.left_seconds < 0
 
     def renew(self, seconds: float) -> None:
-        """Begin anew."""
         self._at = time.monotonic() + seconds
 
 
 def give_up(silent_seconds: float) -> None:
-    """Wait for `STALL_SECONDS`.
-
-    Raises:
-        UnreachableError: they are over.
-
-    """
+    """Raise UnreachableError after `STALL_SECONDS` of silence."""
     if silent_seconds > STALL_SECONDS:
         raise UnreachableError(f"the peer moved no byte for {silent_seconds:.1f} s: given up")
 
 
 class ProvenPeer(NamedTuple):
-    """Whom a handshake has proven: cluster, certificate (DER), and the authorities by which that was judged; and with
-    which generation of our own credentials.
-    """
+    """The result of a handshake: the peer's cluster, its certificate (DER), the authorities that accepted it, and the
+    generation of our own credentials."""
 
     cluster: str
     certificate: bytes
@@ -162,25 +146,21 @@ class ProvenPeer(NamedTuple):
 class DataStream:
     """A connection to a peer, without TLS."""
 
-    peer: ProvenPeer | None = None
-    """Who is at the other end; None without TLS, when nobody knows."""
+    peer: ProvenPeer | None = None  # The proven peer; None without TLS.
 
     def __init__(self, sock: socket.socket):
         self.socket = sock
         self._low_water = 1
-        self.heard_at = time.monotonic()
-        """Monotonic seconds of the last byte that came."""
+        self.heard_at = time.monotonic()  # Monotonic seconds of the last received byte.
         sock.settimeout(None)
         for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, which, _TICK)
 
     def send(self, parts: Sequence[Buffer], on_sent: OnSent = lambda _sent: None, on_wait: OnWait = give_up) -> None:
-        """Send all parts; `on_sent(bytes)` hears of every accepted piece.
+        """Send all parts; `on_sent(bytes)` is called for every accepted piece.
 
-        Raises:
-            UnreachableError: the peer is gone, or `on_wait` gave it up.
-            IdentityError: with TLS, the peer refused our certificate; says why.
-
+        Raises UnreachableError if the peer is gone or `on_wait` raises it, IdentityError with the reason if the peer
+        refused our certificate.
         """
         left = [memoryview(part) for part in parts if len(part)]
         left_bytes = sum(map(len, left))
@@ -195,13 +175,7 @@ class DataStream:
                 on_wait(time.monotonic() - moved_at)
 
     def receive_into(self, *buffers: Buffer, on_wait: OnWait = give_up) -> None:
-        """Fill writable buffers, one after the other.
-
-        Raises:
-            UnreachableError: the peer closed or broke the connection, or `on_wait` gave it up.
-            IdentityError: with TLS, the peer refused our certificate; says why.
-
-        """
+        """Fill writable buffers, one after the other. Raises as `send`."""
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         left_bytes = sum(map(len, left))
         began_at = time.monotonic()
@@ -220,24 +194,24 @@ class DataStream:
             self._wake_at(1)  # whoever polls next waits for a small frame
 
     def readable(self) -> bool:
-        """Whether a read would return at once: with bytes, or with the news that there will be none."""
+        """True if a read would return at once: with bytes, or with the connection's end."""
         return self._poll(select.POLLIN | select.POLLRDHUP, 0.0)
 
     def fileno(self) -> int:
-        """Return the descriptor to poll beside others; what `readable` knows beyond it must be asked first."""
+        """Return the descriptor to poll; call `readable` first, which knows of buffered bytes."""
         return self.socket.fileno()
 
     def shutdown(self) -> None:
-        """Cut the connection from any thread: whoever reads or writes gets UnreachableError."""
+        """Cut the connection from any thread: its readers and writers get UnreachableError."""
         with suppress(OSError):  # it is disconnected already
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptor back. What the peer's application has not acknowledged may be lost."""
+        """Close the descriptor. Bytes that the peer's application has not acknowledged may be lost."""
         self.socket.close()
 
     def _send_some(self, left: list[memoryview]) -> int:
-        """Give the kernel what it takes; 0 after a tick without room for any."""
+        """Give the kernel what it takes; 0 after a tick without room."""
         try:
             return self.socket.sendmsg(left[:_MAX_PIECES])
         except BlockingIOError:
@@ -246,12 +220,11 @@ class DataStream:
             raise UnreachableError(f"the connection broke while sending: {error}") from error
 
     def _receive_some(self, left: list[memoryview], left_bytes: int, /) -> int | None:
-        """Take all that is expected, or what a tick brought of it; None after one without a byte, 0 at the end.
+        """Receive all that is expected, or a tick's part of it; None after a tick without a byte, 0 at the end.
 
-        The kernel wakes us for many bytes at once, half the CPU on a slow link, as long as that many are still to come.
-        It does not count those that it has already given us, so in the middle of a call it would wait for bytes beyond
-        the frame, and after the last frame in vain: the end of a large frame is taken in a call of its own, once all of
-        it is there.
+        The kernel wakes us for many bytes at once, half the CPU on a slow link, as long as that many are due. It does
+        not count bytes that it has already given us, so in the middle of a call it would wait for bytes beyond the
+        frame. So the end of a large frame is taken in a call of its own, once all of it is there.
         """
         pieces, flags = left[:_MAX_PIECES], 0
         if left_bytes >= 2 * LOW_WATER_BYTES:
@@ -271,7 +244,6 @@ class DataStream:
             raise UnreachableError(f"the connection broke while receiving: {error}") from error
 
     def _wake_at(self, low_water_bytes: int) -> None:
-        """Have the kernel wake us once so many bytes are there."""
         if low_water_bytes != self._low_water:
             with suppress(OSError):  # it was closed: the next read says so
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
@@ -295,17 +267,16 @@ class TlsStream(DataStream):
         self._gathered = memoryview(bytearray())
 
     def send(self, parts: Sequence[Buffer], on_sent: OnSent = lambda _sent: None, on_wait: OnWait = give_up) -> None:
-        """Send all parts, small ones gathered; see DataStream."""
         for piece in self._pieces(parts):
             super().send([piece], on_sent, on_wait)
 
     def blocking_socket(self, timeout_seconds: float) -> ssl.SSLSocket:
-        """Return the connection for a library that wants a socket; this stream is over."""
+        """Return the connection for a library that needs a socket; this stream ends."""
         self.socket.settimeout(timeout_seconds)
         return self.socket
 
     def readable(self) -> bool:
-        """Whether a read would return at once, perhaps with bytes that OpenSSL holds."""
+        """True if a read would return at once, perhaps with bytes that OpenSSL holds."""
         return bool(self.socket.pending()) or super().readable()
 
     def _send_some(self, left: list[memoryview]) -> int:
@@ -333,7 +304,7 @@ class TlsStream(DataStream):
             raise explain(error, "while receiving") from error
 
     def _refusal(self, error: Exception) -> PeerError:
-        """Return why sending failed. A peer that refused us said so before it closed, which a writer must read."""
+        """Return the reason of a failed send: the peer's alert, which a writer must read."""
         if isinstance(error, ConnectionError):
             try:
                 self.socket.recv(1)
@@ -342,7 +313,7 @@ class TlsStream(DataStream):
         return explain(error, "while sending")
 
     def _pieces(self, parts: Sequence[Buffer]) -> Iterator[memoryview]:
-        """Yield what to encrypt at once: large parts in slices as they lie, runs of small ones gathered."""
+        """Yield pieces to encrypt at once: large parts in slices without a copy, runs of small ones gathered."""
         filled = 0
         for part in parts:
             view = memoryview(part)
@@ -363,13 +334,12 @@ class TlsStream(DataStream):
 
 
 def plain(sock: socket.socket) -> DataStream:
-    """Return a stream over a connected socket, tuned."""
     tune(sock)
     return DataStream(sock)
 
 
 def _front(left: list[memoryview], count_bytes: int) -> list[memoryview]:
-    """Return the first bytes of a list of buffers, as far as the kernel takes so many pieces."""
+    """Return the first buffers, limited by bytes and by the kernel's number of pieces."""
     pieces: list[memoryview] = []
     for piece in left[:_MAX_PIECES]:
         pieces.append(piece[:count_bytes])
@@ -380,7 +350,7 @@ def _front(left: list[memoryview], count_bytes: int) -> list[memoryview]:
 
 
 def _drop(left: list[memoryview], count_bytes: int) -> None:
-    """Take what moved from the front of a list of buffers."""
+    """Remove sent bytes from the front of a list of buffers."""
     done = 0
     for piece in left:
         if count_bytes < len(piece):

@@ -42,23 +42,18 @@ from prfaas_worker.transfer.transfer_log import TransferCounters
 
 log = logging.getLogger(__name__)
 
-KEEP_SECONDS = 20.0
-"""Less than a source waits for the next HELLO."""
-KEEP_AT_MOST = 8
-"""Idle connections to one source."""
+KEEP_SECONDS = 20.0  # Less than a source waits for the next HELLO.
+KEEP_AT_MOST = 8  # Idle connections to one source.
 NEAR_STRIPES, NEAR_TLS_STRIPES, FAR_STRIPES = 1, 2, 4
-"""Most connections of a transfer: near, one is enough and threads cost, unless they encrypt; far, windows are what is
-short."""
-STRIPE_BYTES = 4 << 20
-"""Fewer bytes than this a connection do not pay for another one."""
-MAX_BREAKS = 16
-"""Breaks that one transfer survives."""
+"""Most connections of a transfer. Near, one is enough without encryption, and threads cost; far, windows limit."""
+STRIPE_BYTES = 4 << 20  # Fewer bytes a connection are not worth another connection.
+MAX_BREAKS = 16  # Breaks that one transfer survives.
 GONE_SECONDS = 2 * NO_PROGRESS_SECONDS
-"""A source that was silent for this long, on a new connection too, is gone."""
+"""A source that was silent for this long, on a new connection too, counts as gone."""
 
 
 class SourceAddress(NamedTuple):
-    """A data port, and the cluster that must answer there; empty when that is not known."""
+    """A data port, and the cluster that must answer (empty if unknown)."""
 
     host: str
     port: int
@@ -80,7 +75,6 @@ class Connections:
         self._used: dict[SourceAddress, set[DataStream]] = {}
 
     def take(self, source: SourceAddress) -> DataStream | None:
-        """Return a kept connection, if there is one."""
         with self._lock:
             self._sweep()
             kept = self._idle.get(source)
@@ -94,12 +88,7 @@ class Connections:
         return None
 
     def open(self, source: SourceAddress) -> DataStream:
-        """Return a fresh connection.
-
-        Raises:
-            PeerError: nobody, or somebody else, answers there.
-
-        """
+        """Return a fresh connection. Raises PeerError if the source, or its cluster, does not answer."""
         try:
             sock = connect_tcp(source.host, source.port, CONNECT_SECONDS)
         except OSError as error:
@@ -125,13 +114,12 @@ class Connections:
         stream.close()
 
     def drop(self, source: SourceAddress, stream: DataStream) -> None:
-        """Close a connection."""
         with self._lock:
             self._forget(source, stream)
         stream.close()
 
     def silent_seconds(self, source: SourceAddress) -> float:
-        """How long none of the connections to a source brought a byte."""
+        """Time since a connection to a source last received a byte."""
         with self._lock:
             heard = [stream.heard_at for stream in self._used.get(source, ())]
         return time.monotonic() - max(heard) if heard else float("inf")
@@ -143,7 +131,7 @@ class Connections:
             self._used.pop(source, None)
 
     def _sweep(self) -> None:
-        """Close what was kept for too long; under the lock."""
+        """Close connections that were kept for too long; under the lock."""
         for source, kept in list(self._idle.items()):
             for idle in [one for one in kept if one.keep.is_over]:
                 kept.remove(idle)
@@ -153,14 +141,14 @@ class Connections:
 
 
 def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -> int:
-    """Return how many connections a transfer of this size uses."""
+    """Return the number of connections for a transfer of this size."""
     near = NEAR_TLS_STRIPES if is_encrypted else NEAR_STRIPES
     most = near if round_trip_seconds < NEAR_SECONDS else FAR_STRIPES
     return min(most, 1 + nbytes // STRIPE_BYTES)
 
 
 class FetchContext(NamedTuple):
-    """What all fetches of an instance share."""
+    """Objects that all fetches of an instance share."""
 
     layout: CacheLayout
     connections: Connections
@@ -171,13 +159,8 @@ class FetchContext(NamedTuple):
 class Pull:
     """One transfer from one source; `run` is called once.
 
-    Args:
-        shared: what all fetches share.
-        source: where to connect.
-        token: from the grant.
-        state: what is received.
-        on_broken: called with the breaks so far, and why, when another connection takes over.
-
+    `token` is from the grant; `state` is the received state. `on_broken` is called with the number of breaks and the
+    reason when another connection takes over.
     """
 
     def __init__(
@@ -205,11 +188,9 @@ class Pull:
         self._streams: dict[int, DataStream] = {}
 
     def run(self) -> None:
-        """Receive everything. On return, and on error, no thread touches the state's memory any more.
+        """Receive everything. After return or error, no thread touches the state's memory.
 
-        Raises:
-            PeerError: it cannot be had.
-
+        Raises PeerError if the transfer fails.
         """
         self._start_thread()
         with self._changed:
@@ -223,14 +204,14 @@ class Pull:
         raise self._failure or InternalError("a transfer ended without a reason")
 
     def cancel(self) -> None:
-        """End it at once, from any thread."""
+        """End the transfer at once, from any thread."""
         self._fail(UnreachableError("cancelled"))
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._carry, name="fetch-data", daemon=True).start()
 
     def _widen(self, stream: DataStream) -> None:
-        """Start the other connections, once the first one shows how far the source is."""
+        """Start the other connections, once the first one has measured the round trip."""
         with self._changed:
             if self._is_wide:
                 return
@@ -241,7 +222,7 @@ class Pull:
             self._start_thread()
 
     def _carry(self) -> None:
-        """One thread: a connection, and the next when it breaks."""
+        """Run one thread: a connection, and the next when it breaks."""
         connected = False
         while not self._over:
             try:
@@ -301,7 +282,7 @@ class Pull:
         self._await_welcome(stream)
 
     def _await_welcome(self, stream: DataStream) -> None:
-        """Read the answer to HELLO; a word that was on its way from the transfer before is of no interest."""
+        """Read the answer to HELLO; skip late messages about the previous transfer."""
         expected = self._state.ledger.expected
         while True:
             header, payload = receive_message(stream, self._impatient, MAX_MESSAGE_BYTES)
@@ -315,7 +296,7 @@ class Pull:
                 raise ProtocolError(f"{header.describe()} for {header.address} where WELCOME was due")
 
     def _impatient(self, silent_seconds: float) -> None:
-        """Wait for a WELCOME no longer than for anything else, and not when nobody wants it."""
+        """Limit the wait for a WELCOME, and end it after a cancel."""
         if self._over or silent_seconds > NO_PROGRESS_SECONDS:
             raise UnreachableError(f"the source answered nothing for {silent_seconds:.1f} s: given up")
 
@@ -325,7 +306,7 @@ class Pull:
 
     @property
     def _last_heard_at(self) -> float:
-        """When a connection that had answered brought its last byte."""
+        """Time of the last byte of any connection that had answered."""
         return max([self._heard_at, *(stream.heard_at for stream in self._welcomed.values())])
 
     @property

@@ -1,4 +1,4 @@
-"""What arrives in one direction of a transfer: any number of connections read frames straight into the cache.
+"""The receiving end of a transfer: any number of connections read frames straight into the cache.
 
 The ledger says where a frame belongs and when everything is there. The memory is a sequence's that does not use it
 before; it must stay that sequence's until no connection reads into it any more.
@@ -35,15 +35,11 @@ STARVED_SECONDS = 5.0
 
 
 class ReceiveState:
-    """What one transfer receives, shared by its connections.
+    """The received part of one transfer, shared by its connections.
 
-    Args:
-        ledger: what has to arrive.
-        place: where it belongs.
-        received: hears of the bytes of every frame.
-        source_silent_seconds: how long no connection to this source brought anything.
-        memory: what frames may use beside the place.
-
+    `ledger` lists what has to arrive, `place` where it belongs. `received` is called with the bytes of every frame,
+    `source_silent_seconds` returns the shortest silence of the source's connections. Frames hold `memory` beside the
+    place.
     """
 
     def __init__(
@@ -62,25 +58,24 @@ class ReceiveState:
         self.memory = memory
         self.stop = Stop()
         self.gave_up: PeerError | None = None
-        """Why a connection gave up for all, noted before the source hears of it and tells the others."""
-        self.codecs: set[int] = set()
-        """Of the frames that arrived."""
+        """The reason why a connection ended the transfer, set before the source learns of it."""
+        self.codecs: set[int] = set()  # Codecs of the received frames.
         self._broken: list[int] = []
         self._first: float | None = None
 
     def begins(self) -> None:
-        """Note that a data frame begins to arrive."""
+        """Note the start of the first data frame."""
         if self._first is None:
             self._first = time.monotonic()
 
     def lost(self, connection: int) -> None:
-        """Note that a connection is through with this, whole or broken."""
+        """Note that a connection has ended its part, whole or broken."""
         self.ledger.lost(connection)
         self._broken.append(connection)
 
     @property
     def broken(self) -> tuple[int, ...]:
-        """Connections that nothing is read from any more."""
+        """Connections that are no longer read."""
         return tuple(self._broken)
 
     @property
@@ -106,12 +101,8 @@ class ReceiveLoop:
     def run(self) -> None:
         """Receive until the source freed its copy; each connection acknowledges once everything is there.
 
-        The caller tells the state afterwards that the connection is `lost`, also when it ended well.
-
-        Raises:
-            UnreachableError, DamagedError: this connection is of no use any more; another may be.
-            PeerError: the source gave up, or sent anything that is not this transfer.
-
+        The caller then calls the state's `lost`, also after a good end. Raises UnreachableError or DamagedError if
+        another connection may succeed, PeerError if the source gave up or broke the protocol.
         """
         ledger = self._state.ledger
         try:
@@ -169,7 +160,7 @@ class ReceiveLoop:
         return staged_bytes + (header.payload_bytes + 2 * tensors_bytes if header.codec else 0)
 
     def _land(self, header: FrameHeader, place: CachePart, payload: list[memoryview], room: list[memoryview]) -> None:
-        """Put a payload that is known to be right where it belongs."""
+        """Copy a verified payload to its place."""
         if isinstance(place, HiddenState):
             return
         expected = self._state.ledger.expected
@@ -194,13 +185,12 @@ class ReceiveLoop:
             self._state.memory.release(count_bytes)
 
     def _room(self, place: CachePart) -> list[memoryview]:
-        """Return the memory that a claimed frame's payload is read into."""
         if isinstance(place, HiddenState):
             return [bytes_of(self._state.hidden)]
         return list(room_for(self._state.ledger.expected, self._state.place, place))
 
     def _wait(self, silent_seconds: float) -> None:
-        """Show life, or find out that there is none left at the other end."""
+        """Send a heartbeat; raise if the source shows no life."""
         if self._state.stop.is_set:
             raise UnreachableError("cancelled")
         source_silent_seconds = min(silent_seconds, self._state.source_silent_seconds())

@@ -37,10 +37,10 @@ from prfaas_worker.transfer.transfer_log import TransferTotals
 
 
 class Frame(NamedTuple):
-    """A frame to send. `load` gives its payload, in the thread that sends it.
+    """A frame to send. `load` returns its payload, in the thread that sends it.
 
     The payload is the cache's own memory, which its lease keeps until the transfer ends, or a copy of `copied_bytes`:
-    `items` rows or states of each of these tensors, or what no codec knows.
+    `items` rows or states of each of these tensors, or bytes that no codec handles.
     """
 
     header: FrameHeader
@@ -58,7 +58,6 @@ class WakeUp:
         self._descriptor: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the descriptor to poll."""
         return -1 if self._descriptor is None else self._descriptor
 
     def ring(self) -> None:
@@ -68,14 +67,13 @@ class WakeUp:
                 os.eventfd_write(self._descriptor, 1)
 
     def hush(self) -> None:
-        """Forget what rang so far; the caller looks for work afterwards."""
+        """Clear earlier rings; the caller checks for work afterwards."""
         with self._lock:
             if self._descriptor is not None:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """Give the descriptor back."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -83,12 +81,9 @@ class WakeUp:
 
 
 class SendState:
-    """Frames of one direction. `put`, `finish` and `fail` come from the engine's thread, the rest from connections.
+    """The send queue of a transfer. The engine's thread calls `put`, `finish` and `fail`, the connections the rest.
 
-    Args:
-        address: transfer and epoch of every frame.
-        heard: called whenever the peer shows that it lives.
-
+    `address` holds transfer and epoch of every frame. `heard` is called at every sign of life of the peer.
     """
 
     def __init__(self, address: Address, heard: Callable[[], None]):
@@ -97,10 +92,8 @@ class SendState:
         self.queue: SendQueue[Frame] = SendQueue(threading.Lock())
         self.failure: str | None = None
         self.acknowledged = False
-        self.codecs: dict[int, Codec] = {}
-        """By sequence number: a frame that leaves again is the same."""
-        self.stop = Stop()
-        """Set with the failure: ends what a connection waits for on this side."""
+        self.codecs: dict[int, Codec] = {}  # By sequence number: a frame that is sent again is the same.
+        self.stop = Stop()  # Set with the failure: ends the waits of connections on this side.
         self.compute_started = time.monotonic()
         self._prefill_seconds = 0.0
         self._is_exact = True
@@ -116,32 +109,31 @@ class SendState:
             self._ring()
 
     def finish(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        """Everything was put in; `prefill_seconds` is the compute time behind it, on a cache that `is_exact`."""
+        """Note that all frames are queued; `prefill_seconds` is their compute time, on a cache that `is_exact`."""
         self._prefill_seconds, self._is_exact = prefill_seconds, is_exact
         self.queue.finish()
         self._ring()
 
     def fail(self, message: str) -> None:
-        """End it, unless everything arrived already: connections send ABORT with this reason."""
+        """Fail the transfer, unless everything arrived already: connections send ABORT with this reason."""
         if not self.acknowledged:
             self.failure = self.failure or message
             self.stop.set()
         self._ring()
 
     def acknowledge(self) -> None:
-        """Everything arrived: connections send FREED."""
+        """Note that everything arrived: connections send FREED."""
         self.acknowledged = True
         self._ring()
 
     def enter(self) -> WakeUp:
-        """Return the bell of a connection that serves this from now on."""
+        """Return the wake-up of a connection that serves this from now on."""
         bell = WakeUp()
         with self._lock:
             self._bells.add(bell)
         return bell
 
     def leave(self, bell: WakeUp) -> None:
-        """Take a connection's bell back."""
         with self._lock:
             self._bells.discard(bell)
         bell.close()
@@ -151,24 +143,23 @@ class SendState:
         return self.queue.queued_bytes + self._paced_bytes
 
     def paced(self, count_bytes: int) -> None:
-        """Note bytes that a connection has in hand, or as a negative count, that it gave to the kernel."""
+        """Note bytes that a connection has in hand; a negative count means given to the kernel."""
         with self._lock:
             self._paced_bytes += count_bytes
 
     def begins(self) -> None:
-        """Note that a data frame begins to leave: the kernel takes its first bytes at once."""
+        """Note the start of the first data frame: the kernel takes its first bytes at once."""
         if self._first_sent is None:
             self._first_sent = time.monotonic()
 
     @property
     def totals(self) -> TransferTotals:
-        """What left so far."""
         flow_seconds = time.monotonic() - self._first_sent if self._first_sent is not None else 0.0
         return TransferTotals(self.queue.left_bytes, flow_seconds, set(self.codecs.values()))
 
     @property
     def account(self) -> Done:
-        """Everything that left, and when the first of it did."""
+        """The figures of all sent frames, and the time of the first."""
         first = self._first_sent if self._first_sent is not None else time.monotonic()
         done = self.queue.done(self._prefill_seconds, first - self.compute_started)
         return msgspec.structs.replace(done, is_exact=self._is_exact)
@@ -180,7 +171,7 @@ class SendState:
 
 
 class SendChannel(NamedTuple):
-    """A connection that serves a transfer: its number, the peer's cluster, and what was agreed on with it."""
+    """A connection that serves a transfer: its number, the peer's cluster, and the agreed codecs."""
 
     stream: DataStream
     connection: int
@@ -189,7 +180,7 @@ class SendChannel(NamedTuple):
 
 
 class SendLoop:
-    """Sends an outgoing's frames over one connection; `on_sent(bytes)` hears of every piece that the kernel took."""
+    """Sends a transfer's frames over one connection; calls `on_sent(bytes)` for every piece that the kernel took."""
 
     def __init__(self, channel: SendChannel, state: SendState, traffic: Traffic, on_sent: Callable[[int], None]):
         self._channel = channel
@@ -202,10 +193,8 @@ class SendLoop:
     def run(self) -> None:
         """Send until the peer acknowledged everything, over whichever connection.
 
-        Raises:
-            UnreachableError, DamagedError: this connection is of no use any more.
-            PeerError: the peer gave up, breaks the protocol, or was told that we gave up.
-
+        Raises UnreachableError or DamagedError if the connection is of no more use, PeerError if the peer gave up,
+        broke the protocol, or got our ABORT.
         """
         bell = self._state.enter()
         try:
@@ -255,7 +244,7 @@ class SendLoop:
             self._traffic.memory.release(held_bytes)
 
     def _codec(self, sequence: int) -> Codec:
-        """Return the codec that a frame goes through, the same each time that it leaves."""
+        """Return a frame's codec, the same each time that it is sent."""
         chosen = self._traffic.packer.codec(self._channel.peer, self._channel.codecs)
         return self._state.codecs.setdefault(sequence, chosen)
 
@@ -283,7 +272,7 @@ class SendLoop:
                 return True
 
     def _pace(self, parts: list[memoryview]) -> None:
-        """Send a frame, in portions as the egress cap lets them go."""
+        """Send a frame in portions, as the egress cap allows."""
         left_bytes = sum(map(len, parts))
         self._state.paced(left_bytes)
         try:
@@ -311,7 +300,7 @@ class SendLoop:
         self._stream.send([message_frame(kind, self._state.address, message)], self._on_sent)
 
     def _wait(self, bell: WakeUp) -> bool:
-        """Wait for work or for the peer; False when neither came."""
+        """Wait for work or for the peer; False if neither appeared."""
         if self._stream.readable():
             return True
         poller = select.poll()
@@ -339,10 +328,7 @@ def receive_message(
 ) -> tuple[FrameHeader, bytes]:
     """Read one small frame, of `limit_bytes` at most.
 
-    Raises:
-        UnreachableError: the connection broke, or `on_wait` gave it up.
-        ProtocolError: it is no message, or damaged.
-
+    Raises UnreachableError if the connection broke or `on_wait` raises it, ProtocolError for a damaged or other frame.
     """
     header = receive_header(stream, on_wait)
     if header.payload_bytes > limit_bytes or header.kind in DATA_KINDS:
@@ -354,13 +340,7 @@ def receive_message(
 
 
 def receive_header(stream: DataStream, on_wait: OnWait) -> FrameHeader:
-    """Read the next frame's header.
-
-    Raises:
-        UnreachableError: the connection broke, or `on_wait` gave it up.
-        ProtocolError: it is none of ours, or damaged.
-
-    """
+    """Read the next frame's header. Raises as `receive_message`."""
     raw = bytearray(HEADER_BYTES)
     stream.receive_into(raw, on_wait=on_wait)
     try:

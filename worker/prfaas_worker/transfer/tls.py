@@ -1,4 +1,4 @@
-"""How the two ends of a connection prove who they are: inside TLS with certificates that name clusters, or not at all.
+"""Proves the identity of a connection's two ends: inside TLS by certificates that name clusters, or not at all.
 
 The peer of a handshake is a stranger, who may send a byte now and then for ever. So a handshake has one deadline, and
 runs in the connection's own thread, never in the thread that accepts.
@@ -19,20 +19,15 @@ from prfaas_worker.transfer.net import DataStream, Deadline, ProvenPeer, TlsStre
 _ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
 _DRAIN_BYTES: Final = 1 << 16
 HANDSHAKE_SECONDS: Final = 2.0
-CONNECT_SECONDS: Final = 1.5
-"""Long enough for one SYN to be lost and repeated."""
-ANSWER_SECONDS: Final = 2.0
-"""The API answers from a process that computes nothing."""
+CONNECT_SECONDS: Final = 1.5  # Long enough to lose and repeat one SYN.
+ANSWER_SECONDS: Final = 2.0  # The API answers from a process that computes nothing.
 
 
 def accept_tls(sock: socket.socket, credentials: WorkerCredentials, seconds: float) -> TlsStream:
-    """Serve the handshake of a client that must prove its cluster. The socket is closed where that fails.
+    """Serve the handshake of a client that must prove its cluster. Closes the socket on failure.
 
-    Raises:
-        IdentityError: it shows no certificate, or one that proves nothing.
-        ProtocolError: it does not speak TLS 1.3.
-        UnreachableError: it went away, or took longer than `seconds`.
-
+    Raises IdentityError without a valid certificate, ProtocolError for another protocol than TLS 1.3, UnreachableError
+    if the client left or took longer than `seconds`.
     """
     contexts = credentials.now()
     return _prove(_shake(sock, contexts.data, seconds, server_side=True), credentials, contexts, "")
@@ -41,14 +36,10 @@ def accept_tls(sock: socket.socket, credentials: WorkerCredentials, seconds: flo
 def connect_tls(
     sock: socket.socket, credentials: WorkerCredentials, seconds: float, expected_cluster: str
 ) -> TlsStream:
-    """Be the client of a handshake with an instance of `expected_cluster`, or of any cluster if that is empty.
+    """Do the client's handshake with an instance of `expected_cluster`, or of any cluster if that is empty.
 
-    That the server refuses our certificate is known only with the first bytes from it: see credentials.py.
-
-    Raises:
-        IdentityError: its certificate proves nothing, or another cluster; or ours has ended.
-        ProtocolError, UnreachableError: as for `accept_tls`.
-
+    A server that refuses our certificate is known only with its first bytes: see credentials.py. Raises IdentityError
+    if a certificate is invalid or names another cluster, else as `accept_tls`.
     """
     contexts = credentials.now()
     credentials.require_valid()
@@ -59,11 +50,9 @@ def connect_tls(
 def https_connection(
     address: tuple[str, int], sock: socket.socket, credentials: WorkerCredentials, seconds: float, expected_cluster: str
 ) -> http.client.HTTPConnection:
-    """Return an HTTP connection over a connected socket, inside TLS; each later wait on it may take `seconds`.
+    """Return an HTTP connection inside TLS over a connected socket; each later wait may take `seconds`.
 
-    Raises:
-        PeerError: as `connect_tls`.
-
+    Raises PeerError as `connect_tls`.
     """
     stream = connect_tls(sock, credentials, seconds, expected_cluster)
     connection = http.client.HTTPConnection(*address)
@@ -93,7 +82,7 @@ def _shake(sock: socket.socket, context: ssl.SSLContext, seconds: float, *, serv
 
 
 def _tell_plain(sock: socket.socket) -> None:
-    """Answer a peer that does not speak TLS by an alert, which OpenSSL does not: `is_tls` tells it what it met."""
+    """Send a peer without TLS an alert, which OpenSSL does not; the peer's `is_tls` recognises it."""
     with suppress(OSError):
         socket.socket.recv(sock, _DRAIN_BYTES)  # closing with bytes unread would be a reset, which overtakes the alert
     with suppress(OSError):
@@ -101,7 +90,7 @@ def _tell_plain(sock: socket.socket) -> None:
 
 
 def _step(tls: ssl.SSLSocket, deadline: Deadline) -> bool:
-    """Go on with a handshake as far as it gets without waiting, then wait; returns whether it is done."""
+    """Continue a handshake without waiting, then wait; return True if it is done."""
     poller = select.poll()
     try:
         tls.do_handshake()
@@ -134,41 +123,28 @@ def _prove(tls: ssl.SSLSocket, credentials: WorkerCredentials, contexts: Context
 
 
 class PeerAuth:
-    """In plain: nobody knows who is there."""
+    """Without TLS: peers are not known."""
 
-    cluster = ""
-    """Our own, as peers know it."""
+    cluster = ""  # Our own cluster, as peers know it.
 
     def accept(self, sock: socket.socket) -> DataStream:
-        """Make a stream of a connection to our port.
-
-        Raises:
-            PeerError: with TLS, whoever is there proves nothing, or takes too long.
-
-        """
+        """Make a stream of an accepted connection. With TLS, raises PeerError if the peer proves nothing in time."""
         return plain(sock)
 
     def connect(self, sock: socket.socket, _cluster: str, /) -> DataStream:
-        """Make a stream of a connection to a peer of this cluster, of any if that is empty.
+        """Make a stream of a connection to a peer of this cluster (empty for any).
 
-        Raises:
-            PeerError: with TLS, it is another, or proves nothing, or takes too long.
-
+        With TLS, raises PeerError if the peer is another, or proves nothing in time.
         """
         return plain(sock)
 
     def check(self, stream: DataStream) -> None:
-        """Judge a connection anew that was made a while ago.
-
-        Raises:
-            IdentityError: its certificate is not good any more.
-
-        """
+        """Check an old connection again. Raises IdentityError if its certificate is no longer valid."""
 
     def is_reusable(self, _stream: DataStream, /) -> bool:
-        """Tell whether a connection that we made a while ago may carry another transfer, or a new one must be made.
+        """Return True if an older connection of ours may carry another transfer.
 
-        With other credentials of our own it must: the peer may not trust any more what the old handshake has shown.
+        After a change of our own credentials it may not: the peer may no longer trust the old ones.
         """
         return True
 
@@ -181,27 +157,23 @@ class PeerAuth:
 
 
 class TlsAuth(PeerAuth):
-    """Inside TLS 1.3, with the credentials of that moment."""
+    """Inside TLS 1.3, with the current credentials."""
 
     def __init__(self, credentials: WorkerCredentials):
         self._credentials = credentials
         self.cluster = credentials.cluster
 
     def accept(self, sock: socket.socket) -> DataStream:
-        """See PeerAuth."""
         return accept_tls(sock, self._credentials, HANDSHAKE_SECONDS)
 
     def connect(self, sock: socket.socket, cluster: str, /) -> DataStream:
-        """See PeerAuth."""
         return connect_tls(sock, self._credentials, HANDSHAKE_SECONDS, cluster)
 
     def check(self, stream: DataStream) -> None:
-        """See PeerAuth."""
         if stream.peer is not None:
             self._credentials.check(stream.peer.certificate, stream.peer.authorities)
 
     def is_reusable(self, stream: DataStream, /) -> bool:
-        """See PeerAuth."""
         if stream.peer is None or stream.peer.generation != self._credentials.now().files.generation:
             return False
         try:
@@ -211,5 +183,4 @@ class TlsAuth(PeerAuth):
         return True
 
     def http(self, sock: socket.socket, address: tuple[str, int], cluster: str, /) -> http.client.HTTPConnection:
-        """See PeerAuth."""
         return https_connection(address, sock, self._credentials, ANSWER_SECONDS, cluster)

@@ -23,7 +23,7 @@ _ENDS = {"send": "transfer sent", "receive": "transfer received"}
 
 
 class TransferSubject(NamedTuple):
-    """Whose transfer it is: the front's handle and the request's id, the peer's cluster, what is transferred."""
+    """A transfer's ids: the front's handle and the request's id, the peer's cluster, and the kind of content."""
 
     handle: int
     request_id: str
@@ -33,7 +33,7 @@ class TransferSubject(NamedTuple):
 
 
 class TransferTotals(NamedTuple):
-    """What has travelled: payload bytes, the time since the first of them, and the codecs of the frames."""
+    """Sent or received so far: payload bytes, the time since the first of them, and the codecs of the frames."""
 
     payload_bytes: int = 0
     flow_seconds: float = 0.0
@@ -41,11 +41,10 @@ class TransferTotals(NamedTuple):
 
 
 class TransferLog:
-    """Begins when a source grants or a destination asks. Any thread may tell."""
+    """Starts when a source grants or a destination asks. Any thread may call."""
 
     def __init__(self, direction: Direction, subject: TransferSubject, transfer_id: str = ""):
-        self.transfer_id = transfer_id
-        """Empty until a destination knows it."""
+        self.transfer_id = transfer_id  # Empty until a destination knows it.
         self.breaks = 0
         self._direction: Direction = direction
         self._subject = subject
@@ -54,18 +53,18 @@ class TransferLog:
         self._marks: dict[str, float] = {}
 
     def mark(self, name: Mark, **fields: int) -> None:
-        """Note that something happened; of each kind the first time counts."""
+        """Record an event; only the first of each kind counts."""
         self._marks.setdefault(name, time.monotonic() - self._began)
         log.debug(self._line(f"transfer {name}", **fields))
 
     def broke(self, breaks: int, reason: str) -> None:
-        """Note that so many connections broke so far, the last for a reason; what counts is the most."""
+        """Record a break: the number of breaks so far, and the reason; the largest number counts."""
         if breaks > self.breaks:
             self.breaks = breaks
             log.info(self._line("transfer resumes", breaks=breaks, reason=reason))
 
     def end(self, outcome: Outcome, reason: str, carried: TransferTotals) -> TransferEnded:
-        """Tell the log how it ended, and return the whole; `reason` is empty where it was delivered."""
+        """Record the outcome, and return the whole; `reason` is empty after a delivery."""
         seconds, (payload_bytes, flow_seconds, codecs) = time.monotonic() - self._began, carried
         if flow_seconds:
             self._marks.setdefault("first_byte", max(0.0, seconds - flow_seconds))
@@ -117,9 +116,9 @@ class TransferLog:
 
 
 class TransferCounters:
-    """Transfers by direction and outcome, and cache bytes that went over data connections, since the start.
+    """Transfers by direction and outcome, and cache bytes over data connections, since the start.
 
-    `on_end` hears of every transfer that ended, from its thread.
+    `on_end` is called with every transfer that ended, from its thread.
     """
 
     def __init__(self, on_end: Callable[[TransferEnded], None] = lambda _transfer: None):
@@ -130,18 +129,15 @@ class TransferCounters:
         self._received_bytes = 0
 
     def ended(self, transfer: TransferEnded) -> None:
-        """Count a transfer that ended."""
         with self._lock:
             self._ended[transfer.direction, transfer.outcome] += 1
         self._on_end(transfer)
 
     def sent(self, count_bytes: int) -> None:
-        """Count bytes given to the kernel."""
         with self._lock:
             self._sent_bytes += count_bytes
 
     def received(self, count_bytes: int) -> None:
-        """Count bytes taken from the kernel."""
         with self._lock:
             self._received_bytes += count_bytes
 

@@ -1,1 +1,1 @@
-"""Tool calls: formats of answers, and what a chat request says of tools."""
+"""Tool calls: formats of answers, and the tools of a chat request."""

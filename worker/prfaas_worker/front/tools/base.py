@@ -1,4 +1,4 @@
-"""What all tool formats are built on: events of an answer, a reader of marked text, and pieces of grammars of calls.
+"""Parts that all tool formats share: events of an answer, a reader of marked text, and pieces of grammars of calls.
 
 An answer arrives in pieces cut anywhere. The joined events are the same for all cuts: text that may be the beginning of
 a mark is held back until it is clear. Grammars are in llguidance's Lark.
@@ -14,13 +14,11 @@ from prfaas_worker.grammars import lark_of_schema
 
 
 class TextDelta(NamedTuple):
-    """Text for the user."""
-
     text: str
 
 
 class CallDelta(NamedTuple):
-    """The beginning of the call number `index`."""
+    """The beginning of call number `index`."""
 
     index: int
     call_id: str
@@ -39,11 +37,7 @@ NewId = Callable[[], str]
 
 
 class ToolParser(Protocol):
-    """Reads one choice's text."""
-
-    def push(self, text: str, *, final: bool) -> list[ToolEvent]:
-        """Take more text; return what is certain now. With `final`, what is left too."""
-        ...
+    def push(self, text: str, *, final: bool) -> list[ToolEvent]: ...
 
 
 def random_id() -> str:
@@ -58,9 +52,9 @@ class MarkedText:
         self.rest = ""
 
     def take(self, marks: Sequence[str], *, final: bool) -> tuple[str, str | None]:
-        """Remove and return the text before the first of `marks`, and that mark; it is removed as well.
+        """Remove and return the text before the first of `marks`, and that mark.
 
-        Without a mark in sight: the text that can be none's beginning, and None.
+        Without a mark it returns the text that cannot begin one, and None.
         """
         found = [(place, mark) for mark in marks if (place := self.rest.find(mark)) >= 0]
         if found:
@@ -74,13 +68,12 @@ class MarkedText:
 
 
 class Content:
-    """What is said around calls. Spaces that only set calls apart are dropped."""
+    """Text around calls. Spaces that only separate calls are dropped."""
 
     def __init__(self) -> None:
         self._after_call = False
 
     def said(self, text: str) -> list[ToolEvent]:
-        """Return the event for some text, none where it is only spaces behind a call."""
         if self._after_call:
             text = text.lstrip()
         if not text:
@@ -93,7 +86,7 @@ class Content:
 
 
 def possible_beginning(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which one of `marks` begins, and is not complete."""
+    """Length of the longest end of `text` that begins one of `marks` without completing it."""
     longest = 0
     for mark in marks:
         for length in range(min(len(mark) - 1, len(text)), longest, -1):
@@ -104,14 +97,13 @@ def possible_beginning(text: str, marks: Sequence[str]) -> int:
 
 
 class Function(NamedTuple):
-    """A function the model may call. `parameters` is the JSON schema of its arguments."""
+    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
 
     name: str
     parameters: dict
 
 
-Mark = Callable[[str], str]
-"""A mark in a grammar's words: the special token, or its letters where the tokenizer has none."""
+Mark = Callable[[str], str]  # A mark in a grammar: the special token, or its letters if the tokenizer has none.
 
 
 def arguments_rule(function: Function) -> str:
@@ -119,7 +111,7 @@ def arguments_rule(function: Function) -> str:
 
 
 def literal(text: str) -> str:
-    """Return a string that stands for itself."""
+    """Return a grammar term for this text."""
     return msgspec.json.encode(text).decode()
 
 
@@ -129,7 +121,7 @@ def repeated(separator: str, most: int) -> str:
 
 
 def alternatives(head: str, calls: Sequence[str]) -> str:
-    """Return rules of which `call` is one of `calls`."""
+    """Return rules in which `call` is one of `calls`."""
     names = [f"call_{number}" for number in range(len(calls))]
     rules = [f"{name}: {call}" for name, call in zip(names, calls, strict=True)]
     return "\n".join([head, f"call: {' | '.join(names)}", *rules])

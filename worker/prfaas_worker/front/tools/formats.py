@@ -25,8 +25,7 @@ from prfaas_worker.front.tools.base import (
     repeated,
 )
 
-MOST_CALLS: Final = 16
-"""Calls that an answer may hold where calls are demanded: it ends at last."""
+MOST_CALLS: Final = 16  # Calls in an answer that must call: the limit makes it end.
 
 
 _HERMES_CALL: Final = "<tool_call>"
@@ -37,7 +36,7 @@ _SIGN: Final = re.compile(r'["\\{}\[\]<]')
 
 
 class _Object(msgspec.Struct):
-    """A call in any order."""
+    """A call with its fields in any order."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -81,7 +80,7 @@ class HermesParser:
         return self._content.said(text)
 
     def _read_head(self, final: bool) -> list[ToolEvent]:
-        """Wait for the name, or for the whole call if its fields come in another order."""
+        """Wait for the name, or for the whole call if its fields are in another order."""
         head = _HEAD.match(self._text.rest)
         if head:
             self._text.rest = self._text.rest[head.end() :]
@@ -99,7 +98,7 @@ class HermesParser:
         return [self._called(call.name), ArgumentsDelta(self._calls - 1, arguments.decode())]
 
     def _read_arguments(self, final: bool) -> list[ToolEvent]:
-        """Pass the object on to its closing brace; a tag between values ends one that is damaged."""
+        """Pass the object on to its closing brace; a tag between values ends a damaged one."""
         text, place, end = self._text.rest, 0, None
         while end is None and (sign := _SIGN.search(text, place)):
             place = sign.end()
@@ -141,7 +140,6 @@ class HermesParser:
 
 
 def _hermes_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
-    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
     separator = f"{literal(chr(10))} {mark(_HERMES_CALL)}"
     return alternatives(
         f"rest: {repeated(separator, most)}",
@@ -206,7 +204,6 @@ class KimiParser:
         return []  # between calls, or between the marks of one
 
     def _call(self) -> list[ToolEvent]:
-        """Return the call whose id is complete: functions.NAME:NUMBER."""
         call_id, self._id = self._id.strip(), ""
         name = call_id.rpartition(":")[0] or call_id
         self._calls += 1
@@ -215,7 +212,6 @@ class KimiParser:
 
 
 def _kimi_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
-    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
     begin, between, end = mark(_KIMI_CALL), mark(_KIMI_ARGUMENTS), mark(_KIMI_CALL_END)
     calls = [
         f"{begin} {literal(f'functions.{function.name}:')} NUMBER {between} {arguments_rule(function)} {end}"
@@ -276,7 +272,6 @@ class TurnsParser:
 
 
 def _turns_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
-    """Return the rule `rest`, of one to `most` calls without the opening mark, and what it is made of."""
     return alternatives(
         f"rest: {repeated(mark(_TURNS_CALL), most)}",
         [f"{literal(function.name + chr(10))} {arguments_rule(function)}" for function in functions],
@@ -284,9 +279,9 @@ def _turns_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
 
 
 class ToolFormat(NamedTuple):
-    """A format: its name and marks, how answers in it are read, and the Lark rule of what stands behind the first mark.
+    """A format: its name and marks, its parser, and the Lark rule after the first mark.
 
-    That mark opens calls; text before it is for the user.
+    The first mark opens calls; text before it is for the user.
     """
 
     name: str
@@ -304,20 +299,20 @@ _BY_MARK: Final[Mapping[str, ToolFormat]] = {
 
 
 def tool_format(template_source: str) -> ToolFormat | None:
-    """Return the format that a chat template teaches, None if it knows none that we know."""
+    """Return the format that a chat template teaches, None if it is unknown."""
     return next((known for mark, known in _BY_MARK.items() if mark in template_source), None)
 
 
 def calls_grammar(known: ToolFormat, functions: list[Function], tokens: Mapping[str, int], most: int) -> str:
-    """Return the Lark rule `calls` of one to `most` calls of these functions, and what it is made of.
+    """Return the Lark rule `calls` of one to `most` calls of these functions, and its parts.
 
-    `tokens` are the ids of marks that are special tokens and no letters.
+    `tokens` are the ids of marks that are special tokens.
     """
     return f"calls: {_mark(known.marks[0], tokens)} rest\n" + _rest(known, functions, tokens, most)
 
 
 def free_grammar(known: ToolFormat, functions: list[Function], tokens: Mapping[str, int], most: int) -> str:
-    """Return the grammar of an answer in which calls may stand behind text, and are sound if they do."""
+    """Return the grammar of an answer with optional, valid calls after text."""
     opening, rest = known.marks[0], _rest(known, functions, tokens, most)
     if opening in tokens:
         return f"start: TEXT? ({_mark(opening, tokens)} rest)?\nTEXT: /(?s:.+)/\n{rest}"

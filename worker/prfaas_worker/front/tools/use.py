@@ -1,4 +1,4 @@
-"""Checks what a chat request says of tools, and turns it into a parser of its answers and a grammar for them."""
+"""Checks the tools of a chat request, and turns them into a parser of its answers and a grammar for them."""
 
 import re
 from typing import Annotated, Any, Final, NamedTuple
@@ -39,7 +39,7 @@ class _NamedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="function"
 
 
 class ToolUse(NamedTuple):
-    """How calls are read from the answers of one request. `lark` is empty where any text may be the answer."""
+    """Reads calls from the answers of one request. `lark` is empty if any text may be the answer."""
 
     format: ToolFormat
     parallel: bool
@@ -47,11 +47,9 @@ class ToolUse(NamedTuple):
 
 
 def tool_use(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
-    """Return how this request's answers call tools, None if they do not.
+    """Return the use of tools in this request's answers, None without tools.
 
-    Raises:
-        RequestError: the tools or the choice are not in order, or the model's template knows no tools.
-
+    Raises RequestError if the tools or the choice are invalid, or the model's template has no tools.
     """
     tools = _tools(body)
     choice = _choice(body, [tool.name for tool in tools])
@@ -73,12 +71,9 @@ def tool_use(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
 
 
 def with_answer(use: ToolUse, body: ChatBody, answer: Grammar | None, tokenizer: Tokenizer) -> Grammar | None:
-    """Return the grammar of a request that offers tools and may say what else the answer must be.
+    """Return the grammar of a request that offers tools and may constrain the answer too.
 
-    Raises:
-        RequestError: it says both that calls are demanded, and what the answer must be; or in a language that does not
-            mix with that of calls.
-
+    Raises RequestError if calls are required and the answer is constrained too, or both use languages that do not mix.
     """
     if answer is None:
         return Grammar("lark", use.lark) if use.lark else None
@@ -93,7 +88,7 @@ def with_answer(use: ToolUse, body: ChatBody, answer: Grammar | None, tokenizer:
 
 
 def hidden_marks(use: ToolUse | None, tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Return the marks that are special tokens without text: answers must show them, or they could not be read."""
+    """Return the special tokens without text that mark calls: the parser needs them in the text."""
     return {token: text.encode() for text, token in _tokens(use, tokenizer).items()} if use else {}
 
 
@@ -105,7 +100,7 @@ def _grammar_parts(
 
 
 def _tokens(use: ToolUse, tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the format's marks that are special tokens and no letters."""
+    """Return the format's marks that are special tokens."""
     specials = tokenizer.specials
     return {
         mark: specials[mark]
@@ -115,13 +110,10 @@ def _tokens(use: ToolUse, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def template_arguments(arguments: str, tokenizer: Tokenizer) -> str | dict[str, Any]:
-    """Return a past call's arguments as the template wants them.
+    """Return a past call's arguments in the template's form.
 
-    As text where it takes text, for the tokens are then those that were generated, and the cached prefix matches.
-
-    Raises:
-        RequestError: they are no JSON object.
-
+    Text, if the template takes it, keeps the generated tokens, so the cached prefix matches. Raises RequestError if
+    they are no JSON object.
     """
     try:
         found = msgspec.json.decode(arguments or "{}", type=dict[str, Any])

@@ -46,7 +46,8 @@ _RECURRENT_AXES = ("head", "recurrent_1", "recurrent_2")
 class _CacheGroup(NamedTuple):
     """Chunks that go through the model together: one of any length, or several of one token each.
 
-    `slots` is [B]; `pages` and `rows`, [B, tokens], say where new rows go; `held` [B, n] lists the sequences' pages.
+    `slots` is [B]; `pages` and `rows`, [B, tokens], are the places of new rows; `held` [B, n] lists the sequences'
+    pages.
     """
 
     chunks: Sequence[Chunk]
@@ -58,17 +59,14 @@ class _CacheGroup(NamedTuple):
 
     @property
     def only(self) -> Chunk | None:
-        """The chunk, if there is only one."""
         return self.chunks[0] if len(self.chunks) == 1 else None
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest sequence has before."""
         return max(chunk.start for chunk in self.chunks)
 
 
 def _group_of(chunks: Sequence[Chunk], memory: CacheMemory) -> _CacheGroup:
-    """Look chunks up in the memory's page table."""
     size, device = memory.geometry.page_tokens, memory.device
     slots = torch.tensor([chunk.slot for chunk in chunks], device=device)
     starts = torch.tensor([chunk.start for chunk in chunks], device=device)
@@ -79,16 +77,16 @@ def _group_of(chunks: Sequence[Chunk], memory: CacheMemory) -> _CacheGroup:
 
 
 class _Layer:
-    """Root of ours: a layer is bound to the memory once, and attached to one group after the other."""
+    """The base of our layers: bound to the memory once, and attached to one group after the other."""
 
     def bind(self, memory: CacheMemory, index: int) -> None:
-        """Keep what this layer, the model's `index`-th, has in the memory."""
+        """Keep views of the memory of the model's `index`-th layer."""
 
     def attach(self, group: _CacheGroup) -> None:
-        """Serve these sequences, in whose caches `starts` tokens stand."""
+        """Serve these sequences, whose caches hold `starts` tokens."""
 
     def finish(self) -> None:
-        """Put into the memory what does not stand there yet."""
+        """Write pending rows and states to the memory."""
 
 
 class _Rows(_Layer):
@@ -105,7 +103,7 @@ class _Rows(_Layer):
         self._group, self._length = group, group.longest
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, ...]:
-        """Write new rows [B, head, tokens, dim]; returns those of all tokens."""
+        """Write new rows [B, head, tokens, dim]; return those of all tokens."""
         group, new = self._group, (key_states, value_states)
         for tensor, states in zip(self._tensors, new, strict=True):
             tensor[group.pages, group.rows] = states.transpose(1, 2)
@@ -114,7 +112,6 @@ class _Rows(_Layer):
         return new if is_whole else tuple(map(self._all_tokens, self._tensors))
 
     def get_seq_length(self) -> int:
-        """Tokens whose rows stand in the cache."""
         return self._length
 
     def _all_tokens(self, tensor: Tensor) -> Tensor:
@@ -143,7 +140,7 @@ class _Window(_Layer):
         self._group, self.cumulative_length = group, group.longest
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, ...]:
-        """Keep the last of old and new rows [B, head, tokens, dim]; returns all that were held, and the new.
+        """Keep the last of old and new rows [B, head, tokens, dim]; return all held rows, and the new ones.
 
         Of several sequences, each gets as many held rows as fit into a window.
         """
@@ -173,8 +170,8 @@ class _Window(_Layer):
 class _State(_Layer):
     """Convolution and recurrent states, in the slot.
 
-    transformers' own code changes a state in place, so that of one sequence stands in the slot all the time; those of
-    several are copied together, and back.
+    transformers' own code changes a state in place: the state of one sequence stays in the slot, those of several are
+    copied together, and back.
     """
 
     number_of_states: int
@@ -255,7 +252,7 @@ class PagedCache(Cache):
             layer.bind(memory, index)
 
     def attach(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Serve one chunk, or several of one token, each with tokens before it; returns what the model must be told."""
+        """Serve one chunk, or several of one token, each with tokens before it; return the model's arguments."""
         group = _group_of(chunks, self._memory)
         for layer in self.layers:
             layer.attach(group)
@@ -263,12 +260,11 @@ class PagedCache(Cache):
         return {} if group.only else {"attention_mask": self._masks(group), "position_ids": group.starts.unsqueeze(1)}
 
     def finish(self) -> None:
-        """Put into the memory what does not stand there yet."""
         for layer in self.layers:
             layer.finish()
 
     def _masks(self, group: _CacheGroup) -> dict[str, Tensor | None]:
-        """Masks that hide from a sequence's new token what is not its own, by transformers' words for layers."""
+        """Masks that hide other sequences' rows from a new token, by transformers' names of layer types."""
         starts, device = group.starts.unsqueeze(1), self._memory.device
         masks: dict[str, Tensor | None] = {"linear_attention": None, "conv": None, "sliding_attention": None}
         masks["full_attention"] = _additive(torch.arange(group.longest + 1, device=device) <= starts)
@@ -279,7 +275,7 @@ class PagedCache(Cache):
 
 
 def _numbered(kind: str, index: int) -> str:
-    """Name of a layer's state: nearly all keep one of a kind; the name of further ones says which."""
+    """Name of a layer's state; further states of a kind get a number."""
     return kind if index == 0 else f"{kind}_{index}"
 
 
@@ -289,16 +285,14 @@ def _ours(layer: Any) -> Any:
 
 
 def _additive(is_seen: Tensor) -> Tensor:
-    """A mask [B, keys] as every attention of transformers takes it: added to scores [B, head, query, key]."""
+    """A mask [B, keys] in the form of transformers' attention: added to scores [B, head, query, key]."""
     return torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[:, None, None]
 
 
 def pattern_of(config: Any) -> DynamicCache:
-    """transformers' own empty cache for a text model's configuration.
+    """Return transformers' own empty cache for a text model's configuration.
 
-    Raises:
-        ConfigError: a layer keeps what we have no place for, or no layer keeps rows.
-
+    Raises ConfigError if a layer keeps an unsupported cache, or no layer keeps rows.
     """
     pattern = DynamicCache(config=config)
     for index, layer in enumerate(pattern.layers):
@@ -311,11 +305,9 @@ def pattern_of(config: Any) -> DynamicCache:
 
 
 def layer_specs(filled: Cache) -> tuple[LayerSpec, ...]:
-    """The shape of each layer, from transformers' own cache after it has seen a few tokens.
+    """Return each layer's shapes, from transformers' own cache after a few tokens.
 
-    Raises:
-        ConfigError: the model did not use a layer of its cache.
-
+    Raises ConfigError if the model did not use a layer of its cache.
     """
     return tuple(_layer_spec(index, layer) for index, layer in enumerate(filled.layers))
 
@@ -362,7 +354,6 @@ def _keys_and_values(index: int, layer: Any) -> Sequence[tuple[str, Tensor]]:
 
 
 def _row_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Heads and width of [1, head, token, dim]."""
     return tensor.shape[1], tensor.shape[3]
 
 

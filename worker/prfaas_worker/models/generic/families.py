@@ -35,7 +35,7 @@ def _soft_capped(logits: Tensor, config: Any) -> Tensor:
 
 
 class Family(NamedTuple):
-    """The differences between families that cannot be seen in their cache.
+    """Differences between families that their cache does not show.
 
     `scale_logits` takes the head's output and transformers' configuration of the text model.
     """
@@ -71,22 +71,12 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def read_model_type(directory: Path) -> Any:
-    """The model_type that `directory`/config.json gives.
-
-    Raises:
-        ConfigError: the file cannot be read.
-
-    """
+    """The model_type in `directory`/config.json. Raises ConfigError if the file cannot be read."""
     return read_document(directory).get("model_type")
 
 
 def read_family(directory: Path) -> Family:
-    """The family of the checkpoint in `directory`.
-
-    Raises:
-        ConfigError: config.json cannot be read, or the checkpoint is not one that we serve.
-
-    """
+    """The family of the checkpoint in `directory`. Raises ConfigError if it is unreadable or not served."""
     raw = read_document(directory)
     try:
         return family_of(raw)
@@ -95,12 +85,7 @@ def read_family(directory: Path) -> Family:
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family of a config.json's document.
-
-    Raises:
-        ConfigError: it is not served, or the checkpoint is of a kind that we do not compute right.
-
-    """
+    """The family of a config.json's document. Raises ConfigError if it is not served."""
     name = raw.get("model_type")
     if isinstance(name, str) and name in _REFUSED:
         served = ", ".join(sorted(FAMILIES))
@@ -119,7 +104,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 
 
 def read_document(directory: Path) -> dict[str, Any]:
-    """Read `directory`/config.json; raises ConfigError where it cannot be read."""
+    """Read `directory`/config.json. Raises ConfigError if it cannot be read."""
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -145,7 +130,7 @@ def _refuse_variants(raw: Mapping[str, Any]) -> None:
 
 
 def _rope_kinds(raw: Mapping[str, Any]) -> set[str]:
-    """Types of rotary embedding, of the whole model or by layer type; old configurations say rope_scaling and type."""
+    """Types of rotary embedding, of the whole model or by layer type; old configurations name rope_scaling and type."""
     kinds = set()
     for field in ("rope_parameters", "rope_scaling"):
         given = raw.get(field) or {}

@@ -39,17 +39,12 @@ _TOWERS = re.compile(r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi
 
 
 class GenericModel:
-    """A loaded checkpoint; see `prfaas_worker.models.base.Model` for what each method promises."""
+    """A loaded checkpoint; `prfaas_worker.models.base.Model` documents each method."""
 
     attention_kind: AttentionSpecKind
 
     def __init__(self, family: Family, model: PreTrainedModel, fingerprint: str):
-        """Learn the shape of the cache by running the model once.
-
-        Raises:
-            ConfigError: its cache has no form in our memory.
-
-        """
+        """Find the cache's shapes by running the model once. Raises ConfigError if our memory cannot hold its cache."""
         self._family, self._model = family, model
         self._config: Any = model.config.get_text_config(decoder=True)
         self._decoder: Any = model.get_decoder()
@@ -64,26 +59,23 @@ class GenericModel:
 
     @classmethod
     def load(cls, directory: Path) -> "GenericModel":
-        """Load a checkpoint; raises ConfigError where it is not one of a family that we serve, as it should be."""
+        """Load a checkpoint of a served family; raises ConfigError for any other."""
         family = read_family(directory)
         model = load_causal_model(directory)
         return cls(family, model, fingerprint(directory, model))
 
     @property
     def device(self) -> torch.device:
-        """The device of weights and cache."""
         return self._head.weight.device
 
     def bind(self, memory: CacheMemory) -> None:
-        """Use this memory for all that follows."""
         self._cache = PagedCache(pattern_of(self._config), memory)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Run one step; returns the normed hidden states of each chunk's last token and of each decode.
+        """Run one step; a layer reports to `on_layer` after the last of the batch passed it.
 
-        A layer is done with the batch when the last of it has passed. Chunks come last, so that a prompt's rows leave
-        while it is computed.
+        Chunks are last, so that a prompt's rows leave while it is computed.
         """
         hidden = torch.empty(batch.outputs, self.hidden_size, device=self.device)
         groups = list(_groups(batch))
@@ -93,11 +85,10 @@ class GenericModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of normed hidden states [..., hidden_size]."""
         return self._family.scale_logits(self._head(hidden), self._config).float()
 
     def _run(self, chunks: Sequence[Chunk], tokens: Tensor) -> Tensor:
-        """Run new tokens [B, T] of B sequences; returns the last one's hidden state of each."""
+        """Run new tokens [B, T] of B sequences; return the last hidden state of each."""
         told = self._cache.attach(chunks)
         output = self._decoder(input_ids=tokens, past_key_values=self._cache, use_cache=True, **told)
         self._cache.finish()
@@ -120,13 +111,13 @@ class GenericModel:
                 handle.remove()
 
     def _after_layer(self, on_layer: Callable[[int], None], index: int, *_hook: Any) -> None:
-        """Report a layer; returns None, as anything else would take the place of the layer's output."""
+        """Report a layer; return None, since any other value would replace the layer's output."""
         self._cache.layers[index].finish()
         on_layer(index)
 
     @torch.inference_mode()
     def _probe(self) -> DynamicCache:
-        """Run a few tokens with transformers' own cache, and check our logits by the model's own."""
+        """Run a few tokens with transformers' own cache, and compare our logits with the model's."""
         cache = pattern_of(self._config)
         tokens = torch.arange(_PROBE_TOKENS, device=self.device).unsqueeze(0)
         with _captured(self._decoder) as outputs:
@@ -138,7 +129,7 @@ class GenericModel:
 
 @contextmanager
 def _captured(module: Any) -> Iterator[list[Any]]:
-    """Collect what a module returns."""
+    """Collect a module's outputs."""
     outputs: list[Any] = []
     handle = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
@@ -156,7 +147,7 @@ class _Group(NamedTuple):
 
 
 def _groups(batch: Batch) -> Iterator[_Group]:
-    """Decodes together, but those of empty sequences, whose layers have no state yet; then each chunk."""
+    """Yield the decodes together, except empty sequences, whose layers have no state yet; then each chunk."""
     first = sum(chunk.tokens for chunk in batch.chunks)
     going: list[tuple[int, Chunk]] = []
     for i, decode in enumerate(_decodes(batch)):
@@ -174,7 +165,6 @@ def _groups(batch: Batch) -> Iterator[_Group]:
 
 
 def _decodes(batch: Batch) -> list[Chunk]:
-    """Each decode as a chunk of one token."""
     if batch.decodes is None:
         return []
     slots, lengths = batch.decodes.slots.tolist(), batch.decodes.lengths.tolist()
@@ -191,11 +181,9 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 
 def load_causal_model(directory: Path) -> PreTrainedModel:
-    """The language model in `directory`, in fp32, ready for inference.
+    """Load the language model in `directory`, in fp32, for inference.
 
-    Raises:
-        ConfigError: a file cannot be read, or the weights are not those of config.json.
-
+    Raises ConfigError if a file cannot be read, or the weights do not fit config.json.
     """
     # Our errors say what theirs would, and a progress bar is no line of a log.
     transformers.logging.set_verbosity_error()
@@ -229,9 +217,8 @@ def load_causal_model(directory: Path) -> PreTrainedModel:
 def fingerprint(directory: Path, model: PreTrainedModel) -> str:
     """SHA-256, hex, over this engine's name, config.json, and name, shape and XXH3-128 of every loaded tensor.
 
-    Taken from memory, so that the files are read once, and however they are cut. Our own engine for a family lays its
-    cache out in another way, so its fingerprint of the same files must differ. As there, it finds accidents, and does
-    not withstand somebody who makes two checkpoints that have one.
+    It is taken from memory, so files are read once and their division does not matter. Our own engine lays out a
+    family's cache in another way, so its fingerprint must differ. It finds accidents, not deliberate collisions.
     """
     digest = hashlib.sha256(b"transformers\n")
     digest.update(json.dumps(read_document(directory), sort_keys=True).encode())
@@ -251,13 +238,13 @@ def _describe(report: dict[str, Any]) -> list[str]:
 
 
 def _hide_gpu_kernels() -> None:
-    """Keep transformers from these packages: this engine runs on the CPU, where their kernels fail."""
+    """Hide these packages from transformers: this engine runs on the CPU, where their kernels fail."""
     for package in ("causal_conv1d", "fla", "mamba_ssm"):
         sys.modules[package] = None  # type: ignore[assignment]
 
 
 def _refuse_towers(directory: Path) -> None:
-    """Read the names of all tensors, which costs no more than the files' headers."""
+    """Refuse checkpoints with image or audio towers, by the tensor names in the files' headers."""
     names = set()
     for file in sorted(directory.glob("*.safetensors")):
         try:

@@ -107,9 +107,9 @@ def _moe_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
 
 
 def describe_differences(expected: Mapping[str, Shape], found: Mapping[str, tuple[str, Shape]]) -> list[str]:
-    """One line per tensor that is missing, unknown, of another shape or no float, sorted by name.
+    """One line per tensor that is missing, unknown, of another shape or not a float, sorted by name.
 
-    `found` has safetensors' name of the type, and the shape.
+    `found` maps names to safetensors' dtype name and shape.
     """
     lines = []
     for name in sorted(expected.keys() | found.keys()):
@@ -127,15 +127,13 @@ def describe_differences(expected: Mapping[str, Shape], found: Mapping[str, tupl
 
 
 def public_name(name: str, config: KimiLinearConfig) -> str:
-    """transformers writes a dense layer's MLP as if it were a mixture: block_sparse_moe.gate_proj for mlp.gate_proj."""
+    """Map transformers' name of a dense MLP (block_sparse_moe.gate_proj) to the public one (mlp.gate_proj)."""
     prefix, found, rest = name.partition("block_sparse_moe.")
     dense = {f"model.layers.{layer}." for layer, dense in enumerate(config.dense_layers) if dense}
     return f"{prefix}mlp.{rest}" if found and prefix in dense else name
 
 
 class _Stored(NamedTuple):
-    """The place of a tensor's bytes in a file."""
-
     file: Path
     dtype: str
     shape: Shape
@@ -147,13 +145,7 @@ class SafetensorsCheckpoint:
     """The tensors of one directory, by public name; complete and of the right shapes."""
 
     def __init__(self, directory: Path, config: KimiLinearConfig):
-        """Read the headers.
-
-        Raises:
-            ConfigError: a file is missing, damaged or cut, or names, shapes and types are not exactly those of the
-                config; the message lists all differences.
-
-        """
+        """Read the headers. Raises ConfigError with a list of all differences from the config."""
         self._directory = directory
         stored = [one for file in _files(directory) for one in _header(file)]
         expected = expected_shapes(config)
@@ -171,11 +163,10 @@ class SafetensorsCheckpoint:
         self._hashes: dict[str, str] = {}
 
     def shape(self, name: str) -> Shape:
-        """The shape of a tensor."""
         return self._stored[name].shape
 
     def read(self, name: str, target: Tensor) -> None:
-        """Copy a tensor into `target`, which has as many numbers: of the same shape, or any contiguous one."""
+        """Copy a tensor into `target`, of the same shape or contiguous with as many numbers."""
         where = self._stored[name]
         digest = xxhash.xxh3_128()
         # A target that is not contiguous is filled at once: a few megabytes, which the caller sees to.
@@ -202,7 +193,7 @@ class SafetensorsCheckpoint:
         return digest.hexdigest()
 
     def _pieces(self, where: _Stored, size_bytes: int) -> Iterator[Tensor]:
-        """The numbers of a tensor in pieces [n] that view the mapped file; what was taken is given back."""
+        """Yield a tensor's numbers in pieces [n] that view the mapped file; release each after use."""
         mapped = self._mapped(where.file)
         for start in range(where.start, where.end, size_bytes):
             count = min(size_bytes, where.end - start)
@@ -220,7 +211,7 @@ class SafetensorsCheckpoint:
 
 
 def _files(directory: Path) -> list[Path]:
-    """The weights' files: those that the index names, or every model*.safetensors."""
+    """The weights' files: those in the index, or every model*.safetensors."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -237,7 +228,6 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _header(file: Path) -> list[tuple[str, _Stored]]:
-    """Name and place of each tensor of a file, of which only the header is read."""
     try:
         with file.open("rb") as opened:
             (length,) = _HEADER_LENGTH.unpack(opened.read(_HEADER_LENGTH.size))
@@ -289,11 +279,9 @@ class Weights:
         self.device = torch.device(device)
 
     def under(self, name: str) -> "Weights":
-        """The same tensors seen from a deeper prefix."""
         return Weights(self._tensors, self._products, self.device, f"{self._prefix}{name}.")
 
     def raw(self, name: str) -> Tensor:
-        """A tensor whose public name does not end in .weight."""
         full = self._prefix + name
         if not isinstance(self._tensors, SafetensorsCheckpoint):
             return self._tensors[full].to(self.device)
@@ -309,7 +297,7 @@ class Weights:
         return self._joined(names, columns, self._products)
 
     def joined(self, names: Sequence[str], *, columns: Tensor | None = None) -> Tensor:
-        """Tensors one after the other along their first axis, their columns multiplied by `columns`."""
+        """Concatenate tensors along their first axis, with columns multiplied by `columns`."""
         return self._joined(names, columns, torch.float32)
 
     def _joined(self, names: Sequence[str], columns: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -320,9 +308,9 @@ class Weights:
         return joined if columns is None else joined.mul_(columns)
 
     def experts(self, pairs: Sequence[tuple[str, str]], shared: tuple[str, str], columns: Tensor) -> Tensor:
-        """Each expert's two matrices [size, D], one below the other: products [experts, 2 size, D], times `columns`.
+        """Stack each expert's two matrices [size, D]: products [experts, 2 size, D], times `columns`.
 
-        The two `shared` matrices [n size, D] are n experts more, behind the others.
+        The two `shared` matrices [n size, D] become n more experts at the end.
         """
         size, width = self._shape(pairs[0][0])
         count = len(pairs) + self._shape(shared[0])[0] // size
@@ -354,7 +342,6 @@ class Weights:
         )
 
     def _copy(self, name: str, target: Tensor) -> None:
-        """Fill a view of as many numbers as the tensor has."""
         full = f"{self._prefix}{name}.weight"
         if isinstance(self._tensors, SafetensorsCheckpoint):
             self._tensors.read(full, target)

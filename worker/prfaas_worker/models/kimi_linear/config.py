@@ -77,22 +77,16 @@ class KimiLinearConfig:
 
     @property
     def kda_size(self) -> int:
-        """Channels of q, k or v in a KDA layer, all heads together."""
+        """Channels of q, k or v in a KDA layer, for all heads."""
         return self.kda_heads * self.kda_head_size
 
     @property
     def key_size(self) -> int:
-        """Width of an MLA head's query and key."""
         return self.nope_size + self.shared_key_size
 
 
 def read_config(directory: Path) -> KimiLinearConfig:
-    """Read `directory`/config.json.
-
-    Raises:
-        ConfigError: the file is unreadable, a field is missing or has a value that we do not implement.
-
-    """
+    """Read `directory`/config.json. Raises ConfigError if it is unreadable, incomplete, or has an unsupported value."""
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -108,7 +102,7 @@ def read_config(directory: Path) -> KimiLinearConfig:
 
 
 def parse_config(raw: Any) -> KimiLinearConfig:
-    """Turn the document of config.json into sizes; a missing field is a KeyError, a wrong one a ConfigError."""
+    """Turn config.json's document into sizes; raises KeyError for a missing field, ConfigError for a wrong one."""
     if not isinstance(raw, dict):
         raise ConfigError(f"holds a {type(raw).__name__}, not an object with a checkpoint's fields")
     if (family := raw.get("model_type")) != MODEL_TYPE:
@@ -153,7 +147,7 @@ def _refuse_switched_on(raw: dict[str, Any], names: Iterable[str], prefix: str) 
 
 
 def _field(raw: dict[str, Any], name: str, kind: type[Kind]) -> Kind:
-    """The field's value, of this type; a whole number is a float too, but a truth value is no number."""
+    """The field's value, of this type; an integer is a valid float, but a boolean is no number."""
     value = raw[name]
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -189,7 +183,7 @@ def _attention_heads(raw: dict[str, Any]) -> int:
 
 
 def _layer_kinds(count: int, linear: dict[str, Any]) -> tuple[LayerKind, ...]:
-    """The two lists are 1-based and together name every layer once."""
+    """Check that the two 1-based lists together name every layer once."""
     full_attention, kda = _numbers(linear, "full_attn_layers"), _numbers(linear, "kda_layers")
     if sorted(full_attention + kda) != list(range(1, count + 1)):
         raise ConfigError(
@@ -200,7 +194,7 @@ def _layer_kinds(count: int, linear: dict[str, Any]) -> tuple[LayerKind, ...]:
 
 
 def _dense_layers(raw: dict[str, Any]) -> tuple[bool, ...]:
-    """True for layers with a plain MLP: `mlp_layer_types` names them, or they are the first `first_k_dense_replace`."""
+    """True for layers with a plain MLP: `mlp_layer_types` or the first `first_k_dense_replace` layers."""
     count = raw["num_hidden_layers"]
     if raw.get("mlp_layer_types") is None:
         first_sparse = _field(raw, "first_k_dense_replace", int)

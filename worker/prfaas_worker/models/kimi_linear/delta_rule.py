@@ -60,19 +60,11 @@ class _Terms(NamedTuple):
 
 
 def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the rule over T tokens.
+    """Run the rule over T tokens of M heads, counted over all sequences. Inputs may have any strides.
 
-    Args:
-        q: queries [M, T, K], normalised and scaled; M counts heads of all sequences. As all inputs, in any strides.
-        k: keys [M, T, K], normalised.
-        v: values [M, T, V].
-        g: log decays [M, T, K], none positive.
-        beta: write strengths [M, T].
-        state: S before the first token [M, K, V]; it is not changed.
-
-    Returns:
-        Outputs [M, T, V], token by token in memory, and S after the last token [M, K, V].
-
+    q [M, T, K] is normalised and scaled, k [M, T, K] normalised, v [M, T, V]. g [M, T, K] holds log decays, none
+    positive, beta [M, T] write strengths. `state` [M, K, V] is S before the first token; it is not changed. Returns
+    outputs [M, T, V], token by token in memory, and S after the last token [M, K, V].
     """
     outputs = v.new_empty(v.shape[1], v.shape[0], v.shape[2]).transpose(0, 1)
     for start in range(0, q.shape[1], _SEGMENT):
@@ -83,7 +75,7 @@ def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
 
 
 def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """Run the rule for one token: `kda_chunked` without the axis T. Returns outputs [M, V]; S changes in place."""
+    """Run the rule for one token: `kda_chunked` without the axis T. Return outputs [M, V]; S changes in place."""
     state.mul_(g.exp().unsqueeze(-1))
     error = torch.baddbmm(v.unsqueeze(1), k.unsqueeze(1), state, alpha=-1)
     state.baddbmm_(k.unsqueeze(2), error.mul_(beta.view(-1, 1, 1)))
@@ -94,9 +86,9 @@ TORCH_RULE = DeltaRule(kda_chunked, kda_step)
 
 
 def choose_rule(device: torch.device, products: torch.dtype) -> DeltaRule:
-    """Take fla's kernels on an NVIDIA GPU where they are installed, else plain torch.
+    """Take fla's kernels on an NVIDIA GPU if they are installed, else plain torch.
 
-    fla multiplies in bf16 or tf32 on a GPU: a model whose products are fp32 is asked for exactness, and gets torch.
+    fla multiplies in bf16 or tf32: a model with fp32 products needs exactness, and gets torch.
     """
     if device.type != "cuda" or products != torch.bfloat16:
         return TORCH_RULE
@@ -109,10 +101,7 @@ def choose_rule(device: torch.device, products: torch.dtype) -> DeltaRule:
 
 
 def fla_rule(chunk_kda: Callable, fused_recurrent_kda: Callable) -> DeltaRule:
-    """Put fla's two kernels behind our arguments: M heads of one sequence, token before head, products in bf16.
-
-    q comes normalised and scaled, g as log decays and beta after its sigmoid, so the kernels do nothing of that.
-    """
+    """Put fla's two kernels behind our arguments: M heads of one sequence, token before head, products in bf16."""
 
     def run(kernel: Callable, inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = (x.transpose(0, 1).unsqueeze(0).contiguous() for x in inputs)
@@ -148,7 +137,7 @@ def _segment(segment: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _walk(terms: _Terms, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Go from chunk to chunk, over the values and the state in place.
+    """Process chunk after chunk, with values and state changed in place.
 
     Returns v' and (q e^D) S~, each [N M, C, V], and S after the last token.
     """
@@ -161,7 +150,7 @@ def _walk(terms: _Terms, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _walk_for_gradients(terms: _Terms, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`_walk` that keeps everything, as gradients need it."""
+    """`_walk` with all results kept, as gradients need them."""
     new_values, inherited = [], []
     for values, erased, queries, keys, decay in zip(*_by_chunk(terms), strict=True):
         new_values.append(torch.baddbmm(values, erased, state, alpha=-1))
@@ -175,9 +164,9 @@ def _by_chunk(terms: _Terms) -> list[tuple[Tensor, ...]]:
 
 
 def _padded(segment: list[Tensor]) -> tuple[int, list[Tensor]]:
-    """The size of the segment's chunks, and its tensors [M, T, ...] with T made a multiple of it.
+    """Return the chunk size, and the segment's tensors [M, T, ...] padded to a multiple of it.
 
-    The padding of zeros neither decays (g) nor writes (beta).
+    The zeros neither decay (g) nor write (beta).
     """
     tokens, chunk = segment[0].shape[1], _LARGEST_CHUNK
     while chunk > _SMALLEST_CHUNK and chunk // 2 >= tokens:
@@ -203,7 +192,7 @@ def _to_chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _pairwise_terms(chunks: list[Tensor]) -> _Terms:
-    """Everything about a segment that does not depend on the state, from q, k, v, g, beta in chunks [N, M, C, ...]."""
+    """All terms of a segment that do not depend on the state, from q, k, v, g, beta in chunks [N, M, C, ...]."""
     q, k, v, g, beta = chunks
     count, rows, size = beta.shape
     strength = beta.reshape(-1, size)
@@ -249,7 +238,7 @@ def _unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
 
 
 class _BlockInverse(torch.autograd.Function):
-    """(I + L)^-1 by forward substitution, which is exact whatever L holds, in blocks that products put together."""
+    """(I + L)^-1 by forward substitution, which is exact for any L, in blocks that products combine."""
 
     @staticmethod
     def forward(ctx, strictly_lower: Tensor) -> Tensor:
@@ -278,7 +267,7 @@ def _inverse(strictly_lower: Tensor) -> Tensor:
 
 
 def _substituted(strictly_lower: Tensor) -> Tensor:
-    """(I + L)^-1 of small blocks, row by row; the batch is moved last, so that rows are long and contiguous."""
+    """(I + L)^-1 of small blocks, row by row; the batch axis is last, so that rows are long and contiguous."""
     rows = strictly_lower.permute(1, 2, 0).neg().contiguous()
     for i in range(1, rows.shape[0]):
         rows[i, :i] += (rows[i, :i].unsqueeze(1) * rows[:i, :i]).sum(0)

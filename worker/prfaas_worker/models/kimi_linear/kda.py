@@ -19,7 +19,7 @@ _L2_NORM_EPS = 1e-6
 
 
 class Projected(NamedTuple):
-    """The part of a layer that each token contributes by itself."""
+    """Results that each token contributes by itself."""
 
     qkv: Tensor  # channels of q, k and v before the convolution [..., 3 H K]
     log_decay: Tensor  # [..., H, K]
@@ -27,15 +27,12 @@ class Projected(NamedTuple):
     gate: Tensor  # before the sigmoid [..., H V]
 
     def of(self, tokens: slice) -> "Projected":
-        """The part of these tokens, along the first axis."""
         return Projected(*(part[tokens] for part in self))
 
 
 class DeltaAttention:
-    """A KDA layer over tokens that `unit_rms` has normed.
-
-    Its state is conv [B, 3 H K, kernel - 1] and recurrent [B, H, K, V].
-    """
+    """A KDA layer over tokens that `unit_rms` has normed. Its state: conv [B, 3 H K, kernel - 1], recurrent [B, H, K,
+    V]."""
 
     def __init__(self, config: KimiLinearConfig, weights: Weights, norm: Tensor, rule: DeltaRule):
         self._heads, self._head_size, self._taps = config.kda_heads, config.kda_head_size, config.conv_kernel
@@ -55,20 +52,20 @@ class DeltaAttention:
         self._qk_scale = torch.tensor([self._head_size**0.5, 1.0], device=weights.device).view(2, 1, 1)
 
     def prefill(self, x: Tensor) -> Tensor:
-        """Sequences [B, T, D] that start from nothing -> outputs [B, T, D]."""
+        """Sequences [B, T, D] without a past -> outputs [B, T, D]."""
         projected, batch = self.project(x), x.shape[0]
         conv = x.new_zeros(batch, self._conv.shape[1], self._taps - 1)
         recurrent = x.new_zeros(batch, self._heads, self._head_size, self._head_size)
         return self.output(self.mix_chunk(projected, conv, recurrent)[0], projected.gate)
 
     def project(self, x: Tensor) -> Projected:
-        """Everything that each token [..., D] contributes by itself."""
+        """Compute what each token [..., D] contributes by itself."""
         forget, gate, strength = torch.split_with_sizes(F.linear(x, self._gates), self._widths, dim=-1)
         forget = F.softplus(F.linear(forget, self._f_b, self._dt_bias)).unflatten(-1, (self._heads, self._head_size))
         return Projected(linear(x, self._qkv), forget * self._decay_rate, strength.sigmoid(), F.linear(gate, self._g_b))
 
     def mix_chunk(self, x: Projected, conv: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append T tokens to B sequences, x [B, T, ...]; returns outputs by head [B, T, H, V], conv, recurrent."""
+        """Append T tokens to B sequences, x [B, T, ...]; return outputs by head [B, T, H, V], conv, recurrent."""
         padded = torch.cat([conv.transpose(1, 2), x.qkv], dim=1)
         qk, v = self._heads_of(_causal_conv(padded, self._conv))
         parts = (qk[..., 0, :, :], qk[..., 1, :, :], v, x.log_decay, x.strength)
@@ -78,9 +75,9 @@ class DeltaAttention:
         return o, padded[:, 1 - self._taps :].transpose(1, 2), state.view_as(recurrent)
 
     def mix_step(self, x: Projected, conv: Tensor, recurrent: Tensor) -> Tensor:
-        """Append one token to each of B sequences, x [B, ...], whose states change in place.
+        """Append one token to each of B sequences, x [B, ...], and change their states in place.
 
-        Returns outputs by head [B, H, V]. `recurrent` is contiguous but for its first axis if B is 1.
+        Returns outputs by head [B, H, V]. `recurrent` is contiguous except in its first axis if B is 1.
         """
         mixed = x.qkv * self._conv[-1]
         # Column by column: the taps stand side by side in memory, where anything on whole rows is slow.
@@ -95,7 +92,7 @@ class DeltaAttention:
         return o.view(-1, self._heads, self._head_size)
 
     def output(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Norm and gate of each head's output [..., H, V], then the projection to [..., D]."""
+        """Norm and gate each head's output [..., H, V], then project to [..., D]."""
         return linear(unit_rms(o, self._least).flatten(-2) * gate.sigmoid(), self._o_proj)
 
     def _heads_of(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +106,7 @@ class DeltaAttention:
 def _causal_conv(padded: Tensor, taps: Tensor) -> Tensor:
     """Depthwise convolution of [B, T + kernel - 1, C] with taps [kernel, C], oldest first: [B, T, C].
 
-    As a sum over taps: several times quicker on a CPU than conv1d with as many groups as channels.
+    A sum over taps is several times quicker on a CPU than conv1d with as many groups as channels.
     """
     tokens = padded.shape[1] - taps.shape[0] + 1
     out = padded[:, :tokens] * taps[0]

@@ -1,4 +1,4 @@
-"""Computes what a Kimi Linear layer does to each token by itself: norms, MLP and mixture of experts.
+"""Computes the parts of a Kimi Linear layer that treat each token by itself: norms, MLP and mixture of experts.
 
 Norms come without their weight: it is multiplied into the matrices that follow, once, when a block is made. Everything
 takes any number of tokens [..., D], and gradients flow unless the caller turns them off.
@@ -18,23 +18,19 @@ _DENSE_BYTES = 1 << 20
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., D] times weight [E, D], which may be bf16: then multiplied as such, and summed in fp32 by the device.
-
-    Returns [..., E] in the type of x.
-    """
+    """x [..., D] times weight [E, D]; a bf16 weight is multiplied as such, and summed in fp32 by the device. Keeps x's
+    type."""
     return F.linear(x.to(weight.dtype), weight).to(x.dtype)
 
 
 def unit_rms(x: Tensor, least: Tensor) -> Tensor:
-    """x / sqrt(sum x^2 + D eps): RMSNorm over the last axis of length D but for its weight, see `norm_scale`.
-
-    `least` is sqrt(D eps), see `least_norm`.
-    """
+    """x / sqrt(sum x^2 + D eps): RMSNorm without its weight (see `norm_scale`); `least` is sqrt(D eps) (see
+    `least_norm`)."""
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)
 
 
 def least_norm(eps: float, size: int, device: torch.device) -> Tensor:
-    """Convert an epsilon inside the mean of `size` squares to the form that `unit_rms` takes."""
+    """Convert the epsilon of a mean of `size` squares for `unit_rms`."""
     return torch.tensor((eps * size) ** 0.5, device=device)
 
 
@@ -51,12 +47,11 @@ class Mlp:
         self._down = weights.product(["down_proj"])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
         return linear(_swiglu(linear(x, self._gate_up)), self._down)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, from both side by side in the last axis."""
+    """silu(gate) * up, which are side by side in the last axis."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -80,7 +75,6 @@ class MixtureOfExperts:
         self._down = weights.experts_transposed([f"{e}w2" for e in experts], "shared_experts.down_proj", self._size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
         tokens = x.flatten(0, -2)
         picked, weights = self.route(tokens)
         few = tokens.shape[0] * self._experts <= DENSE_PAIRS
@@ -89,7 +83,7 @@ class MixtureOfExperts:
         return run(tokens, picked, weights).view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [N, D] -> picked experts int64 [N, top] and their weights [N, top]."""
+        """Tokens [N, D] -> selected experts int64 [N, top] and their weights [N, top]."""
         scores = F.linear(tokens, self._gate).sigmoid()
         picked = (scores + self._bias).topk(self._top, dim=-1).indices
         weights = scores.gather(1, picked)
@@ -98,7 +92,7 @@ class MixtureOfExperts:
         return picked, weights * self._scale
 
     def _run_all(self, tokens: Tensor, picked: Tensor, weights: Tensor) -> Tensor:
-        """Every expert for every token, those that were not picked times zero."""
+        """Run every expert for every token, with weight zero if it is not selected."""
         unpicked = weights.new_zeros(len(tokens), self._experts)
         shares = torch.cat([unpicked.scatter(1, picked, weights), weights.new_ones(len(tokens), self._shared)], dim=1)
         gate_up = linear(tokens, self._gate_up.flatten(0, 1))
@@ -106,7 +100,7 @@ class MixtureOfExperts:
         return linear(hidden.flatten(1), self._down.flatten(0, 1).T)
 
     def _run_picked(self, tokens: Tensor, picked: Tensor, weights: Tensor) -> Tensor:
-        """Each expert for the tokens that picked it, which are sorted so that it multiplies once."""
+        """Run each expert for its tokens only, sorted so that it multiplies once."""
         order = picked.flatten().argsort(stable=True)
         counts = picked.flatten().bincount(minlength=self._experts).tolist()
         groups = tokens.index_select(0, order // self._top).split(counts)

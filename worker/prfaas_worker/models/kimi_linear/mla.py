@@ -25,8 +25,6 @@ _SCORE_BYTES = 64 << 20
 
 
 class LatentAttention:
-    """An MLA layer over tokens that `unit_rms` has normed."""
-
     def __init__(self, config: KimiLinearConfig, weights: Weights, norm: Tensor):
         self._heads = config.num_heads
         self._latent, self._shared = config.latent_size, config.shared_key_size
@@ -44,7 +42,7 @@ class LatentAttention:
             self._absorbed_input, self._absorbed_output = self._absorb_projections()
 
     def prefill(self, x: Tensor) -> Tensor:
-        """Sequences [B, T, D] that start from nothing -> outputs [B, T, D]."""
+        """Sequences [B, T, D] without a past -> outputs [B, T, D]."""
         q, rows = self.project(x)
         k, v = self._keys_and_values(rows)
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=self._scale)
@@ -72,9 +70,9 @@ class LatentAttention:
         return torch.cat([latent.transpose(0, 1), shared], dim=-1) * self._scale
 
     def attend_own(self, q: Tensor, rows: Tensor, blocks: Iterator[Tensor]) -> Tensor:
-        """Queries [T, H, key] attend to the rows of their own tokens [T, width], and to all rows before them.
+        """Queries [T, H, key] attend to the rows of their own tokens [T, width], and to all earlier rows.
 
-        `blocks` gives the latter, [n, width] each. Returns values by head [T, H, value].
+        `blocks` yields the earlier rows, [n, width] each. Returns values by head [T, H, value].
         """
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = self._keys_and_values(rows.unsqueeze(0))
@@ -87,7 +85,7 @@ class LatentAttention:
     def scores(self, q: Tensor, rows: Tensor, beyond: Tensor | None) -> Tensor:
         """Score rows [B, N, width] by one absorbed query a sequence [B, H, width]: [B, H, N].
 
-        `beyond`, floats [B, 1, N], is next to nothing where a sequence has a row, and far below any score elsewhere.
+        `beyond`, floats [B, 1, N], is about 0 where a sequence has a row, and far below any score elsewhere.
         """
         return torch.bmm(q, rows.mT) if beyond is None else torch.baddbmm(beyond, q, rows.mT)
 
@@ -148,14 +146,12 @@ class LatentAttention:
 
 
 class Merged:
-    """Attention to several sets of rows as if to all of them: `output` [..., T, V]."""
+    """Combines attention over several sets of rows: `output` [..., T, V]."""
 
     def __init__(self, output: Tensor, log_sum: Tensor):
-        """Begin with a set's output and the log of the sum of its exponentials [..., T]."""
         self.output, self._log_sum = output, log_sum
 
     def add(self, output: Tensor, log_sum: Tensor) -> None:
-        """Take in another set."""
         total = torch.logaddexp(self._log_sum, log_sum)
         self.output = self.output * (self._log_sum - total).exp().unsqueeze(-1)
         self.output += output * (log_sum - total).exp().unsqueeze(-1)
@@ -163,8 +159,7 @@ class Merged:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of queries [B, H, T, K] to keys and values [B, H, N, K]: [B, H, T, K], and the log of the sum of its
-    exponentials [B, H, T]."""
+    """Attention of queries [B, H, T, K] to keys and values [B, H, N, K]: [B, H, T, K], and log-sum-exp [B, H, T]."""
     if q.device.type == "cpu":
         # What scaled_dot_product_attention runs; the public function drops the sums.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -172,7 +167,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tu
 
 
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """`attend` in plain torch, for any device: some queries at once, so that scores take _SCORE_BYTES at most."""
+    """`attend` in plain torch, for any device, in parts whose scores take at most _SCORE_BYTES."""
     at_once = max(1, _SCORE_BYTES // (k.shape[:-1].numel() * k.itemsize))
     places = torch.arange(k.shape[2], device=k.device)
     outputs, log_sums = [], []

@@ -77,19 +77,19 @@ class Layer:
             self.feed_forward = MixtureOfExperts(config, weights.under("block_sparse_moe"), norm)
 
     def normed(self, x: Tensor) -> Tensor:
-        """Norm the residual stream for attention or feed-forward block, whose matrices hold the norm's weight."""
+        """Norm the residual stream; the next matrices hold the norm's weight."""
         return unit_rms(x, self._least)
 
 
 class StepShape(NamedTuple):
-    """The most sequences and the most tokens of each that a compiled step takes."""
+    """The most sequences, and the most tokens of each, of a compiled step."""
 
     sequences: int
     tokens: int
 
 
 class KimiLinear:
-    """A loaded checkpoint; see `prfaas_worker.models.base.Model` for what each method promises."""
+    """A loaded checkpoint; `prfaas_worker.models.base.Model` documents each method."""
 
     attention_kind: AttentionSpecKind = "mla_attention"
 
@@ -101,7 +101,7 @@ class KimiLinear:
         products: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        """Put the layers together from tensors by public name, which must be complete and of the config's shapes."""
+        """Build the layers from tensors by public name, which must be complete and of the config's shapes."""
         weights = Weights(tensors, products, device)
         self.config = config
         self.fingerprint = fingerprint
@@ -116,13 +116,10 @@ class KimiLinear:
 
     @classmethod
     def load(cls, directory: Path, dtype: Dtype = "float32", device: str = "cpu") -> "KimiLinear":
-        """Read config.json and model*.safetensors onto a device of torch's.
+        """Read config.json and model*.safetensors onto a torch device. Raises ConfigError if the checkpoint is not
+        supported.
 
-        As `dtype`, "auto" takes the type of products that `precision` chooses: measured on a CPU, else bfloat16.
-
-        Raises:
-            ConfigError: they are not a checkpoint that we run.
-
+        With dtype "auto", `precision` chooses the type of products: measured on a CPU, else bfloat16.
         """
         config = read_config(directory)
         checkpoint = SafetensorsCheckpoint(directory, config)
@@ -145,22 +142,17 @@ class KimiLinear:
 
     @property
     def device(self) -> torch.device:
-        """The device of weights and cache."""
         return self.embedding.device
 
     def bind(self, memory: CacheMemory) -> None:
-        """Use this memory for all that follows."""
         self._memory = memory
 
     @torch.inference_mode()
     def compile_decodes(self, shapes: Sequence[StepShape]) -> None:
-        """Compile steps of decodes alone for these shapes; others stay as they are. `bind` comes first.
+        """Compile steps of decodes alone for these shapes, after `bind`; about 20 seconds a shape. Does nothing off the
+        CPU.
 
-        Takes some 20 seconds a shape. On another device than a CPU nothing is compiled, and the log says so.
-
-        Raises:
-            ConfigError: there is no C++ compiler, or a shape is too wide.
-
+        Raises ConfigError if there is no C++ compiler, or a shape is too wide.
         """
         if self.device.type != "cpu":
             log.warning("decode steps are compiled only on a CPU, and this model runs on %s", self.device)
@@ -169,7 +161,6 @@ class KimiLinear:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Run one step; returns the normed hidden states of each chunk's last token and of each decode."""
         if self._compiled is not None and on_layer is None and batch.decodes is not None:
             shape = self._compiled.shape_for(batch)
             if shape is not None:
@@ -190,24 +181,22 @@ class KimiLinear:
         return self.final_norm(_last_of_each(x, batch))
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """Norm the residual stream after the last layer, for `logits`."""
         return unit_rms(x, self._least) * self._norm
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of normed hidden states [..., hidden_size]."""
         return F.linear(hidden, self._head)
 
     @torch.inference_mode()
     def divergence_from(self, layers: Iterable[Layer]) -> float:
-        """Mean divergence, in nats, of this model's next tokens from those that other layers make in place of its own.
+        """Mean divergence, in nats, of this model's next tokens when `layers` replace its own.
 
-        Layers are taken one at a time, so that those of the other type need not fit into memory together.
+        Layers are taken one at a time, so that both types need not fit into memory together.
         """
         expected, found = (self._next_tokens(each) for each in (layers, self.blocks))
         return divergence(expected, found)
 
     def _next_tokens(self, layers: Iterable[Layer]) -> Tensor:
-        """Logarithms of probabilities after each token of the probe [PROBE_TOKENS, vocab_size]."""
+        """Log probabilities after each token of the probe [PROBE_TOKENS, vocab_size]."""
         x = F.embedding(probe_tokens(self.vocab_size).unsqueeze(0), self.embedding)
         for layer in layers:
             x = x + layer.attention.prefill(layer.normed(x))
@@ -216,15 +205,8 @@ class KimiLinear:
 
 
 class _CompiledDecodes:
-    """Compiled steps over one memory."""
-
     def __init__(self, model: KimiLinear, memory: CacheMemory, shapes: Sequence[StepShape]):
-        """Compile every shape.
-
-        Raises:
-            ConfigError: there is no C++ compiler, or a shape has more sequences than go through all experts at once.
-
-        """
+        """Compile every shape. Raises ConfigError without a C++ compiler, or for a shape beyond all-expert batches."""
         if not (shutil.which("g++") or shutil.which("clang++")):
             raise ConfigError("decode steps cannot be compiled: install g++, or leave compilation out")
         most = DENSE_PAIRS // model.config.num_experts
@@ -242,7 +224,7 @@ class _CompiledDecodes:
             self._run(tokens, lengths, *self._gathered(tokens, lengths, shape))
 
     def shape_for(self, batch: Batch) -> StepShape | None:
-        """The smallest shape that takes this batch, which must be of decodes alone."""
+        """The smallest shape that fits this batch of decodes."""
         if batch.chunks or batch.decodes is None:
             return None
         count, tokens = batch.decodes.slots.shape[0], batch.decodes.max_length + 1
@@ -250,7 +232,6 @@ class _CompiledDecodes:
         return next(fitting, None)
 
     def forward(self, tokens: Tensor, decodes: Decodes, shape: StepShape) -> Tensor:
-        """Run decodes that the shape takes, as `KimiLinear.forward` does."""
         count = tokens.shape[0]
         fill = torch.arange(shape.sequences)
         fill[count:] = 0
@@ -319,7 +300,6 @@ def _last_of_each(x: Tensor, batch: Batch) -> Tensor:
 
 
 def _layer_spec(config: KimiLinearConfig, kind: str) -> LayerSpec:
-    """The cache of one layer."""
     if kind == "attention":
         width = config.latent_size + config.shared_key_size
         return LayerSpec(rows=(TensorSpec("latent", ("token", "latent_then_shared_key"), (width,), "float32"),))

@@ -26,7 +26,7 @@ _NO_ROW = -1e30
 
 
 class _Part(NamedTuple):
-    """Some tokens of the batch: `span` of all, and in it pieces of prompts by slot; the decodes may follow them."""
+    """Tokens of the batch: `span` of all, with pieces of prompts by slot; the decodes may follow them."""
 
     span: slice
     pieces: list[tuple[int, slice]]
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
 
 
 class PagedBatch:
-    """A batch, its parts, and what its decodes need of the memory."""
+    """A batch, its parts, and its decodes' memory."""
 
     def __init__(self, batch: Batch, memory: CacheMemory):
         self.chunks = batch.chunks
@@ -78,7 +78,6 @@ class PagedBatch:
         return mla.output(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
     def _rows_before(self, chunk: Chunk, pages: Tensor) -> Iterator[Tensor]:
-        """The rows before a chunk in blocks [n, width]."""
         page_tokens = pages.shape[1]
         for start in range(0, chunk.start, _ROWS_AT_ONCE):
             end = min(start + _ROWS_AT_ONCE, chunk.start)
@@ -86,13 +85,12 @@ class PagedBatch:
             yield pages.index_select(0, table).flatten(0, 1)[: end - start]
 
     def _write(self, chunk: Chunk, rows: Tensor, pages: Tensor) -> None:
-        """Put a chunk's rows [T, width] into its pages."""
         at = torch.arange(chunk.start, chunk.end, device=rows.device)
         pages[self._memory.table[chunk.slot, at // pages.shape[1]], at % pages.shape[1]] = rows
 
 
 class _PagedDecodes:
-    """Finds states and rows of a step's decodes, and attends to them."""
+    """Gathers states and rows of a step's decodes, and attends to them."""
 
     def __init__(self, decodes: Decodes, memory: CacheMemory):
         self.count = decodes.slots.shape[0]
@@ -110,20 +108,20 @@ class _PagedDecodes:
             self._beyond = (absent * _NO_ROW).unsqueeze(1)
 
     def read(self, states: Tensor) -> Tensor:
-        """The decodes' states of [slots, ...], contiguous; where they are so anyway, not a copy."""
+        """The decodes' states of [slots, ...], contiguous; a view if possible."""
         if self._side_by_side is None:
             return states.index_select(0, self._slots)
         return states[self._side_by_side].contiguous()
 
     def write(self, states: Tensor, changed: Tensor) -> None:
-        """Put back what `read` gave."""
+        """Write back the states of `read`."""
         if self._side_by_side is None:
             states.index_copy_(0, self._slots, changed)
         elif changed.data_ptr() != (own := states[self._side_by_side]).data_ptr():
             own.copy_(changed)
 
     def attend(self, mla: LatentAttention, q: Tensor, rows: Tensor, pages: Tensor) -> Tensor:
-        """Write the decodes' own rows, then let absorbed queries [B, H, width] see all: latents [B, H, latent]."""
+        """Write the decodes' own rows, then attend with absorbed queries [B, H, width]: latents [B, H, latent]."""
         pages[self._own, self._offsets] = rows
         at_once = max(1, _DECODE_BYTES // (self.count * pages[0].nbytes)) * pages.shape[1]
         first, *rest = [slice(start, min(start + at_once, self._seen)) for start in range(0, self._seen, at_once)]
@@ -137,7 +135,7 @@ class _PagedDecodes:
         return merged.output
 
     def _attend_span(self, mla: LatentAttention, q: Tensor, pages: Tensor, span: slice) -> tuple[Tensor, Tensor]:
-        """Scores [B, H, n] of a span of rows, and the latents that they make."""
+        """Scores [B, H, n] of a span of rows, and their latents."""
         rows = self._rows(pages, span)
         scores = mla.scores(q, rows, None if self._beyond is None else self._beyond[..., span])
         return scores, mla.weighted(scores, rows)
@@ -154,7 +152,7 @@ class _PagedDecodes:
 
 
 def _side_by_side(slots: Tensor) -> slice | None:
-    """The slots as a range if they are one, in order. Not asked of an accelerator, to await none."""
+    """The slots as a range if they are consecutive. Only on the CPU: an accelerator would have to be awaited."""
     if slots.device.type != "cpu":
         return None
     numbers = slots.tolist()
@@ -163,7 +161,7 @@ def _side_by_side(slots: Tensor) -> slice | None:
 
 
 def _parts(batch: Batch) -> list[_Part]:
-    """The batch in parts of TOKENS_AT_ONCE tokens; the decodes, which are last, are in the last."""
+    """Split the batch into parts of TOKENS_AT_ONCE tokens; the last one has the decodes."""
     prompt_tokens = sum(chunk.tokens for chunk in batch.chunks)
     total = batch.tokens.shape[0]
     parts = [

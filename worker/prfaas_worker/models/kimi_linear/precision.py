@@ -1,4 +1,4 @@
-"""Decides in which type matrices are multiplied: bf16 where instructions, speed and the weights at hand all allow it.
+"""Chooses the type in which matrices are multiplied: bf16 if instructions, speed and the weights at hand all allow it.
 
 Products of tokens and weights may be bf16, summed in fp32: projections, MLPs and experts. What is sensitive stays fp32
 everywhere: the residual stream, norms, gates, decays, the router, S, attention, the logits. So do the cache's rows and
@@ -50,7 +50,7 @@ class Speedups(NamedTuple):
 
 
 class PrecisionFacts(NamedTuple):
-    """The facts that `choose` decides by. A fact of None was not measured, and speaks against nothing."""
+    """The inputs of `choose`. None means not measured, and is no objection."""
 
     asked: Dtype
     instructions: frozenset[str]
@@ -59,14 +59,12 @@ class PrecisionFacts(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """The type of products, and the reason for it."""
-
     dtype: torch.dtype
     reason: str
 
 
 def choose(facts: PrecisionFacts) -> Precision:
-    """Decide from what is known so far: a caller measures on while the answer is bfloat16."""
+    """Decide from the known facts: a caller measures on while the answer is bfloat16."""
     if facts.asked != "auto":
         return Precision(getattr(torch, facts.asked), "asked for")
     if not facts.instructions:
@@ -85,7 +83,7 @@ def choose(facts: PrecisionFacts) -> Precision:
 
 
 def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The processor's instructions that multiply bf16; none where the system does not tell."""
+    """The processor's instructions for bf16 products; none if the system does not report them."""
     try:
         return frozenset(re.findall(r"\b(?:avx512_bf16|amx_bf16)\b", cpuinfo.read_text()))
     except OSError:
@@ -94,7 +92,7 @@ def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 @torch.inference_mode()
 def speedups(config: KimiLinearConfig) -> Speedups:
-    """Time the products of a model of this config, on random numbers, in both types."""
+    """Time a model's products on random numbers in both types."""
     seconds = {torch.float32: [0.0, 0.0], torch.bfloat16: [0.0, 0.0]}
     for (outputs, inputs), times in products_of_a_token(config).items():
         weight = torch.randn(outputs, inputs)
@@ -107,7 +105,7 @@ def speedups(config: KimiLinearConfig) -> Speedups:
 
 
 def products_of_a_token(config: KimiLinearConfig) -> Counter[Shape]:
-    """Shape of the weights -> how many of these each token meets; of the experts, as many as it picks."""
+    """Shape of the weights -> products of each token; experts count as often as they are selected."""
     counted: Counter[Shape] = Counter()
     for name, shape in expected_shapes(config).items():
         expert = _EXPERT.search(name)
@@ -117,7 +115,7 @@ def products_of_a_token(config: KimiLinearConfig) -> Counter[Shape]:
 
 
 def weight_bytes(config: KimiLinearConfig, products: torch.dtype) -> int:
-    """Bytes that the weights take in memory, with products of this type and all else in fp32."""
+    """Bytes of the weights with products of this type and all else in fp32."""
     return sum(
         math.prod(shape) * (products if _PRODUCTS.search(name) else torch.float32).itemsize
         for name, shape in expected_shapes(config).items()
@@ -134,10 +132,10 @@ def _quickest(work: Callable[[], object]) -> float:
 
 
 def probe_tokens(vocab_size: int) -> Tensor:
-    """Tokens from all over the vocabulary, which no text resembles: a hard case for `divergence` [PROBE_TOKENS]."""
+    """Random tokens [PROBE_TOKENS], unlike any text: a hard case for `divergence`."""
     return torch.randint(vocab_size, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
 
 
 def divergence(expected: Tensor, found: Tensor) -> float:
-    """Mean divergence, in nats, of one set of next-token log-probabilities [T, vocab_size] from another."""
+    """Mean divergence, in nats, of one set of next-token log probabilities [T, vocab_size] from another."""
     return (expected.exp() * (expected - found)).sum(-1).mean().item()

@@ -1,4 +1,4 @@
-"""A frame's tensors as the pieces of memory they stand in, and as one array each, which is what codecs work on.
+"""A frame's tensors as pieces of memory, and each as one array for the codecs.
 
 Gathering costs a copy. It buys few, long operations: each gives the interpreter's lock away and must ask for it again,
 and a thread that computes in Python lets go of it once in 5 ms.
@@ -19,7 +19,7 @@ WORDS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 class Tensor(NamedTuple):
-    """One tensor of a frame. Its `pieces` hold whole items each, bytes, in order."""
+    """One tensor of a frame. Its `pieces` hold whole items, as bytes, in order."""
 
     layout: TensorLayout
     items: int
@@ -32,38 +32,30 @@ class Tensor(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Elements of one item."""
         return self.layout.nbytes // self.word.itemsize
 
     @property
     def elements(self) -> int:
-        """Elements of all items."""
         return self.items * self.channels
 
     def gather(self) -> Words:
-        """Elements as integers, [elements]; in one piece they are not copied, so they are not to be changed."""
+        """Elements as integers, [elements]; a single piece is not copied, so callers must not change it."""
         whole = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
         return np.frombuffer(whole, self.word)
 
     def scatter(self, words: Words) -> None:
-        """Put elements where the tensor stands."""
+        """Copy elements into the tensor's memory."""
         left = words.data.cast("B")
         for piece in self.pieces:
             piece[:], left = left[: piece.nbytes], left[piece.nbytes :]
 
 
 def size_bytes(layouts: Sequence[TensorLayout], items: int) -> int:
-    """Bytes of a frame's tensors."""
     return items * sum(layout.nbytes for layout in layouts)
 
 
 def cut(layouts: Sequence[TensorLayout], items: int, parts: Sequence[Buffer]) -> list[Tensor]:
-    """Deal the parts out to the tensors whose memory they are.
-
-    Raises:
-        InternalError: they are not, one is not of whole items, or there are no items.
-
-    """
+    """Assign the parts to their tensors. Raises InternalError if they do not fit or there are no items."""
     if items < 1:
         raise InternalError(f"a frame of {items} items")
     left = [memoryview(part).cast("B") for part in reversed(parts)]

@@ -21,12 +21,11 @@ from prfaas.wire.transfer import Buffer
 from prfaas_worker.transfer.codecs import Tensor, Words
 
 LEVELS = 127
-STRIP_ELEMENTS = 1 << 20
-"""Rows pass through float32 in strips of this many elements."""
+STRIP_ELEMENTS = 1 << 20  # Rows pass through float32 in strips of this many elements.
 
 
 class FloatKind(NamedTuple):
-    """One type's arithmetic: its largest value, its relative rounding, and what values near zero may be off by."""
+    """One type's arithmetic: its largest value, its relative rounding, and the error of values near zero."""
 
     largest: float
     rounding: float
@@ -46,7 +45,7 @@ _ROUNDER = np.float32(1.5 * 2**23)
 
 
 def error_bound(dtype: str, largest: NDArray[Any]) -> NDArray[np.float64]:
-    """Most that a value may be off, given the largest magnitude of its channel in the frame."""
+    """Bound of a value's error, given the largest magnitude of its channel in the frame."""
     kind = KINDS[dtype]
     return largest.astype(np.float64) * (1 / (2 * LEVELS) + 2.0**-22 + kind.rounding) + kind.step
 
@@ -68,12 +67,7 @@ def encode(tensors: Sequence[Tensor], raw_bytes: int) -> list[Buffer] | None:
 
 
 def decode_into(payload: memoryview, tensors: Sequence[Tensor]) -> None:
-    """Decode a payload into the tensors' pieces.
-
-    Raises:
-        ProtocolError: it is none of these tensors.
-
-    """
+    """Decode a payload into the tensors' pieces. Raises ProtocolError if it does not fit them."""
     want_bytes = sum(_wire_bytes(tensor) for tensor in tensors)
     if payload.nbytes != want_bytes:
         raise ProtocolError(f"payload of {payload.nbytes} bytes for tensors that take {want_bytes} as 8-bit integers")
@@ -107,7 +101,6 @@ def _largest(rows: Words, dtype: str) -> NDArray[np.float32]:
 
 
 def _quantise(rows: Words, dtype: str, scales: NDArray[np.float32]) -> NDArray[np.int8]:
-    """Return the integers, [items, channels]."""
     integers = np.empty(rows.shape, np.int8)
     factors = np.float32(1) / scales
     for at, strip in _strips(rows):
@@ -120,7 +113,6 @@ def _quantise(rows: Words, dtype: str, scales: NDArray[np.float32]) -> NDArray[n
 
 
 def _restore(integers: NDArray[np.int8], scales: NDArray[np.float32], tensor: Tensor) -> Words:
-    """Return the elements, [items * channels]."""
     rows = np.empty(integers.shape, tensor.word)
     for at, strip in _strips(rows):
         values = integers[at : at + len(strip)] * scales
@@ -129,7 +121,7 @@ def _restore(integers: NDArray[np.int8], scales: NDArray[np.float32], tensor: Te
 
 
 def _strips(rows: Words) -> Iterator[tuple[int, Words]]:
-    """Views of some rows each, after the index of their first."""
+    """Yield views of some rows each, after the index of their first."""
     step = max(1, STRIP_ELEMENTS // rows.shape[1])
     for at in range(0, len(rows), step):
         yield at, rows[at : at + step]
@@ -145,7 +137,7 @@ def _to_float(words: Words, dtype: str, out: NDArray[np.float32]) -> None:
 
 
 def _from_float(values: NDArray[np.float32], dtype: str, out: Words) -> None:
-    """Round to the nearest of the type; `values` is overwritten."""
+    """Round to the nearest of the type; overwrites `values`."""
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
         np.add(bits, 0x8000, out=bits)

@@ -29,10 +29,8 @@ Plane = NDArray[Any]
 PLANES = {2: (8, 8), 4: (16, 8, 8)}
 _KINDS = {8: np.dtype("u1"), 16: np.dtype("<u2")}
 
-SAMPLE_BYTES, SAMPLES = 1024, 8
-"""A plane is judged by so many samples from all over it."""
-WORTH = 0.9
-"""It is compressed if they shrink to this: less is not worth the time on any link that is worth compressing for."""
+SAMPLE_BYTES, SAMPLES = 1024, 8  # Judge a plane by so many samples, spread over it.
+WORTH = 0.9  # Compress if samples shrink to this: a smaller gain is not worth the time on any link.
 
 _LENGTH_BYTES = 4
 _ZSTD = zstandard.ZstdCompressionParameters(
@@ -56,12 +54,7 @@ def encode(tensors: Sequence[Tensor], raw_bytes: int) -> list[Buffer] | None:
 
 
 def decode_into(payload: memoryview, tensors: Sequence[Tensor]) -> None:
-    """Decode a payload into the tensors' pieces.
-
-    Raises:
-        ProtocolError: it is none of these tensors.
-
-    """
+    """Decode a payload into the tensors' pieces. Raises ProtocolError if it does not fit them."""
     count = sum(len(PLANES[tensor.word.itemsize]) for tensor in tensors)
     if payload.nbytes < _LENGTH_BYTES * count:
         raise ProtocolError(f"payload of {payload.nbytes} bytes has no room for the lengths of {count} planes")
@@ -96,7 +89,7 @@ def _join(planes: Sequence[Plane], word: np.dtype[Any]) -> Words:
 
 
 def _pack(plane: Plane) -> memoryview:
-    """Return the plane's bytes, compressed if that is worth it."""
+    """Return the plane's bytes, compressed if that saves enough."""
     raw = plane.view(np.uint8)
     if _shrinks(raw):
         packed = _compress(raw)
@@ -106,7 +99,7 @@ def _pack(plane: Plane) -> memoryview:
 
 
 def _shrinks(raw: NDArray[np.uint8]) -> bool:
-    """Judge a plane by samples, which cost a fraction of compressing all of it for nothing."""
+    """Judge a plane by samples, which cost a fraction of compressing it."""
     if raw.nbytes <= SAMPLES * SAMPLE_BYTES:
         return True
     starts = np.linspace(0, raw.nbytes - SAMPLE_BYTES, SAMPLES, dtype=np.int64)
@@ -119,7 +112,7 @@ def _compress(raw: NDArray[np.uint8]) -> bytes:
 
 
 def _unpack(wire: memoryview, elements: int, kind: np.dtype[Any]) -> Plane:
-    """Return a plane of so many elements; what zstd may write is bounded before it runs."""
+    """Return a plane of so many elements; zstd's output is bounded before it runs."""
     want_bytes = elements * kind.itemsize
     if wire.nbytes == want_bytes:
         return np.frombuffer(wire, kind)
