@@ -124,7 +124,7 @@ class Source:
 
     def _prefill(self, offer: Offer, tokens: int, seconds: float) -> None:
         """Put rows in as the engine does: layer by layer of each chunk, states with the last one."""
-        offer.computing()
+        offer.start_computing()
         place, layers = self.caches.places[0], len(self.caches.layers)
         starts = range(0, tokens, CHUNK_TOKENS)
         due, step = time.monotonic(), seconds / (len(starts) * layers)
@@ -140,7 +140,7 @@ class Source:
                         offer.put(frame)
         self.prefill_ended = time.monotonic()
         offer.put(hidden_frame(offer.manifest, self._hidden))
-        offer.computed(seconds)
+        offer.finish_computing(seconds)
 
 
 class Destination:
@@ -173,7 +173,7 @@ class Destination:
         ledger = ReceiveLedger(manifest, guard=threading.Lock())
         _, connections, counters, traffic = self._shared
         silent_seconds = partial(connections.silent_seconds, self._port)
-        state = ReceiveState(ledger, self.caches.places[copy], counters.received, silent_seconds, traffic.memory)
+        state = ReceiveState(ledger, self.caches.places[copy], counters.count_received, silent_seconds, traffic.memory)
         Pull(self._shared, self._port, granted.token, state).run()
         ledger.require_whole()
         return ledger.received_bytes

@@ -55,14 +55,14 @@ class Peer:
 
     def fill(self, offer: Offer, tokens: int) -> None:
         """Put the whole cache into an offer."""
-        offer.computing()
+        offer.start_computing()
         for layer in range(self.layers):
             for frame in block_frames(offer.manifest, self.place, layer, (0, tokens)):
                 offer.put(frame)
             for frame in state_frames(offer.manifest, self.place, layer):
                 offer.put(frame)
         offer.put(hidden_frame(offer.manifest, self.hidden))
-        offer.computed(0.0)
+        offer.finish_computing(0.0)
 
 
 def handler(peer: Peer) -> type[BaseHTTPRequestHandler]:

@@ -180,11 +180,11 @@ class Aborts:
         if at == 0:
             act()
         put = len(frames) if rng.random() < 0.5 or at < 0 else max(at, rng.randrange(len(frames) + 1))
-        offer.computing()
+        offer.start_computing()
         for frame in frames[:put]:
             offer.put(frame)
         if put == len(frames):
-            offer.computed(0.0)
+            offer.finish_computing(0.0)
         if at == -2:
             act()
         return reason

@@ -123,7 +123,7 @@ def test_a_link_that_resets_everything_at_once_costs_no_bit():
             put_chunk(LARGE, offer, cache, start, start + 64)
             if start % 128 == 0:
                 proxy.cut()
-        offer.computed(0.0)
+        offer.finish_computing(0.0)
         # It misses the hidden state, which was not put in.
         eventually(lambda: taking.ledger.received_bytes == LARGE.nbytes - 4 * len(HIDDEN))
         port.offers.cancel(grant.transfer_id)

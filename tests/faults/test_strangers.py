@@ -61,7 +61,7 @@ def compute_rest(offer: Offer) -> None:
     for start in range(300, SMALL.tokens, 300):
         put_chunk(SMALL, offer, CACHE, start, min(SMALL.tokens, start + 300))
     offer.put(hidden_frame(offer.manifest, HIDDEN))
-    offer.computed(0.0)
+    offer.finish_computing(0.0)
 
 
 @pytest.mark.parametrize("ended", ["delivered", "cancelled", "failed"])

@@ -57,7 +57,7 @@ async def test_answers_that_wait_are_taken_together_in_order(ends):
     client, engine = ends
     with client.call() as call, client.call() as other:
         engine.say(token(call.handle, 1), token(other.handle, 9), token(call.handle, 2))
-        assert await call.some() == [token(call.handle, 1), token(call.handle, 2)]
+        assert await call.next_all() == [token(call.handle, 1), token(call.handle, 2)]
         assert await other.next() == token(other.handle, 9)
 
 
@@ -65,16 +65,16 @@ async def test_what_came_before_a_failure_is_not_lost(ends):
     client, engine = ends
     with client.call() as call:
         engine.say(token(call.handle, 1), Failed(call.handle, 500, "broken", "it broke"), token(call.handle, 2))
-        assert await call.some() == [token(call.handle, 1)]
+        assert await call.next_all() == [token(call.handle, 1)]
         with pytest.raises(EngineError, match="it broke"):
-            await call.some()
+            await call.next_all()
 
 
 async def test_a_request_that_ends_early_cancels_the_handles_that_still_run(ends):
     client, engine = ends
     with client.call(3) as call:
         first, second, third = call.handles
-        call.over(second)
+        call.finish(second)
     assert await engine.hear(2) == [Cancel(first), Cancel(third)]
     assert client.open_calls == 0
 
@@ -84,7 +84,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_cancels_too(ends):
 
     async def request() -> None:
         with client.call() as call:
-            await call.some()
+            await call.next_all()
 
     task = asyncio.create_task(request())
     await asyncio.sleep(0)
@@ -97,7 +97,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_cancels_too(ends):
 async def test_late_answers_go_nowhere(ends):
     client, engine = ends
     with client.call() as gone:
-        gone.over()
+        gone.finish()
     with client.call() as call:
         engine.say(token(gone.handle, 1), token(call.handle, 2))
         assert await call.next() == token(call.handle, 2)

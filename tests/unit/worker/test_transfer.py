@@ -105,7 +105,7 @@ def test_frames_leave_while_later_ones_do_not_exist_yet(port: Port):
     offer, grant = port.grant()
     with closing(connect(port, hello(grant))) as sock:
         assert kinds(sock, 1) == [Kind.WELCOME]
-        offer.computing()
+        offer.start_computing()
         put_chunk(SMALL, offer, SMALL.filled(), 0, 300)
         assert kinds(sock, 2) == [Kind.BLOCK, Kind.BLOCK]
     port.offers.cancel(grant.transfer_id)
@@ -243,8 +243,8 @@ def test_a_fetch_that_is_cancelled_ends_at_once_and_touches_nothing_afterwards(p
 
 def test_an_acknowledgement_of_another_epoch_is_none(port: Port):
     offer, grant = port.grant(start_token=SMALL.tokens - 1)
-    offer.computing()
-    offer.computed(0.0)
+    offer.start_computing()
+    offer.finish_computing(0.0)
     with closing(connect(port, hello(grant))) as sock:
         assert kinds(sock, 2) == [Kind.WELCOME, Kind.DONE]
         sock.sendall(message_frame(Kind.ACK, Address(grant.transfer_id, grant.epoch + 1)))
@@ -254,8 +254,8 @@ def test_an_acknowledgement_of_another_epoch_is_none(port: Port):
 
 def test_an_acknowledgement_frees_the_source_even_if_the_destination_is_gone_the_next_moment(port: Port):
     offer, grant = port.grant(start_token=SMALL.tokens - 1)
-    offer.computing()
-    offer.computed(0.0)
+    offer.start_computing()
+    offer.finish_computing(0.0)
     with closing(connect(port, hello(grant))) as sock:
         assert kinds(sock, 2) == [Kind.WELCOME, Kind.DONE]
         sock.sendall(message_frame(Kind.ACK, address_of(grant)))

@@ -199,11 +199,11 @@ def put_chunk(model: Model, offer: Offer, cache: CachePlace, start: int, end: in
 
 def compute(model: Model, offer: Offer, cache: CachePlace, step: int = 300) -> None:
     """Put what an engine puts for a whole prompt."""
-    offer.computing()
+    offer.start_computing()
     for start in range(0, model.tokens, step):
         put_chunk(model, offer, cache, start, min(model.tokens, start + step))
     offer.put(hidden_frame(offer.manifest, HIDDEN))
-    offer.computed(0.25)
+    offer.finish_computing(0.25)
 
 
 class Taking:
@@ -230,7 +230,7 @@ class Taking:
         self.counters = TransferCounters()
         self.ledger = ReceiveLedger(offer.manifest, DECODABLE, guard=threading.Lock())
         silent_seconds = partial(self.connections.silent_seconds, self.source)
-        self.state = ReceiveState(self.ledger, self.place, self.counters.received, silent_seconds, traffic.memory)
+        self.state = ReceiveState(self.ledger, self.place, self.counters.count_received, silent_seconds, traffic.memory)
         shared = FetchContext(port.layout, self.connections, self.counters, traffic)
         self.pull = Pull(shared, self.source, grant.token, self.state)
         self.error: PrfaasError | None = None

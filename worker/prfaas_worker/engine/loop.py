@@ -339,7 +339,7 @@ class EngineLoop:
             self.profiler.observe(count, request.prefill_seconds, request.cached_tokens)
         if request.offer is not None:
             sequence.phase = Phase.DELIVERING
-            request.offer.computed(request.prefill_seconds, is_exact=sequence.is_exact)
+            request.offer.finish_computing(request.prefill_seconds, is_exact=sequence.is_exact)
             return []
         if request.started:
             return [(sequence, row)]

@@ -167,10 +167,10 @@ class RemoteCaches:
         except CapacityError as error:
             return Failed(handle, 503, CODE_OVERLOADED, str(error))
         sequence.lease, sequence.phase, request.offer = lease, Phase.DELIVERING, offer
-        offer.computing()
+        offer.start_computing()
         for frame in prefix_frames(offer.manifest, self._runner.place(lease)):
             offer.put(frame)
-        offer.computed(0.0)
+        offer.finish_computing(0.0)
         return Granted(handle, grant)
 
     def _wake(self, fetch: _PrefixFetch, outcome: Outcome) -> None:

@@ -105,7 +105,7 @@ class Runner:
             return None
         place = self.place(sequence.held)
         if offer.state == "waiting":
-            offer.computing()
+            offer.start_computing()
             # What the prefix cache holds is not computed again, but the other instance may lack it.
             mark = self._staging.mark() if self._staging else None
             for layer in range(len(self.model.layers)):

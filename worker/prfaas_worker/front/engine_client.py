@@ -84,7 +84,7 @@ class Call:
         for handle in self._open:
             self._client.send(Cancel(handle))
 
-    def over(self, handle: int | None = None) -> None:
+    def finish(self, handle: int | None = None) -> None:
         """Note that a handle (default: all) has ended in the engine, or has another owner."""
         if handle is None:
             self._open.clear()
@@ -105,11 +105,11 @@ class Call:
             await self._arrived
         answer = self._answers.popleft()
         if isinstance(answer, Failed):
-            self.over(answer.handle)
+            self.finish(answer.handle)
             raise EngineError(answer)
         return answer
 
-    async def some(self) -> list[Answer]:
+    async def next_all(self) -> list[Answer]:
         """Wait for answers, and take all: a slow reader sends them together.
 
         Raises EngineError as `next`, but only after earlier answers were taken.
@@ -163,7 +163,7 @@ class EngineClient:
             message = question(call.handle)
             self.send(message)
             answer = await call.next()
-            call.over()
+            call.finish()
         if not isinstance(answer, kind):
             raise InternalError(f"the engine answered {type(message).__name__} with {type(answer).__name__}")
         return answer

@@ -143,7 +143,7 @@ class EngineCalls:
         """Wait for news and return all of it; empty once every choice has ended. Raises EngineError if the engine
         fails."""
         while self._choices:
-            answers, self._early = self._early or await self._call.some(), []
+            answers, self._early = self._early or await self._call.next_all(), []
             if found := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
                 return found
         return []
@@ -170,7 +170,7 @@ class EngineCalls:
         if answer.finish_reason is None:  # a stop string, of which the engine knows nothing
             self._engine.send(Cancel(answer.handle, answer.choice))
         if not self._running[answer.handle]:
-            self._call.over(answer.handle)
+            self._call.finish(answer.handle)
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         calls.send(spans)
         _teach(state, job, size)
         started = await calls.start()
-        spans.started(started)
+        spans.end_prefills(started)
         state.metrics.first_token(time.monotonic() - began)
         answer_headers = _headers(started, job.prompt_tokens, request_id)
         if not job.body.stream:

@@ -54,7 +54,7 @@ class Cursor:
         self.log = log
         self.seq = from_seq
 
-    def lost(self) -> bytes | None:
+    def take_gap(self) -> bytes | None:
         """Return the frame that reports lost batches, None if there are none."""
         if self.log.reaches(self.seq):
             return None
@@ -97,7 +97,7 @@ async def _follow(response: web.StreamResponse, events: KvEventPublisher, cursor
         frames = [frame for cursor in cursors for frame in cursor.take()]
         if frames or not await events.wait(ALIVE_SECONDS):
             await _send(response, frames or [_message("alive", {})])
-        lost = [lost for cursor in cursors if (lost := cursor.lost())]
+        lost = [lost for cursor in cursors if (lost := cursor.take_gap())]
         if lost:
             await _send(response, lost)
             return "overrun"

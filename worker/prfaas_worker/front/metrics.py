@@ -231,7 +231,7 @@ class TransferMetrics:
         self.payload_bytes = {direction: Histogram(SIZE_BUCKETS) for direction in directions}
         self.breaks: Counter[str] = Counter(dict.fromkeys(directions, 0))
 
-    def ended(self, transfer: TransferEnded) -> None:
+    def record_end(self, transfer: TransferEnded) -> None:
         self.breaks[transfer.direction] += transfer.breaks
         if transfer.outcome == "delivered":
             self.seconds[transfer.direction].observe(transfer.flow_seconds)
@@ -297,7 +297,7 @@ class WorkerMetrics(Collector):
         if isinstance(message, Measured):
             self.profile = message.profile
         elif isinstance(message, TransferEnded):
-            self.transfers.ended(message)
+            self.transfers.record_end(message)
         else:
             self.latencies.on_received(message)
 

@@ -71,7 +71,7 @@ async def _grant(
         answer = await call.next()
         if not isinstance(answer, Granted):
             raise InternalError(f"the engine answered a {kind.__name__} with {type(answer).__name__}")
-        call.over()  # from here on the lease ends it
+        call.finish()  # from here on the lease ends it
     return web.json_response(body=msgspec.json.encode(answer.grant), status=201)
 
 

@@ -39,7 +39,7 @@ class RequestSpans:
         self._prefills[handle] = span
         return span.context
 
-    def started(self, prompts: Sequence[Started]) -> None:
+    def end_prefills(self, prompts: Sequence[Started]) -> None:
         """End the prefills: the first token of every prompt exists."""
         for prompt in prompts:
             span = self._prefills.pop(prompt.handle)

@@ -108,7 +108,7 @@ class DataPort:
             self._offers.disconnect(offer, hello.connection)
 
     def _deliver(self, stream: DataStream, offer: Offer, hello: Hello) -> None:
-        traffic, sent = self._traffic, self._offers.counters.sent
+        traffic, sent = self._traffic, self._offers.counters.count_sent
         channel = SendChannel(stream, hello.connection, offer.message.identity, hello.codecs)
         try:
             welcome = Welcome(version=VERSION, manifest=offer.manifest)

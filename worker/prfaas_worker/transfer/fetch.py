@@ -164,7 +164,7 @@ class RemoteFetch:
         self._over.set()
         if outcome is not None:
             told = self._log.end("cancelled" if self._cancelled else outcome, reason, self._totals)
-            self._shared.counters.ended(told)
+            self._shared.counters.count_end(told)
         on_end(result)
         if outcome != "delivered" and self._grant is not None:
             self._release(self._grant)
@@ -190,9 +190,9 @@ class RemoteFetch:
         ledger = ReceiveLedger(self._expected(grant), DECODABLE, guard=threading.Lock())
         _, connections, counters, traffic = self._shared
         silent_seconds = partial(connections.silent_seconds, source)
-        state = ReceiveState(ledger, self._place, counters.received, silent_seconds, traffic.memory)
+        state = ReceiveState(ledger, self._place, counters.count_received, silent_seconds, traffic.memory)
         self._state = state
-        pull = self._pull = Pull(self._shared, source, grant.token, state, self._log.broke)
+        pull = self._pull = Pull(self._shared, source, grant.token, state, self._log.record_break)
         if self._over.is_set():  # it may have come before it could see the pull
             raise UnreachableError("cancelled")
         pull.run()

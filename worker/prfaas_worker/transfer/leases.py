@@ -37,7 +37,7 @@ class Offer:
         self.message = message
         self.manifest = manifest
         self.token = token
-        self.send_state = SendState(manifest.address, self.heard)
+        self.send_state = SendState(manifest.address, self.note_life)
         what = "prefill" if isinstance(message, StartPrefill) else "prefix"
         subject = TransferSubject(message.handle, message.request.request_id, message.identity, message.trace, what)
         self.log = TransferLog("send", subject, manifest.transfer_id)
@@ -52,11 +52,11 @@ class Offer:
     def connected(self) -> bool:
         return bool(self.streams)
 
-    def heard(self) -> None:
+    def note_life(self) -> None:
         """Note a sign of life of the destination."""
         self.lease.renew(LEASE_SECONDS)
 
-    def computing(self) -> None:
+    def start_computing(self) -> None:
         """Note that the first chunk starts now."""
         self.send_state.compute_started = time.monotonic()
         self.log.mark("computing")
@@ -65,7 +65,7 @@ class Offer:
     def put(self, frame: Frame) -> None:
         self.send_state.put(frame)
 
-    def computed(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
+    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec."""
         self._delivery.renew(DELIVERY_GRACE_SECONDS + self.manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND)
         self.state = "sending"
@@ -143,14 +143,14 @@ class Offers:
                     f"no prefill {address.transfer_id} with this token and epoch: ended, expired or foreign"
                 )
             offer.send_state.queue.connect(hello.connection, hello.broken, hello.received)
-            offer.heard()
+            offer.note_life()
             stale = [stream for number, stream in offer.streams.items() if number in hello.broken]
             offer.streams[hello.connection] = stream
             offer.was_connected = True
         for other in stale:
             other.shutdown()
         offer.log.mark("connected", connection=hello.connection)
-        offer.log.broke(len(set(hello.broken)), f"connection {hello.connection} takes over")
+        offer.log.record_break(len(set(hello.broken)), f"connection {hello.connection} takes over")
         return offer
 
     def disconnect(self, offer: Offer, connection: int) -> None:
@@ -171,7 +171,7 @@ class Offers:
             offer.ended = True
             released = not offer.streams
         reason = "" if outcome == "delivered" else offer.send_state.failure or reason
-        self.counters.ended(offer.log.end(outcome, reason, offer.send_state.totals))
+        self.counters.count_end(offer.log.end(outcome, reason, offer.send_state.totals))
         offer.fail(f"the prefill was {outcome}")  # its connections tell, and are through with it then
         if released:
             self._on_end(offer.message.handle)

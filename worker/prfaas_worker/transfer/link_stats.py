@@ -163,7 +163,7 @@ class _Peer:
             self._stats = msgspec.structs.replace(self._stats, unsent_bytes=0)
             self._last = self._last._replace(unsent_bytes=0)
 
-    def shown(self, now_seconds: float) -> LinkStats:
+    def stats(self, now_seconds: float) -> LinkStats:
         """Return the current figures, without old delays and rates."""
         stats = msgspec.structs.replace(self._stats, connections=len(self.connections))
         if self.connections or now_seconds - self._last.seconds <= SHOWN_SECONDS:
@@ -217,7 +217,7 @@ class LinkMonitor:
         """Return every peer's figures, as of the last sample."""
         now_seconds = time.monotonic()
         with self._changed:
-            return [self._peers[name].shown(now_seconds) for name in sorted(self._peers)]
+            return [self._peers[name].stats(now_seconds) for name in sorted(self._peers)]
 
     def _peer(self, name: str) -> _Peer:
         if name not in self._peers and len(self._peers) >= MAX_PEERS:

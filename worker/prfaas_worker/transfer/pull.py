@@ -258,7 +258,7 @@ class Pull:
                 ReceiveLoop(stream, number, self._state, self._finish).run()
             well = True
         finally:
-            self._state.lost(number)
+            self._state.leave(number)
             (self._connections.keep if well else self._connections.drop)(self._source, stream)
             with self._changed:
                 self._heard_at = self._last_heard_at

@@ -63,12 +63,12 @@ class ReceiveState:
         self._broken: list[int] = []
         self._first: float | None = None
 
-    def begins(self) -> None:
+    def start(self) -> None:
         """Note the start of the first data frame."""
         if self._first is None:
             self._first = time.monotonic()
 
-    def lost(self, connection: int) -> None:
+    def leave(self, connection: int) -> None:
         """Note that a connection has ended its part, whole or broken."""
         self.ledger.lost(connection)
         self._broken.append(connection)
@@ -139,7 +139,7 @@ class ReceiveLoop:
 
     def _take(self, header: FrameHeader) -> None:
         state = self._state
-        state.begins()
+        state.start()
         place = state.ledger.claim(self._connection, header)
         with self._memory(self._copied_bytes(header, place)):
             room = self._room(place)

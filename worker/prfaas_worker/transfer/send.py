@@ -66,7 +66,7 @@ class WakeUp:
             if self._descriptor is not None:
                 os.eventfd_write(self._descriptor, 1)
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         """Clear earlier rings; the caller checks for work afterwards."""
         with self._lock:
             if self._descriptor is not None:
@@ -86,9 +86,9 @@ class SendState:
     `address` holds transfer and epoch of every frame. `heard` is called at every sign of life of the peer.
     """
 
-    def __init__(self, address: Address, heard: Callable[[], None]):
+    def __init__(self, address: Address, note_life: Callable[[], None]):
         self.address = address
-        self.heard = heard
+        self.note_life = note_life
         self.queue: SendQueue[Frame] = SendQueue(threading.Lock())
         self.failure: str | None = None
         self.acknowledged = False
@@ -142,12 +142,12 @@ class SendState:
         """Bytes that no connection has taken yet, or that wait for the egress cap."""
         return self.queue.queued_bytes + self._paced_bytes
 
-    def paced(self, count_bytes: int) -> None:
+    def add_paced(self, count_bytes: int) -> None:
         """Note bytes that a connection has in hand; a negative count means given to the kernel."""
         with self._lock:
             self._paced_bytes += count_bytes
 
-    def begins(self) -> None:
+    def start(self) -> None:
         """Note the start of the first data frame: the kernel takes its first bytes at once."""
         if self._first_sent is None:
             self._first_sent = time.monotonic()
@@ -223,7 +223,7 @@ class SendLoop:
                 return
         found = out.queue.take(self._connection)
         if found is NextStep.WAIT:
-            bell.hush()  # before looking again: what is put in after that look rings again
+            bell.clear()  # before looking again: what is put in after that look rings again
             found = out.queue.take(self._connection)
         match found:
             case NumberedItem(sequence, frame):
@@ -274,21 +274,21 @@ class SendLoop:
     def _pace(self, parts: list[memoryview]) -> None:
         """Send a frame in portions, as the egress cap allows."""
         left_bytes = sum(map(len, parts))
-        self._state.paced(left_bytes)
+        self._state.add_paced(left_bytes)
         try:
             for portion in self._traffic.egress.portions(parts, self._state.stop):
-                self._state.begins()
+                self._state.start()
                 self._stream.send(portion, self._on_data, self._on_wait)
                 portion_bytes = sum(map(len, portion))
-                self._state.paced(-portion_bytes)
+                self._state.add_paced(-portion_bytes)
                 left_bytes -= portion_bytes
         except StoppedError as error:
             raise UnreachableError(f"given up in the middle of a frame: {self._state.failure}") from error
         finally:
-            self._state.paced(-left_bytes)
+            self._state.add_paced(-left_bytes)
 
     def _on_data(self, count_bytes: int) -> None:
-        self._state.heard()  # its kernel's buffers end where it does not read
+        self._state.note_life()  # its kernel's buffers end where it does not read
         self._on_sent(count_bytes)
 
     def _on_wait(self, silent_seconds: float) -> None:
@@ -314,7 +314,7 @@ class SendLoop:
             raise ProtocolError(f"{header.describe()} for {header.address}, want {self._state.address}")
         match header.kind:
             case Kind.KEEP_ALIVE:
-                self._state.heard()
+                self._state.note_life()
             case Kind.ACK if self._state.queue.all_left:
                 self._state.acknowledge()
             case Kind.ABORT:

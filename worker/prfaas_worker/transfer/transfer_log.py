@@ -57,7 +57,7 @@ class TransferLog:
         self._marks.setdefault(name, time.monotonic() - self._began)
         log.debug(self._line(f"transfer {name}", **fields))
 
-    def broke(self, breaks: int, reason: str) -> None:
+    def record_break(self, breaks: int, reason: str) -> None:
         """Record a break: the number of breaks so far, and the reason; the largest number counts."""
         if breaks > self.breaks:
             self.breaks = breaks
@@ -128,16 +128,16 @@ class TransferCounters:
         self._sent_bytes = 0
         self._received_bytes = 0
 
-    def ended(self, transfer: TransferEnded) -> None:
+    def count_end(self, transfer: TransferEnded) -> None:
         with self._lock:
             self._ended[transfer.direction, transfer.outcome] += 1
         self._on_end(transfer)
 
-    def sent(self, count_bytes: int) -> None:
+    def count_sent(self, count_bytes: int) -> None:
         with self._lock:
             self._sent_bytes += count_bytes
 
-    def received(self, count_bytes: int) -> None:
+    def count_received(self, count_bytes: int) -> None:
         with self._lock:
             self._received_bytes += count_bytes
 

@@ -73,7 +73,7 @@ class Content:
     def __init__(self) -> None:
         self._after_call = False
 
-    def said(self, text: str) -> list[ToolEvent]:
+    def events(self, text: str) -> list[ToolEvent]:
         if self._after_call:
             text = text.lstrip()
         if not text:

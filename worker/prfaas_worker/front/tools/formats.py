@@ -77,7 +77,7 @@ class HermesParser:
         text, mark = self._text.take((_HERMES_CALL,), final=final)
         if mark:
             self._read = self._read_head
-        return self._content.said(text)
+        return self._content.events(text)
 
     def _read_head(self, final: bool) -> list[ToolEvent]:
         """Wait for the name, or for the whole call if its fields are in another order."""
@@ -93,7 +93,7 @@ class HermesParser:
         try:
             call = msgspec.json.decode(body, type=_Object)
         except msgspec.MsgspecError:
-            return self._content.said(_HERMES_CALL + body + end)
+            return self._content.events(_HERMES_CALL + body + end)
         arguments = bytes(call.arguments) or bytes(call.parameters) or b"{}"
         return [self._called(call.name), ArgumentsDelta(self._calls - 1, arguments.decode())]
 
@@ -196,7 +196,7 @@ class KimiParser:
 
     def _found(self, text: str) -> list[ToolEvent]:
         if self._state == _KIMI_SECTION_END:
-            return self._content.said(text)
+            return self._content.events(text)
         if self._state == _KIMI_CALL:
             self._id += text
         if self._state == _KIMI_ARGUMENTS and text:
@@ -268,7 +268,7 @@ class TurnsParser:
             self._name = ""
         if self._in_arguments:
             return [ArgumentsDelta(self._calls - 1, text)] if text else []
-        return self._content.said(text)
+        return self._content.events(text)
 
 
 def _turns_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
