@@ -11,11 +11,8 @@ import torch
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a layer's cache; `dtype` is torch's name, such as "float32".
-
-    `axes` names every axis. A row tensor grows along axes[0] == "token", which `shape` leaves out; a state tensor has a
-    fixed `shape`.
-    """
+    """One tensor of a layer's cache; `dtype` is torch's name, such as "float32". `axes` names every axis. A row tensor
+    grows along axes[0] == "token", which `shape` leaves out; a state tensor has a fixed `shape`."""
 
     name: str
     axes: tuple[str, ...]

@@ -6,7 +6,7 @@ that never reads cannot leave a ticket behind that would turn an orderly close i
 
 OpenSSL reports two kinds of failure: what we found wrong with the peer, and the alert by which the peer reports what it
 found wrong with us. In TLS 1.3 a client finishes its handshake before the server has checked its certificate, so such
-an alert may come with any later read or write.
+any later read or write may get such an alert.
 """
 
 import ssl
@@ -34,7 +34,7 @@ _WRONG_WITH_US: Final = {
     "UNKNOWN_CA": "its ca.crt does not hold the authority of ours; add that there, or issue ours anew",
     "BAD_CERTIFICATE": "it cannot verify ours; issue ours anew",
     "UNSUPPORTED_CERTIFICATE": "ours is not for this purpose; issue it for clients and servers both",
-    "CERTIFICATE_UNKNOWN": "it does not accept ours; its log says why",
+    "CERTIFICATE_UNKNOWN": "it does not accept ours; its log has the reason",
 }
 _NO_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "PACKET_LENGTH_TOO_LONG"}
 _ALERT: Final = "_ALERT_"
@@ -59,10 +59,8 @@ class Contexts(NamedTuple):
 
 
 class WorkerCredentials:
-    """The current files of one directory. Any thread may call.
-
-    Raises ConfigError if the files cannot be used at the start.
-    """
+    """The current files of one directory. Any thread may call. Raises ConfigError if the files cannot be used at the
+    start."""
 
     def __init__(self, directory: str | Path):
         self._current = CredentialFiles(directory, _contexts)

@@ -19,10 +19,8 @@ _PARAMS: Final = {"json_schema": "response_format", "regex": "guided_regex", "la
 
 
 def llguidance_text(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's own language; does not check it.
-
-    Spaces between JSON values are bounded, unless the schema sets the library's options itself.
-    """
+    """Return the grammar in llguidance's own language; does not check it. Spaces between JSON values are bounded,
+    unless the schema sets the library's options itself."""
     # Imported here: a front that never sees a grammar does not pay for the library.
     from llguidance import LLMatcher
 
@@ -41,10 +39,8 @@ def lark_of_schema(schema: str) -> str:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise RequestError for a grammar that is too long, invalid, unsupported, or matches nothing.
-
-    Takes milliseconds, for the largest schemas seconds, mostly without the interpreter lock: call it in a thread.
-    """
+    """Raise RequestError for a grammar that is too long, invalid, unsupported, or matches nothing. Takes milliseconds,
+    for the largest schemas seconds, mostly without the interpreter lock: call it in a thread."""
     from llguidance import LLMatcher
 
     if (size := len(grammar.text.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:

@@ -16,7 +16,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 WAITING_PER_RUNNING = 8
-"""Requests that may wait for each one that may run; beyond that the worker says it is overloaded."""
+"""Requests that may wait for each one that may run; beyond that the worker answers that it is overloaded."""
 MAX_PROFILE_SECONDS = 600
 
 HELP = """Serve one replica of a model: OpenAI API, Prefill-as-a-Service API and the data port.
@@ -42,12 +42,10 @@ _POSITIVE = whole_number(1)
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's configuration. `max_context_tokens` 0 and `threads` 0 leave the choice to model and torch.
-
-    `kv_events_port` and `profile_seconds` 0 mean none.
-    """
+    `kv_events_port` and `profile_seconds` 0 mean none."""
 
     model_source: Annotated[
-        str, typer.Option(metavar="DIR|builtin:NAME", help="Model directory, or a model that ships along.")
+        str, typer.Option(metavar="DIR|builtin:NAME", help="Model directory, or a model of the package.")
     ]
     model_name: Annotated[str, typer.Option(metavar="NAME", help="Name of the model in requests.")]
     host: Annotated[str, typer.Option(parser=ip_address, metavar="IP", help="Address of both ports.")] = "127.0.0.1"
@@ -60,10 +58,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = os.uname().nodename
     cluster: Annotated[str, typer.Option(metavar="NAME", help="The cluster that the worker runs in.")] = "hub"
     pool: Annotated[str, typer.Option(metavar="NAME", help="The pool that the worker belongs to.")] = ""
-    role: Annotated[Role, typer.Option(help="Which requests its steps favour.")] = "mixed"
+    role: Annotated[Role, typer.Option(help="Requests that its steps favour.")] = "mixed"
     drain_seconds: Annotated[int, typer.Option(parser=_COUNT, metavar="N", help="Time to finish after SIGTERM.")] = 30
     device: Annotated[
-        Device, typer.Option(help="Where the model runs; auto is a GPU that can run it, else the CPU.")
+        Device, typer.Option(help="Device of the model; auto is a GPU that can run it, else the CPU.")
     ] = "auto"
     dtype: Annotated[
         Dtype,
@@ -150,8 +148,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     wire_codec: Annotated[
         WireCodec,
         typer.Option(
-            help="How a cache is compressed on its way: auto takes what pays on the link and changes no bit, int8 "
-            "changes answers a little."
+            help="Compression of transfers: auto is lossless, or none where it does not pay on the link; int8 changes "
+            "answers a little."
         ),
     ] = "auto"
     log_format: LogFormatOption = "text"

@@ -175,7 +175,7 @@ def test_what_is_not_in_order_is_a_400(fields: dict[str, Any], param: str):
 def test_a_template_without_tools_refuses_them(tmp_path: Path):
     config = {"tokenizer_class": "byte", "added_tokens_decoder": {}, "chat_template": "{{ messages }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match="teaches no format"):
+    with pytest.raises(RequestError, match="has no known format of tool calls"):
         chat(load_tokenizer(tmp_path), tools=[CLOCK])
 
 

@@ -234,7 +234,7 @@ async def test_a_silent_link_is_noticed_within_seconds(client, pair):
         await client.eventually(prefill, **IDLE)  # it was told over HTTP
     body = await answer.json()
     assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
-    assert "answered nothing for 1.0 s" in body["error"]["message"]
+    assert "sent no answer for 1.0 s" in body["error"]["message"]
     assert 1.0 <= seconds < 3.5, "a second of silence, and another until a new connection proves it"
     await client.eventually(decode, **IDLE)
 

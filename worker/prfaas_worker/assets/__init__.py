@@ -8,10 +8,8 @@ _BUILTIN_PREFIX = "builtin:"
 
 
 def model_directory(source: str) -> Path:
-    """Turn `--model-source`, a directory or `builtin:NAME`, into the directory of the model's files.
-
-    Raises ConfigError if there is no such directory or built-in model, or it holds no config.json.
-    """
+    """Turn `--model-source`, a directory or `builtin:NAME`, into the directory of the model's files. Raises ConfigError
+    if there is no such directory or built-in model, or it holds no config.json."""
     if source.startswith(_BUILTIN_PREFIX):
         directory = Path(__file__).parent / source.removeprefix(_BUILTIN_PREFIX)
         hint = f"built-in models are: {', '.join(builtin_models())}"

@@ -1,6 +1,6 @@
 """Keeps the hybrid cache's books, without its bytes: which page is held, free, or part of which prefix.
 
-Each page is free, held (by sequences and transfers, counted), cached (nobody holds it, but a prompt with the same
+Each page is free, held (by sequences and transfers, counted), cached (without holders, but a prompt with the same
 prefix could use it), or part of a state checkpoint. A *block* is a page of attention rows, named by the hash of all
 tokens up to its end. A *checkpoint* is `pages_per_state` pages, any that were free, named like the block that it ends
 with.
@@ -11,14 +11,14 @@ is evicted with its block, since no match reaches it any more. A checkpoint that
 made useless is evicted before all others. Held pages are never evicted.
 
 Where to keep states: a state is right at exactly one length, so it must be where a later prompt parts from this one.
-Two such places are known. One is the prompt's end, where a conversation goes on. The other is a branch, where an
+Two such places are known. One is the prompt's end, where a conversation continues. The other is a branch, where an
 earlier prompt parted from this one: there attention blocks reach further than any state. States at regular distances
 mostly land in tokens that no other prompt has, and give no hits for their room.
 
 A state weighs as much as thousands of tokens of attention (5,380 for Kimi Linear 48B). Even so no high bar pays: on the
 conversation trace, asking that a state save 1,024 tokens costs a tenth of the hits at 128 GB and at 512 GB alike
-(`prfaas bench prefix_cache`; the trace cannot tell less than 512). So the rule by bytes is a low one: each page that a
-state takes must save a token.
+(`prfaas bench prefix_cache`; the trace cannot resolve less than 512). So the rule by bytes is a low one: each page that
+a state takes must save a token.
 
 Time is the order of calls. Questions that end in None or False change nothing.
 """
@@ -64,10 +64,8 @@ class Match(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """An evicted block or checkpoint. Its pages hold their bytes until the callback returns.
-
-    A `spent` checkpoint was replaced by a later one of its own sequence: hardly worth a place elsewhere.
-    """
+    """An evicted block or checkpoint. Its pages hold their bytes until the callback returns. A `spent` checkpoint was
+    replaced by a later one of its own sequence: hardly worth a place elsewhere."""
 
     key: Key
     pages: tuple[int, ...]
@@ -88,7 +86,7 @@ class Blocks:
         self._key_of: list[Key | None] = [None] * num_pages
         self._page_of: dict[Key, int] = {}
         self._states: dict[Key, StateCheckpoint] = {}
-        self._state_at: dict[int, StateCheckpoint] = {}  # by its first page, which stands for it in the orders
+        self._state_at: dict[int, StateCheckpoint] = {}  # by its first page, its key in the orders
         self._order: OrderedDict[int, None] = OrderedDict()
         self._spent: OrderedDict[int, None] = OrderedDict()
         self._cached = 0  # pages in the two orders
@@ -233,7 +231,7 @@ class Blocks:
 
     def close(self, lease: Lease) -> None:
         """Release a lease's pages. Blocks stay cached; other pages become free."""
-        # A state goes just before the tail of its chain.
+        # A state is evicted just before the tail of its chain.
         for state in lease.touched:
             page = state.pages[0]
             if self._is_cached(state) and page in self._order:
@@ -261,7 +259,7 @@ class Blocks:
             if left > 0:
                 continue
             if left < 0:
-                raise InternalError(f"page {page} was given back more often than it was lent")
+                raise InternalError(f"page {page} was released more often than it was held")
             if key_of[page] is None:
                 free.append(page)
             else:
@@ -316,7 +314,7 @@ class Blocks:
                 sum(key is not None for key in self._key_of) == len(self._page_of),
                 "a page has a name that leads nowhere",
             ),
-            (self._states.keys() <= self._page_of.keys(), "a checkpoint stands on no block"),
+            (self._states.keys() <= self._page_of.keys(), "a checkpoint has no block"),
             ({s.pages[0]: s for s in self._states.values()} == self._state_at, "checkpoints are indexed wrongly"),
             (in_order == {*self._order, *self._spent}, "what is cached and what can give way differ"),
             (not self._order.keys() & self._spent.keys(), "a page gives way twice"),
@@ -444,9 +442,6 @@ def checkpoint_blocks(
 
 
 def is_spent(uses: int) -> bool:
-    """Return True if a state is useless once a sequence that started from it has kept a later one.
-
-    The next turn of a conversation starts from the later state. A state with two users is a branch, and more may
-    follow.
-    """
+    """Return True if a state is useless once a sequence that started from it has kept a later one. The next turn of a
+    conversation starts from the later state. A state with two users is a branch, and more may follow."""
     return uses < 2

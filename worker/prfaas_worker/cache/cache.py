@@ -81,10 +81,8 @@ class HybridCache:
         return len(lease.pages) * self._geometry.page_tokens
 
     def prefetch(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixLoad | None:
-        """Start loading a prompt's prefix from the tiers; None if the device has as much of it.
-
-        The prompt may be opened before the load is done, or never.
-        """
+        """Start loading a prompt's prefix from the tiers; None if the device has as much of it. The prompt may be
+        opened before the load is done, or never."""
         if self._tiering is None:
             return None
         return self._tiering.prefetch(chain[: max_tokens // self._geometry.page_tokens])
@@ -97,11 +95,8 @@ class HybridCache:
     def open(
         self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True
     ) -> Opened | None:
-        """Take a slot, and pages for `tokens` tokens; None if either is short now.
-
-        At most `max_tokens` come from the cache. Without `use_state` the state comes from elsewhere, so only rows count
-        as cached.
-        """
+        """Take a slot, and pages for `tokens` tokens; None if either is short now. At most `max_tokens` come from the
+        cache. Without `use_state` the state comes from elsewhere, so only rows count as cached."""
         if self._tiering is not None:
             self._tiering.adopt_loaded()
         size = self._geometry.page_tokens
@@ -118,9 +113,7 @@ class HybridCache:
 
     def open_prefix(self, chain: Sequence[BlockHash], tokens: int) -> Lease | None:
         """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, with the state.
-
-        Returns None if there is no slot, or they are not cached. This is not counted as a lookup.
-        """
+        Returns None if there is no slot, or they are not cached. This is not counted as a lookup."""
         blocks = tokens // self._geometry.page_tokens
         match = self._blocks.match(chain, blocks)
         return self._take_lease(chain, match, match.pages, blocks) if match.state_blocks == blocks else None
@@ -140,10 +133,7 @@ class HybridCache:
 
     def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:
         """Keep a copy of the slot's state after the first `blocks` blocks, which are published; False if it is not
-        kept.
-
-        A rolling checkpoint replaces the sequence's previous one.
-        """
+        kept. A rolling checkpoint replaces the sequence's previous one."""
         pages = self._blocks.checkpoint(lease, chain, blocks, rolling=rolling)
         if pages is not None:
             self._memory.save_state(lease.slot, pages)
@@ -211,11 +201,11 @@ class HybridCache:
         """Raise InternalError unless all books agree on slots and pages. Takes time in proportion to the pool."""
         self._blocks.check_integrity()
         if sorted([*self._free_slots, *self._leases]) != list(range(self._memory.num_slots)):
-            raise InternalError("a slot is free and lent, or neither")
+            raise InternalError("a slot is both free and in use, or neither")
         holders = Counter(page for lease in self._leases.values() for page in lease.pages)
         wrong = [page for page, count in enumerate(self._blocks.holders) if count != holders[page]]
         if wrong:
-            raise InternalError(f"pages {wrong[:8]} are not held by those who should hold them")
+            raise InternalError(f"the holders of pages {wrong[:8]} do not match the leases")
 
     def _take_lease(self, chain: Sequence[BlockHash], match: Match, shared: Sequence[int], count: int) -> Lease | None:
         if not self._free_slots or not self._blocks.can_open(shared, count):
@@ -228,7 +218,7 @@ class HybridCache:
             self._memory.load_state(self._blocks.state_pages(start), slot)
         lease = self._blocks.open(shared, count, start)
         if lease is None:
-            raise InternalError(f"{count} pages were promised and are not there")
+            raise InternalError(f"{count} promised pages are missing")
         self._assign_slot(lease, slot)
         return lease
 

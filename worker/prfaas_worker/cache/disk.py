@@ -1,11 +1,11 @@
 """Keeps cache entries as files, the tier that outlives the process.
 
-A file is written under a temporary name, synced and renamed, so a name stands for a whole file or for none. What is
-read is checked against its digests; a damaged file is removed and counted, and the engine computes its tokens anew.
+A file is written under a temporary name, synced and renamed, so a name belongs to a whole file or to none. Digests are
+checked on every read; a damaged file is removed and counted, and the engine computes its tokens anew.
 
 A write may fail because of its entry, as when its path is taken, or because of the whole disk, as when that is full.
 The first costs only that entry. After the second the tier is only read for a while, then tried again, at growing
-intervals: a disk that has room again needs nobody's help.
+intervals: a disk that has room again needs no help.
 
 One thread writes files and another reads them, each in the order of requests. The index belongs to the engine's thread,
 which learns of results in `poll` and never waits. The directory belongs to one process.
@@ -46,17 +46,15 @@ MAX_PAUSE_SECONDS: Final = 60.0
 _TEMPORARY: Final = ".tmp"
 _NOT_THE_FILE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _WHOLE_DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENODEV, errno.ESTALE}
-_MAX_ENTRY_FAILURES: Final = 3  # So many failures in a row are the disk's, whatever their errors say.
+_MAX_ENTRY_FAILURES: Final = 3  # So many failures in a row count as the disk's.
 
 OnDiskChange = Callable[[EntryName, BlockContent | None], None]
 """Gets an entry that became available, and its content, or None when it was removed."""
 
 
 class LoadedEntries(NamedTuple):
-    """The result of reading entries: the whole ones, the missing ones, and of these the damaged ones.
-
-    `failures` counts the entries that the disk could not read.
-    """
+    """The result of reading entries: the whole ones, the missing ones, and of these the damaged ones. `failures` counts
+    the entries that the disk could not read."""
 
     entries: list[CacheEntry]
     gone: list[EntryName]
@@ -93,12 +91,12 @@ class DiskHealth:
             return
         self._failures += 1
         if error.errno not in _WHOLE_DISK and self._failures < _MAX_ENTRY_FAILURES and not self.is_paused:
-            log.warning("Cache entry %s cannot be written, and is left out: %s", path, error)
+            log.warning("Cache entry %s cannot be written, and is dropped: %s", path, error)
             return
         if not self.is_paused:
             log.warning(
-                "The cache tier in %s cannot be written: it is only read until that is possible again, which is tried "
-                "at least once a minute: %s",
+                "The cache tier in %s cannot be written: the worker only reads it, and tries to write "
+                "again at least once a minute: %s",
                 self._root,
                 error,
             )
@@ -164,10 +162,7 @@ class DiskTier:
 
     def write_now(self, entry: CacheEntry, used_at: float) -> bool:
         """Write an entry without a sync, at the process's end, with `used_at` as its time; return True if it is on the
-        disk.
-
-        Digests reveal bytes that a power loss kept from the disk.
-        """
+        disk. Digests reveal bytes that a power loss kept from the disk."""
         if self.touch(entry.name):
             return True
         if not self._health.can_write():
@@ -309,10 +304,8 @@ class DiskTier:
 
 
 def _lock_directory(root: Path) -> int:
-    """Create and lock the directory, and remove partial files of an earlier process; return the lock.
-
-    Raises ConfigError if the directory cannot be made or another process uses it.
-    """
+    """Create and lock the directory, and remove partial files of an earlier process; return the lock. Raises
+    ConfigError if the directory cannot be made or another process uses it."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = os.open(root, os.O_RDONLY)

@@ -6,8 +6,8 @@ recognised before a byte of it is used:
 
     magic, version, kind, fingerprint, key, parent or zeros, tokens, payload bytes, payload digest | token ids | digest
 
-All integers are little-endian. Both digests are xxh3_64, which finds accidents, not attacks: only the worker may
-be able to write the directory.
+All integers are little-endian. Both digests are xxh3_64, which finds accidents, not attacks: only the worker may be
+able to write the directory.
 """
 
 import struct
@@ -78,10 +78,8 @@ def encode_header(fingerprint: bytes, entry: CacheEntry) -> bytes:
 
 
 def decode_header(data: bytes, fingerprint: bytes, file_bytes: int) -> EntryHeader:
-    """Read the header in `data`, a file's first MAX_HEADER_BYTES or all of it.
-
-    Raises ProtocolError if it is damaged, of another kind or model, or its length does not fit.
-    """
+    """Read the header in `data`, a file's first MAX_HEADER_BYTES or all of it. Raises ProtocolError if it is damaged,
+    of another kind or model, or its length does not fit."""
     if len(data) < _FIXED.size:
         raise ProtocolError(f"{file_bytes} bytes are too few for a header")
     magic, version, is_state, model, key, parent, tokens, payload_bytes, digest = _FIXED.unpack_from(data)
@@ -96,7 +94,7 @@ def decode_header(data: bytes, fingerprint: bytes, file_bytes: int) -> EntryHead
         raise ProtocolError("it belongs to another model")
     header_bytes = end + _DIGEST.size
     if file_bytes != header_bytes + payload_bytes:
-        raise ProtocolError(f"it has {file_bytes} bytes, its header says {header_bytes + payload_bytes}")
+        raise ProtocolError(f"it has {file_bytes} bytes, its header requires {header_bytes + payload_bytes}")
     token_ids = array("I", struct.unpack_from(f"<{tokens}I", data, _FIXED.size))
     content = BlockContent(None if parent == _NO_PARENT else parent, token_ids)
     return EntryHeader(EntryName(key, bool(is_state)), content, header_bytes, payload_bytes, digest)

@@ -21,10 +21,6 @@ from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 _ALIGNMENT = 64
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 class CacheGeometry:
     """Sizes that follow from a model's layers: bytes of a page and of a state, and the tensors' offsets."""
 
@@ -49,7 +45,7 @@ def _place(layers: Sequence[tuple[TensorSpec, ...]], copies: int) -> tuple[dict[
     for index, tensors in enumerate(layers):
         for tensor in tensors:
             offsets[index, tensor.name] = at
-            at += _aligned(copies * tensor.nbytes)
+            at += -(-copies * tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return offsets, at
 
 

@@ -124,10 +124,8 @@ class Tiering:
         )
 
     def flush(self, seconds_left: Callable[[], float]) -> FlushResult | None:
-        """Write to the disk what a restart could use until the time is over; None without a disk.
-
-        A failed entry costs only itself. A flush that is cut short leaves only whole files.
-        """
+        """Write to the disk what a restart could use until the time is over; None without a disk. A failed entry costs
+        only itself. A flush that is cut short leaves only whole files."""
         disk = self.tiers.disk
         if disk is None:
             return None
@@ -259,10 +257,8 @@ class Tiering:
 def order_by_value(
     states: Iterable[BlockHash], blocks: Iterable[BlockHash], parent: Callable[[BlockHash], BlockHash | None]
 ) -> Iterator[list[EntryName]]:
-    """Yield all entries in lists that complete one prefix each; blocks without a state are last.
-
-    `states` and `blocks` begin with the most recently used; `parent` returns None for a first or unknown block.
-    """
+    """Yield all entries in lists that complete one prefix each; blocks without a state are last. `states` and `blocks`
+    begin with the most recently used; `parent` returns None for a first or unknown block."""
     taken: set[BlockHash] = set()
     for state in dict.fromkeys(states):
         path: list[EntryName] = []

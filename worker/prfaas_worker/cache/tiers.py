@@ -1,7 +1,7 @@
 """Keeps evicted cache entries in host memory, and on disk what host memory evicts.
 
 Both tiers are bounded by bytes and evict the least recently used entry first. An entry may be in several tiers: one
-that came back from the disk stays there, so evicting it again costs nothing. Host memory answers at once. A thread
+that was loaded from the disk stays there, so evicting it again costs nothing. Host memory answers at once. A thread
 reads the disk in the order of requests, so a `TierFetch` is done when its entries, and those that earlier ones read for
 it, are there.
 
@@ -77,10 +77,8 @@ class HostTier:
 
 
 class Tiers:
-    """Host memory over a disk; either may be absent.
-
-    Raises ConfigError if the directory cannot be used or another process uses it.
-    """
+    """Host memory over a disk; either may be absent. Raises ConfigError if the directory cannot be used or another
+    process uses it."""
 
     def __init__(
         self, fingerprint: str, *, host_bytes: int = 0, disk_directory: Path | None = None, disk_bytes: int = 0
@@ -125,7 +123,7 @@ class Tiers:
         ready = [entry for name in names if (entry := self.host.get(name)) is not None]
         absent = {name for name in names if name not in self.host}
         wanted = [name for name in names if name in absent and name not in under_way]
-        # A fetch that only waits for others' entries still queues behind them, as the reader goes in order.
+        # A fetch that only waits for others' entries still queues behind them, as the reader works in order.
         reading = self.disk.load(wanted) if self.disk is not None and absent else None
         fetch = TierFetch(ready, frozenset(wanted), reading)
         self._fetches.append(fetch)
@@ -159,7 +157,7 @@ class Tiers:
             self.disk.put(entry)
 
     def _report_disk(self, name: EntryName, content: BlockContent | None) -> None:
-        if content is not None and self.disk is None:  # found while it was opened: nobody listens yet
+        if content is not None and self.disk is None:  # found while it was opened: no listener yet
             self._found_on_disk.append((name, content))
         else:
             self._on_change(name, "disk", content)

@@ -1,4 +1,4 @@
-"""Compiles grammars, and computes which tokens may come next and whether the answer is complete.
+"""Compiles grammars, computes the allowed next tokens, and detects a complete answer.
 
 llguidance walks the tokenizer's tokens as a trie beside an Earley parser, so a mask takes tens of microseconds. Two
 things take long and run in threads, so that the step loop never waits for them. Compiling a grammar takes milliseconds,
@@ -115,9 +115,7 @@ class Grammars:
 
     def prepare(self, grammar: Grammar) -> Future[Compiled]:
         """Compile in a thread; called from one thread only. The future raises only PrfaasError.
-
-        `Future.add_done_callback` runs in the compiling thread, or at once if it is done.
-        """
+        `Future.add_done_callback` runs in the compiling thread, or at once if it is done."""
         future = self._kept.get(grammar)
         if future is None or (future.done() and future.exception() is not None):
             future = self._kept[grammar] = self._pool.submit(self._compile, grammar)

@@ -1,11 +1,11 @@
 """Fetches prompts and cached prefixes from other instances, and offers them cached prefixes of ours.
 
-Two things come from another instance: the whole cache of a prompt that is prefilled there, with its last hidden state,
-and a cached prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot; from then
-on they are as if they had been cached here.
+Another instance sends two things: the whole cache of a prompt that is prefilled there, with its last hidden state, and
+a cached prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot; from then on
+they are as if they had been cached here.
 
 A prefix is requested when its prompt is admitted. The fetch may fail at any time, which costs only time: the prompt is
-computed. The hard part is that nobody knows beforehand which prefix comes, so requests for the same prefix are joined:
+computed. The prefix that a fetch brings is not known beforehand, so requests for the same prefix are joined:
 
 - Two prompts with the same blocks want the same. The second waits, and the answer for the first is its answer, too.
 - Prompts with the same first blocks may, or may not, want the same. The second waits once, looks into the cache, and
@@ -100,7 +100,7 @@ class RemoteCaches:
         if known == len(blocks):
             return False
         for fetch in self._prefix_fetches.values():
-            may_be_same = _share_next_block(fetch.blocks, blocks, known) and not request.has_joined
+            may_be_same = fetch.blocks[known : known + 1] == blocks[known : known + 1] and not request.has_joined
             if fetch.source == source and (may_be_same or _are_same(fetch.blocks, blocks)):
                 request.has_joined = True
                 request.awaits.add("prefix")
@@ -111,10 +111,8 @@ class RemoteCaches:
         return False
 
     def start_fetch(self, sequence: Sequence) -> None:
-        """Fetch the prompt, or a prefix, of a sequence that was just admitted, if another instance may have it.
-
-        The sequence is FETCHING until `finish_fetch`.
-        """
+        """Fetch the prompt, or a prefix, of a sequence that was just admitted, if another instance may have it. The
+        sequence is FETCHING until `finish_fetch`."""
         request, blocks = sequence.request, _cacheable_blocks(sequence)
         is_prefix = not request.is_remote
         if is_prefix:
@@ -220,11 +218,6 @@ def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> Outcome:
 def _cacheable_blocks(sequence: Sequence) -> abc.Sequence[BlockHash]:
     """Return a prompt's cacheable blocks: all but the one with its last token."""
     return sequence.chain.hashes[: (len(sequence.token_ids) - 1) // sequence.chain.block_tokens]
-
-
-def _share_next_block(some: abc.Sequence[BlockHash], others: abc.Sequence[BlockHash], known: int) -> bool:
-    """Return True if two chains share more than their first `known` blocks; the second has more."""
-    return some[known : known + 1] == others[known : known + 1]
 
 
 def _are_same(some: abc.Sequence[BlockHash], others: abc.Sequence[BlockHash]) -> bool:

@@ -49,11 +49,8 @@ class Runner:
         return CachePlace(self.memory, lease.slot, lease.pages, self._staging)
 
     def run(self, work: StepWork) -> StepResult:
-        """Compute a step; send each finished layer of a prefill for another instance at once.
-
-        Raises CapacityError if the device runs out of memory. Rows and states of the step's sequences are undefined
-        then.
-        """
+        """Compute a step; send each finished layer of a prefill for another instance at once. Raises CapacityError if
+        the device runs out of memory. Rows and states of the step's sequences are undefined then."""
         exports = [export for sequence, tokens in work.chunks if (export := self._export(sequence, tokens))]
         started = time.monotonic()
         try:
@@ -106,7 +103,7 @@ class Runner:
         place = self.place(sequence.held)
         if offer.state == "waiting":
             offer.start_computing()
-            # What the prefix cache holds is not computed again, but the other instance may lack it.
+            # Cached rows are not computed again, but the other instance may lack them.
             mark = self._staging.mark() if self._staging else None
             for layer in range(len(self.model.layers)):
                 _send_rows(offer, place, layer, (0, sequence.computed_tokens), mark)

@@ -1,16 +1,16 @@
 """Draws tokens from logits, so that a sequence's text depends only on its own logits, seed and position.
 
-A draw's random number belongs to (seed, choice, position): not to a batch, instance or history. A request that goes on
-elsewhere from the same tokens draws the same text. Philox is a counter-based generator: the seed and the choice are its
-key, the position its counter. A counter yields four numbers, of which a position takes the first.
+A draw's random number belongs to (seed, choice, position): not to a batch, instance or history. A request that
+continues elsewhere from the same tokens draws the same text. Philox is a counter-based generator: the seed and the
+choice are its key, the position its counter. A counter yields four numbers, of which a position takes the first.
 
 A `Sampler` is one answer's state, a function of (request, choice, tokens generated): made anew from these, here or on
-another instance, it goes on as the old one would have. It holds nothing of the model's cache, so a preempted request
+another instance, it continues as the old one would have. It holds nothing of the model's cache, so a preempted request
 keeps its sampler.
 
 `sample` makes one step's draws. It computes for the whole batch what every row needs, and the rest only for the rows
 that ask for it. An error in one row (a grammar that no token fits, logits that are not numbers) is that row's result:
-the batch goes on.
+the batch continues.
 """
 
 import math
@@ -38,11 +38,8 @@ class Outputs(NamedTuple):
 
 
 class Sampler:
-    """The state of one choice of a request, whose tokens `check_tokens` has checked.
-
-    With a grammar, `matcher` is at its beginning, and `ignore_eos` has no effect. Raises RequestError if `generated`
-    does not follow the grammar.
-    """
+    """The state of one choice of a request, whose tokens `check_tokens` has checked. With a grammar, `matcher` is at
+    its beginning, and `ignore_eos` has no effect. Raises RequestError if `generated` does not follow the grammar."""
 
     __slots__ = (
         "ends",
@@ -117,10 +114,8 @@ class Drawn(NamedTuple):
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Drawn]:
-    """Draw one token for each row of `logits`, fp32 [B, vocab_size], and advance its sampler.
-
-    May change `logits`. Log probabilities are the model's, before any edit, temperature and truncation.
-    """
+    """Draw one token for each row of `logits`, fp32 [B, vocab_size], and advance its sampler. May change `logits`. Log
+    probabilities are the model's, before any edit, temperature and truncation."""
     logprob_rows = _logprob_rows(logits, samplers)
     edited = [row for row, sampler in enumerate(samplers) if sampler.table or sampler.matcher or sampler.hold_back > 0]
     if edited:  # choices of one prompt may all look at one row

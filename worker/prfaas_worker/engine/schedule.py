@@ -131,16 +131,15 @@ def _choose_chunks(
         return ()
     taken = dict.fromkeys((prompt.key for prompt in prompts), 0)
     half = -(-left // 2)
-    for prompt, share in [(prompts[0], half), *((one, left) for one in sorted(prompts, key=_remaining))]:
+    for prompt, share in [
+        (prompts[0], half),
+        *((one, left) for one in sorted(prompts, key=lambda one: one.remaining_tokens)),
+    ]:
         most = min(prompt.remaining_tokens, prompt.until_cut_tokens) - taken[prompt.key]
         tokens = min(most, share, left)
         taken[prompt.key] += tokens
         left -= tokens
     return tuple(ScheduledChunk(key, tokens) for key, tokens in taken.items() if tokens)
-
-
-def _remaining(prompt: RunningSequence[Key]) -> int:
-    return prompt.remaining_tokens
 
 
 def _admit(facts: ScheduleFacts[Key], free_pages: int) -> tuple[Key, ...]:

@@ -43,9 +43,9 @@ class Sequence:
     """A prompt, and the tokens that one choice of a request has drawn.
 
     The first `computed_tokens` of `token_ids` are in the cache. Once all are, the next token is drawn. So a decoding
-    sequence has one token left to compute, and a preempted one has them all: another can take its memory at any time.
-    A chunk must end at each length in `cuts`, because the state there is to be kept. If not `is_exact`, the rows passed
-    a lossy codec and must not enter the prefix cache.
+    sequence has one token left to compute, and a preempted one has them all: another can take its memory at any time. A
+    chunk must end at each length in `cuts`, because the state there is to be kept. If not `is_exact`, the rows passed a
+    lossy codec and must not enter the prefix cache.
     """
 
     request: "EngineRequest"
@@ -109,10 +109,8 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """One call of the front: a generation, or a prefill or cached prefix for another instance, with its offer.
-
-    It has one sequence until the prompt is computed, then one for each choice that has not ended.
-    """
+    """One call of the front: a generation, or a prefill or cached prefix for another instance, with its offer. It has
+    one sequence until the prompt is computed, then one for each choice that has not ended."""
 
     message: Generate | StartPrefill | StartPrefix
     offer: Offer | None = None
@@ -206,7 +204,7 @@ class Requests:
                     pages = cache.pages_for(len(sequence.token_ids))
                     waiting.append(WaitingSequence(sequence, sequence.request.slots, pages))
             elif phase is not Phase.PREPARING:
-                free_slots -= sequence.request.slots - 1  # its other choices come when its prompt is computed
+                free_slots -= sequence.request.slots - 1  # its other choices start when its prompt is computed
                 if phase is Phase.RUNNING:
                     running.append(_running(sequence, cache))
         return ScheduleFacts(waiting, running, free_slots, cache.free_pages)

@@ -47,13 +47,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def credentials_of(options: Options) -> WorkerCredentials | None:
-    """Read the credentials that the options name; None, with a warning, if they name none.
-
-    Raises ConfigError if they cannot be used, or name another cluster.
-    """
+    """Read the credentials that the options name; None, with a warning, if they name none. Raises ConfigError if they
+    cannot be used, or name another cluster."""
     if not options.tls_dir:
         log.warning(
-            "both ports are open and not encrypted: anybody who reaches them can use and read them; give --tls-dir"
+            "both ports are open and not encrypted: anyone with network access can use and read them; give --tls-dir"
         )
         return None
     credentials = WorkerCredentials(options.tls_dir)
@@ -86,7 +84,7 @@ def _caller_cluster(request: web.Request, credentials: WorkerCredentials) -> str
     tls = request.get_extra_info("ssl_object")
     certificate = tls.getpeercert(True) if tls is not None else None
     if tls is None or not certificate:
-        raise IdentityError("only instances may ask for this: show a client certificate of a cluster")
+        raise IdentityError("only instances may call this: use a client certificate of a cluster")
     return credentials.check(certificate, tls.context.authorities)
 
 
@@ -114,7 +112,7 @@ class _AlertingTls(ssl.SSLObject):
         except ssl.SSLError as error:
             reason = explain(error, "during the TLS handshake")
             log.info("API port: a handshake is refused: %s", reason)
-            if not isinstance(reason, IdentityError):  # OpenSSL has nothing to say to it, or said it long ago
+            if not isinstance(reason, IdentityError):  # OpenSSL has no alert for it, or has sent it
                 raise
             self._refusal = error
             raise ssl.SSLWantReadError from error

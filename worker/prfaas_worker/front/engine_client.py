@@ -57,10 +57,8 @@ class Listener(Protocol):
 
 
 class Call:
-    """The engine's answers to one HTTP request, under one or several handles.
-
-    Use it as a context: at the block's end the engine cancels what is left of the call.
-    """
+    """The engine's answers to one HTTP request, under one or several handles. Use it as a context: at the block's end
+    the engine cancels what is left of the call."""
 
     def __init__(self, client: "EngineClient", handles: range):
         self.handles = handles
@@ -110,10 +108,8 @@ class Call:
         return answer
 
     async def next_all(self) -> list[Answer]:
-        """Wait for answers, and take all: a slow reader sends them together.
-
-        Raises EngineError as `next`, but only after earlier answers were taken.
-        """
+        """Wait for answers, and take all: a slow reader sends them together. Raises EngineError as `next`, but only
+        after earlier answers were taken."""
         taken = [await self.next()]
         while self._answers and type(self._answers[0]) is not Failed:
             taken.append(self._answers.popleft())

@@ -1,12 +1,12 @@
 """The text endpoints: completions and chats from their bodies to their last bytes, and /tokenize and /detokenize.
 
 Nothing is sent before the first token of every prompt exists: until then a failure is an HTTP status, with which the
-gateway can try elsewhere. A client that goes away cancels the handler. That ends the calls in the engine, and with them
-the prefill at the other instance.
+gateway can try elsewhere. A client that disconnects cancels the handler. That ends the calls in the engine, and with
+them the prefill at the other instance.
 
-A request also teaches routers: those without a tokenizer match byte blocks, and a request that came here tells which
-block of tokens surely lies behind each of its byte blocks. The gateway hashes the same canonical bytes with the same
-code. What it learns is a hint: workers decide on the tokens themselves.
+A request also teaches routers: those without a tokenizer match byte blocks, and a tokenised request shows which block
+of tokens surely lies behind each of its byte blocks. The gateway hashes the same canonical bytes with the same code.
+What it learns is a hint: workers decide on the tokens themselves.
 """
 
 import asyncio
@@ -289,10 +289,8 @@ def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) ->
 
 
 def _teach(state: FrontState, job: Job, size: int) -> None:
-    """Publish the byte blocks of a request with one prompt, whose body had `size` bytes.
-
-    This runs after the request was sent to the engine, in a thread for a long one.
-    """
+    """Publish the byte blocks of a request with one prompt, whose body had `size` bytes. This runs after the request
+    was sent to the engine, in a thread for a long one."""
     ready = state.engine.ready.result()
     if len(job.prompts) != 1 or not isinstance(ready, Ready):
         return
@@ -306,10 +304,8 @@ def _teach(state: FrontState, job: Job, size: int) -> None:
 
 
 def _byte_blocks(job: Job, fingerprint: str, token_bytes: Callable[[int], bytes]) -> list[ByteBlock]:
-    """Return the byte blocks of a request, with the last whole block of its only prompt's tokens in each.
-
-    It includes those before the first whole block: a reader that knows a byte block then knows all before it.
-    """
+    """Return the byte blocks of a request, with the last whole block of its only prompt's tokens in each. It includes
+    those before the first whole block: a reader that knows a byte block then knows all before it."""
     canonical_of, fields = (canonical_chat, CHAT_FIELDS) if job.is_chat else (canonical_completion, COMPLETION_FIELDS)
     try:
         canonical = canonical_of({name: getattr(job.body, name, None) for name in fields})

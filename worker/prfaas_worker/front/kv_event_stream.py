@@ -6,20 +6,20 @@ as payloads:
 
     prfaas.hello  first: {epoch, instance, model, topics: {topic: {first_seq, next_seq}}}
     prfaas.snapshot {topic, seq, batches}: the reader's place is not in the log. So many batches follow, all under the
-                  number seq, that tell what is cached after that batch; what was known before is void
+                  number seq: the cached blocks after that batch; they replace all earlier state
     prfaas.gap    {topic, from_seq, to_seq}: these batches are lost to the reader
     prfaas.alive  after seconds without an event
     prfaas.end    last: {reason}, `overrun` for a reader so slow that events were lost, or `shutdown`
 
 `from` and `bytes_from` are the first numbers wanted of the two topics (default 0), `epoch` the hello's from which they
-are known. Where the log does not reach back so far, or is another one, a snapshot stands in for what is missing. A
+are known. Where the log does not reach back so far, or is another one, a snapshot replaces the missing batches. A
 reader is served from the log at its own pace: nothing is kept for it, and no other reader waits for it.
 
 **The sockets** speak frame for frame as vLLM does. A PUB socket sends [topic, seq as 8 bytes big-endian, payload]. PUB
 loses messages of a reader that is slow or away. Such a reader asks the ROUTER socket on the next port with the first
-number that it wants. It gets [seq, payload] for each batch from there on, or a snapshot and what came after it where
-not all of those are kept, and at last the number -1 with an empty payload. Only cache events can be asked for again:
-these answers have no topic.
+number that it wants. It gets [seq, payload] for each batch from there on, or a snapshot and the later batches where not
+all of those are kept, and at last the number -1 with an empty payload. Only cache events can be asked for again: these
+answers have no topic.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Serves GET /metrics: this worker's figures in the Prometheus text format, under our names and under vLLM's.
 
 vLLM's names, with its labels and buckets, let its dashboards and other routers read our workers. Figures of the engine
-come from its `Stats` at each scrape. Latencies come from the messages between front and engine, which run for every
-token of every stream: a histogram is therefore a list and a bisection, and becomes text only at a scrape. There are no
+are from its `Stats` at each scrape. Latencies are from the messages between front and engine, which run for every token
+of every stream: a histogram is therefore a list and a bisection, and becomes text only at a scrape. There are no
 cluster or pool labels: Prometheus adds them from the pod.
 """
 
@@ -223,7 +223,7 @@ class LatencyMetrics:
 
 
 class TransferMetrics:
-    """Transfers by direction. The histograms hold only delivered ones: a partial one says little of a link."""
+    """Transfers by direction. The histograms hold only delivered ones: a partial one is no measure of a link."""
 
     def __init__(self) -> None:
         directions: tuple[Direction, ...] = get_args(Direction)
@@ -395,7 +395,7 @@ class WorkerMetrics(Collector):
             size.add_metric([tier], getattr(cache, f"{tier}_bytes"))
         yield size
         hits = {tier: getattr(cache, f"{tier}_hit_tokens") for tier in TIERS}
-        yield ours.counter("prfaas_prefix_cache_tier_hit_tokens", "Hit tokens that came from a tier.", hits, "tier")
+        yield ours.counter("prfaas_prefix_cache_tier_hit_tokens", "Hit tokens loaded from a tier.", hits, "tier")
 
     def _as_vllm(self, stats: Stats) -> Iterator[Metric]:
         vllms, took, cache = self._vllms, self.latencies, stats.cache

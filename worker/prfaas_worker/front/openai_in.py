@@ -56,10 +56,8 @@ _UNSERVED: Final = tuple(
 
 @dataclass(frozen=True)
 class RequestHeaders:
-    """The headers of a text request.
-
-    `fixed` is None if the stream cannot be resumed; `resume_bytes` is the length of the document before the body.
-    """
+    """The headers of a text request. `fixed` is None if the stream cannot be resumed; `resume_bytes` is the length of
+    the document before the body."""
 
     request_id: str = ""
     prefill_url: str = ""
@@ -71,11 +69,8 @@ class RequestHeaders:
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request.
-
-    `prompts` are the messages to the engine, one for each prompt, without handle and trace. `echoes` are the texts that
-    begin the answers to each prompt.
-    """
+    """A checked request. `prompts` are the messages to the engine, one for each prompt, without handle and trace.
+    `echoes` are the texts that begin the answers to each prompt."""
 
     body: CompletionBody | ChatBody
     prompts: list[Generate]
@@ -284,9 +279,9 @@ def _refuse_unserved(body: CommonFields) -> None:
             continue
         if param in _ADAPTERS:
             raise unsupported(param, f"{param} names a LoRA adapter, and adapters are not served here; leave it out")
-        raise unsupported(param, f"{param} is not served here; leave it out")
+        raise unsupported(param, f"{param} is not supported; leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of", "best_of is served where it equals n: all that is generated is returned")
+        raise unsupported("best_of", "best_of must equal n: every generated choice is returned")
 
 
 def _sampling(body: CommonFields, served: ServedModel, seed: int) -> Sampling:
@@ -333,14 +328,12 @@ def _cache_salt(body: CommonFields) -> str:
 
 
 def _grammar(body: CommonFields, use: ToolUse | None, tokenizer: Tokenizer) -> Grammar | None:
-    """Return the checked grammar of the answer, None for any text; the check may take long.
-
-    Raises RequestError if it is invalid, or several fields give one.
-    """
+    """Return the checked grammar of the answer, None for any text; the check may take long. Raises RequestError if it
+    is invalid, or several fields give one."""
     found = _grammars(body)
     if len(found) > 1:
         first, second, *_ = found
-        raise RequestError(f"{first} and {second} both say what the answer must be; give one", param=second)
+        raise RequestError(f"{first} and {second} both constrain the answer; give one", param=second)
     param, grammar = next(iter(found.items()), ("", None))
     if grammar is not None:
         _check(grammar, param)

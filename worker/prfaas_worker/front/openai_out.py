@@ -39,10 +39,8 @@ class Scored(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """New output of one choice; `reason` is None until its last piece. With tools, `events` replace `text`.
-
-    `token_ids` are its tokens; `scored` is empty unless log probabilities were requested.
-    """
+    """New output of one choice; `reason` is None until its last piece. With tools, `events` replace `text`. `token_ids`
+    are its tokens; `scored` is empty unless log probabilities were requested."""
 
     index: int
     text: str
@@ -94,7 +92,7 @@ class ChoiceDetokenizer:
 
     def replay(self, token_ids: Sequence[int]) -> Piece:
         """Add tokens whose text another instance has already sent; return that text."""
-        # One by one where calls are read: what is said of them then does not depend on how they came.
+        # One by one where calls are read: the result then does not depend on the grouping of tokens.
         parts = [[token] for token in token_ids] if self._parser else [list(token_ids)]
         pieces = [self.piece(Tokens(0, 0, part, [], None)) for part in parts]
         if self._scores:
@@ -119,11 +117,8 @@ class ChoiceDetokenizer:
 
 
 class TextStream:
-    """Text of one choice. Holds back characters that may begin a stop string.
-
-    `stop` are the strings that end the text. The first `unstopped_tokens` tokens end nothing. `shown` maps special
-    tokens to the letters that they add here.
-    """
+    """Text of one choice. Holds back characters that may begin a stop string. `stop` are the strings that end the text.
+    The first `unstopped_tokens` tokens end nothing. `shown` maps special tokens to the letters that they add here."""
 
     def __init__(
         self,
@@ -162,7 +157,7 @@ class TextStream:
 
     def _cut(self, text: str, *, final: bool) -> str:
         text = self._held + text
-        # The one that is complete first, so that it does not matter how many tokens came at once.
+        # The one that is complete first, so that the number of tokens per call does not matter.
         ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
         if ends:
             self.stopped = True
@@ -174,11 +169,8 @@ class TextStream:
 
 
 class TextOffsets:
-    """Positions of the tokens of one choice in its text, in characters.
-
-    A token that begins within a character has that character's position. Tokens from a stop string on are placed as if
-    the text continued.
-    """
+    """Positions of the tokens of one choice in its text, in characters. A token that begins within a character has that
+    character's position. Tokens from a stop string on are placed as if the text continued."""
 
     def __init__(self, tokenizer: Tokenizer, start: int):
         self._token_bytes = tokenizer.token_bytes
@@ -189,7 +181,7 @@ class TextOffsets:
         return [self._place(self._token_bytes(token)) for token in token_ids]
 
     def _place(self, token: bytes) -> int:
-        # The first byte shows whether what stood unfinished is a character that goes on, or damage that ended before.
+        # The first byte shows if it continues an unfinished character, or if that is damaged.
         begun = self._decoder.decode(token[:1])
         unfinished, _ = self._decoder.getstate()
         place = self._characters + (len(begun) if unfinished else max(len(begun) - 1, 0))

@@ -1,7 +1,7 @@
-"""Streams that another worker can go on with, and going on with another's: the front's half of `prfaas.wire.resume`.
+"""Makes streams that another worker can resume, and resumes those of others: the front's half of `prfaas.wire.resume`.
 
-The tokens of an answer determine its whole state. So the worker that begins an answer tells them in comments. The
-worker that goes on reads them once more, without sending their text, and then has the state that the first one had.
+The tokens of an answer determine its whole state. So the worker that begins an answer sends them in comments. The
+worker that resumes it reads them once more, without sending their text, and then has the state that the first one had.
 """
 
 from collections.abc import Mapping
@@ -43,9 +43,7 @@ class TokenComments:
 
 def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
     """Return the gateway's fixed facts (None: the stream cannot be resumed), and the length of the resume document.
-
-    Raises RequestError if the headers are invalid.
-    """
+    Raises RequestError if the headers are invalid."""
     fixed, length = given.get(headers.RESUMABLE), given.get(headers.RESUME, "0")
     sound = length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= MAX_DOCUMENT_BYTES
     require(sound, headers.RESUME, f"is {length[:20]!r}: want a document's length, at most {MAX_DOCUMENT_BYTES}")
@@ -62,7 +60,7 @@ def read_resume(document: bytes, job: Job, served: ServedModel) -> Resume:
         resume = decode_resume(document)
     except BadInputError as error:
         raise RequestError(str(error), param=headers.RESUME) from error
-    require(bool(job.body.stream), headers.RESUME, "goes with stream: true")
+    require(bool(job.body.stream), headers.RESUME, "needs stream: true")
     for index, sent in resume.choices.items():
         known = 0 <= index < len(job.prompts) * job.choices and sent.reason in _REASONS
         if not known or any(token >= served.vocab_size for token in sent.token_ids):

@@ -112,7 +112,7 @@ async def _serve(state: FrontState, engine: asyncio.Task[None], stop: asyncio.Fu
     if stop.done() and not client.ready.done():
         return 0  # even if the engine is gone: Ctrl-C hits it too before it has a session of its own
     if engine.done():
-        log.error("the engine process ended: this worker ends too, to be started anew")
+        log.error("the engine process ended: this worker ends too, for a restart")
         return 1
     return 0
 
@@ -145,7 +145,7 @@ def _load(state: FrontState, options: Options) -> None:
         max_choices=options.max_running,
     )
     state.loaded(served, load_tokenizer(Path(answer.directory)))
-    # What exists now stays, and need not be searched again; by default one long body would cause a thousand searches.
+    # Present objects stay, and need no search; by default one long body would cause a thousand searches.
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
     scheme = "https" if options.tls_dir else "http"
@@ -159,7 +159,7 @@ async def _drain(state: FrontState, engine: asyncio.Task[None]) -> None:
     seconds = state.options.drain_seconds
     done, _ = await asyncio.wait({idle, engine}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     if not done:
-        log.warning("draining took longer than %d s: %d requests are cut off", seconds, state.engine.open_calls)
+        log.warning("draining took longer than %d s: %d requests are cancelled", seconds, state.engine.open_calls)
         state.engine.fail_calls(503, CODE_OVERLOADED, "this instance shut down before the answer was whole; ask again")
     idle.cancel()
 
@@ -235,7 +235,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise  # the client left: nothing can be answered
     except Exception:
         log.exception("%s %s", request.method, request.path)
-        return _error("an error of this worker's own; its log has the details", status=500, code="internal_error")
+        return _error("an internal error; the worker's log has the details", status=500, code="internal_error")
 
 
 def _error(message: str, *, status: int, code: str, param: str | None = None) -> web.Response:

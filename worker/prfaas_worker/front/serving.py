@@ -1,8 +1,8 @@
-"""What all handlers share: the model that is served, the state of the front, checks of requests, and their reading.
+"""Shared by all handlers: the served model, the state of the front, and the reading and checks of requests.
 
 Reading a request must not hold up streams, so a body is bounded in bytes and a long one is read in a thread. The
 tokenizer libraries release the interpreter's lock; JSON decoding and lists of token ids do not. A body may therefore
-have no more than a full context can need, and takes the lock for milliseconds.
+have no more than a full context can need, and holds the lock for milliseconds.
 """
 
 import asyncio
@@ -152,10 +152,8 @@ def require_model(model: str, served: ServedModel) -> None:
 
 
 def require_instance(url: str, options: Options, param: str) -> str:
-    """Return the address of another instance, inside TLS if we are; empty if there is none.
-
-    Raises RequestError if it is not of the form scheme://host:port.
-    """
+    """Return the address of another instance, inside TLS if we are; empty if there is none. Raises RequestError if it
+    is not of the form scheme://host:port."""
     if not url:
         return ""
     scheme = "https" if options.tls_dir else "http"
@@ -214,21 +212,19 @@ async def read_request(
             if size > most:
                 raise _too_long(f"more than {most} bytes", state.served)
             if state.unread_bytes > MAX_UNREAD_BYTES:
-                raise CapacityError("too many long requests come at once; try another instance, or later")
+                raise CapacityError("too many long requests at once; try another instance, or later")
         body = b"".join(parts)
         parts.clear()
         return size, await in_thread(state, read, body)
     except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise RequestError(f"the body does not have the encoding that its headers say: {error}") from error
+        raise RequestError(f"the body does not have the encoding of its headers: {error}") from error
     finally:
         state.unread_bytes -= size
 
 
 async def in_thread(state: FrontState, read: Callable[[bytes, ServedModel, Tokenizer], Read], body: bytes) -> Read:
-    """Return the result of `read`, in a thread if it may take long.
-
-    Raises CapacityError if the model is not loaded yet.
-    """
+    """Return the result of `read`, in a thread if it may take long. Raises CapacityError if the model is not loaded
+    yet."""
     served, tokenizer = state.served, state.tokenizer
     if len(body) <= INLINE_BYTES and not any(word in body for word in _GRAMMAR_WORDS):
         return read(body, served, tokenizer)

@@ -1,8 +1,8 @@
-"""Makes a worker's spans in the front, of what the engine reports: the engine traces nothing itself.
+"""Makes a worker's spans in the front, from the engine's reports: the engine traces nothing itself.
 
     decode             from a request's arrival to its last byte
       prefill.local    one for each prompt, or
-      prefill.remote   from asking to the first token; its context goes with the question to the source
+      prefill.remote   from asking to the first token; the source gets its context
         transfer       at the destination, from the first cache byte to the last
         prefill        at the source, from the grant to the end
 

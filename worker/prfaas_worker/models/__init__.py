@@ -26,7 +26,7 @@ def load_model(
     if threads is not None:
         torch.set_num_threads(threads)
     directory = model_directory(source)
-    # A family's code is loaded when it is served; that of transformers takes seconds, so refusals come before it.
+    # A family's code is loaded when it is served; that of transformers takes seconds, so refusals are before it.
     load = _load_kimi_linear if read_model_type(directory) == "kimi_linear" else _load_generic
     return load(directory, device, dtype), directory
 

@@ -2,8 +2,8 @@
 
 A hybrid model keeps two kinds of cache for a sequence. *Rows* grow by one a token: they live in pages of the shared
 pool, so they can leave for another instance, or serve another prompt, while later tokens are still computed. *State*
-has a fixed size and stands for all tokens so far: it is right at exactly one length, cannot be rewound, and leaves
-whole; the state of a running sequence lives in a slot. A layer may keep either or both; an attention window is a state.
+has a fixed size and covers all tokens so far: it is right at exactly one length, cannot be rewound, and leaves whole;
+the state of a running sequence lives in a slot. A layer may keep either or both; an attention window is a state.
 
 A step is one `Batch`: chunks of prompts and one token of every decoding sequence go through the model together. The
 model finds their cache through the memory that it was bound to (see `prfaas_worker.cache.memory`).
@@ -34,10 +34,8 @@ class Chunk(NamedTuple):
 
 
 class Decodes(NamedTuple):
-    """One token each of B sequences: their slots and cached lengths, int64 [B] on the device.
-
-    `max_length` is the largest of `lengths`, known without a device read.
-    """
+    """One token each of B sequences: their slots and cached lengths, int64 [B] on the device. `max_length` is the
+    largest of `lengths`, known without a device read."""
 
     slots: torch.Tensor
     lengths: torch.Tensor

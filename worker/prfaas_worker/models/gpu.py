@@ -17,16 +17,14 @@ from prfaas_worker.models.kimi_linear.precision import weight_bytes
 from prfaas_worker.models.solo import Solo
 from prfaas_worker.options import Dtype
 
-# What is computed on the way and the cache need room, too.
+# Activations and the cache need room, too.
 _ROOM_BESIDE_WEIGHTS: Final = 0.1
 _TRIAL_TOKENS: Final = 40
 
 
 def load_on_gpu(directory: Path, dtype: Dtype) -> KimiLinear:
-    """Load a checkpoint onto the current GPU and try it.
-
-    Raises ConfigError if there is no GPU, or it cannot run the checkpoint.
-    """
+    """Load a checkpoint onto the current GPU and try it. Raises ConfigError if there is no GPU, or it cannot run the
+    checkpoint."""
     if not torch.cuda.is_available():
         raise ConfigError("torch finds no GPU: give --device cpu, or install a driver and torch's CUDA build")
     config = read_config(directory)

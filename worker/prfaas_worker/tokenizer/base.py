@@ -73,10 +73,8 @@ class Tokenizer(ABC):
         return self._frame(token_ids) if framed else token_ids
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation, up to the beginning or the continuation of the assistant's answer.
-
-        Raises RequestError if the template refuses the messages, or the model has none.
-        """
+        """Token ids of a conversation, up to the beginning or the continuation of the assistant's answer. Raises
+        RequestError if the template refuses the messages, or the model has none."""
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         return self._token_ids(self._specials.split(self._template.render(conversation, self._specials.guard)))

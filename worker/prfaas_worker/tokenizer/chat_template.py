@@ -5,7 +5,7 @@ same filters, tags and settings, in a sandbox; transformers' own renderer would 
 becomes a 400.
 
 Special tokens come only from the template. Users' strings are *guarded* before the template sees them: U+FDD0, a
-character that no text may hold, goes in front of every place where a special token's letters begin. The split of the
+character that no text may hold, is put in front of every place where a special token's letters begin. The split of the
 rendered text then finds only the template's own tokens, and takes the guards out again.
 """
 
@@ -49,10 +49,7 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], origin: Path):
         """Compile the template texts by name; `tokens` are variables such as `bos_token`, `origin` is the file for
-        errors.
-
-        Raises ConfigError if a text is no template.
-        """
+        errors. Raises ConfigError if a text is no template."""
         environment = _environment()
         self.source = "\n".join(sources.values())
         try:
@@ -62,10 +59,8 @@ class ChatTemplate:
         self._tokens = dict(tokens)
 
     def render(self, conversation: Conversation, guard: Callable[..., Any]) -> str:
-        """Return the text of a conversation whose strings went through `guard`.
-
-        Raises RequestError if the template refuses the conversation.
-        """
+        """Return the text of a conversation whose strings went through `guard`. Raises RequestError if the template
+        refuses the conversation."""
         messages = [guard(message, visible_too=message["role"] != "assistant") for message in conversation.messages]
         if conversation.continued:
             messages[-1]["content"] = (messages[-1].get("content") or "") + END_OF_CONTENT
@@ -89,10 +84,8 @@ class ChatTemplate:
 
 
 def read_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return a model directory's template: chat_template.jinja, else tokenizer_config.json's, or None.
-
-    Raises ConfigError if it is invalid.
-    """
+    """Return a model directory's template: chat_template.jinja, else tokenizer_config.json's, or None. Raises
+    ConfigError if it is invalid."""
     path = directory / "chat_template.jinja"
     given: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if not given:
@@ -164,10 +157,8 @@ def _tojson(
 
 
 class Special(NamedTuple):
-    """One special token. A hidden one adds nothing to the text; `strips_*` take the spaces beside it away.
-
-    A plain one is no mark but text that users may write, such as a run of spaces: it is split off wherever it stands.
-    """
+    """One special token. A hidden one adds nothing to the text; `strips_*` take the spaces beside it away. A plain one
+    is no mark but text that users may write, such as a run of spaces: it is split off everywhere."""
 
     token_id: int
     hidden: bool = True
@@ -253,10 +244,8 @@ def _piece(text: str, strip_left: bool, strip_right: bool) -> list[str | int]:
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for the longest of `texts`; it never matches without any.
-
-    Common beginnings are factored out: otherwise each of a thousand alternatives is tried at every "<" of an HTML page.
-    """
+    """Return a pattern for the longest of `texts`; it never matches without any. Common beginnings are factored out:
+    otherwise each of a thousand alternatives is tried at every "<" of an HTML page."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie

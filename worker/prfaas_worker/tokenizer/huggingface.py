@@ -176,7 +176,7 @@ def _byte_level(piece: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in piece])
     except KeyError:
-        return piece.encode()  # an entry outside of the alphabet stands for itself
+        return piece.encode()  # an entry outside of the alphabet is plain text
 
 
 def _metaspace(piece: str) -> bytes:

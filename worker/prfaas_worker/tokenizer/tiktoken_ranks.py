@@ -70,15 +70,13 @@ class RanksTokenizer(Tokenizer):
 
 
 def ranks_tokenizer(path: Path, config: Mapping[str, Any], template: ChatTemplate | None) -> RanksTokenizer:
-    """Read tiktoken.model, with pattern and special tokens of tokenizer_config.json.
-
-    Raises ConfigError if a line is invalid, ranks are missing, or the pattern is unknown.
-    """
+    """Read tiktoken.model, with pattern and special tokens of tokenizer_config.json. Raises ConfigError if a line is
+    invalid, ranks are missing, or the pattern is unknown."""
     ranks = _read_ranks(path)
     pattern = config.get("pat_str") or (KIMI_PATTERN if config.get("tokenizer_class") == KIMI_CLASS else None)
     if pattern is None:
         raise ConfigError(
-            f"{path}: how text is cut into words is not known; give tokenizer_config.json a pat_str, or the "
+            f"{path}: the pattern that cuts text into words is not known; give tokenizer_config.json a pat_str, or the "
             f"tokenizer_class {KIMI_CLASS}"
         )
     specials = _specials(config, len(ranks))

@@ -65,7 +65,7 @@ class DataPort:
                 time.sleep(TICK_SECONDS)
                 continue
             if not self._free.acquire(blocking=False):
-                log.warning("data port: %d connections are open, %s is turned away", MAX_CONNECTIONS, address[0])
+                log.warning("data port: %d connections are open, %s is refused", MAX_CONNECTIONS, address[0])
                 sock.close()
                 continue
             threading.Thread(target=self._serve, args=(sock, address[0]), name="data-send", daemon=True).start()
@@ -117,7 +117,7 @@ class DataPort:
             with traffic.monitor.watch(info, offer.send_state.queued_bytes, offer.message.identity):
                 SendLoop(channel, offer.send_state, traffic, sent).run()
         except (UnreachableError, DamagedError):
-            raise  # the destination may come back
+            raise  # the destination may reconnect
         except Exception as error:
             self._offers.end(offer, "failed", str(error) or repr(error))
             raise

@@ -1,8 +1,8 @@
 """Fetches a prompt's cache or a cached prefix: asks the source's API, receives the frames, acknowledges.
 
-Each fetch is a thread that ends within about a second of anything that goes wrong on the way. The payload lands in the
-pages and the slot of a sequence that does not use them before the ledger says that the cache is whole; they must stay
-that sequence's until the fetch has ended, even when it was cancelled.
+Each fetch is a thread that ends within about a second of any failure. The payload lands in the pages and the slot of a
+sequence that does not use them before the ledger reports that the cache is whole; they must stay that sequence's until
+the fetch has ended, even when it was cancelled.
 """
 
 import http.client
@@ -50,10 +50,8 @@ class SourceApi(NamedTuple):
     trace: TraceContext = NO_TRACE
 
     def call(self, method: str, path: str, body: bytes, hold: Callable[[socket.socket], None]) -> tuple[int, bytes]:
-        """Make one call; return status and body. `hold` gets the connected socket.
-
-        Raises PeerError if another cluster answers, UnreachableError without an answer or if `hold` cancels the call.
-        """
+        """Make one call; return status and body. `hold` gets the connected socket. Raises PeerError if another cluster
+        answers, UnreachableError without an answer or if `hold` cancels the call."""
         target = urlsplit(self.url)
         address = target.hostname or "", target.port or http.client.HTTP_PORT
         try:
@@ -73,10 +71,8 @@ class AbsentError(PeerError):
 
 
 class FetchRequest(NamedTuple):
-    """A fetch: the body for the source's API, the API's URL, and the cluster that must answer.
-
-    The cluster is empty if it is unknown. `handle` is the front's, of the call that the fetch is for.
-    """
+    """A fetch: the body for the source's API, the API's URL, and the cluster that must answer. The cluster is empty if
+    it is unknown. `handle` is the front's, of the call that the fetch is for."""
 
     handle: int
     body: PrefillRequest | PrefixRequest
@@ -193,7 +189,7 @@ class RemoteFetch:
         state = ReceiveState(ledger, self._place, counters.count_received, silent_seconds, traffic.memory)
         self._state = state
         pull = self._pull = Pull(self._shared, source, grant.token, state, self._log.record_break)
-        if self._over.is_set():  # it may have come before it could see the pull
+        if self._over.is_set():  # `cancel` may have run before it could see the pull
             raise UnreachableError("cancelled")
         pull.run()
         done = ledger.require_whole()
@@ -217,7 +213,7 @@ class RemoteFetch:
         path = "/v1/prefixes" if self._is_prefix else "/v1/prefills"
         status, answer = self._api.call("POST", path, msgspec.json.encode(body), self._hold)
         if self._is_prefix and status == NOT_FOUND:
-            raise AbsentError(f"{self._wanted.url} has nothing longer than {body.start_token} tokens of it")
+            raise AbsentError(f"{self._wanted.url} has no prefix longer than {body.start_token} tokens")
         if status != CREATED:
             text = answer[:500].decode("utf-8", "replace")
             raise PeerError(f"refused with HTTP {status}: {text}")
@@ -240,7 +236,7 @@ class RemoteFetch:
     def _hold(self, sock: socket.socket) -> None:
         """Register a socket that `cancel` closes."""
         self._socket = sock
-        if self._over.is_set():  # it may have come before it could see the socket
+        if self._over.is_set():  # `cancel` may have run before it could see the socket
             raise UnreachableError("cancelled")
 
     def _expected(self, grant: PrefillGrant) -> Manifest:

@@ -58,10 +58,7 @@ class Staging:
     @torch.inference_mode()
     def read_rows(self, layer: int, pages: Sequence[int], span: TokenSpan, after: DeviceMark) -> dict[str, memoryview]:
         """Copy a layer's rows of `span` from `pages`, all pages of the sequence up to `span.end`, once `after` is
-        reached.
-
-        Returns bytes by tensor name, read-only; contiguous, tokens first.
-        """
+        reached. Returns bytes by tensor name, read-only; contiguous, tokens first."""
         page_tokens = self._memory.geometry.page_tokens
         first, last = span.start // page_tokens, -(-span.end // page_tokens)
         with self._aside(after):
@@ -155,10 +152,8 @@ class CacheLayout(NamedTuple):
 
 
 class CachePlace(NamedTuple):
-    """The location of a sequence's cache: its state slot and its pages in order of its tokens.
-
-    On the CPU transfers read and write that memory itself; an accelerator's goes through `staging`.
-    """
+    """The location of a sequence's cache: its state slot and its pages in order of its tokens. On the CPU transfers
+    read and write that memory itself; an accelerator's goes through `staging`."""
 
     memory: CacheMemory
     slot: int
@@ -183,10 +178,8 @@ def layer_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
 def block_frames(
     manifest: Manifest, place: CachePlace, layer: int, span: tuple[int, int], after: DeviceMark | None = None
 ) -> Iterator[Frame]:
-    """Frames for a layer's rows of tokens span[0] to span[1], limited to the manifest's range.
-
-    With staging the rows are ready `after` that mark. A layer without rows has no frames.
-    """
+    """Frames for a layer's rows of tokens span[0] to span[1], limited to the manifest's range. With staging the rows
+    are ready `after` that mark. A layer without rows has no frames."""
     group = _group_of(manifest, layer, "attention")
     if group is None:
         return
@@ -272,7 +265,7 @@ def _in_place(manifest: Manifest, place: CachePlace, part: LayerRows | LayerStat
         return tuple(place.memory.state_bytes(part.layer, tensor.name, place.slot) for tensor in tensors)
     end = part.start_token + part.tokens
     if end > len(place.pages) * place.memory.geometry.page_tokens:
-        raise InternalError(f"rows up to {end} asked of a sequence with {len(place.pages)} pages")
+        raise InternalError(f"rows up to {end} requested from a sequence with {len(place.pages)} pages")
     span = part.start_token, end
     return tuple(
         piece for tensor in tensors for piece in place.memory.row_bytes(part.layer, tensor.name, place.pages, span)

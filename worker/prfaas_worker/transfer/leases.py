@@ -1,7 +1,7 @@
-"""Leases of the caches that this instance offers to others, from the grant until they are delivered or given up.
+"""Leases of the caches that this instance offers to others, from the grant until they are delivered or ended.
 
 Until its destination connects, an offer lives `LEASE_SECONDS`; while connected, for as long as the destination shows
-life; without a connection after one broke, `RESUME_SECONDS`, in which the destination may come back. ABORT, DELETE and
+life; without a connection after one broke, `RESUME_SECONDS`, in which the destination may reconnect. ABORT, DELETE and
 an end on this side end it at once. Every way an offer ends passes through `end`, once. Its frames view the cache's own
 pages, so `on_end` waits until no connection sends them any more.
 """
@@ -83,10 +83,8 @@ class Offer:
 
 
 class Offers:
-    """All offers of this instance, at most `capacity` open ones.
-
-    `on_end` is called with the handle, from any thread, once an offer ended. `counters` are those of all transfers.
-    """
+    """All offers of this instance, at most `capacity` open ones. `on_end` is called with the handle, from any thread,
+    once an offer ended. `counters` are those of all transfers."""
 
     def __init__(
         self,
@@ -172,7 +170,7 @@ class Offers:
             released = not offer.streams
         reason = "" if outcome == "delivered" else offer.send_state.failure or reason
         self.counters.count_end(offer.log.end(outcome, reason, offer.send_state.totals))
-        offer.fail(f"the prefill was {outcome}")  # its connections tell, and are through with it then
+        offer.fail(f"the prefill was {outcome}")  # its connections send ABORT and end
         if released:
             self._on_end(offer.message.handle)
 
@@ -188,9 +186,9 @@ class Offers:
             late = [offer for offer in self._offers.values() if offer.is_late]
         for offer in late:
             if offer.was_connected:
-                self.end(offer, "failed", "the destination was silent or slow for too long, or did not come back")
+                self.end(offer, "failed", "the destination was silent or slow for too long, or did not reconnect")
             else:
-                self.end(offer, "expired", f"nobody connected within {LEASE_SECONDS} s")
+                self.end(offer, "expired", f"no destination connected within {LEASE_SECONDS} s")
 
     def status(self, transfer_id: str) -> PrefillStatus | None:
         """Return the progress of an open offer."""

@@ -1,14 +1,14 @@
-"""The bounds that all transfers of an instance share: egress, memory, and the first-come order of threads that wait.
+"""The bounds that all transfers of an instance share: egress, memory, and the FIFO order of threads that wait.
 
 The egress cap is one token bucket for all connections that send:
 
     credit(t) = min(depth, credit(t0) + rate * (t - t0) - bytes granted since),    depth = 40 ms of the rate
 
 In any window of T seconds at most rate * T + depth bytes are granted, 2 % too much in 2 s; and a thread that wakes up
-to 30 ms late costs nothing, because the credit waited for it. Fair among connections: they wait in one line, and each
-turn grants at most 10 ms of the rate, after which a connection stands at the end again. With many in line turns are
-shorter, so that each comes round in a quarter of a second and no peer takes the silence for an end. The cap counts what
-is given to TCP. Headers below it (about 4 % at an MTU of 1,500) come on top.
+to 30 ms late costs nothing, because the credit waited for it. Fair among connections: they wait in one queue, and each
+turn grants at most 10 ms of the rate, after which a connection is last again. With many in the queue turns are shorter,
+so that each has a turn in a quarter of a second and no peer takes the silence for an end. The cap counts what is given
+to TCP. Headers below it (about 4 % at an MTU of 1,500) are extra.
 
 The memory budget bounds what transfers use beside the cache: staging, buffers that TLS gathers in, room for codecs. A
 connection's thread asks before it loads a frame and gives back when the frame is sent or placed, so that a thousand
@@ -134,7 +134,7 @@ class Fifo:
                 return
             left_seconds = deadline.left_seconds
             if left_seconds <= 0:
-                raise TimeoutError(f"still in line behind {self._places.index(place)} others")
+                raise TimeoutError(f"still queued behind {self._places.index(place)} others")
             pause_seconds = min(pause_seconds, left_seconds)
             place.wait(None if math.isinf(pause_seconds) else pause_seconds)
 
@@ -160,10 +160,8 @@ class MemoryBudget:
         return len(self._fifo)
 
     def acquire(self, count_bytes: int, stop: Stop, timeout_seconds: float = math.inf) -> None:
-        """Wait until so many bytes may be held; `release` returns them.
-
-        Raises StoppedError if `stop` was set, CapacityError after `timeout_seconds`. Nothing is held then.
-        """
+        """Wait until so many bytes may be held; `release` returns them. Raises StoppedError if `stop` was set,
+        CapacityError after `timeout_seconds`. Nothing is held then."""
         if not count_bytes:
             return
         try:
@@ -171,7 +169,7 @@ class MemoryBudget:
                 self._used_bytes += count_bytes
         except TimeoutError as error:
             raise CapacityError(
-                f"no {count_bytes} of the {self.limit_bytes} bytes that transfers may use came free within "
+                f"no {count_bytes} of the {self.limit_bytes} bytes for transfers became free within "
                 f"{timeout_seconds} s ({error}): raise --transfer-memory-mib, or see which peers are slow"
             ) from error
 
@@ -204,10 +202,8 @@ class EgressCredit(RateBucket):
 
 
 class EgressBucket:
-    """Lets connections send `mbps` million bits a second together; None means no limit.
-
-    The threads of connections call it. It holds no lock while it waits, and waits for nothing but time.
-    """
+    """Lets connections send `mbps` million bits a second together; None means no limit. The threads of connections call
+    it. It holds no lock while it waits, and waits for nothing but time."""
 
     def __init__(self, mbps: int | None = None):
         self._fifo = Fifo()
@@ -229,10 +225,7 @@ class EgressBucket:
 
     def portions(self, parts: Sequence[Buffer], stop: Stop) -> Iterator[list[memoryview]]:
         """Yield all parts, without a copy, in portions that may be sent when they are yielded; all at once without a
-        cap.
-
-        Raises StoppedError if `stop` was set, and there is a cap.
-        """
+        cap. Raises StoppedError if `stop` was set, and there is a cap."""
         whole = [memoryview(part) for part in parts if len(part)]
         if self._credit is None:
             if whole:

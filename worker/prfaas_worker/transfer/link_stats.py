@@ -1,11 +1,11 @@
 """Measures the links below the data connections, by peer cluster: delivery, delay, and the side that limits.
 
-An idle link says nothing about its capacity, so bytes and seconds count as *backlogged* only while at least one
-connection to that peer had unsent bytes at both ends of a short interval. The ratio of the two counters' rates is then
-the rate that the path gave us, the only honest measure of its capacity that a source has.
+An idle link does not show its capacity, so bytes and seconds count as *backlogged* only while at least one connection
+to that peer had unsent bytes at both ends of a short interval. The ratio of the two counters' rates is then the rate
+that the path gave us, the only honest measure of its capacity that a source has.
 
-What is hard is that connections come and go between two samples, are kept for several transfers, and number hundreds:
-each is read at both ends of its watch, only what it added counts, and no label but the peer's name ever leaves here.
+Connections open and close between two samples, are kept for several transfers, and number hundreds: each is read at
+both ends of its watch, only what it added counts, and no label but the peer's name ever leaves here.
 """
 
 import contextlib
@@ -179,10 +179,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 class LinkMonitor:
-    """Samples the data connections, in a thread of its own, while there are any.
-
-    The hub and the unnamed peer exist from the start, so that a rate sees the first transfer too.
-    """
+    """Samples the data connections, in a thread of its own, while there are any. The hub and the unnamed peer exist
+    from the start, so that a rate sees the first transfer too."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -5,10 +5,10 @@ way; OpenSSL makes records of 16 KiB, so pieces smaller than that are first gath
 piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times), and larger ones go as they are.
 
 A call waits for a tick at most, all its waits together; then `on_wait(silent_seconds)` decides, by raising, whether to
-go on: it knows whether the peer shows life elsewhere, and whether anybody still wants the bytes. It is asked between
-partial reads and writes too, so that a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits
-inside the call that moves the bytes, all but the end of a frame at once: polling in between costs a third more CPU. One
-thread uses a stream; any may cut it.
+go on: it knows about the peer's other connections and about a cancelled transfer. It is called between partial reads
+and writes too, so that a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits inside the call
+that moves the bytes, all but the end of a frame at once: polling in between costs a third more CPU. One thread uses a
+stream; any may cut it.
 """
 
 import logging
@@ -58,10 +58,8 @@ def use_congestion(sock: socket.socket, name: str) -> None:
 
 
 def connect_tcp(host: str, port: int, timeout_seconds: float) -> socket.socket:
-    """Return a socket connected to the first address of a host that answers, set up for a near peer.
-
-    Raises OSError if no address answers.
-    """
+    """Return a socket connected to the first address of a host that answers, set up for a near peer. Raises OSError if
+    no address answers."""
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
@@ -88,10 +86,8 @@ def tune(sock: socket.socket) -> None:
 
 
 def receive_into(sock: socket.socket, *buffers: Buffer) -> None:
-    """Fill writable buffers, one after the other, in as few calls as the kernel allows.
-
-    Raises UnreachableError if the peer closed or broke the connection, or sent nothing for the socket's timeout.
-    """
+    """Fill writable buffers, one after the other, in as few calls as the kernel allows. Raises UnreachableError if the
+    peer closed or broke the connection, or sent nothing for the socket's timeout."""
     left = deque(memoryview(buffer) for buffer in buffers if len(buffer))
     try:
         while left:
@@ -157,11 +153,8 @@ class DataStream:
             sock.setsockopt(socket.SOL_SOCKET, which, _TICK)
 
     def send(self, parts: Sequence[Buffer], on_sent: OnSent = lambda _sent: None, on_wait: OnWait = give_up) -> None:
-        """Send all parts; `on_sent(bytes)` is called for every accepted piece.
-
-        Raises UnreachableError if the peer is gone or `on_wait` raises it, IdentityError with the reason if the peer
-        refused our certificate.
-        """
+        """Send all parts; `on_sent(bytes)` is called for every accepted piece. Raises UnreachableError if the peer is
+        gone or `on_wait` raises it, IdentityError with the reason if the peer refused our certificate."""
         left = [memoryview(part) for part in parts if len(part)]
         left_bytes = sum(map(len, left))
         moved_at = time.monotonic()
@@ -191,7 +184,7 @@ class DataStream:
                     _drop(left, received or 0)
                     on_wait(time.monotonic() - max(began_at, self.heard_at))
         finally:
-            self._wake_at(1)  # whoever polls next waits for a small frame
+            self._wake_at(1)  # the next poll waits for a small frame
 
     def readable(self) -> bool:
         """True if a read would return at once: with bytes, or with the connection's end."""
@@ -245,7 +238,7 @@ class DataStream:
 
     def _wake_at(self, low_water_bytes: int) -> None:
         if low_water_bytes != self._low_water:
-            with suppress(OSError):  # it was closed: the next read says so
+            with suppress(OSError):  # it was closed: the next read reports that
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
             self._low_water = low_water_bytes
 

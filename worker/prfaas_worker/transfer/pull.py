@@ -1,6 +1,6 @@
-"""Fetches a cache over several connections: each has a thread that connects, says HELLO, and reads until all is there.
+"""Fetches a cache over several connections: each has a thread that connects, sends HELLO, and reads until all is there.
 
-When a connection breaks, or damage came over it, its thread opens another and says which frames arrived; the source
+When a connection breaks, or a frame is damaged, its thread opens another and lists the received frames; the source
 sends the rest again. Only what no new connection can mend ends the transfer: the source gave up, is not to be reached,
 or breaks the protocol. Connections are kept for the next transfer: their congestion window is open and their handshake
 is done. A kept connection may have died unnoticed; its next user finds out at once, and asks for a fresh one.
@@ -157,11 +157,8 @@ class FetchContext(NamedTuple):
 
 
 class Pull:
-    """One transfer from one source; `run` is called once.
-
-    `token` is from the grant; `state` is the received state. `on_broken` is called with the number of breaks and the
-    reason when another connection takes over.
-    """
+    """One transfer from one source; `run` is called once. `token` is from the grant; `state` is the received state.
+    `on_broken` is called with the number of breaks and the reason when another connection takes over."""
 
     def __init__(
         self,
@@ -188,10 +185,8 @@ class Pull:
         self._streams: dict[int, DataStream] = {}
 
     def run(self) -> None:
-        """Receive everything. After return or error, no thread touches the state's memory.
-
-        Raises PeerError if the transfer fails.
-        """
+        """Receive everything. After return or error, no thread touches the state's memory. Raises PeerError if the
+        transfer fails."""
         self._start_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._whole or self._failure)
@@ -269,7 +264,7 @@ class Pull:
     def _greet(self, stream: DataStream, number: int) -> None:
         self._impatient(0.0)
         ledger = self._state.ledger
-        broken = self._state.broken  # before what was received: nothing more comes from these
+        broken = self._state.broken  # before what was received: these receive no more
         received = ledger.received
         hello = Hello(
             codecs=DECODABLE,
@@ -298,7 +293,7 @@ class Pull:
     def _impatient(self, silent_seconds: float) -> None:
         """Limit the wait for a WELCOME, and end it after a cancel."""
         if self._over or silent_seconds > NO_PROGRESS_SECONDS:
-            raise UnreachableError(f"the source answered nothing for {silent_seconds:.1f} s: given up")
+            raise UnreachableError(f"the source sent no answer for {silent_seconds:.1f} s: given up")
 
     @property
     def _over(self) -> bool:

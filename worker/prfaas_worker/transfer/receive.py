@@ -1,6 +1,6 @@
 """The receiving end of a transfer: any number of connections read frames straight into the cache.
 
-The ledger says where a frame belongs and when everything is there. The memory is a sequence's that does not use it
+The ledger knows the place of each frame and when everything is there. The memory is a sequence's that does not use it
 before; it must stay that sequence's until no connection reads into it any more.
 """
 
@@ -85,10 +85,8 @@ class ReceiveState:
 
 
 class ReceiveLoop:
-    """Reads one connection of a transfer.
-
-    `on_whole` is called when everything is there, perhaps by several connections, from their threads.
-    """
+    """Reads one connection of a transfer. `on_whole` is called when everything is there, perhaps by several
+    connections, from their threads."""
 
     def __init__(self, stream: DataStream, connection: int, state: ReceiveState, on_whole: Callable[[], None]):
         self._stream = stream

@@ -1,8 +1,8 @@
 """Sends a cache: the queue of its frames, and the loop that each connection of the transfer runs.
 
 The engine's thread puts frames in while it computes; the threads of the connections take them out. A connection that
-waits polls its socket and its wake-up together, so that it hears its peer as soon as it hears the engine. Between two
-frames, and while there is none, it listens to the destination, which may want no more, or have everything.
+waits polls its socket and its wake-up together, so that it reacts to its peer and to the engine at once. Between two
+frames, and while there is none, it reads from the destination, which may cancel, or have everything.
 """
 
 import os
@@ -82,9 +82,7 @@ class WakeUp:
 
 class SendState:
     """The send queue of a transfer. The engine's thread calls `put`, `finish` and `fail`, the connections the rest.
-
-    `address` holds transfer and epoch of every frame. `heard` is called at every sign of life of the peer.
-    """
+    `address` holds transfer and epoch of every frame. `heard` is called at every sign of life of the peer."""
 
     def __init__(self, address: Address, note_life: Callable[[], None]):
         self.address = address
@@ -237,7 +235,7 @@ class SendLoop:
         codec = self._codec(sequence) if frame.tensors else Codec.NONE
         held_bytes = frame.copied_bytes + (frame.header.payload_bytes if codec else 0)
         if not self._await_memory(held_bytes):
-            return  # it failed meanwhile: the next step says so
+            return  # it failed meanwhile: the next step reports that
         try:
             self._send_loaded(sequence, frame, codec)
         finally:
@@ -326,10 +324,8 @@ class SendLoop:
 def receive_message(
     stream: DataStream, on_wait: OnWait = give_up, limit_bytes: int = MAX_HELLO_BYTES
 ) -> tuple[FrameHeader, bytes]:
-    """Read one small frame, of `limit_bytes` at most.
-
-    Raises UnreachableError if the connection broke or `on_wait` raises it, ProtocolError for a damaged or other frame.
-    """
+    """Read one small frame, of `limit_bytes` at most. Raises UnreachableError if the connection broke or `on_wait`
+    raises it, ProtocolError for a damaged or other frame."""
     header = receive_header(stream, on_wait)
     if header.payload_bytes > limit_bytes or header.kind in DATA_KINDS:
         raise ProtocolError(f"{header.describe()} of {header.payload_bytes} bytes where a message was due")

@@ -50,10 +50,8 @@ def connect_tls(
 def https_connection(
     address: tuple[str, int], sock: socket.socket, credentials: WorkerCredentials, seconds: float, expected_cluster: str
 ) -> http.client.HTTPConnection:
-    """Return an HTTP connection inside TLS over a connected socket; each later wait may take `seconds`.
-
-    Raises PeerError as `connect_tls`.
-    """
+    """Return an HTTP connection inside TLS over a connected socket; each later wait may take `seconds`. Raises
+    PeerError as `connect_tls`."""
     stream = connect_tls(sock, credentials, seconds, expected_cluster)
     connection = http.client.HTTPConnection(*address)
     connection.sock = stream.blocking_socket(seconds)
@@ -132,20 +130,16 @@ class PeerAuth:
         return plain(sock)
 
     def connect(self, sock: socket.socket, _cluster: str, /) -> DataStream:
-        """Make a stream of a connection to a peer of this cluster (empty for any).
-
-        With TLS, raises PeerError if the peer is another, or proves nothing in time.
-        """
+        """Make a stream of a connection to a peer of this cluster (empty for any). With TLS, raises PeerError if the
+        peer is another, or proves nothing in time."""
         return plain(sock)
 
     def check(self, stream: DataStream) -> None:
         """Check an old connection again. Raises IdentityError if its certificate is no longer valid."""
 
     def is_reusable(self, _stream: DataStream, /) -> bool:
-        """Return True if an older connection of ours may carry another transfer.
-
-        After a change of our own credentials it may not: the peer may no longer trust the old ones.
-        """
+        """Return True if an older connection of ours may carry another transfer. After a change of our own credentials
+        it may not: the peer may no longer trust the old ones."""
         return True
 
     def http(self, sock: socket.socket, address: tuple[str, int], _cluster: str, /) -> http.client.HTTPConnection:

@@ -1,7 +1,7 @@
 """Logs each transfer with one line at its end, and counts it with one event for the front's metrics and spans.
 
 A transfer without trouble leaves one INFO line on each side. What else happens is DEBUG, but a connection that broke:
-that is rare, and says why a transfer took so long. Every line carries the ids of request and transfer.
+that is rare, and explains a slow transfer. Every line carries the ids of request and transfer.
 """
 
 import logging
@@ -116,10 +116,8 @@ class TransferLog:
 
 
 class TransferCounters:
-    """Transfers by direction and outcome, and cache bytes over data connections, since the start.
-
-    `on_end` is called with every transfer that ended, from its thread.
-    """
+    """Transfers by direction and outcome, and cache bytes over data connections, since the start. `on_end` is called
+    with every transfer that ended, from its thread."""
 
     def __init__(self, on_end: Callable[[TransferEnded], None] = lambda _transfer: None):
         self._on_end = on_end

@@ -52,10 +52,8 @@ class MarkedText:
         self.rest = ""
 
     def take(self, marks: Sequence[str], *, final: bool) -> tuple[str, str | None]:
-        """Remove and return the text before the first of `marks`, and that mark.
-
-        Without a mark it returns the text that cannot begin one, and None.
-        """
+        """Remove and return the text before the first of `marks`, and that mark. Without a mark it returns the text
+        that cannot begin one, and None."""
         found = [(place, mark) for mark in marks if (place := self.rest.find(mark)) >= 0]
         if found:
             place, mark = min(found)

@@ -1,6 +1,6 @@
-"""The tool formats, each with a parser and a grammar rule, and which of them a model's chat template teaches.
+"""Defines the tool formats, each with a parser and a grammar rule, and finds the format of a chat template.
 
-The template tells the format: it shows the model the very marks that answers then hold.
+The template shows the model the marks that answers then hold.
 """
 
 import re
@@ -50,10 +50,10 @@ class HermesParser:
         {"name": "weather", "arguments": {"city": "Oslo"}}
         </tool_call>
 
-    The arguments stand inside of JSON that ends elsewhere, so the reader follows its strings and braces to stream them.
-    An object in another order is read when it is complete, and what is no call at all comes back as text.
+    The arguments are inside of JSON that ends elsewhere, so the reader follows its strings and braces to stream them.
+    An object in another order is read when it is complete, and anything but a call is returned as text.
 
-    `_read` is the method for the part that comes now.
+    `_read` is the method for the next part.
     """
 
     def __init__(self, new_id: NewId):
@@ -106,7 +106,7 @@ class HermesParser:
                 case '"':
                     self._in_string = not self._in_string
                 case "\\" if self._in_string:
-                    if place == len(text):  # what it escapes is still to come
+                    if place == len(text):  # the escaped character is not here yet
                         place -= 1
                         break
                     place += 1
@@ -168,10 +168,10 @@ class KimiParser:
         <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
         <|tool_call_end|><|tool_calls_section_end|>                                             (without line ends)
 
-    The id goes to the client as it is, because the template wants it back in that form. Source: tool_call_guidance.md
-    of moonshotai/Kimi-K2-Instruct.
+    The client gets the id unchanged, because the template wants it back in that form. Source: tool_call_guidance.md of
+    moonshotai/Kimi-K2-Instruct.
 
-    `_state` is the mark last read: it says what the text behind it is.
+    `_state` is the last mark read, which determines the kind of the next text.
     """
 
     def __init__(self, new_id: NewId):
@@ -279,10 +279,8 @@ def _turns_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
 
 
 class ToolFormat(NamedTuple):
-    """A format: its name and marks, its parser, and the Lark rule after the first mark.
-
-    The first mark opens calls; text before it is for the user.
-    """
+    """A format: its name and marks, its parser, and the Lark rule after the first mark. The first mark opens calls;
+    text before it is for the user."""
 
     name: str
     marks: tuple[str, ...]
@@ -304,10 +302,8 @@ def tool_format(template_source: str) -> ToolFormat | None:
 
 
 def calls_grammar(known: ToolFormat, functions: list[Function], tokens: Mapping[str, int], most: int) -> str:
-    """Return the Lark rule `calls` of one to `most` calls of these functions, and its parts.
-
-    `tokens` are the ids of marks that are special tokens.
-    """
+    """Return the Lark rule `calls` of one to `most` calls of these functions, and its parts. `tokens` are the ids of
+    marks that are special tokens."""
     return f"calls: {_mark(known.marks[0], tokens)} rest\n" + _rest(known, functions, tokens, most)
 
 

@@ -47,17 +47,15 @@ class ToolUse(NamedTuple):
 
 
 def tool_use(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
-    """Return the use of tools in this request's answers, None without tools.
-
-    Raises RequestError if the tools or the choice are invalid, or the model's template has no tools.
-    """
+    """Return the use of tools in this request's answers, None without tools. Raises RequestError if the tools or the
+    choice are invalid, or the model's template has no tools."""
     tools = _tools(body)
     choice = _choice(body, [tool.name for tool in tools])
     if not tools or choice == "none":
         return None
     known = tool_format(tokenizer.template_source)
     if known is None:
-        raise unsupported("tools", "this model's chat template teaches no format of tool calls that is known here")
+        raise unsupported("tools", "this model's chat template has no known format of tool calls")
     parallel = body.parallel_tool_calls is not False
     if isinstance(choice, _NamedChoice):
         tools, parallel = [tool for tool in tools if tool.name == choice.function.name], False
@@ -71,10 +69,8 @@ def tool_use(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
 
 
 def with_answer(use: ToolUse, body: ChatBody, answer: Grammar | None, tokenizer: Tokenizer) -> Grammar | None:
-    """Return the grammar of a request that offers tools and may constrain the answer too.
-
-    Raises RequestError if calls are required and the answer is constrained too, or both use languages that do not mix.
-    """
+    """Return the grammar of a request that offers tools and may constrain the answer too. Raises RequestError if calls
+    are required and the answer is constrained too, or both use languages that do not mix."""
     if answer is None:
         return Grammar("lark", use.lark) if use.lark else None
     if body.tool_choice not in (None, "auto") or answer.kind != "json_schema":
@@ -110,11 +106,8 @@ def _tokens(use: ToolUse, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def template_arguments(arguments: str, tokenizer: Tokenizer) -> str | dict[str, Any]:
-    """Return a past call's arguments in the template's form.
-
-    Text, if the template takes it, keeps the generated tokens, so the cached prefix matches. Raises RequestError if
-    they are no JSON object.
-    """
+    """Return a past call's arguments in the template's form. Text, if the template takes it, keeps the generated
+    tokens, so the cached prefix matches. Raises RequestError if they are no JSON object."""
     try:
         found = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except msgspec.MsgspecError as error:

@@ -2,14 +2,14 @@
 
 A model of transformers hands each layer's new keys and values, or its new state, to an object of the cache, and
 computes with what that returns. Ours subclass those objects, as transformers chooses masks by their classes, but hold
-nothing: rows go to the sequence's pages and are gathered from there, windows and states stand in its slot. So prefix
+nothing: rows go to the sequence's pages and are gathered from there, windows and states are in its slot. So prefix
 reuse, checkpoints and transfers, which know only bytes, work for every family.
 
-What is hard: a window that is not full yet. Its state has room for the window - 1 tokens that a next token sees beside
-itself; the oldest comes first, and how many count follows from the sequence's length, which is not stored. A state at
-length zero is none: transformers must hear so, whatever bytes stand in the slot. And decodes of unequal length: all
-see as many rows as the longest, so masks hide what is not their own, and what is hidden is zero, as uninitialised
-memory may hold NaN, which no mask hides.
+The hard part is a window that is not full yet. Its state has room for the window - 1 tokens that a next token sees
+beside itself; the oldest is first, and the number of valid ones follows from the sequence's length, which is not
+stored. A state at length zero is none: transformers must be told, whatever bytes the slot holds. Decodes of unequal
+length: all see as many rows as the longest, so masks hide what is not their own, and what is hidden is zero, as
+uninitialised memory may hold NaN, which no mask hides.
 
 The shapes are found by looking at transformers' own cache after a few tokens (`pattern_of`, `layer_specs`).
 """
@@ -38,17 +38,14 @@ from prfaas_worker.models.base import Chunk
 _ROW_AXES = ("token", "head", "dim")
 _WINDOW_AXES = ("window", "head", "dim")
 _CONV_AXES = ("channel", "tap")
-# What the last two are differs by family (key by value, or channel by state). Two replicas of one fingerprint agree on
-# it without a word, and to others nothing may be sent.
+# The last two differ by family (key by value, or channel by state). Replicas of one fingerprint agree on them,
+# and transfers need equal fingerprints.
 _RECURRENT_AXES = ("head", "recurrent_1", "recurrent_2")
 
 
 class _CacheGroup(NamedTuple):
-    """Chunks that go through the model together: one of any length, or several of one token each.
-
-    `slots` is [B]; `pages` and `rows`, [B, tokens], are the places of new rows; `held` [B, n] lists the sequences'
-    pages.
-    """
+    """Chunks that go through the model together: one of any length, or several of one token each. `slots` is [B];
+    `pages` and `rows`, [B, tokens], are the places of new rows; `held` [B, n] lists the sequences' pages."""
 
     chunks: Sequence[Chunk]
     slots: Tensor
@@ -140,10 +137,8 @@ class _Window(_Layer):
         self._group, self.cumulative_length = group, group.longest
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, ...]:
-        """Keep the last of old and new rows [B, head, tokens, dim]; return all held rows, and the new ones.
-
-        Of several sequences, each gets as many held rows as fit into a window.
-        """
+        """Keep the last of old and new rows [B, head, tokens, dim]; return all held rows, and the new ones. Of several
+        sequences, each gets as many held rows as fit into a window."""
         self.cumulative_length += key_states.shape[2]
         shift = self._shift_one if self._group.only else self._shift_all
         return tuple(map(shift, self._tensors, (key_states, value_states)))
@@ -168,11 +163,8 @@ class _Window(_Layer):
 
 
 class _State(_Layer):
-    """Convolution and recurrent states, in the slot.
-
-    transformers' own code changes a state in place: the state of one sequence stays in the slot, those of several are
-    copied together, and back.
-    """
+    """Convolution and recurrent states, in the slot. transformers' own code changes a state in place: the state of one
+    sequence stays in the slot, those of several are copied together, and back."""
 
     number_of_states: int
 
@@ -290,10 +282,8 @@ def _additive(is_seen: Tensor) -> Tensor:
 
 
 def pattern_of(config: Any) -> DynamicCache:
-    """Return transformers' own empty cache for a text model's configuration.
-
-    Raises ConfigError if a layer keeps an unsupported cache, or no layer keeps rows.
-    """
+    """Return transformers' own empty cache for a text model's configuration. Raises ConfigError if a layer keeps an
+    unsupported cache, or no layer keeps rows."""
     pattern = DynamicCache(config=config)
     for index, layer in enumerate(pattern.layers):
         if type(layer) not in _OURS:
@@ -305,10 +295,8 @@ def pattern_of(config: Any) -> DynamicCache:
 
 
 def layer_specs(filled: Cache) -> tuple[LayerSpec, ...]:
-    """Return each layer's shapes, from transformers' own cache after a few tokens.
-
-    Raises ConfigError if the model did not use a layer of its cache.
-    """
+    """Return each layer's shapes, from transformers' own cache after a few tokens. Raises ConfigError if the model did
+    not use a layer of its cache."""
     return tuple(_layer_spec(index, layer) for index, layer in enumerate(filled.layers))
 
 

@@ -1,7 +1,7 @@
 """Lists the families that the generic engine serves, and refuses other checkpoints by name before anything is loaded.
 
-A family qualifies when all that its sequences leave behind stands in the layer objects of transformers' cache, as one
-of four shapes: rows for every token, rows for a window of tokens, a state of fixed size, or a state beside rows. Its
+A family qualifies when all that its sequences leave behind is in the layer objects of transformers' cache, as one of
+four shapes: rows for every token, rows for a window of tokens, a state of fixed size, or a state beside rows. Its
 logits must be what `scale_logits` makes of the head's output, which loading compares with the model's own. transformers
 is not imported here: a refusal should not take seconds.
 """
@@ -35,10 +35,8 @@ def _soft_capped(logits: Tensor, config: Any) -> Tensor:
 
 
 class Family(NamedTuple):
-    """Differences between families that their cache does not show.
-
-    `scale_logits` takes the head's output and transformers' configuration of the text model.
-    """
+    """Differences between families that their cache does not show. `scale_logits` takes the head's output and
+    transformers' configuration of the text model."""
 
     attention_kind: AttentionSpecKind = "full_attention"
     scale_logits: Callable[[Tensor, Any], Tensor] = _as_they_are
@@ -93,8 +91,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     towers = [field for field in ("vision_config", "audio_config") if raw.get(field) is not None]
     if towers:
         raise ConfigError(
-            f"{', '.join(towers)}: the checkpoint of {name!r} sees or hears; only text models are served: take the "
-            "family's text checkpoint"
+            f"{', '.join(towers)}: the checkpoint of {name!r} is for images or audio; only text models are served: "
+            "take the family's text checkpoint"
         )
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:

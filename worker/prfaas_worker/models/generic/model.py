@@ -4,7 +4,7 @@ A checkpoint is loaded only from files: nothing is fetched and none of its code 
 weights with a warning and random numbers in their place; here every difference is an error that lists them all.
 
 Decodes go through the model together, as each brings one token. Chunks go one after the other: transformers would batch
-them by padding, and what a linear layer makes of a pad would stand in its state.
+them by padding, and a linear layer would add pads to its state.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from prfaas_worker.models.generic.families import Family, read_document, read_fa
 # The least that takes the path of a prompt, not that of a decode.
 _PROBE_TOKENS = 2
 _LISTED_DIFFERENCES = 50
-# A family may tell transformers to pass over such tensors in silence.
+# A family may make transformers skip such tensors silently.
 _TOWERS = re.compile(r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\.")
 
 
@@ -73,10 +73,8 @@ class GenericModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Run one step; a layer reports to `on_layer` after the last of the batch passed it.
-
-        Chunks are last, so that a prompt's rows leave while it is computed.
-        """
+        """Run one step; a layer reports to `on_layer` after the last of the batch passed it. Chunks are last, so that a
+        prompt's rows leave while it is computed."""
         hidden = torch.empty(batch.outputs, self.hidden_size, device=self.device)
         groups = list(_groups(batch))
         for group in groups:
@@ -181,11 +179,9 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 
 def load_causal_model(directory: Path) -> PreTrainedModel:
-    """Load the language model in `directory`, in fp32, for inference.
-
-    Raises ConfigError if a file cannot be read, or the weights do not fit config.json.
-    """
-    # Our errors say what theirs would, and a progress bar is no line of a log.
+    """Load the language model in `directory`, in fp32, for inference. Raises ConfigError if a file cannot be read, or
+    the weights do not fit config.json."""
+    # Our errors replace theirs, and a progress bar does not belong in a log.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     _hide_gpu_kernels()

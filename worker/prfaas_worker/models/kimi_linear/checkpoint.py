@@ -1,14 +1,14 @@
 """Reads a checkpoint's safetensors files: mapped, one tensor at a time, straight to where a layer wants it.
 
 The headers of the files show all that can be wrong, before any weight is read: files that an index names and that are
-not there, damaged or cut files, and every tensor that does not fit the config. The config alone gives the name and the
-shape of each tensor in the public layout.
+not there, damaged or cut files, and every tensor that does not fit the config. The config by itself gives the name and
+the shape of each tensor in the public layout.
 
 Tensors are hashed while they are read, so that the fingerprint costs no second reading of what may be hundreds of
 gigabytes: SHA-256 over config.json and, for each tensor by public name, its type, shape and the XXH3-128 of its bytes.
 It covers every byte, whatever files they are spread over: equal fingerprints mean equal weights but for an accident of
-2^-64 at worst. It does not withstand somebody who makes two checkpoints that differ and have one fingerprint, which
-XXH3 does not promise to.
+2^-64 at worst. It does not withstand deliberate collisions, which
+XXH3 does not prevent.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 # By safetensors' names: the types that weights may have. Each becomes fp32 without loss.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# What is read, hashed and given back at once.
+# Read, hashed and released at once.
 _PIECE_BYTES = 2 << 20
 # The kernel may map so much, a large folio, around a page that is touched: given back too, or it would stay.
 _MAPPED_AROUND = 2 << 20
@@ -107,10 +107,8 @@ def _moe_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
 
 
 def describe_differences(expected: Mapping[str, Shape], found: Mapping[str, tuple[str, Shape]]) -> list[str]:
-    """One line per tensor that is missing, unknown, of another shape or not a float, sorted by name.
-
-    `found` maps names to safetensors' dtype name and shape.
-    """
+    """One line per tensor that is missing, unknown, of another shape or not a float, sorted by name. `found` maps names
+    to safetensors' dtype name and shape."""
     lines = []
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
@@ -264,8 +262,8 @@ class Weights:
     """Tensors by public name, seen from one prefix: `weights["q_proj"]` is <prefix>q_proj.weight, fp32 on `device`.
 
     The matrices that make up the work, *products*, may be bf16 (see `precision`); all others are fp32. Whatever is
-    joined is made in place on the device, one tensor of the checkpoint at a time: no more than a piece of a file stands
-    in memory beside the weights. The tensors may also be parameters in training: gradients flow to them.
+    joined is made in place on the device, one tensor of the checkpoint at a time: no more than a piece of a file is in
+    memory beside the weights. The tensors may also be parameters in training: gradients flow to them.
     """
 
     def __init__(
@@ -308,10 +306,8 @@ class Weights:
         return joined if columns is None else joined.mul_(columns)
 
     def experts(self, pairs: Sequence[tuple[str, str]], shared: tuple[str, str], columns: Tensor) -> Tensor:
-        """Stack each expert's two matrices [size, D]: products [experts, 2 size, D], times `columns`.
-
-        The two `shared` matrices [n size, D] become n more experts at the end.
-        """
+        """Stack each expert's two matrices [size, D]: products [experts, 2 size, D], times `columns`. The two `shared`
+        matrices [n size, D] become n more experts at the end."""
         size, width = self._shape(pairs[0][0])
         count = len(pairs) + self._shape(shared[0])[0] // size
         stacked = torch.empty(count, 2, size, width, dtype=self._products, device=self.device)

@@ -11,9 +11,9 @@ step from chunk to chunk is three small products.
 
 The hard part is e^(-D): with strong gates it overflows fp32. So the size of the chunks follows the gates: the largest
 of which no half decays by more than e^-40. Gates below -20 are set to it first: e^-20 = 2e-9 of what was there is less
-than fp32 can tell from nothing beside values of the same size, and chunks of 4 tokens then always do. (To form pairs
-of a large chunk by halves instead, each decay taken to the boundary between them, is slower: many small tensors
-cost more than more steps do.) Everything is plain torch and differentiable; S stays in fp32.
+than fp32 can resolve beside values of the same size, and chunks of 4 tokens then always do. (To form pairs of a large
+chunk by halves instead, each decay taken to the boundary between them, is slower: many small tensors cost more than
+more steps do.) Everything is plain torch and differentiable; S stays in fp32.
 
 Plain torch runs on every device. On an NVIDIA GPU `choose_rule` takes fla-core's Triton kernels, where they are
 installed and products are bf16. That path was checked against fla 0.6.0's signatures and a stand-in; it has not been
@@ -86,10 +86,8 @@ TORCH_RULE = DeltaRule(kda_chunked, kda_step)
 
 
 def choose_rule(device: torch.device, products: torch.dtype) -> DeltaRule:
-    """Take fla's kernels on an NVIDIA GPU if they are installed, else plain torch.
-
-    fla multiplies in bf16 or tf32: a model with fp32 products needs exactness, and gets torch.
-    """
+    """Take fla's kernels on an NVIDIA GPU if they are installed, else plain torch. fla multiplies in bf16 or tf32: a
+    model with fp32 products needs exactness, and gets torch."""
     if device.type != "cuda" or products != torch.bfloat16:
         return TORCH_RULE
     try:
@@ -137,10 +135,8 @@ def _segment(segment: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _walk(terms: _Terms, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Process chunk after chunk, with values and state changed in place.
-
-    Returns v' and (q e^D) S~, each [N M, C, V], and S after the last token.
-    """
+    """Process chunk after chunk, with values and state changed in place. Returns v' and (q e^D) S~, each [N M, C, V],
+    and S after the last token."""
     inherited = torch.empty_like(terms.values)
     for new, erased, queries, keys, decay, read in zip(*_by_chunk(terms), inherited.unbind(0), strict=True):
         new.baddbmm_(erased, state, alpha=-1)
@@ -164,10 +160,8 @@ def _by_chunk(terms: _Terms) -> list[tuple[Tensor, ...]]:
 
 
 def _padded(segment: list[Tensor]) -> tuple[int, list[Tensor]]:
-    """Return the chunk size, and the segment's tensors [M, T, ...] padded to a multiple of it.
-
-    The zeros neither decay (g) nor write (beta).
-    """
+    """Return the chunk size, and the segment's tensors [M, T, ...] padded to a multiple of it. The zeros neither decay
+    (g) nor write (beta)."""
     tokens, chunk = segment[0].shape[1], _LARGEST_CHUNK
     while chunk > _SMALLEST_CHUNK and chunk // 2 >= tokens:
         chunk //= 2
@@ -202,7 +196,7 @@ def _pairwise_terms(chunks: list[Tensor]) -> _Terms:
     to_end = from_middle[:, -1].unflatten(0, (count, rows))
     to_next = torch.cat([to_end[:-1] + to_middle[1:], to_end[-1:]])
 
-    # The factor comes first: it is contiguous, and so is what is made of it.
+    # The factor is first: it is contiguous, and so is the product.
     growth = from_middle.exp().view_as(k)
     keys = (growth.reciprocal() * k).flatten(0, 1)
     own_keys, queries = (growth * k).flatten(0, 1), (growth * q).flatten(0, 1)
@@ -224,10 +218,8 @@ def _pairwise_terms(chunks: list[Tensor]) -> _Terms:
 
 
 def _middle_sums(g: Tensor, size: int) -> Tensor:
-    """The matrix [.., C, C] that sums gates [.., C, K] from the middle of a chunk to each of its tokens.
-
-    As a product each sum has at most C / 2 terms; a difference of running sums would lose digits.
-    """
+    """The matrix [.., C, C] that sums gates [.., C, K] from the middle of a chunk to each of its tokens. As a product
+    each sum has at most C / 2 terms; a difference of running sums would lose digits."""
     sums = g.new_ones(size, size).tril()
     return (sums - sums[size // 2 - 1]).expand(g.shape[0], size, size)
 

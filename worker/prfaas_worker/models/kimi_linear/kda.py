@@ -1,7 +1,7 @@
 """Computes a KDA layer: projections, a short convolution, the gated delta rule, and a gated norm of its outputs.
 
-What tokens do by themselves (`project`, `output`) takes any number of them in one call; where they meet, `mix_chunk`
-takes sequences of equal length [B, T, ...], `mix_step` one token of each sequence [B, ...].
+Work that tokens do by themselves (`project`, `output`) takes any number of them in one call; where they meet,
+`mix_chunk` takes sequences of equal length [B, T, ...], `mix_step` one token of each sequence [B, ...].
 """
 
 from typing import NamedTuple
@@ -75,12 +75,10 @@ class DeltaAttention:
         return o, padded[:, 1 - self._taps :].transpose(1, 2), state.view_as(recurrent)
 
     def mix_step(self, x: Projected, conv: Tensor, recurrent: Tensor) -> Tensor:
-        """Append one token to each of B sequences, x [B, ...], and change their states in place.
-
-        Returns outputs by head [B, H, V]. `recurrent` is contiguous except in its first axis if B is 1.
-        """
+        """Append one token to each of B sequences, x [B, ...], and change their states in place. Returns outputs by
+        head [B, H, V]. `recurrent` is contiguous except in its first axis if B is 1."""
         mixed = x.qkv * self._conv[-1]
-        # Column by column: the taps stand side by side in memory, where anything on whole rows is slow.
+        # Column by column: the taps are side by side in memory, where anything on whole rows is slow.
         columns = [*conv.unbind(-1), x.qkv]
         for column, following, taps in zip(columns, columns[1:], self._conv.unbind(0), strict=False):
             mixed.addcmul_(column, taps)
@@ -104,10 +102,8 @@ class DeltaAttention:
 
 
 def _causal_conv(padded: Tensor, taps: Tensor) -> Tensor:
-    """Depthwise convolution of [B, T + kernel - 1, C] with taps [kernel, C], oldest first: [B, T, C].
-
-    A sum over taps is several times quicker on a CPU than conv1d with as many groups as channels.
-    """
+    """Depthwise convolution of [B, T + kernel - 1, C] with taps [kernel, C], oldest first: [B, T, C]. A sum over taps
+    is several times quicker on a CPU than conv1d with as many groups as channels."""
     tokens = padded.shape[1] - taps.shape[0] + 1
     out = padded[:, :tokens] * taps[0]
     for i in range(1, taps.shape[0]):

@@ -1,7 +1,7 @@
 """Computes the parts of a Kimi Linear layer that treat each token by itself: norms, MLP and mixture of experts.
 
-Norms come without their weight: it is multiplied into the matrices that follow, once, when a block is made. Everything
-takes any number of tokens [..., D], and gradients flow unless the caller turns them off.
+Norms exclude their weight: it is multiplied into the matrices that follow, once, when a block is made. Everything takes
+any number of tokens [..., D], and gradients flow unless the caller turns them off.
 """
 
 import torch
@@ -59,8 +59,8 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 class MixtureOfExperts:
     """Each token's best experts by sigmoid score, plus the shared experts, of tokens that `unit_rms` has normed.
 
-    The correction bias balances which experts are picked; the weights come from the raw scores. Shared experts stand
-    behind the others in the same tensors: gate and up [experts, 2 size, D], down transposed [experts, size, D].
+    The correction bias balances which experts are selected; the weights use the raw scores. Shared experts are behind
+    the others in the same tensors: gate and up [experts, 2 size, D], down transposed [experts, size, D].
     """
 
     def __init__(self, config: KimiLinearConfig, weights: Weights, norm: Tensor):
@@ -106,7 +106,7 @@ class MixtureOfExperts:
         groups = tokens.index_select(0, order // self._top).split(counts)
         outputs = torch.cat([self._run_expert(e, group) for e, group in enumerate(groups) if group.shape[0]])
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        # Takes each token's outputs from where they stand and sums them with their weights, in one pass.
+        # Gathers each token's outputs and sums them with their weights, in one pass.
         routed = F.embedding_bag(place.view_as(picked), outputs, mode="sum", per_sample_weights=weights)
         for expert in range(self._experts, self._experts + self._shared):
             routed = routed + self._run_expert(expert, tokens)

@@ -16,7 +16,7 @@ from prfaas_worker.models.kimi_linear.checkpoint import Weights
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
 from prfaas_worker.models.kimi_linear.layers import least_norm, linear, norm_scale, unit_rms
 
-# transformers and the authors' code use 1e-6 here, whatever rms_norm_eps says.
+# transformers and the authors' code use 1e-6 here, whatever rms_norm_eps is.
 _LATENT_NORM_EPS = 1e-6
 # Projections with kv_b_proj multiplied in are kept beside the others if they have at most so many numbers.
 _KEPT_ABSORBED = 1 << 20
@@ -70,10 +70,8 @@ class LatentAttention:
         return torch.cat([latent.transpose(0, 1), shared], dim=-1) * self._scale
 
     def attend_own(self, q: Tensor, rows: Tensor, blocks: Iterator[Tensor]) -> Tensor:
-        """Queries [T, H, key] attend to the rows of their own tokens [T, width], and to all earlier rows.
-
-        `blocks` yields the earlier rows, [n, width] each. Returns values by head [T, H, value].
-        """
+        """Queries [T, H, key] attend to the rows of their own tokens [T, width], and to all earlier rows. `blocks`
+        yields the earlier rows, [n, width] each. Returns values by head [T, H, value]."""
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = self._keys_and_values(rows.unsqueeze(0))
         merged = Merged(*attend(q, k, v, self._scale, causal=True))
@@ -83,10 +81,8 @@ class LatentAttention:
         return merged.output[0, ..., : self._value].transpose(0, 1)
 
     def scores(self, q: Tensor, rows: Tensor, beyond: Tensor | None) -> Tensor:
-        """Score rows [B, N, width] by one absorbed query a sequence [B, H, width]: [B, H, N].
-
-        `beyond`, floats [B, 1, N], is about 0 where a sequence has a row, and far below any score elsewhere.
-        """
+        """Score rows [B, N, width] by one absorbed query a sequence [B, H, width]: [B, H, N]. `beyond`, floats [B, 1,
+        N], is about 0 where a sequence has a row, and far below any score elsewhere."""
         return torch.bmm(q, rows.mT) if beyond is None else torch.baddbmm(beyond, q, rows.mT)
 
     def weighted(self, scores: Tensor, rows: Tensor) -> Tensor:
@@ -112,10 +108,8 @@ class LatentAttention:
         return torch.cat([unit_rms(latent, self._latent_least) * self._latent_norm, shared], dim=-1)
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [B, N, latent + shared] -> keys and values [B, H, N, key]; values end in zeros.
-
-        With one width for both, scaled_dot_product_attention takes its flash path, several times quicker on a CPU.
-        """
+        """Rows [B, N, latent + shared] -> keys and values [B, H, N, key]; values end in zeros. With one width for both,
+        scaled_dot_product_attention takes its flash path, several times quicker on a CPU."""
         latent, shared = rows.split([self._latent, self._shared], dim=-1)
         expanded = F.linear(latent, self._kv_b.flatten(0, 1)).unflatten(-1, (self._heads, -1)).transpose(1, 2)
         k_nope, v = expanded.split([self._nope, self._value], dim=-1)
@@ -161,7 +155,7 @@ class Merged:
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of queries [B, H, T, K] to keys and values [B, H, N, K]: [B, H, T, K], and log-sum-exp [B, H, T]."""
     if q.device.type == "cpu":
-        # What scaled_dot_product_attention runs; the public function drops the sums.
+        # scaled_dot_product_attention runs this; the public function drops the sums.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return attend_plainly(q, k, v, scale, causal=causal)
 

@@ -2,8 +2,8 @@
 
 One model serves every device: its weights and its cache lie where `load` is told, and all arithmetic is plain torch (on
 an NVIDIA GPU the delta rule may be fla's, see `delta_rule`). The cache is fp32 everywhere, so instances on different
-devices take each other's caches. CPUs are what it is measured and tuned on. On a GPU it is meant to be right, not
-fast, and has not been run.
+devices take each other's caches. CPUs are what it is measured and tuned on. On a GPU it is meant to be right, not fast,
+and has not been run.
 
 On a CPU a small model spends most of a decode step on calling small operations, so steps of decodes alone can be
 compiled for a few fixed shapes: a number of sequences, and of tokens of each. The compiled part is a function without
@@ -117,10 +117,7 @@ class KimiLinear:
     @classmethod
     def load(cls, directory: Path, dtype: Dtype = "float32", device: str = "cpu") -> "KimiLinear":
         """Read config.json and model*.safetensors onto a torch device. Raises ConfigError if the checkpoint is not
-        supported.
-
-        With dtype "auto", `precision` chooses the type of products: measured on a CPU, else bfloat16.
-        """
+        supported. With dtype "auto", `precision` chooses the type of products: measured on a CPU, else bfloat16."""
         config = read_config(directory)
         checkpoint = SafetensorsCheckpoint(directory, config)
         measured = dtype == "auto" and device == "cpu"
@@ -134,7 +131,7 @@ class KimiLinear:
             exact = _blocks(config, Weights(checkpoint), choose_rule(model.device, torch.float32))
             choice = choose(facts._replace(divergence=model.divergence_from(exact)))
             if choice.dtype != torch.bfloat16:
-                del model  # or both would stand in memory
+                del model  # or both would be in memory
                 model = cls(config, checkpoint, "", choice.dtype, device)
         log.info("matrix products in %s: %s", str(choice.dtype).removeprefix("torch."), choice.reason)
         model.fingerprint = checkpoint.fingerprint()
@@ -150,10 +147,7 @@ class KimiLinear:
     @torch.inference_mode()
     def compile_decodes(self, shapes: Sequence[StepShape]) -> None:
         """Compile steps of decodes alone for these shapes, after `bind`; about 20 seconds a shape. Does nothing off the
-        CPU.
-
-        Raises ConfigError if there is no C++ compiler, or a shape is too wide.
-        """
+        CPU. Raises ConfigError if there is no C++ compiler, or a shape is too wide."""
         if self.device.type != "cpu":
             log.warning("decode steps are compiled only on a CPU, and this model runs on %s", self.device)
             return
@@ -188,10 +182,8 @@ class KimiLinear:
 
     @torch.inference_mode()
     def divergence_from(self, layers: Iterable[Layer]) -> float:
-        """Mean divergence, in nats, of this model's next tokens when `layers` replace its own.
-
-        Layers are taken one at a time, so that both types need not fit into memory together.
-        """
+        """Mean divergence, in nats, of this model's next tokens when `layers` replace its own. Layers are taken one at
+        a time, so that both types need not fit into memory together."""
         expected, found = (self._next_tokens(each) for each in (layers, self.blocks))
         return divergence(expected, found)
 

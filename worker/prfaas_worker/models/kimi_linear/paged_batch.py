@@ -146,7 +146,7 @@ class _PagedDecodes:
         rows = pages.index_select(0, table.flatten()).view(self.count, -1, pages.shape[2])
         rows = rows[:, : span.stop - span.start]
         if self._absent is not None:
-            # Whatever stands in a page where a sequence has no row may not be a number, and zero times that is none.
+            # Bytes of a page where a sequence has no row may be NaN, and zero times NaN is NaN.
             rows.masked_fill_(self._absent[:, span], 0)
         return rows
 

@@ -66,7 +66,7 @@ def cut(layouts: Sequence[TensorLayout], items: int, parts: Sequence[Buffer]) ->
             pieces.append(left.pop())
             missing -= pieces[-1].nbytes
         if missing or any(piece.nbytes % layout.nbytes for piece in pieces):
-            raise InternalError(f"memory of {items} x {layout.name} does not come in pieces of whole items")
+            raise InternalError(f"memory of {items} x {layout.name} is not in pieces of whole items")
         tensors.append(Tensor(layout, items, pieces))
     if left:
         raise InternalError(f"{len(left)} pieces of memory beyond those of {len(layouts)} tensors")

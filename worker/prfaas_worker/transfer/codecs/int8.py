@@ -2,7 +2,7 @@
 a small loss, and only where an operator asked for it.
 
 Payload: for each tensor in manifest order, its scales (float32, little endian, [*shape]), then its integers (int8,
-[items, *shape]). A value comes back as integer * scale, rounded to the tensor's type, and is off by at most
+[items, *shape]). A value is decoded as integer * scale, rounded to the tensor's type, and is off by at most
 
     max|x| of its channel in this frame * (1/254 + 2^-22 + the type's own rounding) + the type's smallest step
 
@@ -108,7 +108,7 @@ def _quantise(rows: Words, dtype: str, scales: NDArray[np.float32]) -> NDArray[n
         _to_float(strip, dtype, values)
         values *= factors
         values += _ROUNDER
-        np.copyto(integers[at : at + len(strip)], values.view(np.int32), casting="unsafe")  # the low byte alone
+        np.copyto(integers[at : at + len(strip)], values.view(np.int32), casting="unsafe")  # the low byte only
     return integers
 
 

@@ -74,7 +74,7 @@ def decode_into(payload: memoryview, tensors: Sequence[Tensor]) -> None:
 def _split(words: Words) -> list[Plane]:
     planes, shift = [], 0
     for bits in PLANES[words.itemsize]:
-        planes.append((words >> shift if shift else words).astype(_KINDS[bits]))  # the low bits alone
+        planes.append((words >> shift if shift else words).astype(_KINDS[bits]))  # the low bits only
         shift += bits
     return planes
 
@@ -119,7 +119,7 @@ def _unpack(wire: memoryview, elements: int, kind: np.dtype[Any]) -> Plane:
     try:
         stated_bytes = zstandard.frame_content_size(wire)
         if wire.nbytes > want_bytes or stated_bytes != want_bytes:
-            raise ProtocolError(f"a plane of {want_bytes} bytes came as {wire.nbytes} that state {stated_bytes}")
+            raise ProtocolError(f"a plane of {want_bytes} bytes arrived as {wire.nbytes} that state {stated_bytes}")
         decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _ZSTD.window_log)
         return np.frombuffer(decompressor.decompress(wire, allow_extra_data=False), kind)
     except zstandard.ZstdError as error:
