@@ -1,4 +1,4 @@
-"""Keeps the hybrid cache's books, without its bytes: which page is held, free, or part of which prefix.
+"""Keeps the hybrid cache's books, without its bytes: which pages are free, held, or part of a prefix.
 
 Each page is free, held (by sequences and transfers, counted), cached (without holders, but a prompt with the same
 prefix could use it), or part of a state checkpoint. A *block* is a page of attention rows, named by the hash of all

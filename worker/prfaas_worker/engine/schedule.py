@@ -1,4 +1,4 @@
-"""Decides an engine's next step: a pure function of who waits, who runs, and which memory is left.
+"""Decides an engine's next step: a pure function of waiting and running sequences and free memory.
 
 A step has a budget of tokens. Every decoding sequence takes one token of it, and prompts share the rest. Half of the
 rest is for the prompt that arrived first, so that each has its turn. The other half goes to the prompt with least to
@@ -8,7 +8,7 @@ An instance's role says how much prompt may be computed beside decodes.
 
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
 time. When the pages run out, the sequence that arrived last gives back all of its own and waits again, in its old
-place. So the one that arrived first always goes on, and with it in time everyone.
+place. So the first one always makes progress, and in time all do.
 """
 
 from collections.abc import Hashable, Sequence

@@ -212,7 +212,7 @@ class RequestReader:
 
 
 def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, *, with_tools: bool = True) -> list[int]:
-    """Return the token ids of a conversation. Raises RequestError if the messages or the template refuse."""
+    """Return a conversation's token ids. Raises RequestError if messages are invalid or the template refuses them."""
     messages = read_messages(body.messages or [])
     require(bool(messages), "messages", "must have at least one message")
     continued = bool(body.continue_final_message)

@@ -67,7 +67,7 @@ def read_resume(document: bytes, job: Job, served: ServedModel) -> Resume:
             raise _refusal(f"choice {index} is none of this request's")
         most = job.prompts[index // job.choices].max_tokens
         if len(sent.token_ids) > most or (len(sent.token_ids) == most and not sent.reason):
-            raise _refusal(f"choice {index} has {len(sent.token_ids)} tokens of at most {most} and goes on")
+            raise _refusal(f"choice {index} has {len(sent.token_ids)} tokens of at most {most} and has not ended")
     return resume
 
 

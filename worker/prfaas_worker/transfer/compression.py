@@ -1,4 +1,4 @@
-"""Compresses the cache on the wire: between the bytes of a frame's tensors and those of its payload.
+"""Compresses the cache on the wire: converts between a frame's tensors and its payload.
 
     encode(codec, layouts, items, parts)         -> the codec that was used, and the payload in buffers
     decode_into(codec, layouts, items, payload, room)

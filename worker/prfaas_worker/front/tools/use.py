@@ -76,7 +76,7 @@ def with_answer(use: ToolUse, body: ChatBody, answer: Grammar | None, tokenizer:
     if body.tool_choice not in (None, "auto") or answer.kind != "json_schema":
         raise RequestError(
             "the answer cannot be both: tool_choice demands calls, or the grammar is no JSON schema, and only that can "
-            "stand beside tools; leave one out",
+            "be combined with tools; leave one out",
             param="tool_choice",
         )
     rules = calls_grammar(*_grammar_parts(use, _tools(body), tokenizer))

@@ -1,4 +1,4 @@
-"""Every hybrid family but Kimi Linear: transformers computes, and our pages and slots hold its cache.
+"""Serves every hybrid family but Kimi Linear: transformers computes, and our pages and slots hold its cache.
 
 `families` lists the served ones, and refuses others before anything is loaded; `cache` puts the cache objects that
 transformers' models call over our memory; `model` loads a checkpoint and is the engine's `Model`. Importing

@@ -198,7 +198,7 @@ class KimiLinear:
 
 class _CompiledDecodes:
     def __init__(self, model: KimiLinear, memory: CacheMemory, shapes: Sequence[StepShape]):
-        """Compile every shape. Raises ConfigError without a C++ compiler, or for a shape beyond all-expert batches."""
+        """Compile every shape. Raises ConfigError without a C++ compiler, or for a shape with too many sequences."""
         if not (shutil.which("g++") or shutil.which("clang++")):
             raise ConfigError("decode steps cannot be compiled: install g++, or leave compilation out")
         most = DENSE_PAIRS // model.config.num_experts

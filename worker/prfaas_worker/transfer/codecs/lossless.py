@@ -1,4 +1,4 @@
-"""LOSSLESS: the bytes of numbers apart by significance, because exponents repeat and mantissas are noise.
+"""LOSSLESS: separates the bytes of numbers by significance, because exponents repeat and mantissas are noise.
 
 Payload: for each tensor in manifest order, for each of its planes, the plane's length on the wire (unsigned, 32 bits,
 network order); then the planes in the same order. A plane of its full length is as it is, a shorter one is a zstd frame
