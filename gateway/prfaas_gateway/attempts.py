@@ -207,7 +207,7 @@ class Attempts:
 
         return await self._until_served(again, until_seconds)
 
-    async def _until_served(self, choose: Callable[[Facts], Decision], until_seconds: float) -> Decision:
+    async def _until_served(self, choose: Callable[[RoutingFacts], Decision], until_seconds: float) -> Decision:
         """Return a route; wait a while for an ejected instance if there is no other."""
         request = self._request
         while True:
@@ -272,7 +272,7 @@ def _too_late(late: Overload) -> LateError:
     )
 
 
-def _no_capacity(refusal: Refusal, facts: Facts) -> CapacityError:
+def _no_capacity(refusal: Refusal, facts: RoutingFacts) -> CapacityError:
     """Return the error for a refusal, with its cause in the message."""
     if refusal.reason == "OffloadRejected":
         return CapacityError("the offload pool failed, and the policy's onOffloadFailure is Reject; try again later")

@@ -66,7 +66,7 @@ class GatewayState:
         self._update = update
         self._update_expires = self.clock() + update.expires_seconds
 
-    def rule(self) -> Rule | None:
+    def rule(self) -> RoutingRule | None:
         """Return the routing rule in force, or None before the first table."""
         if self.table is None:
             return None
@@ -75,7 +75,7 @@ class GatewayState:
     def _unexpired(self) -> ThresholdUpdate | None:
         return self._update if self.clock() < self._update_expires else None
 
-    def facts(self, request: GatewayRequest) -> Facts:
+    def facts(self, request: GatewayRequest) -> RoutingFacts:
         """Return the facts for a routing decision, after the request's preferences and without full instances.
 
         Raises CapacityError without a routing table, or if every living decode instance is full.
@@ -137,7 +137,7 @@ class GatewayState:
         self._failed_offloads += 1
 
     @property
-    def links(self) -> tuple[LinkUse, ...]:
+    def links(self) -> tuple[LinkReport, ...]:
         """The scheduler's last view of the links; none after it expired."""
         update = self._unexpired()
         return update.links if update else ()

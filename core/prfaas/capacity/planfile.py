@@ -25,7 +25,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from prfaas.capacity.profile import Curve, CurvePoint, Sample
+from prfaas.capacity.profile import Curve, MeasuredPoint, Sample
 from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System, check, check_profile
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
@@ -262,8 +262,8 @@ def _profile(section: Section) -> Profile:
     return profile
 
 
-def _point(section: Section) -> CurvePoint:
-    point = CurvePoint(
+def _point(section: Section) -> MeasuredPoint:
+    point = MeasuredPoint(
         tokens=section.whole("tokens"),
         seconds=section.number("seconds"),
         cache_bytes=section.number("cacheMib") * MIB,
@@ -272,7 +272,7 @@ def _point(section: Section) -> CurvePoint:
     return point
 
 
-def fit(where: str, points: Sequence[CurvePoint]) -> Profile:
+def fit(where: str, points: Sequence[MeasuredPoint]) -> Profile:
     """Fit a profile to measured points: no coefficient below zero, by relative error for the seconds.
 
     Raises:

@@ -54,7 +54,7 @@ class Sample(NamedTuple):
     start_tokens: int = 0
 
 
-class CurvePoint(NamedTuple):
+class MeasuredPoint(NamedTuple):
     """The prefill seconds and the cache size of a prompt of one length."""
 
     tokens: int
@@ -81,12 +81,12 @@ def kv_bits_per_second(profile: Profile, tokens: int) -> float:
     return 8 * cache_bytes(profile, tokens) / seconds if seconds > 0 else 0.0
 
 
-def points_of(profile: Profile) -> list[CurvePoint]:
+def points_of(profile: Profile) -> list[MeasuredPoint]:
     """Return three points that determine a profile."""
-    return [CurvePoint(n, prefill_seconds(profile, n), cache_bytes(profile, n)) for n in POINT_TOKENS]
+    return [MeasuredPoint(n, prefill_seconds(profile, n), cache_bytes(profile, n)) for n in POINT_TOKENS]
 
 
-def profile_through(points: Sequence[CurvePoint], samples: int) -> Profile | None:
+def profile_through(points: Sequence[MeasuredPoint], samples: int) -> Profile | None:
     """Return the profile through three points; None where they make no curve: too few, absurd, or falling."""
     if len({point.tokens for point in points}) != 3 or not all(map(math.isfinite, chain(*points))):
         return None

@@ -124,6 +124,7 @@ def fetched_bytes(facts: PrefixFacts) -> int:
 
 
 def fetching_seconds(facts: PrefixFacts) -> float:
+    """Return the duration of the fetch."""
     return ROUND_TRIPS * facts.round_trip_seconds + 8 * fetched_bytes(facts) / (facts.link_mbps * 1e6)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
 from prfaas.api.policystatus import Observed, ObservedPool
 from prfaas.capacity.installation import Installation, MeasuredLoad, Pool
-from prfaas.capacity.profile import CurvePoint, profile_through
+from prfaas.capacity.profile import MeasuredPoint, profile_through
 from prfaas.capacity.system import LinkCapacity
 from prfaas.capacity.workload import MIN_PROMPTS, workload_of
 from prfaas.wire.profile import Profile
@@ -87,7 +87,7 @@ def _pool(pool: AnyPool, decode_pool: str, seen: Observed | None, refusal: str) 
 
 def _profile(name: str, seen: Observed | None) -> Profile | None:
     one = next((pool for pool in (seen.pools if seen else ()) if pool.name == name), ObservedPool(name=name))
-    points = [CurvePoint(point.tokens, point.prefill_micros / 1e6, point.cache_bytes) for point in one.profile]
+    points = [MeasuredPoint(point.tokens, point.prefill_micros / 1e6, point.cache_bytes) for point in one.profile]
     return profile_through(points, one.samples)
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from prfaas.api.policystatus import MAX_SLICES, Observed
-from prfaas.capacity.profile import CurvePoint, prefill_seconds, profile_through
+from prfaas.capacity.profile import MeasuredPoint, prefill_seconds, profile_through
 from prfaas.capacity.workload import slices, workload_of
 from prfaas.routing.lengths import EDGES, LengthTally
 from prfaas.routing.links import LinkState
@@ -77,7 +77,7 @@ def test_lengths_and_profiles_come_back_as_they_were():
     assert workload.mean_tokens == pytest.approx(sum(DRAWN) / len(DRAWN), rel=0.01)
     for share in (0.1, 0.5, 0.9):
         assert workload.quantile(share) == pytest.approx(sorted(DRAWN)[int(share * len(DRAWN))], rel=0.06)
-    points = [CurvePoint(one.tokens, one.prefill_micros / 1e6, one.cache_bytes) for one in found.pools[0].profile]
+    points = [MeasuredPoint(one.tokens, one.prefill_micros / 1e6, one.cache_bytes) for one in found.pools[0].profile]
     profile = profile_through(points, 12)
     assert profile is not None
     for tokens in (100, 5_000, 200_000):
@@ -95,12 +95,12 @@ def test_slices_of_any_prompts_ascend_and_keep_their_mean(lengths):
 
 
 def test_points_that_fall_or_are_too_few_make_no_profile():
-    rising = [CurvePoint(1, 1.0, 10.0), CurvePoint(2, 2.0, 20.0), CurvePoint(3, 3.0, 30.0)]
+    rising = [MeasuredPoint(1, 1.0, 10.0), MeasuredPoint(2, 2.0, 20.0), MeasuredPoint(3, 3.0, 30.0)]
     assert profile_through(rising, 1) is not None
     assert profile_through(rising[:2], 1) is None
     assert profile_through([rising[0], rising[0], rising[1]], 1) is None
-    assert profile_through([*rising[:2], CurvePoint(3, 0.5, 30.0)], 1) is None
-    assert profile_through([*rising[:2], CurvePoint(3, float("nan"), 30.0)], 1) is None
+    assert profile_through([*rising[:2], MeasuredPoint(3, 0.5, 30.0)], 1) is None
+    assert profile_through([*rising[:2], MeasuredPoint(3, float("nan"), 30.0)], 1) is None
 
 
 def test_the_mean_of_arrivals_needs_half_a_minute():
