@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from prfaas.capacity.profile import CurvePoint, profile_through
+from prfaas.capacity.profile import MeasuredPoint, profile_through
 from prfaas.errors import PrfaasError
 from prfaas.names import HUB
 from prfaas.routing.links import LinkSample
@@ -216,4 +216,4 @@ def profile_of(seconds: _Points, sizes: _Points, samples: int) -> Profile | None
     if len(lengths) < 3:
         return None
     chosen = (lengths[0], lengths[len(lengths) // 2], lengths[-1])
-    return profile_through([CurvePoint(tokens, seconds[tokens], sizes[tokens]) for tokens in chosen], samples)
+    return profile_through([MeasuredPoint(tokens, seconds[tokens], sizes[tokens]) for tokens in chosen], samples)
