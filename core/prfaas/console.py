@@ -50,7 +50,6 @@ def read_options(options: Callable[..., T], name: str, text: str, arguments: Seq
         name: the program's name.
         text: its help, with an example.
         arguments: the command line; that of the process if None.
-
     """
     annotations = get_type_hints(options, include_extras=True)
     hints = {key: hint for key, hint in annotations.items() if get_origin(hint) is Annotated}
@@ -111,7 +110,6 @@ def run_program(name: str, run: Callable[[], object], *, extra: str = "", config
         run: the program.
         extra: installs its imports; if empty, the extra of the package in which an import fails.
         config_code: exit code of a ConfigError. Another error of ours is 1, a missing extra 2, Ctrl-C 130.
-
     """
     code: object = 1
     try:

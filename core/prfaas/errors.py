@@ -30,7 +30,6 @@ class RequestError(BadInputError):
         status: HTTP status, 4xx.
         code: OpenAI-style error code, for example `model_not_found`.
         param: the request field at fault, if one is.
-
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):

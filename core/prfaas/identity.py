@@ -91,9 +91,7 @@ def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
 def issue_server(authority: KeyPair, name: str, hosts: Sequence[str], validity: Validity) -> KeyPair:
     """Return a server and client certificate for the DNS names and IP addresses `hosts`.
 
-    Raises:
-        ConfigError: as `issue`.
-
+    Raises ConfigError: as `issue`.
     """
     return _issue(authority, _name(name), [_general_name(host) for host in hosts], validity)
 
@@ -101,9 +99,7 @@ def issue_server(authority: KeyPair, name: str, hosts: Sequence[str], validity: 
 def issue_client(authority: KeyPair, user: str, groups: Sequence[str], validity: Validity) -> KeyPair:
     """Return a client certificate that Kubernetes reads as `user` in `groups`.
 
-    Raises:
-        ConfigError: as `issue`.
-
+    Raises ConfigError: as `issue`.
     """
     return _issue(authority, _name(user, groups), [], validity)
 

@@ -20,7 +20,6 @@ class RateBucket:
         depth: the most that the bucket holds.
         now_seconds: a monotonic clock's.
         level: what it holds at first; full when None.
-
     """
 
     def __init__(self, rate_per_second: float, depth: float, now_seconds: float, level: float | None = None):

@@ -100,7 +100,6 @@ class Command:
         environment: variables beside our own.
         folder: where it runs; ours if None.
         timeout_seconds: after which it is killed.
-
     """
 
     words: Sequence[str | Path]
@@ -120,7 +119,6 @@ async def run(command: Command, stdin: bytes | None = None) -> str:
         ConfigError: the program cannot be started.
         PeerError: it failed; the message carries what it wrote to stderr.
         UnreachableError: it did not end in time.
-
     """
     given = subprocess.DEVNULL if stdin is None else subprocess.PIPE
     async with _running(command, stdin=given, stderr=subprocess.PIPE) as process:
@@ -136,7 +134,6 @@ async def run_logged(command: Command, log: Path, on_line: Callable[[str], None]
     Raises:
         ConfigError, UnreachableError: as `run`.
         PeerError: it failed; the message carries the last lines and names the file.
-
     """
     last: deque[str] = deque(maxlen=TAIL_LINES)
     async with _running(command, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:

@@ -100,7 +100,6 @@ class KubeSession:
         tls_server_name: name in the server's certificate, where that is not the address.
         connections: most of them at once.
         proxy: URL of an HTTP proxy.
-
     """
 
     def __init__(  # keywords: each is a field of a kubeconfig
@@ -172,7 +171,6 @@ class KubeSession:
             StatusError: the server refused.
             UnreachableError: the server cannot be reached or did not answer in time.
             ProtocolError: the answer is not JSON.
-
         """
         answer = await self.ask(method, path, body=body, content_type=content_type, timeout_seconds=timeout_seconds)
         return answer.content

@@ -93,7 +93,6 @@ async def watch_events(
     Raises:
         ExpiredError: `version` is too old.
         PeerError: as `KubeSession.call`.
-
     """
     path = with_query(
         path,
