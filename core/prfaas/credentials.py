@@ -53,9 +53,7 @@ class CredentialFiles(Generic[T]):
         directory: with tls.crt, tls.key and ca.crt.
         make: makes of the files what connections use; may raise OSError where OpenSSL does not take them.
 
-    Raises:
-        ConfigError: the files cannot be used at the start.
-
+    Raises ConfigError: the files cannot be used at the start.
     """
 
     def __init__(self, directory: str | Path, make: Callable[[Files], T]):
@@ -128,9 +126,7 @@ def tls13(kind: type[C], side: int) -> C:
 def load(context: ssl.SSLContext, files: Files) -> None:
     """Load the checked texts into a context. OpenSSL reads only files, and the files in the directory may change.
 
-    Raises:
-        OSError: OpenSSL does not take them.
-
+    Raises OSError: OpenSSL does not take them.
     """
     with os.fdopen(os.memfd_create("credentials", os.MFD_CLOEXEC), "wb") as file:
         file.write(files.chain_and_key)

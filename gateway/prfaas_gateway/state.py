@@ -174,7 +174,7 @@ class GatewayState:
     def check_integrity(self) -> None:
         """Raise InternalError when an idle gateway still occupies an instance."""
         if self.in_flight == 0 and (self._in_flight or self._backlog or self._queued_tokens):
-            raise InternalError(f"idle, but still occupied: {dict(self._in_flight)}, {len(self._backlog)} in line")
+            raise InternalError(f"idle, but still occupied: {dict(self._in_flight)}, {len(self._backlog)} in the queue")
 
 
 class LegLoad:

@@ -42,8 +42,7 @@ class KubeconfigAccess(NamedTuple):
 def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONNECTIONS) -> KubeconfigAccess:
     """Return access by a kubeconfig and a context; by default the usual file and its current context.
 
-    Raises:
-        ConfigError: the file or context does not exist, or a credential cannot be used.
+    Raises ConfigError: the file or context does not exist, or a credential cannot be used.
     """
     try:
         cluster, user = _chosen(path, context)

@@ -173,7 +173,7 @@ class _Place:
         """Return whether to apply a batch; False for a repeated one. Raises ProtocolError for a gap."""
         expected = self._snapshot_seq if self._snapshot_batches else self.next_seq
         if seq > expected or (self._snapshot_batches and seq != expected):
-            raise ProtocolError(f"batch {seq} came instead of {expected}")
+            raise ProtocolError(f"batch {seq} came instead of batch {expected}")
         return seq == expected
 
     def taken(self, seq: int) -> None:
