@@ -56,7 +56,7 @@ class Listener(Protocol):
     def on_received(self, message: ToFront) -> None: ...
 
 
-class Call:
+class EngineCall:
     """The engine's answers to one HTTP request, under one or several handles. Use it as a context: at the block's end
     the engine cancels what is left of the call."""
 
@@ -73,7 +73,7 @@ class Call:
         """The call's first handle."""
         return self.handles[0]
 
-    def __enter__(self) -> "Call":
+    def __enter__(self) -> "EngineCall":
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -120,7 +120,7 @@ class EngineClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
         self._writer = writer
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, EngineCall] = {}
         self._last_handle = 0
         self.listeners: list[Listener] = []
         self.ready: asyncio.Future[Ready | StartFailed] = asyncio.get_running_loop().create_future()
@@ -129,11 +129,11 @@ class EngineClient:
     async def connect(cls, sock: socket.socket) -> "EngineClient":
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
-    def call(self, width: int = 1) -> Call:
+    def call(self, width: int = 1) -> EngineCall:
         """Open a call with so many handles, one for each message that starts work."""
         handles = range(self._last_handle + 1, self._last_handle + 1 + width)
         self._last_handle += width
-        call = Call(self, handles)
+        call = EngineCall(self, handles)
         self._calls.update(dict.fromkeys(handles, call))
         return call
 

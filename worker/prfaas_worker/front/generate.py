@@ -34,7 +34,7 @@ from prfaas.wire.engine import Cancel, Generate, Ready, Started, Tokens
 from prfaas.wire.kvevents import ByteBlock
 from prfaas.wire.resume import Resume
 from prfaas.wire.trace import read_trace
-from prfaas_worker.front.engine_client import Answer, Call, EngineError
+from prfaas_worker.front.engine_client import Answer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
 from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens
 from prfaas_worker.front.openai_out import (
@@ -99,7 +99,7 @@ class EngineCalls:
     """
 
     def __init__(
-        self, call: Call, messages: Mapping[int, Generate], job: Job, resume: Resume | None, state: FrontState
+        self, call: EngineCall, messages: Mapping[int, Generate], job: Job, resume: Resume | None, state: FrontState
     ):
         self._call = call
         self._engine = state.engine

@@ -212,6 +212,7 @@ def prefix_frames(manifest: Manifest, place: CachePlace) -> Iterator[Frame]:
 
 
 def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
+    """Return the frame of the last hidden state, fp32 [hidden_size]."""
     payload = bytes_of(hidden.contiguous())
     return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda: (payload,))
 

@@ -319,6 +319,8 @@ class EgressFile:
 
 
 class Traffic(NamedTuple):
+    """An engine process's limits and measurements, one of each, for all its transfers."""
+
     monitor: LinkMonitor
     egress: EgressBucket
     memory: MemoryBudget

@@ -14,6 +14,8 @@ from prfaas_worker.grammars import lark_of_schema
 
 
 class TextDelta(NamedTuple):
+    """Text for the user."""
+
     text: str
 
 

@@ -51,6 +51,7 @@ class Tensor(NamedTuple):
 
 
 def size_bytes(layouts: Sequence[TensorLayout], items: int) -> int:
+    """Return the bytes of a frame's tensors."""
     return items * sum(layout.nbytes for layout in layouts)
 
 
