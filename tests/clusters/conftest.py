@@ -75,13 +75,14 @@ class Planes:
         self._started: list[AbstractAsyncContextManager[ControlPlane]] = []
         self._owned: list[Path] = []
         self._used: list[TextIO] = []
+        self._readers: list[Reader] = []
 
     def start(self, name: str, folder: Path) -> Cluster:
         """Start a plane of this process's own."""
         context = ControlPlane.start(name, self._tools, folder, scheduler=False)
         self._started.append(context)
         plane = self._runner.run(context.__aenter__())
-        return Cluster(name, plane.kubeconfig, self._tools, Reader(plane.kubeconfig))
+        return self._seen(name, plane.kubeconfig)
 
     def share(self, name: str, folder: Path) -> Cluster:
         """Return the plane that is kept in a folder, started when it is not there."""
@@ -93,14 +94,20 @@ class Planes:
             self._used.append(use)
             if shown.exists():
                 kubeconfig = Path(shown.read_text())
-                return Cluster(name, kubeconfig, self._tools, Reader(kubeconfig))
+                return self._seen(name, kubeconfig)
             found = self.start(name, Path(tempfile.mkdtemp(dir=folder)))
             shown.write_text(str(found.kubeconfig))
             self._owned.append(folder)
             return found
 
+    def _seen(self, name: str, kubeconfig: Path) -> Cluster:
+        self._readers.append(Reader(kubeconfig))
+        return Cluster(name, kubeconfig, self._tools, self._readers[-1])
+
     def end(self) -> None:
         """Let go of what is shared; end what was started here once nobody else uses it."""
+        for reader in self._readers:
+            reader.close()
         for use in self._used:
             use.close()
         for folder in self._owned:

@@ -46,7 +46,13 @@ class Reader:
         pems = (found.authority, found.user.certificate, found.user.key)
         self._tls = client_tls(*(pem.decode() for pem in pems))
         self._local = threading.local()
+        self._opened: list[http.client.HTTPSConnection] = []
         self._kinds: list[Kind] = []
+
+    def close(self) -> None:
+        """Close the connections of all threads."""
+        for connection in self._opened:
+            connection.close()
 
     def get(self, namespace: str, name_of_kind: str, name: str) -> Object | None:
         """Return an object; None where there is none."""
@@ -114,6 +120,7 @@ class Reader:
         if held is None:
             held = http.client.HTTPSConnection(self._address, context=self._tls, timeout=TIMEOUT_SECONDS)
             self._local.connection = held
+            self._opened.append(held)
         return held
 
 

@@ -151,7 +151,7 @@ def assert_refused_with(gone: KeyPair, eu: Secure, hub: Secure) -> None:
 
 
 def call(credentials: WorkerCredentials, url: str) -> int:
-    return SourceApi(url, "", TlsAuth(credentials)).call(("GET", "/v1/role"), b"", lambda _sock: None)[0]
+    return SourceApi(url, "", TlsAuth(credentials)).call("GET", "/v1/role", b"", lambda _sock: None)[0]
 
 
 def by_prefix(one: Secure, cluster: str) -> dict[str, str]:

@@ -27,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prfaas.errors import install_extra
+
 log = logging.getLogger(__name__)
 
 # Sizes of a chunk, each half of the one before.
@@ -93,7 +95,7 @@ def choose_rule(device: torch.device, products: torch.dtype) -> DeltaRule:
     try:
         from fla.ops.kda import chunk_kda, fused_recurrent_kda  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
-        log.info("the delta rule runs in plain torch: the extra cuda brings quicker kernels: %s", error)
+        log.info("the delta rule runs in plain torch; for quicker kernels %s: %s", install_extra("cuda"), error)
         return TORCH_RULE
     return fla_rule(chunk_kda, fused_recurrent_kda)
 
