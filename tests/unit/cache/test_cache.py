@@ -91,7 +91,7 @@ def test_a_lease_is_closed_once(rig):
 def test_a_page_held_by_nobody_known_is_found(rig):
     lease = rig.cache.open([], 8, 0).lease
     lease.pages.pop()
-    with pytest.raises(InternalError, match="should hold them"):
+    with pytest.raises(InternalError, match="do not match the leases"):
         rig.cache.check_integrity()
 
 

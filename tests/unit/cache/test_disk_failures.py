@@ -131,7 +131,7 @@ def test_a_full_disk_is_said_once_and_asked_seldom(rig, monkeypatch, caplog, clo
         clock.now += 0.01
     assert disk.attempts <= 6  # what was on its way together
     assert len(messages(caplog)) == 1
-    assert "cannot be written: it is only read until that is possible again" in caplog.text
+    assert "cannot be written: the worker only reads it, and tries to write again" in caplog.text
     assert rig.cache.stats().disk_paused is True
     assert rig.cache.stats().disk_bytes == 0
 

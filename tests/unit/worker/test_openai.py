@@ -199,7 +199,7 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "must be 0 to max_tokens, here 8"),
         ({"min_tokens": -1}, "min_tokens", "must be 0 to"),
         ({"cache_salt": ""}, "cache_salt", "1 to 256 characters"),
-        ({"best_of": 2}, "best_of", "equals n"),
+        ({"best_of": 2}, "best_of", "must equal n"),
         ({"suffix": "x"}, "suffix", "is not served"),
         ({"lora": "x"}, "lora", "LoRA adapter"),
         ({"lora_request": {"name": "x"}}, "lora_request", "LoRA adapter"),

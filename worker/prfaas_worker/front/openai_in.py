@@ -279,7 +279,7 @@ def _refuse_unserved(body: CommonFields) -> None:
             continue
         if param in _ADAPTERS:
             raise unsupported(param, f"{param} names a LoRA adapter, and adapters are not served here; leave it out")
-        raise unsupported(param, f"{param} is not supported; leave it out")
+        raise unsupported(param, f"{param} is not served here; leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "best_of must equal n: every generated choice is returned")
 
