@@ -16,7 +16,7 @@ from prfaas.names import HUB
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire.trace import NO_TRACE
 from prfaas_operator import logs, metrics
-from prfaas_operator.clusters.kinds import MEMBER_CLUSTER, POLICY, PREFILL_POOL, Object
+from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Object
 from prfaas_operator.controller.children import Children
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
@@ -33,6 +33,11 @@ Reconcile = Callable[[Object], Awaitable[ReconcileResult]]
 RECONCILES_AT_ONCE: Final = 16
 REST_SECONDS: Final[Mapping[ObjectKind, float]] = {POLICY: 1.0, MEMBER_CLUSTER: 1.0}
 """A routing table is written, and a member probed, at most once a second, whatever the rate of events."""
+
+FIRST_PAUSE_SECONDS: Final[Mapping[ObjectKind, float]] = {DECODE_POOL: 0.3}
+"""People apply a DecodePool and the PrefillPool that shares its instances together, but each has a watch of its own.
+
+A DecodePool that is reconciled before its sharer is known starts pods that the sharer then replaces."""
 
 PAUSED: Final = ConditionState(
     "Unknown",
@@ -67,6 +72,7 @@ class Controller:
         logs.about(kind=ref.kind.name, namespace=self.hub.client.namespace, name=ref.name, uid=uid)
         waker = self.hub.queue.of(ref, uid)
         is_resync = False
+        await asyncio.sleep(FIRST_PAUSE_SECONDS.get(ref.kind, 0))
         async with waker.turn:
             while True:
                 async with self.slot(ref):
