@@ -1,0 +1,144 @@
+"""One word a thing: names and texts use the glossary's words, and none of those that the glossary replaces.
+
+docs/glossary.md is the source: its first table holds the words, its second those that give way, its last section the
+ordinary words that file names are made of. A new coined name fails here until it is chosen on purpose.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).parents[2]
+GLOSSARY: Final = ROOT / "docs/glossary.md"
+MAX_WORDS: Final = 45
+CODE: Final = ("core", "operator", "gateway", "scheduler", "worker", "sandbox")
+TEXTS: Final = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "charts", "examples")
+_CAMEL: Final = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
+
+
+class Replaced(NamedTuple):
+    """A word that gives way, and how far the ban reaches: `text`, `names` or `whole names`."""
+
+    word: str
+    use: str
+    scope: str
+
+
+def rows(heading: str) -> Iterator[list[str]]:
+    """Yield the cells of each row of the first table below a heading."""
+    section = GLOSSARY.read_text().split(f"{heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    for line in lines[2:]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@cache
+def replaced() -> tuple[Replaced, ...]:
+    found: list[Replaced] = []
+    for words, use, scope in rows("## Words that give way"):
+        found += [Replaced(word.strip(), use, scope) for word in words.split(",")]
+    return tuple(found)
+
+
+@cache
+def sources() -> tuple[Path, ...]:
+    return tuple(path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")) if ".venv" not in path.parts)
+
+
+def banned_in_name(name: str) -> str | None:
+    """Return what is wrong with a module's or a class's name."""
+    parts = [part.lower() for piece in name.split("_") for part in _CAMEL.findall(piece)]
+    for one in replaced():
+        if one.scope == "whole names":
+            if parts in ([one.word], [one.word + "s"]):
+                return f"{name}: {one.word} gives way to {one.use}"
+        elif one.word in parts or one.word + "s" in parts:
+            return f"{name}: {one.word} gives way to {one.use}"
+    return None
+
+
+def banned_in_text(text: str) -> list[str]:
+    """Return the replaced words that a text for users holds."""
+    found: list[str] = []
+    for one in replaced():
+        if one.scope == "text" and (match := re.search(rf"\b{one.word}s?\b", text, re.IGNORECASE)):
+            found.append(f"{match[0]!r} gives way to {one.use}")
+    return found
+
+
+def test_the_glossary_is_short():
+    words = [cells[0] for cells in rows("# Glossary")]
+
+    assert 20 < len(words) <= MAX_WORDS
+    assert len(set(words)) == len(words)
+
+
+def test_every_scope_is_known():
+    assert {one.scope for one in replaced()} == {"text", "names", "whole names"}
+
+
+def test_no_replaced_word_is_a_word_of_the_glossary():
+    assert {one.word for one in replaced()} & {cells[0] for cells in rows("# Glossary")} == set()
+
+
+def test_modules_and_classes_are_named_by_words_that_hold():
+    wrong = {banned_in_name(path.stem) for path in sources()}
+    for path in sources():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                wrong.add(banned_in_name(node.name))
+
+    assert sorted(wrong - {None}, key=str) == []
+
+
+def test_file_names_are_made_of_known_words():
+    terms = {part for cells in rows("# Glossary") for part in cells[0].split()}
+    section = GLOSSARY.read_text().split("## Ordinary words in file names\n", 1)[1]
+    ordinary = set(re.findall(r"[a-z0-9]+", section.split("\n\n", 2)[-1]))
+    known = terms | ordinary | {f"{word}s" for word in terms | ordinary}
+    used = {
+        part
+        for path in sources()
+        for part in path.relative_to(ROOT).with_suffix("").parts[2:]
+        for part in part.split("_")
+        if part
+    }
+
+    assert sorted(used - known) == [], "use a word of docs/glossary.md, or add an ordinary one there"
+    assert sorted(word for word in ordinary if not {word, f"{word}s"} & used) == [], "no file name uses these any more"
+
+
+def test_texts_for_users_hold_no_replaced_word():
+    pages = [
+        page for one in TEXTS for page in ([ROOT / one] if (ROOT / one).is_file() else sorted((ROOT / one).rglob("*")))
+    ]
+    wrong = {
+        str(page.relative_to(ROOT)): banned_in_text(page.read_text())
+        for page in pages
+        if page.suffix in {".md", ".yaml", ".tpl", ".txt"} and page != GLOSSARY
+    }
+
+    assert {page: found for page, found in wrong.items() if found} == {}
+
+
+def test_strings_in_code_hold_no_replaced_word():
+    """Errors, help texts, metric help, log lines and docstrings are strings."""
+    wrong: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and (found := banned_in_text(node.value)):
+                wrong.setdefault(str(path.relative_to(ROOT)), []).extend(found)
+
+    assert wrong == {}
+
+
+def test_a_coined_name_and_a_replaced_word_are_found():
+    assert banned_in_name("front_door")
+    assert banned_in_name("TlsDoor")
+    assert banned_in_name("Line")
+    assert not banned_in_name("CommandLine")
+    assert banned_in_text("The takers ask first.")
+    assert not banned_in_text("The destination asks first.")

@@ -1,0 +1,166 @@
+"""The house keeps its order: small folders, files of one thought, no import circle, one meaning a class name.
+
+CONTRIBUTING.md states these rules. Each exception below names its reason.
+"""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+PACKAGES: Final = (
+    "core/prfaas",
+    "operator/prfaas_operator",
+    "gateway/prfaas_gateway",
+    "scheduler/prfaas_scheduler",
+    "worker/prfaas_worker",
+    "sandbox/prfaas_sandbox",
+)
+MAX_FILES_A_FOLDER: Final = 16
+MAX_LINES_A_FILE: Final = 600
+SAME_NAME: Final[dict[str, str]] = {}
+"""Public class names that two modules may define, each with the reason."""
+
+
+class Module(NamedTuple):
+    """One source file: its dotted name, its path and its syntax tree."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        """The folder, as a dotted name."""
+        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    found: list[Module] = []
+    for package in PACKAGES:
+        base = (ROOT / package).parent
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
+            found.append(Module(name, path, ast.parse(path.read_text())))
+    return tuple(found)
+
+
+def imports_of(module: Module) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) for each import of ours, wherever it stands in the file; the name is empty for modules."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def targets_of(module: Module, names: set[str]) -> set[str]:
+    """Return the modules of ours that a module imports."""
+    found: set[str] = set()
+    for base, name in imports_of(module):
+        if f"{base}.{name}" in names:
+            found.add(f"{base}.{name}")
+        elif base in names:
+            found.add(base)
+    return found - {module.name}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return every group of modules that import each other (Tarjan's strongly connected components)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for target in graph[node]:
+            if target not in order:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], order[target])
+        if low[node] == order[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_no_folder_holds_more_than_sixteen_files():
+    files: dict[Path, int] = defaultdict(int)
+    for module in modules():
+        files[module.path.parent] += module.path.name != "__init__.py"
+
+    assert {str(one.relative_to(ROOT)): n for one, n in files.items() if n > MAX_FILES_A_FOLDER} == {}
+
+
+def test_no_file_is_a_crowd():
+    lines = {str(one.path.relative_to(ROOT)): len(one.path.read_text().splitlines()) for one in modules()}
+
+    assert {name: n for name, n in lines.items() if n > MAX_LINES_A_FILE} == {}
+
+
+def test_every_file_opens_with_what_it_is_for():
+    assert [one.name for one in modules() if not ast.get_docstring(one.tree)] == []
+
+
+def test_no_modules_import_each_other():
+    names = {one.name for one in modules()}
+
+    assert circles({one.name: targets_of(one, names) for one in modules()}) == []
+
+
+def test_a_circle_would_be_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_a_public_class_name_has_one_meaning():
+    defined: dict[str, list[str]] = defaultdict(list)
+    for module in modules():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined[node.name].append(module.name)
+
+    assert {name: where for name, where in defined.items() if len(where) > 1 and name not in SAME_NAME} == {}
+    assert [name for name in SAME_NAME if len(defined[name]) < 2] == [], "these exceptions are no longer needed"
+
+
+def test_what_other_rooms_use_has_a_docstring():
+    """Helpers within a folder need none."""
+    by_name = {one.name: one for one in modules()}
+    bare: set[str] = set()
+    for module in modules():
+        for base, name in imports_of(module):
+            owner = by_name.get(base)
+            if owner is None or owner.room == module.room:
+                continue
+            for node in owner.tree.body:
+                is_definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                if is_definition and node.name == name and not ast.get_docstring(node):
+                    bare.add(f"{base}.{name}")
+
+    assert bare == set()
+
+
+NO_LEFTOVERS: Final = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_is_left_for_later_without_a_place(package: str):
+    found = [one for one in (ROOT / package).rglob("*.py") if NO_LEFTOVERS.search(one.read_text())]
+
+    assert found == []
