@@ -201,7 +201,7 @@ async def test_objects_that_wait_for_a_place_have_not_begun(monkeypatch: pytest.
         return ReconcileResult(gone=True)
 
     monkeypatch.setattr(controller, "reconcile", slow)
-    refs = [Ref(DECODE_POOL, f"pool-{number}") for number in range(RECONCILES_AT_ONCE + 3)]
+    refs = [Ref(PREFILL_POOL, f"pool-{number}") for number in range(RECONCILES_AT_ONCE + 3)]
     tasks = [asyncio.create_task(controller.run(ref, ref.name)) for ref in refs]
     for _ in range(10):  # turns of the event loop, each far more than a task needs to get there
         await asyncio.sleep(0)
