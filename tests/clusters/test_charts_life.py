@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 CHARTS = ROOT / "charts"
 VARIANTS = sorted(CHARTS.glob("*/ci/*-values.yaml"))
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 180  # helm waits for the API server to clean up CRDs, which retries with pauses on a busy machine
 PROMETHEUS_KINDS = ("PodMonitor", "PrometheusRule")
 OWN_KINDS = (
     "deployments,services,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,"
