@@ -124,7 +124,7 @@ class AsyncStream(_BaseStream[Chunk], _AsyncClosing):
         await self._response.aclose()
 
 
-class _BaseClient(Generic[Http]):
+class _BaseClient(ABC, Generic[Http]):
     def __init__(
         self,
         base_url: str,
@@ -137,8 +137,8 @@ class _BaseClient(Generic[Http]):
         self._options = ClientOptions(api_key, datacenters, offload, deadline).checked()
         self._http = self._connect(base_url=server_of(base_url), timeout=CONNECT_SECONDS)
 
-    def _connect(self, **settings: Any) -> Http:
-        raise NotImplementedError
+    @abstractmethod
+    def _connect(self, **settings: Any) -> Http: ...
 
     def asking(self, **changes: Any) -> Self:
         """Return a client that shares this one's connections, with other options: asking(offload="never")."""
