@@ -139,7 +139,7 @@ async def _operate(
     )
     # kopf has installed its own handlers there, which lose a signal that arrives during their shutdown.
     ending.listen()
-    await kopf.run_tasks(tasks, ignored=others)
+    await handlers.run_kopf(tasks, others)
 
 
 async def serve(options: OperatorOptions) -> None:

@@ -17,7 +17,7 @@ because our kinds depend on each other.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -40,6 +40,9 @@ WATCH_SECONDS: Final = 60
 WATCH_SLACK_SECONDS: Final = 5
 ERROR_DELAYS: Final = (1, 1, 2, 3, 5, 8, 13, 21, 34, 60)
 SERVED_POLL_SECONDS: Final = 1.0
+END_SECONDS: Final = 15.0
+"""More than kopf's own graceful end takes, and less than what a process has that was asked to end."""
+CANCEL_AGAIN_SECONDS: Final = 1.0
 UNREADABLE = (ValueError, RecursionError, OverflowError)
 """Errors of reading malformed JSON and dates; msgspec's and json's errors are ValueErrors."""
 LONGEST_DELAY: Final = timedelta(minutes=5)
@@ -96,6 +99,26 @@ def _register_kind(registry: kopf.OperatorRegistry, controller: Controller, kind
     @kopf.on.delete(*resource, registry=registry, id="remove")
     async def _(name: str, uid: str, **_: Any) -> None:
         await controller.run(Ref(kind, name), uid)
+
+
+async def run_kopf(tasks: Collection[asyncio.Task[Any]], others: Collection[asyncio.Task[Any]]) -> None:
+    """Wait until kopf's tasks end: when one of them ends, kopf ends all. `others` are not kopf's; the caller is one.
+
+    A watch of kopf that is cancelled together with its pause-waiter takes that for a pause and goes on, and kopf would
+    wait for it for ever. So what is left after a while is cancelled again and again.
+    """
+    ended = asyncio.create_task(kopf.run_tasks(tasks, ignored=others))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((ended,), timeout=END_SECONDS)
+        while not ended.done():
+            for task in asyncio.all_tasks().difference(others, (ended,)):
+                task.cancel()
+            await asyncio.wait((ended,), timeout=CANCEL_AGAIN_SECONDS)
+    finally:
+        ended.cancel()  # it ends with its caller
+        await asyncio.wait((ended,))
+    await ended
 
 
 async def follow(operate: Callable[[asyncio.Event], Awaitable[None]], term: asyncio.Event) -> bool:

@@ -1,6 +1,7 @@
 """Proves that an API server's refusal ends kopf and not the operator, which begins anew once every kind is served."""
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -46,6 +47,32 @@ async def test_it_waits_until_every_kind_is_served_or_it_is_asked_to_end(monkeyp
     assert not waiting.done()
     term.set()
     await asyncio.wait_for(waiting, 60)
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "goes on after a cancellation"])
+async def test_kopf_ends_though_one_of_its_watches_takes_a_cancellation_for_a_pause(
+    monkeypatch: pytest.MonkeyPatch, deaf: bool
+):
+    monkeypatch.setattr(handlers, "END_SECONDS", 0.1)
+    monkeypatch.setattr(handlers, "CANCEL_AGAIN_SECONDS", 0.05)
+
+    async def watch() -> None:
+        if deaf:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    async def refused() -> None:
+        watches.append(asyncio.create_task(watch()))
+        await asyncio.sleep(0)
+        raise REFUSAL("404 page not found")
+
+    watches: list[asyncio.Task[None]] = []
+    others = asyncio.all_tasks()
+    with pytest.raises(REFUSAL):
+        async with asyncio.timeout(60):
+            await handlers.run_kopf([asyncio.create_task(refused())], others)
+    assert watches[0].done()
 
 
 def test_what_an_api_server_refused_is_no_traceback():
