@@ -15,6 +15,8 @@ COPY requirements-uv.lock.txt ./
 RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install -q --require-hashes --no-deps -r requirements-uv.lock.txt
 RUN python3 -m venv --without-pip /opt/venv
 ENV PATH=/opt/uv/bin:$PATH VIRTUAL_ENV=/opt/venv UV_NO_CACHE=1 UV_SYSTEM_CERTS=1
+# A container's root is read-only: what is not compiled here is compiled at every start.
+ENV UV_COMPILE_BYTECODE=1
 COPY requirements.lock.txt pyproject.toml ./
 
 FROM build AS wheel

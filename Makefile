@@ -6,9 +6,11 @@ BIN := .venv/bin
 STAMP := .venv/.prfaas-installed
 PYTEST ?= $(BIN)/python -m pytest
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Compiled modules are kept: without them every process compiles all that it imports, half the work of a test run.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of whole clusters wait most of the time, so that more processes than cores are of use; each takes about 1.5 GB.
-WORKERS ?= 4
+WORKERS ?= 6
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools browser demo kind kind-down test test-kind unit lint format lock crds charts clean
