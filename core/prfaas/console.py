@@ -45,11 +45,8 @@ def new_app(**settings: Any) -> typer.Typer:
 def read_options(options: Callable[..., T], name: str, text: str, arguments: Sequence[str] | None = None) -> T:
     """Return the struct of flags from a command line; exit with 2 after a mistake, with 0 after --help.
 
-    Args:
-        options: the struct. Fields with a typer option are flags; a tuple of any length is a flag that may be repeated.
-        name: the program's name.
-        text: its help, with an example.
-        arguments: the command line; that of the process if None.
+    Fields with a typer option are flags; a tuple of any length is a flag that may be repeated. `text` is the help, with
+    an example. Without `arguments` it is the command line of the process.
     """
     annotations = get_type_hints(options, include_extras=True)
     hints = {key: hint for key, hint in annotations.items() if get_origin(hint) is Annotated}
@@ -105,11 +102,8 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 def run_program(name: str, run: Callable[[], object], *, extra: str = "", config_code: int = 1) -> NoReturn:
     """Run a program and exit with the code that it returns; after an error of ours print one line.
 
-    Args:
-        name: its name.
-        run: the program.
-        extra: installs its imports; if empty, the extra of the package in which an import fails.
-        config_code: exit code of a ConfigError. Another error of ours is 1, a missing extra 2, Ctrl-C 130.
+    `extra` installs its imports; if empty, it is that of the package in which an import fails. `config_code` is the
+    exit code of a ConfigError. Another error of ours is 1, a missing extra 2, Ctrl-C 130.
     """
     code: object = 1
     try:

@@ -49,11 +49,7 @@ class Files(NamedTuple):
 class CredentialFiles(Generic[T]):
     """Makes an object from the files of a directory, and makes it anew when the files change. Thread-safe.
 
-    Args:
-        directory: with tls.crt, tls.key and ca.crt.
-        make: makes of the files what connections use; may raise OSError where OpenSSL does not take them.
-
-    Raises ConfigError: the files cannot be used at the start.
+    `make` may raise OSError where OpenSSL does not take the files. Raises ConfigError for unusable ones at the start.
     """
 
     def __init__(self, directory: str | Path, make: Callable[[Files], T]):

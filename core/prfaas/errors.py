@@ -23,13 +23,9 @@ class BadInputError(PrfaasError):
 
 
 class RequestError(BadInputError):
-    """An API request that cannot be served as it is.
+    """An API request that cannot be served as it is. The message names the field, the value and the fix.
 
-    Args:
-        message: a sentence that names the field, the value and the fix.
-        status: HTTP status, 4xx.
-        code: OpenAI-style error code, for example `model_not_found`.
-        param: the request field at fault, if one is.
+    `status` is a 4xx of HTTP, `code` OpenAI-style (`model_not_found`), `param` the field at fault, if one is.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):

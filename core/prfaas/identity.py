@@ -81,7 +81,7 @@ def make_authority(name: str, validity: Validity) -> KeyPair:
 
 
 def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
-    """Return a new server and client certificate for a cluster's instances."""
+    """Return a server and client certificate for a cluster; raises ConfigError for what cannot be issued."""
     if not _NAME.fullmatch(cluster):
         raise ConfigError(f"{cluster!r} cannot be a cluster's name; use up to 63 lower case letters, digits and '-'")
     names = [x509.UniformResourceIdentifier(URI_PREFIX + cluster), x509.DNSName(cluster + DNS_SUFFIX)]
@@ -89,18 +89,12 @@ def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
 
 
 def issue_server(authority: KeyPair, name: str, hosts: Sequence[str], validity: Validity) -> KeyPair:
-    """Return a server and client certificate for the DNS names and IP addresses `hosts`.
-
-    Raises ConfigError: as `issue`.
-    """
+    """Return a server and client certificate for DNS names and IP addresses; raises ConfigError as `issue`."""
     return _issue(authority, _name(name), [_general_name(host) for host in hosts], validity)
 
 
 def issue_client(authority: KeyPair, user: str, groups: Sequence[str], validity: Validity) -> KeyPair:
-    """Return a client certificate that Kubernetes reads as `user` in `groups`.
-
-    Raises ConfigError: as `issue`.
-    """
+    """Return a client certificate that Kubernetes reads as `user` in `groups`; raises ConfigError as `issue`."""
     return _issue(authority, _name(user, groups), [], validity)
 
 

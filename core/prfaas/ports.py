@@ -16,12 +16,7 @@ PORTS: Final = range(12_000, 30_000)
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Return different ports on which nothing listens now.
-
-    Raises:
-        OSError: the address is not this machine's, or too few ports are left.
-
-    """
+    """Return different ports on which nothing listens now; raises OSError for a foreign address, or too few ports."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found: list[int] = []
     with ExitStack() as held:

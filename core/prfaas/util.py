@@ -15,11 +15,7 @@ Stamp = tuple[int, int, int]
 class RateBucket:
     """A token bucket: `rate_per_second` refills it up to `depth`. It may be overdrawn; it then refills from below zero.
 
-    Args:
-        rate_per_second: what time adds, in the caller's unit (bytes, requests, tokens, retries).
-        depth: the most that the bucket holds.
-        now_seconds: a monotonic clock's.
-        level: what it holds at first; full when None.
+    The unit is the caller's, the clock a monotonic one. It holds `level` at first; full when None.
     """
 
     def __init__(self, rate_per_second: float, depth: float, now_seconds: float, level: float | None = None):

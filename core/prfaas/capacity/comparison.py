@@ -111,12 +111,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def compare(file: PlanFile) -> Comparison:
-    """Plan a system and its baselines.
-
-    Raises:
-        ConfigError: nothing can serve, or no rate keeps the SLO.
-
-    """
+    """Plan a system and its baselines; raises ConfigError where nothing can serve, or no rate keeps the SLO."""
     system, workload = file.system, file.workload
     plans: dict[str, tuple[System, Plan]] = {}
     if system.offload:
@@ -179,7 +174,6 @@ def _within_slo(file: PlanFile, plans: dict[str, tuple[System, Plan]]) -> dict[s
 
 
 def _notes(system: System, workload: Workload, plan: Plan) -> list[str]:
-    """Return warnings about figures that rest on little."""
     notes: list[str] = []
     above = workload.above(plan.threshold_tokens) if plan.threshold_tokens is not None else workload.above(0)
     for link in system.links:
@@ -212,9 +206,7 @@ def profile_notes(system: System, workload: Workload) -> list[str]:
 def compare_costs(system: System, workload: Workload) -> EqualCost | None:
     """Return the comparison; None where nothing is offloaded, or no pool has a price.
 
-    Raises:
-        ConfigError: some pools have a price and others none, or the money buys no hub.
-
+    Raises ConfigError where only some pools have a price, or the money buys no hub.
     """
     pools = (*system.offload, *system.hub)
     priced = [pool for pool in pools if pool.cost_per_hour is not None]

@@ -69,7 +69,6 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def decode(self) -> Pool:
-        """The pool that decodes."""
         return next(pool for pool in self.pools if pool.role == "decode")
 
     @property
@@ -115,12 +114,10 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def decode_load(self) -> float:
-        """Arrivals as a share of the decode rate."""
         return _share(self.arrivals_per_second, self.decode_per_second)
 
     @property
     def busiest(self) -> float:
-        """The load of the busier stage."""
         return max(self.prefill_load, self.decode_load)
 
 
@@ -133,12 +130,7 @@ def _share(arrivals: float, capacity: float) -> float:
 def system_of(installation: Installation, load: MeasuredLoad, counts: Counts, *, divided: bool = True) -> System:
     """Return the system that so many instances make; pools without instances, profile or link are left out.
 
-    Args:
-        installation: its pools and links.
-        load: says what a decode instance does.
-        counts: instances by pool.
-        divided: whether shared instances stay divided as counts say, or may be divided anew.
-
+    If `divided`, shared instances stay divided as `counts` say; else they may be divided anew.
     """
     links = {link.name for link in installation.links}
     offload = [

@@ -269,7 +269,6 @@ def _foresee_split(installation: Installation, prefilling: int) -> Outlook:
 
 
 def find_scaling(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
-    """Return the change in number to make."""
     if not rules.scales:
         return None
     return (
@@ -351,7 +350,6 @@ def _has_room(rules: Rules, installation: Installation, seen: Outlook) -> bool:
 
 
 def shrink_when_idle(rules: Rules, installation: Installation) -> Proposal | None:
-    """Remove one instance of the largest pool, when no request comes."""
     largest = max(_shrinking(installation.pools), key=lambda pool: pool.replicas, default=None)
     if largest is None or not rules.scales:
         return None
@@ -409,7 +407,6 @@ def propose(
 
 
 def describe(seen: Outlook) -> str:
-    """Return an outlook as a sentence."""
     loads = f"prefill is {percent(seen.prefill_load)} busy and decode {percent(seen.decode_load)}"
     return f"{seen.arrivals_per_second:.3g} requests/s arrive, {seen.lambda_max:.3g} can be served; {loads}"
 

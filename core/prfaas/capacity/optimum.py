@@ -54,9 +54,7 @@ class Plan(Carried, frozen=True, kw_only=True):
 def best(system: System, workload: Workload) -> Plan:
     """Return the plan of whole instances with the highest lambda_max.
 
-    Raises:
-        ConfigError: no split can serve, or there are too many to try.
-
+    Raises ConfigError where no split can serve, or there are too many to try.
     """
     return _serving(_highest(plan_for(system, workload, split) for split in _splits(system)))
 
@@ -89,7 +87,6 @@ def at_threshold(system: System, workload: Workload, threshold_tokens: int) -> P
 
 
 def plan_at(system: System, workload: Workload, threshold_tokens: int, split: Split) -> Plan:
-    """Return what a given split carries at a given threshold."""
     above, below = workload.above(threshold_tokens), workload.below(threshold_tokens)
     arrivals = equations.lambda_max(system, workload, threshold_tokens, split)
     n_p = sum(split.values())
@@ -127,7 +124,6 @@ def _highest(plans: Iterable[Plan]) -> Plan:
 
 
 def _serving(plan: Plan) -> Plan:
-    """Return the plan if it serves."""
     if not 0 < plan.lambda_max < math.inf:
         raise ConfigError(
             f"no split of the hub's {plan.n_p + plan.n_d:g} instances serves: one must decode, and one prefill "
@@ -152,11 +148,7 @@ def _splits(system: System) -> Iterable[Split]:
 def _around_crossing(system: System, workload: Workload, local: Callable[[float], float]) -> list[int]:
     """Return the thresholds, lengths or 0, on both sides of where offload pools begin to bear more than the hub.
 
-    Args:
-        system: its offload pools bear the prompts above t.
-        workload: lengths.
-        local: requests a second that the hub bears with threshold t; it must not rise with t.
-
+    `local` returns the requests a second that the hub bears with threshold t; it must not rise with t.
     """
     if not system.offload:
         return [workload.max_tokens]

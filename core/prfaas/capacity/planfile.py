@@ -81,9 +81,7 @@ LoadTrace = Callable[[str], list[tuple[int, int]]]
 def read(document: object, load_trace: LoadTrace) -> PlanFile:
     """Read a parsed YAML or JSON document.
 
-    Raises:
-        ConfigError: a field is unknown, missing or absurd, or no plan can keep the SLO.
-
+    Raises ConfigError where a field is unknown, missing or absurd, or no plan can keep the SLO.
     """
     top = Section("", document)
     profiles = {name: _profile(section) for name, section in top.section("profiles").named()}
@@ -106,12 +104,7 @@ def read(document: object, load_trace: LoadTrace) -> PlanFile:
 
 
 class Section:
-    """A mapping of the file at `where`, a dotted path.
-
-    Raises:
-        ConfigError: it is no mapping; and from every method: the field is missing or not of its kind.
-
-    """
+    """A mapping of the file at `where`, a dotted path. All raise ConfigError for what is missing or not of its kind."""
 
     def __init__(self, where: str, value: object) -> None:
         self.where = where
@@ -148,18 +141,15 @@ class Section:
         return [_number(f"{self._path(key)}[{i}]", key, value) for i, value in enumerate(self._list(key))]
 
     def wholes(self, key: str) -> list[int]:
-        """Take a list of whole numbers of at least 0."""
         return [_whole(f"{self._path(key)}[{i}]", value) for i, value in enumerate(self.numbers(key))]
 
     def text(self, key: str) -> str:
-        """Take a string that is not empty."""
         value = self._take(key, _REQUIRED)
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{self._path(key)} is {_shown(value)}; it must be a name")
         return value
 
     def name_of(self, key: str, known: Iterable[str]) -> str:
-        """Take a string that names one of the known."""
         value = self.text(key)
         if value not in known:
             raise ConfigError(f"{self._path(key)} is {value!r}; there are: {', '.join(known) or 'none'}")
@@ -275,9 +265,7 @@ def _point(section: Section) -> MeasuredPoint:
 def fit(where: str, points: Sequence[MeasuredPoint]) -> Profile:
     """Fit a profile to measured points: no coefficient below zero, by relative error for the seconds.
 
-    Raises:
-        ConfigError: there are fewer than two, or a longer prompt takes less time or memory than a shorter one.
-
+    Raises ConfigError for fewer than two, or where a longer prompt takes less time or memory than a shorter one.
     """
     if len(points) < 2:
         raise ConfigError(f"{where}.points holds {len(points)}; measure at least two lengths")
@@ -411,7 +399,6 @@ def _without_unit(key: str) -> str:
 
 
 def _advice(key: str, known: list[str]) -> str:
-    """Return a sentence on the known field that was probably meant."""
     for name in known:
         if _alike(key, name) and key != name:
             for ending, (unit, factors) in _UNITS.items():

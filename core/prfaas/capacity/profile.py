@@ -73,10 +73,7 @@ def cache_bytes(profile: Profile, tokens: int) -> int:
 
 
 def kv_bits_per_second(profile: Profile, tokens: int) -> float:
-    """Phi_kv in bits a second: what a link must carry for each instance that prefills prompts of this length.
-
-    0 for no tokens or a curve without samples.
-    """
+    """Phi_kv: bits a second that a link must carry for each instance that prefills this length; 0 where unknown."""
     seconds = prefill_seconds(profile, tokens)
     return 8 * cache_bytes(profile, tokens) / seconds if seconds > 0 else 0.0
 
@@ -172,7 +169,6 @@ class Curve:
         self._max_tokens = max(self._max_tokens, sample.start_tokens + sample.tokens)
 
     def profile(self, state_bytes: int, token_bytes: int) -> Profile:
-        """Return the present curve with the cache's sizes."""
         fixed, token, squared = self.coefficients
         return Profile(
             state_bytes=state_bytes,

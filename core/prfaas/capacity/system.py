@@ -77,12 +77,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(system: System) -> System:
-    """Return the system if it can serve anything at all.
-
-    Raises:
-        ConfigError: a figure is absurd or a name unknown; the message names field, value and fix.
-
-    """
+    """Return the system if it can serve; else raise ConfigError, whose message names field, value and fix."""
     _check_names("links", (link.name for link in system.links))
     _check_names("offloadPools", (pool.name for pool in system.offload))
     _check_names("hub", (pool.name for pool in system.hub))

@@ -79,9 +79,7 @@ def unloaded(system: System, workload: Workload, plan: Plan) -> FirstToken:
 def queued(system: System, workload: Workload, plan: Plan, arrivals: float) -> FirstToken:
     """Return the times, with waits, at this rate of all requests a second.
 
-    Raises:
-        ConfigError: the plan does not carry this rate, or divides instances between roles.
-
+    Raises ConfigError where the plan does not carry this rate, or divides instances between roles.
     """
     if not 0 <= arrivals < plan.lambda_max:
         raise ConfigError(
@@ -94,9 +92,7 @@ def queued(system: System, workload: Workload, plan: Plan, arrivals: float) -> F
 def arrivals_within(system: System, workload: Workload, plan: Plan, p90_seconds: float) -> float:
     """Return the highest rate of requests at which the P90 of the time to the first token stays within a limit.
 
-    Raises:
-        ConfigError: even the first request of the day takes longer.
-
+    Raises ConfigError where even the first request of the day takes longer.
     """
 
     def p90(arrivals: float) -> float:

@@ -59,9 +59,7 @@ class Moments(NamedTuple):
 class Workload:
     """A distribution of incremental input lengths, on ascending whole lengths in tokens.
 
-    Raises:
-        ConfigError: nothing is there, a length is no positive whole number, or a weight is negative or no number.
-
+    Raises ConfigError for no lengths, one that is no positive whole number, or a weight that is negative or no number.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
@@ -149,7 +147,6 @@ class Workload:
 
     @property
     def max_tokens(self) -> int:
-        """The longest prompt."""
         return self.lengths[-1]
 
     def items(self) -> Iterator[tuple[int, float]]:
@@ -158,7 +155,6 @@ class Workload:
         return ((length, weight / total) for length, weight in zip(self.lengths, self.weights, strict=True))
 
     def all(self) -> Moments:
-        """Return the moments of the whole workload."""
         return self._until(len(self.lengths))
 
     def below(self, threshold_tokens: float) -> Moments:
@@ -192,11 +188,7 @@ class Workload:
 def slices(edges: Sequence[float], counts: Sequence[float], number: int = SLICES) -> list[int]:
     """Return the mean length, in tokens, of each of `number` slices of equally many prompts, shortest first.
 
-    Args:
-        edges: of the bins, in tokens, one more than counts; inside a bin prompts count as of its middle length.
-        counts: prompts by bin.
-        number: how many slices.
-
+    `counts` are the prompts by bin, which count as of the bin's middle length; `edges` are one more, in tokens.
     """
     total = sum(counts)
     if total <= 0:
@@ -217,12 +209,7 @@ def slices(edges: Sequence[float], counts: Sequence[float], number: int = SLICES
 
 
 def workload_of(means: Sequence[int]) -> Workload:
-    """Return the workload that slices stand for.
-
-    Raises:
-        ConfigError: there are none, or they are no lengths.
-
-    """
+    """Return the workload that slices stand for; raises ConfigError where there are none, or they are no lengths."""
     weights: dict[int, float] = {}
     for place, mean in enumerate(means):
         gaps = [abs(mean - means[other]) for other in (place - 1, place + 1) if 0 <= other < len(means)]

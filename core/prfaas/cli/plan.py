@@ -95,12 +95,7 @@ def _installed(kubeconfig: Path | None, context: str | None, namespace: str, pol
 
 
 def load(path: Path) -> planfile.PlanFile:
-    """Read a system's file; paths of traces in it are relative to the file.
-
-    Raises:
-        ConfigError: it cannot be read, or holds a wrong value.
-
-    """
+    """Read a system's file, to which its traces' paths are relative; raises ConfigError for what is wrong with it."""
 
     def load_trace(name: str) -> list[tuple[int, int]]:
         where = path.parent / name

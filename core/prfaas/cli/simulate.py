@@ -53,12 +53,8 @@ ROWS = (
 class SimulatedLoad:
     """A system's file and its arrivals: random ones, or a trace at its own times or at a rate.
 
-    Args:
-        file: path of the system's file.
-        trace: path of a trace, whose lengths then are the workload that is planned for.
-        rate_per_second: in place of the file's own; a trace's without both.
-        requests: in place of the file's own.
-
+    A trace's lengths are the workload that is planned for. `rate_per_second` and `requests` replace the file's own; a
+    trace has a rate of its own.
     """
 
     def __init__(self, file: Path, trace: Path | None, rate_per_second: float | None, requests: int | None = None):
@@ -128,7 +124,6 @@ def _planned_for(file: PlanFile, trace: list[Arrival]) -> PlanFile:
 
 
 def with_progress(loaded: SimulatedLoad, policy: PolicyName, rate_per_second: float) -> Result:
-    """Serve all arrivals, with a progress bar on a terminal."""
     if not sys.stderr.isatty():
         return loaded.run(policy, rate_per_second)
     with Progress(console=Console(stderr=True), transient=True) as bars:

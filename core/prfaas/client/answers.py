@@ -37,8 +37,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Details of a prompt's tokens."""
-
     cached_tokens: int = 0
 
 
@@ -70,8 +68,6 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One answer of a chat."""
-
     index: int = 0
     message: Message = Message()
     finish_reason: str | None = None
@@ -79,8 +75,6 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """A piece of one answer of a chat."""
-
     index: int = 0
     delta: Message = Message()
     finish_reason: str | None = None

@@ -104,10 +104,7 @@ class Stream(_BaseStream[Chunk], _Closing):
 
 
 class AsyncStream(_BaseStream[Chunk], _AsyncClosing):
-    """Iterates over the chunks of an answer as they come. `decision` is known from the start.
-
-    Leaving early (`break` inside an `async with` block, or close) aborts the request at the gateway and its workers.
-    """
+    """Iterates as `Stream` does, in an `async with` block."""
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         try:
@@ -120,7 +117,6 @@ class AsyncStream(_BaseStream[Chunk], _AsyncClosing):
             await self.close()
 
     async def close(self) -> None:
-        """End the request, whether or not its answer is whole."""
         await self._response.aclose()
 
 
@@ -208,31 +204,25 @@ class AsyncClient(_BaseClient[httpx.AsyncClient], _AsyncClosing):
     """Asks a gateway; see `Client`, whose methods it has."""
 
     async def complete(self, model: str, prompt: Prompt, **parameters: Unpack[Parameters]) -> Completion:
-        """Continue a prompt, given as text or as token ids."""
         return await self._answer(call_completions(model, prompt, parameters), Completion)
 
     async def chat(self, model: str, messages: Messages, **parameters: Unpack[Parameters]) -> ChatCompletion:
-        """Answer a conversation."""
         return await self._answer(call_chat(model, messages, parameters), ChatCompletion)
 
     async def stream_complete(
         self, model: str, prompt: Prompt, **parameters: Unpack[Parameters]
     ) -> AsyncStream[CompletionChunk]:
-        """Continue a prompt, chunk by chunk."""
         return AsyncStream(await self._ask(call_completions(model, prompt, parameters, stream=True)), CompletionChunk)
 
     async def stream_chat(
         self, model: str, messages: Messages, **parameters: Unpack[Parameters]
     ) -> AsyncStream[ChatCompletionChunk]:
-        """Answer a conversation, chunk by chunk."""
         return AsyncStream(await self._ask(call_chat(model, messages, parameters, stream=True)), ChatCompletionChunk)
 
     async def models(self) -> list[str]:
-        """Return the names of the models that are served."""
         return [card.id for card in read_answer(await _aread(await self._ask(LIST_MODELS)), Models).data]
 
     async def close(self) -> None:
-        """Close the connections, also for clients made by `asking`."""
         await self._http.aclose()
 
     def _connect(self, **settings: Any) -> httpx.AsyncClient:
@@ -243,7 +233,6 @@ class AsyncClient(_BaseClient[httpx.AsyncClient], _AsyncClosing):
         return read_whole(await _aread(response), kind, response.headers)
 
     async def _ask(self, call: GatewayCall) -> httpx.Response:
-        """Send a request as `Client` does."""
         attempt = RequestAttempt(call, self._options, self._http)
         while True:
             with attempt.sending():

@@ -20,11 +20,7 @@ from prfaas.errors import CapacityError, PeerError, PrfaasError, RequestError
 class BusyError(CapacityError):
     """There is no room for the request now, or its API key has used up its limit.
 
-    Args:
-        message: the server's.
-        code: `rate_limit_exceeded`, `saturated`, `overloaded`.
-        retry_after_seconds: when to try again.
-
+    `code` is rate_limit_exceeded, saturated or overloaded. Try again after `retry_after_seconds`.
     """
 
     def __init__(self, message: str, code: str, retry_after_seconds: float):
@@ -57,7 +53,6 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> PrfaasErro
 
 
 def error_in_stream(told: object) -> PrfaasError:
-    """Return the error in an event of a stream."""
     fields = cast(dict[str, Any], told) if isinstance(told, dict) else {}
     message = str(fields.get("message") or "the stream ended with an error")
     is_late = fields.get("code") == "deadline_exceeded"

@@ -38,9 +38,7 @@ Messages = Sequence[Mapping[str, Any]]
 class Places:
     """Datacenters to prefer, best first, and to forbid. A name covers all places within it: `us` covers us-east-1.
 
-    Raises:
-        RequestError: a name is malformed, or both preferred and forbidden.
-
+    Raises RequestError for a name that is malformed, or both preferred and forbidden.
     """
 
     def __init__(self, prefer: tuple[str, ...] = (), forbid: tuple[str, ...] = ()):
@@ -107,8 +105,6 @@ class Parameters(TypedDict, total=False):
 
 
 class ClientOptions(NamedTuple):
-    """The options of every request of a client."""
-
     api_key: str | None = None
     datacenters: Places = ANYWHERE
     offload: Offload = "auto"
@@ -132,8 +128,6 @@ class ClientOptions(NamedTuple):
 
 
 class GatewayCall(NamedTuple):
-    """One call of the gateway's API."""
-
     method: str
     path: str
     body: bytes = b""
@@ -155,14 +149,7 @@ def call_chat(model: str, messages: Messages, parameters: Mapping[str, Any], *, 
 
 
 class RequestAttempt:
-    """One request from its first sending to its last.
-
-    Args:
-        call: the call to make.
-        options: of the client.
-        http: the client's connections.
-
-    """
+    """One request of a client, from its first sending to its last."""
 
     def __init__(self, call: GatewayCall, options: ClientOptions, http: httpx.Client | httpx.AsyncClient):
         self._call = call

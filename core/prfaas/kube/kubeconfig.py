@@ -40,10 +40,7 @@ class KubeconfigAccess(NamedTuple):
 
 
 def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONNECTIONS) -> KubeconfigAccess:
-    """Return access by a kubeconfig and a context; by default the usual file and its current context.
-
-    Raises ConfigError: the file or context does not exist, or a credential cannot be used.
-    """
+    """Return access by a kubeconfig's context, by default the usual file's current one; raises ConfigError."""
     try:
         cluster, user = _chosen(path, context)
         server = str(cluster["server"])

@@ -21,12 +21,8 @@ CONFLICT = 409
 class LeaseHolder:
     """A candidate for one Lease. Call `acquire_or_renew` every few seconds; act only while `is_holder`.
 
-    Args:
-        session: an open session; its account needs get, create and update on leases.
-        namespace, name: of the Lease, created when missing.
-        identity: this replica's name, for example the pod's.
-        duration_seconds: a silent holder loses the Lease after this long.
-        clock: monotonic seconds.
+    The account of `session` needs get, create and update on leases. `identity` is this replica's name, for example the
+    pod's. A silent holder loses the Lease after `duration_seconds`.
     """
 
     def __init__(

@@ -93,13 +93,8 @@ class KubeAnswer(NamedTuple):
 class KubeSession:
     """Calls one API server. Use it as an async context manager, or call `open` and `close`.
 
-    Args:
-        server: base URL, `https://host:port`.
-        authorization: asked for every call; None sends no credentials of that kind.
-        tls: context that trusts the server's CA and may hold a client certificate; None for a plain http server.
-        tls_server_name: name in the server's certificate, where that is not the address.
-        connections: most of them at once.
-        proxy: URL of an HTTP proxy.
+    `authorization` is asked for every call. `tls` trusts the server's CA and may hold a client certificate; None is for
+    a plain http server. `tls_server_name` is the name in the server's certificate, where that is not the address.
     """
 
     def __init__(  # keywords: each is a field of a kubeconfig
@@ -167,10 +162,7 @@ class KubeSession:
     ) -> dict[str, Any]:
         """Send one request and return the object in the answer.
 
-        Raises:
-            StatusError: the server refused.
-            UnreachableError: the server cannot be reached or did not answer in time.
-            ProtocolError: the answer is not JSON.
+        Raises StatusError for a refusal, UnreachableError for no answer in time, ProtocolError for one that is no JSON.
         """
         answer = await self.ask(method, path, body=body, content_type=content_type, timeout_seconds=timeout_seconds)
         return answer.content

@@ -55,13 +55,9 @@ async def list_and_watch(
 ) -> AsyncIterator[L | WatchEvent]:
     """Yield the result of `read`, then every change; read again after a failure or after lost changes.
 
-    Never ends by itself and never raises for a server's failure.
-
-    Args:
-        read: returns the existing objects, and the resource version to watch from.
-        watch: yields the changes after a resource version until the server ends the watch; raises ExpiredError.
-        failed: takes an error and the pause that is due; returns how long to wait.
-        backoff: the pauses between failures.
+    Never ends by itself and never raises for a server's failure. `read` returns the existing objects, and the resource
+    version to watch from. `watch` yields the changes after it until the server ends the watch, and raises ExpiredError.
+    `failed` takes an error and the pause that is due; it returns how long to wait.
     """
     version = ""
     while True:
@@ -90,9 +86,7 @@ async def watch_events(
 ) -> AsyncIterator[WatchEvent]:
     """Yield the events of one watch of a collection until the server ends it.
 
-    Raises:
-        ExpiredError: `version` is too old.
-        PeerError: as `KubeSession.call`.
+    Raises ExpiredError where `version` is too old; else as `KubeSession.call`.
     """
     path = with_query(
         path,

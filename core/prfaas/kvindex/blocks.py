@@ -28,10 +28,7 @@ def chain_root(fingerprint: str, salt: str) -> BlockHash:
 
 
 class BlockChain:
-    """The names of the full blocks of one growing sequence of tokens; each block is hashed once.
-
-    Read `hashes`; only `extend` changes it.
-    """
+    """The names of the full blocks of one growing sequence, each hashed once. Only `extend` changes `hashes`."""
 
     def __init__(self, root: BlockHash, block_tokens: int = BLOCK_TOKENS):
         self.block_tokens = block_tokens

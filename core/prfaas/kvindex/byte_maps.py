@@ -54,7 +54,6 @@ class ByteMap:
         self._new, self._old = _Generation(), _Generation()
 
     def learn(self, byte_hashes: Sequence[int], blocks: Iterable[int]) -> None:
-        """Add pairs of a byte hash and a block's key."""
         if len(self._new) >= self._max_pairs:
             self._old, self._new = self._new, _Generation()
         self._new.learn(byte_hashes, blocks)

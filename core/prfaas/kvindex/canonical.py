@@ -71,10 +71,7 @@ _SORTED: Final = msgspec.json.Encoder(order="sorted")
 
 
 def canonical_completion(body: Mapping[str, Any]) -> Canonical | None:
-    """Return the canonical bytes of POST /v1/completions; None for an invalid body.
-
-    `body` is the decoded JSON object; only COMPLETION_FIELDS are read.
-    """
+    """Return the canonical bytes of a JSON body of POST /v1/completions; None for an invalid one."""
     try:
         asked = msgspec.convert(body, _Completion)
     except msgspec.ValidationError:
@@ -93,10 +90,7 @@ def canonical_completion(body: Mapping[str, Any]) -> Canonical | None:
 
 
 def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
-    """Return the canonical bytes of POST /v1/chat/completions; None for an invalid body.
-
-    `body` is the decoded JSON object; only CHAT_FIELDS are read.
-    """
+    """Return the canonical bytes of a JSON body of POST /v1/chat/completions; None for an invalid one."""
     try:
         asked = msgspec.convert(body, _Chat)
     except msgspec.ValidationError:
@@ -160,8 +154,6 @@ def _places(texts: Sequence[Text], prompt: bytes) -> list[_Place]:
     """Find the texts in the prompt in order, up to the first that the template changed.
 
     A short text may match too early, in the template's own words; then the result is too small, never too large.
-
-    A short text may be found too early, in the template's own words: then the result is smaller, never larger.
     """
     places: list[_Place] = []
     at = 0

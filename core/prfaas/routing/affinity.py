@@ -62,7 +62,6 @@ def lacking_tokens(facts: RoutingFacts, instance: Instance) -> int:
 
 
 def cost_tokens(facts: RoutingFacts, instance: Instance) -> int:
-    """Return what a request costs at an instance."""
     decoding = facts.in_flight.get(instance.name, 0) if instance.role == "decode" else 0
     queued = facts.queued_tokens.get(instance.name, 0)
     # Where only clusters are known, their order is decided before this, and inside of one all lack the same.
@@ -71,7 +70,6 @@ def cost_tokens(facts: RoutingFacts, instance: Instance) -> int:
 
 
 def cheapest(facts: RoutingFacts, instances: Sequence[Instance]) -> Instance | None:
-    """Return the instance where the request costs least."""
     if len(instances) < 2:
         return instances[0] if instances else None
     costs = [(cost_tokens(facts, one), facts.in_flight.get(one.name, 0)) for one in instances]

@@ -57,8 +57,6 @@ class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodecChoice(msgspec.Struct, frozen=True):
-    """The codec for the next frames, and why."""
-
     codec: Codec
     reason: str
 

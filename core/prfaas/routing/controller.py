@@ -362,7 +362,6 @@ def _patience_seconds(config: Config, state: State) -> float:
 
 
 def _bandwidth(config: Config, before: Bandwidth, link_percent: float) -> Bandwidth:
-    """Return Scarce above the high watermark, Abundant below the low one, and what it was between them."""
     if link_percent > config.watermarks.high_percent:
         return "Scarce"
     return "Abundant" if link_percent < config.watermarks.low_percent else before

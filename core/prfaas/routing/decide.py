@@ -96,7 +96,6 @@ def _costs(facts: RoutingFacts, prices: Mapping[str, Price]) -> dict[Instance, f
 
 
 def _comparable(facts: RoutingFacts) -> list[Instance]:
-    """Return the instances that prices compare."""
     prefills = _prefills(facts)
     at_home = any(one.cluster == HUB for one in prefills)
     return prefills if at_home else [*prefills, *_usable(facts, "decode")]
@@ -111,7 +110,6 @@ def _cheapest_of(
 
 
 def _work(facts: RoutingFacts, price: Price, instance: Instance) -> Work:
-    """Return what this request asks of an instance of a cluster."""
     crossing_tokens = max(0, facts.total_tokens - facts.cached_tokens.get(HUB, 0))
     return work_of(price, lacking_tokens(facts, instance), crossing_tokens)
 
@@ -180,7 +178,6 @@ def incremental_tokens(facts: RoutingFacts, clusters: Iterable[Cluster]) -> int:
 
 
 def _local(facts: RoutingFacts, reason: RouteReason) -> Decision:
-    """Prefill in the hub."""
     decode = cheapest(facts, _usable(facts, "decode"))
     if decode is None:
         return Refusal(reason="NoDecodeInstance")
@@ -227,7 +224,6 @@ def _prefix_source(facts: RoutingFacts, prefiller: Instance) -> Instance | None:
 
 
 def _offload_clusters(facts: RoutingFacts) -> list[Cluster]:
-    """Return the clusters that may prefill this request."""
     return [
         cluster
         for cluster in facts.table.clusters

@@ -47,19 +47,11 @@ def optimum(
     arrivals_per_second: float | None,
     bounds: tuple[float, float],
 ) -> float | None:
-    """Return the threshold in tokens, within `bounds`.
+    """Return the threshold in tokens, within `bounds`; None when too little is known.
 
-    Args:
-        demand: incremental lengths after prefix matching.
-        pools: of all clusters; those whose link is not in `link_mbps` take nothing.
-        link_mbps: what each live link may carry for us.
-        arrivals_per_second: all requests, short and long; None: not known.
-        bounds: least and greatest threshold.
-
-    Returns:
-        None when too little is known: few prompts, all of one length, no measured pool, or one side only of the
-        balance and no arrival rate.
-
+    Too little are few prompts, all of one length, no measured pool, or one side only of the balance and no arrival
+    rate. `pools` are those of all clusters; without an entry in `link_mbps`, which is what a live link may carry for
+    us, they take nothing. Arrivals are all requests, short and long; None: not known.
     """
     known = [pool for pool in pools if pool.ready_instances > 0 and pool.profile.samples > 0]
     local = [pool for pool in known if pool.cluster == HUB]

@@ -25,9 +25,7 @@ EDGES: Final = (0.0, *(2.0 ** (step / BINS_PER_OCTAVE) for step in range(OCTAVES
 class Bins:
     """The edges of a histogram, in tokens, and what follows from them alone; made once, used every interval.
 
-    Raises:
-        InternalError: edges that are no rising sequence of finite lengths; bins are ours, never a peer's.
-
+    Raises InternalError unless they are a rising sequence of finite lengths; bins are ours, never a peer's.
     """
 
     def __init__(self, edges: Sequence[float]):

@@ -90,7 +90,6 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pressure_percent(self) -> float:
-        """The larger of the two pressures."""
         return max(self.link_percent or 0.0, self.queue_percent or 0.0)
 
     @property

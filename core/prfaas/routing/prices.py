@@ -80,7 +80,6 @@ class Backlog:
         return queue.left(now_seconds, 1.0) if queue else 0.0
 
     def waiting_requests(self, instance: str) -> int:
-        """Return how many requests are placed on an instance."""
         queue = self._instances.get(instance)
         return queue.count if queue else 0
 

@@ -52,12 +52,7 @@ class Bursts(msgspec.Struct, frozen=True, kw_only=True):
 def poisson(
     workload: Workload, output_tokens: int, rate_per_second: float, rng: Randomness, bursts: Bursts | None = None
 ) -> Iterator[Arrival]:
-    """Yield requests for ever, at a mean rate, with answers of one length.
-
-    Raises:
-        ConfigError: rate, length or bursts make no sense.
-
-    """
+    """Yield requests for ever, at a mean rate, with answers of one length; raises ConfigError for other figures."""
     if not 0 < rate_per_second < math.inf:
         raise ConfigError(f"arrivals.ratePerSecond is {rate_per_second:g}; it must be above 0")
     if output_tokens < 1:
@@ -102,9 +97,7 @@ class _Warp:
 def sharing(arrivals: Iterable[Arrival], share: float, rng: Randomness) -> Iterator[Arrival]:
     """Yield the arrivals with blocks of `BLOCK_TOKENS`; this share of them goes on from one of the latest prompts.
 
-    Raises:
-        ConfigError: the share is none.
-
+    Raises ConfigError for a share that is not between 0 and 1.
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"simulation.prefixShare is {share:g}; it must be between 0 and 1")
@@ -128,9 +121,7 @@ def _sharing(arrivals: Iterable[Arrival], share: float, rng: Randomness) -> Iter
 def at_rate(arrivals: Iterable[Arrival], rate_per_second: float) -> Iterator[Arrival]:
     """Return the arrivals of a trace, their times stretched evenly to a mean rate and beginning at 0.
 
-    Raises:
-        ConfigError: there are not two requests at different times, or the rate makes no sense.
-
+    Raises ConfigError without two requests at different times, or for a rate that makes no sense.
     """
     known = list(arrivals)
     first, last = (known[0].at_seconds, known[-1].at_seconds) if known else (0.0, 0.0)
@@ -152,9 +143,7 @@ class _MooncakeLine(msgspec.Struct):
 def read_trace(name: str, lines: Iterable[str]) -> list[Arrival]:
     """Return the requests of a trace in order of time, which starts at 0. The first line tells the format.
 
-    Raises:
-        ConfigError: it names the trace, the line and what is wrong: nothing there, torn, or going back in time.
-
+    Raises ConfigError with the trace, the line and what is wrong: nothing there, torn, or going back in time.
     """
     numbered = iter([(number, line) for number, line in enumerate(lines, 1) if line.strip()])
     first = next(numbered, None)

@@ -21,15 +21,7 @@ Key = tuple[str, int]
 
 
 class PrefixCache:
-    """One instance's cache.
-
-    Args:
-        capacity_bytes: what it may hold.
-        block_tokens: tokens of a full block of the trace.
-        token_bytes: attention cache of a token.
-        state_bytes: one linear state.
-
-    """
+    """One instance's cache. A full block of the trace has `block_tokens`, one linear state `state_bytes`."""
 
     def __init__(self, capacity_bytes: float, block_tokens: int, token_bytes: int, state_bytes: int):
         self._capacity_bytes = capacity_bytes
@@ -113,7 +105,6 @@ class Caches:
         return cache.match(blocks, request.total_tokens) if blocks and cache is not None else 0
 
     def insert(self, name: str, request: Request) -> None:
-        """Note that an instance has a whole prompt now."""
         blocks, cache = request.arrival.blocks, self._caches.get(name)
         if blocks and cache is not None:
             cache.insert(blocks, request.arrival.input_tokens)

@@ -32,7 +32,6 @@ class EventQueue:
         heappush(self._heap, (seconds if seconds > self.now else self.now, self._said, action, subject))
 
     def after(self, seconds: float, action: Callable[[Any], None], subject: Any = None) -> None:
-        """Have `action(subject)` called so many seconds from now."""
         self.at(self.now + seconds, action, subject)
 
     def step(self) -> bool:
@@ -52,11 +51,8 @@ _ROUNDING_SECONDS = 1e-8
 class FairShare(Generic[Job]):
     """One shared resource.
 
-    Args:
-        events: the run's clock.
-        rate_each: units a second that each of n > 0 jobs gets; 0 stops all of them.
-        done: called with a job when all that it was given is served; it has left by then.
-
+    `rate_each` returns the units a second that each of n > 0 jobs gets; 0 stops all of them. `done` is called with a
+    job when all that it was given is served; it has left by then.
     """
 
     def __init__(self, events: EventQueue, rate_each: Callable[[int], float], done: Callable[[Job], None]):
@@ -85,7 +81,6 @@ class FairShare(Generic[Job]):
 
     @property
     def served(self) -> float:
-        """Units served so far."""
         self._advance()
         return self._served
 

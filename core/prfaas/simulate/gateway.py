@@ -57,7 +57,6 @@ class Gateway:
         self._ejected_until_seconds: dict[str, float] = {}
 
     def update(self, update: ThresholdUpdate) -> None:
-        """Route by this from now on."""
         self.rule = rule_in_force(self.table, update)
 
     def divide(self, pool: str, prefilling: int) -> None:
@@ -74,7 +73,6 @@ class Gateway:
         )
 
     def decide(self, request: Request) -> Decision:
-        """Decide where a request goes first."""
         return decide(self._facts(request))
 
     def decide_again(self, request: Request, failed: Route, leg: Leg) -> Decision:

@@ -37,8 +37,6 @@ class _Counted(NamedTuple):
 
 
 class ShortLoop:
-    """The policy's short timescale."""
-
     def __init__(self, process: RequestProcess):
         table = process.table
         self._process = process

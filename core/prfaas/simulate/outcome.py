@@ -59,13 +59,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally:
-    """Counts requests as they end.
-
-    Args:
-        slo_ttft_seconds: the limit that `slo_attainment` is about.
-        warmup: this many of the first requests are served but not timed.
-
-    """
+    """Counts requests as they end. The first `warmup` of them are served but not timed."""
 
     def __init__(self, slo_ttft_seconds: float = math.inf, warmup: int = 0):
         self._slo_ttft_seconds = slo_ttft_seconds
@@ -84,27 +78,22 @@ class Tally:
 
     @property
     def arrived(self) -> int:
-        """Requests so far."""
         return self._arrived
 
     @property
     def completed(self) -> int:
-        """Requests that got all their tokens so far."""
         return self._ends["completed"]
 
     @property
     def ended(self) -> int:
-        """Requests that were served or refused so far."""
         return sum(self._ends.values())
 
     def arrive(self, request: Request) -> None:
-        """Count a request that has just come."""
         self._arrived += 1
         self._prompt_tokens += request.arrival.input_tokens
         self._first_seconds = min(self._first_seconds, request.arrival.at_seconds)
 
     def end(self, request: Request, outcome: Outcome, now_seconds: float) -> None:
-        """Count a request that is over."""
         self._ends[outcome] += 1
         self._rerouted += request.attempts > 1
         self._last_seconds = max(self._last_seconds, now_seconds)
@@ -115,12 +104,7 @@ class Tally:
             (self._offloaded_seconds if offloaded else self._local_seconds).append(waited_seconds)
 
     def result(self, sent_bytes: float) -> Result:
-        """Return the summary.
-
-        Raises:
-            InternalError: a request was lost, or ended twice.
-
-        """
+        """Return the summary; raises InternalError where a request was lost, or ended twice."""
         if self.ended != self._arrived:
             raise InternalError(f"{self._arrived} requests came and {self.ended} ended")
         seconds = max(0.0, self._last_seconds - self._first_seconds) if self._arrived else 0.0

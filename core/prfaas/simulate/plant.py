@@ -23,14 +23,7 @@ MBIT_BYTES = 1e6 / 8
 
 
 class PrefillServer:
-    """One instance: first come, first served.
-
-    Args:
-        events: the run's clock.
-        chunk: called with a prompt whenever a chunk of it, but the last, is computed.
-        done: called with a prompt that is computed whole.
-
-    """
+    """One instance: first come, first served. It calls `chunk` for every computed chunk but the last, then `done`."""
 
     def __init__(self, events: EventQueue, chunk: Callback, done: Callback):
         self._events = events
@@ -42,7 +35,6 @@ class PrefillServer:
 
     @property
     def waiting_prefills(self) -> int:
-        """Prompts that wait for their turn."""
         return len(self._queue)
 
     @property
@@ -85,13 +77,8 @@ class PrefillServer:
 class HubServer:
     """One instance of the hub: a batch whose requests all get one token a step, a queue before it, and prefills.
 
-    Args:
-        events: the run's clock.
-        pool: its batch and step time.
-        admitted: called with a request that enters the batch, where its first token is sampled.
-        done: called with a request that got all its tokens.
-        prefilled: called with a request that this instance prefilled itself.
-
+    It calls `admitted` when a request enters the batch, where its first token is sampled; `done` when it got all its
+    tokens; `prefilled` when this instance prefilled it itself.
     """
 
     def __init__(self, events: EventQueue, pool: HubPool, admitted: Callback, done: Callback, prefilled: Callback):
@@ -105,12 +92,10 @@ class HubServer:
 
     @property
     def waiting_prefills(self) -> int:
-        """Prompts that wait for their turn."""
         return self._prefills.waiting_prefills
 
     @property
     def generated_tokens(self) -> float:
-        """Tokens generated so far by all requests together."""
         return self._batch.served
 
     def prefill(self, request: Request) -> None:

@@ -88,5 +88,4 @@ class Request:
 
     @property
     def output_left_tokens(self) -> int:
-        """Tokens still to be generated."""
         return self.arrival.output_tokens - self.generated_tokens

@@ -78,11 +78,9 @@ class RequestProcess:
 
     @property
     def table(self) -> RoutingTable:
-        """The routing table in force."""
         return self.gateway.table
 
     def start(self, arrival: Arrival) -> None:
-        """Let a request arrive."""
         request = Request(self.tally.arrived, arrival)
         self.tally.arrive(request)
         decision = self.gateway.decide(request)
@@ -92,7 +90,6 @@ class RequestProcess:
         self._follow(request, decision)
 
     def living(self) -> Iterable[Instance]:
-        """Return the instances that are not dead."""
         return (one for one in self.table.instances if one.name not in self.dead)
 
     def doom(self, request: Request, leg: Leg) -> None:

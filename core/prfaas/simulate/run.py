@@ -23,11 +23,8 @@ def simulate(
 ) -> Result:
     """Serve the arrivals, which are in order of time, and return the result.
 
-    The tally is a fresh one. `progress` is called now and then with the number of requests that have arrived.
-
-    Raises:
-        ConfigError: the scenario makes no sense.
-
+    The tally is a fresh one. `progress` is called now and then with the number of requests that have arrived. Raises
+    ConfigError for a scenario that makes no sense.
     """
     return _Run(scenario.validated(), iter(arrivals), tally, progress).result()
 
@@ -55,7 +52,6 @@ class _Run:
                 LongLoop(self._process, self._loop, scenario.policy.conversion)
 
     def result(self) -> Result:
-        """Run to the end."""
         while (self._more or self._tally.ended < self._tally.arrived) and self._events.step():
             pass
         return self._tally.result(sum(link.to_hub.served for link in self._process.links.values()))
@@ -162,10 +158,7 @@ class Faults:
 def highest_rate(keeps: Callable[[float], bool], start_per_second: float) -> float:
     """Return the highest rate found to keep the promise, within about 1 %; 0 if none down to a 256th of `start`.
 
-    Args:
-        keeps: tries a rate. Taken to be true up to some rate and false above.
-        start_per_second: where the search starts.
-
+    `keeps` tries a rate, and is taken to be true up to some rate and false above.
     """
     low, high = start_per_second, start_per_second
     if keeps(start_per_second):

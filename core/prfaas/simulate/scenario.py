@@ -84,12 +84,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Routes that one request may be given."""
 
     def validated(self) -> "Scenario":
-        """Return this scenario.
-
-        Raises:
-            ConfigError: it names the first field that makes no sense, its value, and what it should be.
-
-        """
+        """Return this scenario; raises ConfigError with the first field that makes no sense, and what it should be."""
         check(self.system)
         for field, value, fits, want in self._claims():
             if not fits:
@@ -109,7 +104,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def prefilling(self, pool: HubPool) -> int:
-        """Return how many instances of a hub pool prefill."""
         return self.prefill_instances.get(pool.name, 0)
 
     def _claims(self) -> Iterable[tuple[str, object, bool, str]]:

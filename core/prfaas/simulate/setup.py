@@ -106,12 +106,7 @@ def capacity(file: PlanFile, policy: PolicyName) -> float:
 
 
 def read(file: PlanFile) -> Setup:
-    """Read the `simulation` section.
-
-    Raises:
-        ConfigError: a field is unknown, missing or absurd.
-
-    """
+    """Read the `simulation` section; raises ConfigError where a field is unknown, missing or absurd."""
     section = Section("simulation", file.simulation)
     rate = section.one_of("load", "ratePerSecond")
     amount = section.number(rate)
@@ -223,7 +218,6 @@ def _at_least_0(section: Section, key: str, default: float | None = None) -> flo
 
 
 def planned(file: PlanFile, policy: PolicyName) -> tuple[System, Plan]:
-    """Return the hardware and the plan that a policy is given."""
     if policy == "homogeneous":
         alone = optimum.homogeneous(file.system)
         return alone, optimum.best(alone, file.workload)
@@ -243,12 +237,7 @@ def rate(file: PlanFile, setup: Setup) -> float:
 
 
 def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: float) -> Scenario:
-    """Return the scenario of a policy.
-
-    Raises:
-        ConfigError: nothing can, or the section names what is not there.
-
-    """
+    """Return the scenario of a policy; raises ConfigError where nothing can be, or a name is not there."""
     system, plan = planned(file, policy)
     links = {link.name: link.capacity_mbps for link in system.links}
     there = Scenario(

@@ -40,17 +40,8 @@ def no_keys(_record: logging.LogRecord) -> Mapping[str, str]:
 def configure_logs(place: str, log_format: LogFormat = "text", keys_of: KeysOf = no_keys) -> logging.Handler:
     """Log to standard error, from INFO up, or from the level in the environment variable PRFAAS_LOG_LEVEL.
 
-    Args:
-        place: the process's name in every line.
-        log_format: text or JSON.
-        keys_of: returns further keys of a record's line.
-
-    Returns:
-        The one handler, for filters.
-
-    Raises:
-        ConfigError: PRFAAS_LOG_LEVEL is not a level.
-
+    `place` is the process's name in every line; `keys_of` returns further keys of a record's line. Returns the one
+    handler, for filters. Raises ConfigError for an unknown level.
     """
     wanted = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
     if wanted not in LEVELS:
@@ -66,8 +57,6 @@ def configure_logs(place: str, log_format: LogFormat = "text", keys_of: KeysOf =
 
 
 class TextFormatter(logging.Formatter):
-    """Writes time, level, place, words and keys."""
-
     def __init__(self, place: str, keys_of: KeysOf = no_keys):
         super().__init__(f"%(asctime)s %(levelname)s {place.replace('%', '%%')}: %(message)s")
         self._keys_of = keys_of

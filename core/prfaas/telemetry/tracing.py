@@ -96,10 +96,7 @@ OFF: Final = Tracing()
 def tracing_from_environment(service: str, attributes: Mapping[str, str]) -> Tracing:
     """Return tracing as OpenTelemetry's environment variables ask for it, OFF where they name no OTLP endpoint.
 
-    Args:
-        service: `service.name`, unless the environment names another.
-        attributes: more of the resource; empty ones are left out.
-
+    The environment may name another `service.name`. Empty attributes are left out.
     """
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return OFF

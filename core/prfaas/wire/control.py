@@ -15,9 +15,7 @@ Bandwidth = Literal["Scarce", "Abundant"]
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures for a cluster's price of a prompt: the mean profile of its prefill instances, and its link's
-    capacity.
-    """
+    """A cluster's price of a prompt: the mean profile of its prefill instances, and the capacity of its link."""
 
     cluster: str
     """HUB: prefilled in the hub."""

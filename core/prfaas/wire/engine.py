@@ -55,9 +55,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Generate `choices` continuations. `logprobs` is the number of alternatives to report for a token, -1 for no
-    logprobs.
-    """
+    """Generate `choices` continuations. `logprobs` alternatives are reported for each token; -1: no logprobs."""
 
     handle: int
     request_id: str
@@ -83,9 +81,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prefix_cluster: str = ""
     """The required cluster of the instance with the longer prefix; empty for any."""
     generated: list[int] = []
-    """Tokens of the answer that another worker drew already; the generation continues after them. For a single choice
-    only.
-    """
+    """Tokens that another worker drew already; the generation continues after them. For a single choice only."""
     choice: int = 0
     """The first choice's number, from which its random numbers and its answers derive."""
 
@@ -272,7 +268,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Gauges now and counters since the engine's start. `transfers` is counted by (direction, outcome).
 
     `prefixes` counts fetches of prefixes from other instances, by outcome; they brought `prefix_tokens`.
-
     `decode_seconds` is the time of the `decode_steps`, which computed only decodes. Transfers hold `memory_bytes` of
     `memory_limit_bytes` beside the cache; `egress_mbps` is the egress cap.
     """

@@ -132,9 +132,7 @@ def seal(header: FrameHeader, payload: Iterable[Buffer] = ()) -> Sealed:
 def parse_header(data: Buffer) -> FrameHeader:
     """Read a header and check its bounds; the digest can only be checked with the payload.
 
-    Raises:
-        DamagedError: the header is damaged.
-        ProtocolError: not a frame of this protocol, an unknown kind, or a payload beyond the kind's limit.
+    Raises DamagedError for damage; ProtocolError for another protocol or kind, or a payload beyond the kind's limit.
     """
     if len(data) != HEADER_BYTES:
         raise DamagedError(f"frame header of {len(data)} bytes, want {HEADER_BYTES}: the stream was cut")
@@ -157,11 +155,7 @@ def parse_header(data: Buffer) -> FrameHeader:
 
 
 def verify(header: FrameHeader, payload: Iterable[Buffer] = ()) -> None:
-    """Check that a frame arrived undamaged.
-
-    Raises:
-        DamagedError: the digest does not match this header and payload.
-    """
+    """Check that a frame arrived undamaged; raises DamagedError where its digest is not that of header and payload."""
     found = _digest(_pack_fields(header), payload)
     if found != header.digest:
         raise DamagedError(

@@ -155,11 +155,9 @@ _BYTE_MAP: Final = msgspec.msgpack.Decoder(ByteMapBatch)
 def read_events(payload: bytes) -> Iterator[KvEvent]:
     """Read the events of a batch of this or another engine, positional or as maps; unknown ones are skipped.
 
-    They are yielded one by one: foreign forms take longer to read, and other tasks may run in between.
-
-    Raises:
-        ProtocolError: not msgpack, or a known event, after those that were read, lacks a field or has one of a wrong
-            type.
+    They are yielded one by one: foreign forms take longer to read, and other tasks may run in between. Raises
+    ProtocolError for what is no msgpack, and after the events that were read for one that lacks a field or has a wrong
+    type.
     """
     try:
         try:
@@ -177,11 +175,7 @@ def read_events(payload: bytes) -> Iterator[KvEvent]:
 
 
 def decode_byte_map(payload: bytes) -> ByteMapBatch:
-    """Read a batch of the byte map.
-
-    Raises:
-        ProtocolError: the payload is not such a batch.
-    """
+    """Read a batch of the byte map; raises ProtocolError for what is none."""
     try:
         return _BYTE_MAP.decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -49,11 +49,7 @@ def covers(name: str, datacenter: str) -> bool:
 
 
 def read_preferences(headers: Mapping[str, str]) -> Preferences:
-    """Return the preferences of a request; `headers` finds lower-case names.
-
-    Raises:
-        RequestError: 400, a header is malformed.
-    """
+    """Return the preferences in headers, by lower-case names; raises RequestError (400) for a malformed header."""
     places, offload = headers.get(DATACENTERS), headers.get(OFFLOAD)
     if places is None and offload is None:
         return NO_PREFERENCES
@@ -62,11 +58,7 @@ def read_preferences(headers: Mapping[str, str]) -> Preferences:
 
 
 def read_datacenters(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names to prefer, best first, and those to forbid.
-
-    Raises:
-        RequestError: 400, the text is malformed.
-    """
+    """Return the names to prefer, best first, and those to forbid; raises RequestError (400) for a malformed text."""
     if len(text) > _MAX_CHARACTERS:
         raise _refused(DATACENTERS, f"has {len(text)} characters; at most {_MAX_CHARACTERS} are read")
     clauses: dict[str, tuple[str, ...]] = {}

@@ -79,11 +79,7 @@ class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_profile(document: bytes, url: str) -> ProfileAnswer:
-    """Read the answer of GET /v1/profile of the instance at `url`.
-
-    Raises:
-        ProtocolError: the answer is something else.
-    """
+    """Read the answer of GET /v1/profile of the instance at `url`; raises ProtocolError for something else."""
     try:
         return msgspec.json.decode(document, type=ProfileAnswer)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -63,13 +63,7 @@ class _Claim(NamedTuple):
 
 
 class ReceiveLedger:
-    """Keeps account of one transfer; the module's docstring explains its use.
-
-    Args:
-        expected: the expected manifest.
-        codecs: permitted codecs; 0 is none.
-        guard: a lock, if several threads call.
-    """
+    """Keeps account of one transfer, as the module's docstring explains. `codecs` are the permitted ones; 0 is none."""
 
     def __init__(
         self,
@@ -106,9 +100,7 @@ class ReceiveLedger:
     def claim(self, connection: int, header: FrameHeader) -> CachePart:
         """Reserve the place of a data frame's payload and return it.
 
-        Raises:
-            ProtocolError: the frame is not of this transfer and epoch, not of the manifest, of the wrong size, or its
-                place or sequence number was claimed before.
+        Raises ProtocolError for a frame of another transfer, epoch or manifest, of a wrong size, or claimed before.
         """
         with self._judging():
             self._require_ours(header)
@@ -121,11 +113,9 @@ class ReceiveLedger:
     def accept(self, header: FrameHeader, payload: Sequence[Buffer], land: Callable[[], None] = lambda: None) -> None:
         """Note that a claimed data frame arrived: `payload` holds its bytes, as they travelled, in order.
 
-        After the digest check, `land` moves them to their place if they are not there already.
-
-        Raises:
-            DamagedError: the digest is wrong. The claim stays until `lost` frees it.
-            ProtocolError: it was the last, and the source's account differs.
+        After the digest check, `land` moves them to their place if they are not there already. Raises DamagedError for
+        a wrong digest, where the claim stays until `lost` frees it; ProtocolError for a last one that contradicts the
+        source's account.
         """
         verify(header, payload)
         land()
@@ -148,10 +138,8 @@ class ReceiveLedger:
     def note(self, header: FrameHeader, payload: Buffer) -> None:
         """Process a frame that carries no cache: DONE, KEEP_ALIVE or ABORT.
 
-        Raises:
-            DamagedError: the digest is wrong.
-            ProtocolError: it is not allowed here, cannot be read, or its account differs from ours.
-            PeerError: the source gave up, with its reason.
+        Raises DamagedError for a wrong digest; ProtocolError for a frame that is not allowed here, cannot be read, or
+        has another account than ours; PeerError with the reason where the source gave up.
         """
         verify(header, [payload])
         with self._judging():
@@ -179,11 +167,7 @@ class ReceiveLedger:
                     self._unclaim(claim.place)
 
     def require_manifest(self, found: Manifest) -> None:
-        """Check the source's manifest.
-
-        Raises:
-            ProtocolError: it is not the manifest that this instance needs.
-        """
+        """Raise ProtocolError unless the source's manifest is the one that this instance needs."""
         for field in Manifest.__struct_fields__:
             theirs, ours = getattr(found, field), getattr(self.expected, field)
             if theirs != ours:
@@ -206,12 +190,7 @@ class ReceiveLedger:
             return self._whole
 
     def require_whole(self) -> Done:
-        """Return the source's account of a whole transfer.
-
-        Raises:
-            ProtocolError: something is missing or was wrong.
-
-        """
+        """Return the source's account of a whole transfer; raises ProtocolError for any other."""
         with self._lock:
             if self.done is None or not self._whole:
                 without = self._missing() or "an undamaged stream"
@@ -219,9 +198,7 @@ class ReceiveLedger:
             return self.done
 
     def _compare(self) -> None:
-        """Compare the arrived frames with the source's account, once everything is there; if they agree, the transfer
-        is whole.
-        """
+        """Once everything is there, compare it with the source's account; if they agree, the transfer is whole."""
         done = self.done
         if done is None or self._broken or self._missing():
             return

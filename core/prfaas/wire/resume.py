@@ -55,11 +55,7 @@ class Fixed(NamedTuple):
 
     @classmethod
     def read(cls, header: str) -> Self:
-        """Read the value of RESUMABLE.
-
-        Raises:
-            BadInputError: it is malformed.
-        """
+        """Read the value of RESUMABLE; raises BadInputError for a malformed one."""
         found = _FIXED.fullmatch(header)
         if found is None or int(found[1]) >= 1 << 63:
             raise BadInputError(f"the header for a resumable stream is {header[:60]!r}: want a seed and a time")
@@ -112,11 +108,7 @@ def comments_of(data: bytes) -> bytes:
 
 
 def read_comments(data: bytes) -> Iterator[Told]:
-    """Yield the comments in a part of a stream.
-
-    Raises:
-        BadInputError: a number is larger than any token's or count's can be.
-    """
+    """Yield the comments in a part of a stream; raises BadInputError for a number too large for a token or a count."""
     for choice, characters, ids, reason in _COMMENT.findall(b"\n" + data):
         try:
             tokens = array("I", map(int, ids.split(b",")) if ids != b"-" else ())
@@ -131,11 +123,7 @@ def encode_resume(resume: Resume) -> bytes:
 
 
 def decode_resume(data: bytes) -> Resume:
-    """Read a document.
-
-    Raises:
-        BadInputError: it is malformed.
-    """
+    """Read a document; raises BadInputError for a malformed one."""
     try:
         return msgspec.msgpack.decode(data, type=Resume)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

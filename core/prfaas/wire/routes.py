@@ -96,12 +96,7 @@ def encode(table: RoutingTable) -> bytes:
 
 
 def decode(document: bytes) -> RoutingTable:
-    """Read a table from gzip or plain JSON.
-
-    Raises:
-        ProtocolError: the document is damaged or of another format.
-
-    """
+    """Read a table from gzip or plain JSON; raises ProtocolError for a damaged one or another format."""
     try:
         raw = gzip.decompress(document) if document[:2] == b"\x1f\x8b" else document
         return msgspec.json.decode(raw, type=RoutingTable)

@@ -69,9 +69,7 @@ class SendQueue(Generic[Item]):
         """Note a new connection, and the frames that arrived over those that the destination counts as broken.
 
         Only the destination knows these: sent frames may still be in its buffers when the connection breaks here.
-
-        Raises:
-            ProtocolError: the connection's number was used or is too large, or frames arrived that were never sent.
+        Raises ProtocolError for a number that was used or is too large, or arrived frames that were never sent.
         """
         with self._lock:
             if connection in self._carried or not 0 <= connection < MAX_CONNECTIONS:
@@ -93,11 +91,7 @@ class SendQueue(Generic[Item]):
             self._lose(connection)
 
     def take(self, connection: int) -> NumberedItem[Item] | NextStep:
-        """Return this connection's next step: an item, DONE, or a wait.
-
-        Raises:
-            UnreachableError: the destination counts this connection as broken.
-        """
+        """Return this connection's next step; raises UnreachableError where the destination counts it as broken."""
         with self._lock:
             if connection in self._lost:
                 raise UnreachableError("the destination does not read from this connection any more")
@@ -116,15 +110,13 @@ class SendQueue(Generic[Item]):
     def sealed(self, sequence: int, digest: int, payload_bytes: int) -> None:
         """Note a frame's digest and size, before it is sent.
 
-        Raises:
-            InternalError: it was sent before and was different then: the memory that it views has changed.
+        Raises InternalError where they differ from an earlier sending: the memory that the frame views has changed.
         """
         with self._lock:
             if self._sealed.setdefault(sequence, (digest, payload_bytes)) != (digest, payload_bytes):
                 raise InternalError(f"frame {sequence} changed between two sendings")
 
     def done(self, prefill_seconds: float, first_byte_seconds: float) -> Done:
-        """Return the account of all sent frames."""
         with self._lock:
             frames = [self._sealed[number] for number in range(len(self._items))]
         return Done(

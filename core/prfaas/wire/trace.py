@@ -32,7 +32,6 @@ class TraceContext(msgspec.Struct, frozen=True, array_like=True):
         return self.traceparent[3:35]
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that carry the context."""
         found = {TRACEPARENT: self.traceparent, TRACESTATE: self.tracestate}
         return {name: value for name, value in found.items() if value}
 

@@ -147,12 +147,7 @@ Message = TypeVar("Message", Hello, Welcome, Done, Abort)
 
 
 def decode_message(header: FrameHeader, payload: Buffer, kind: type[Message]) -> Message:
-    """Read a JSON payload as `kind`.
-
-    Raises:
-        ProtocolError: the payload is not such a message.
-
-    """
+    """Read a JSON payload as `kind`; raises ProtocolError where it is no such message."""
     try:
         return msgspec.json.decode(payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -166,7 +161,6 @@ def message_frame(kind: Kind, address: Address, message: msgspec.Struct | None =
 
 
 def as_ranges(numbers: set[int]) -> Ranges:
-    """Return a set of numbers as ranges."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number:
@@ -177,5 +171,4 @@ def as_ranges(numbers: set[int]) -> Ranges:
 
 
 def in_ranges(number: int, ranges: Ranges) -> bool:
-    """Return true if a number is in one of the ranges."""
     return any(first <= number < end for first, end in ranges)

@@ -61,12 +61,7 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_service_url(given: str, inside_tls: bool) -> str:
-    """Return the service's address as it stands in a routing table.
-
-    Raises:
-        ConfigError: it is not an address, or does not fit --tls-dir.
-
-    """
+    """Return the service's address for a routing table; raises ConfigError unless it is one and fits --tls-dir."""
     try:
         parts = urlsplit(given)
         port = parts.port
@@ -145,7 +140,6 @@ def gateway_url(settings: Settings, ports: Ports) -> str:
 
 
 def routing_table(settings: Settings, ports: Ports) -> RoutingTable:
-    """Return the gateway's routing table, with the worker and the service."""
     tokens = NEVER_TOKENS if settings.threshold_tokens is None else settings.threshold_tokens
     mode = "Priced" if settings.threshold_tokens is None else "Fixed"
     service = Cluster(name=settings.service_cluster, capacity_mbps=settings.link_mbps, utilisation_query="")

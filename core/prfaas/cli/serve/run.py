@@ -65,14 +65,7 @@ Say = Callable[[str], None]
 
 
 class Child:
-    """A running process.
-
-    Args:
-        name: its name in messages.
-        command: program and arguments.
-        log: file for its output.
-
-    """
+    """A running process. Messages call it `name`; its output goes to the file `log`."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path):
         self.name = name
@@ -109,15 +102,7 @@ def tail(log: Path) -> str:
 
 
 class Caller:
-    """Calls the local processes and the service.
-
-    Args:
-        tls_dir: directory of our certificate; None: plain HTTP everywhere.
-
-    Raises:
-        ConfigError: the files of `tls_dir` cannot be used.
-
-    """
+    """Calls the local processes and the service: in plain HTTP without `tls_dir`, whose bad files are a ConfigError."""
 
     def __init__(self, tls_dir: Path | None):
         self._files = CredentialFiles(tls_dir, _context) if tls_dir else None
@@ -127,11 +112,8 @@ class Caller:
     def profile(self, url: str, cluster: str) -> ProfileAnswer:
         """Return the profile of an instance of this cluster.
 
-        Raises:
-            UnreachableError: it does not answer, or answers with an error.
-            IdentityError: its certificate is of another cluster.
-            ProtocolError: it answers something else.
-
+        Raises UnreachableError for no answer or an error, IdentityError for another cluster, ProtocolError for other
+        bytes.
         """
         status, body = self._get(url, PROFILE_PATH, cluster)
         if status != 200:
@@ -154,12 +136,7 @@ class Caller:
 
 
 def put_threshold(control_socket: Path, update: ThresholdUpdate) -> None:
-    """Send an update to the gateway.
-
-    Raises:
-        UnreachableError: the gateway does not accept it.
-
-    """
+    """Send an update to the gateway; raises UnreachableError where the gateway does not accept it."""
     where = str(control_socket)
     status, body = _call(_Local(where), "PUT", "/threshold", where, msgspec.json.encode(update))
     if status != 204:
@@ -224,13 +201,7 @@ def _context(files: Files) -> tuple[ssl.SSLContext, str]:
 class Watch:
     """Keeps the gateway's update current. One round reads both profiles and never raises for a peer's failure.
 
-    Args:
-        settings: the command line.
-        home_url: the local worker's address.
-        caller: reads profiles.
-        control_socket: the gateway's.
-        say: shows a line whenever the service is used again or no longer.
-
+    `say` shows a line whenever the service is used again or no longer.
     """
 
     def __init__(self, settings: Settings, home_url: str, caller: Caller, control_socket: Path, say: Say):
@@ -244,7 +215,6 @@ class Watch:
         """Why the service is not used, as shown last. Empty: it is used. None: nothing was shown yet."""
 
     def round(self) -> None:
-        """Read both profiles and update the gateway."""
         with suppress(PeerError):  # busy or dead: `Serving` notices; its curve stays the same for seconds
             self._home = self._caller.profile(self._home_url, HUB)
         away: ProfileAnswer | None = None
@@ -272,15 +242,7 @@ class Watch:
 
 
 class Serving:
-    """Runs the worker and the gateway until the command ends.
-
-    Args:
-        settings: the command line.
-        ports: where the local processes listen.
-        caller: calls them and the service.
-        say: shows progress; the address to use goes to standard output.
-
-    """
+    """Runs worker and gateway until the command ends. `say` shows progress; the address goes to standard output."""
 
     def __init__(self, settings: Settings, ports: Ports, caller: Caller, say: Say):
         self._settings = settings
