@@ -16,7 +16,7 @@ VALIDATIONS = "x-kubernetes-validations"
 
 
 class Rule(NamedTuple):
-    """One CEL rule of a model, and its error message for users.
+    """One CEL rule of a model or of an annotated type, where `self` is the value, and its error message for users.
 
     `field` is the property at fault below the model, such as `threshold.tokens`: the API server names it in the error.
     """
@@ -37,17 +37,9 @@ class Rule(NamedTuple):
             entry["reason"] = self.reason
         return entry
 
-
-@dataclass(frozen=True)
-class Obeys:
-    """Adds a CEL rule to a type; `self` is the value."""
-
-    rule: Rule
-
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Append the rule to those of the annotated type."""
         schema = handler(core_schema)
-        schema[VALIDATIONS] = [*schema.get(VALIDATIONS, []), self.rule.to_schema()]
+        schema[VALIDATIONS] = [*schema.get(VALIDATIONS, []), self.to_schema()]
         return schema
 
 
@@ -61,7 +53,6 @@ class Says:
     message: str
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Move `pattern` from the schema into a rule."""
         schema = handler(core_schema)
         schema[VALIDATIONS] = [Rule(f"self.matches(r'{schema.pop('pattern')}')", self.message).to_schema()]
         return schema

@@ -12,7 +12,6 @@ from prfaas.api.base import (
     DnsLabel,
     DnsName,
     Generation,
-    Obeys,
     Resource,
     Rule,
     Says,
@@ -27,13 +26,11 @@ Place = Annotated[
     StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63),
     Says("must be letters, digits, '-', '_' and '.', and start and end with a letter or digit"),
 ]
-NAMESPACE_IS_FIXED = Obeys(
-    Rule(
-        "self == oldSelf",
-        "namespace cannot change, because the operator would lose its pools there: "
-        "register the cluster under another name with the new namespace and move the pools",
-        reason="FieldValueForbidden",
-    )
+NAMESPACE_IS_FIXED = Rule(
+    "self == oldSelf",
+    "namespace cannot change, because the operator would lose its pools there: "
+    "register the cluster under another name with the new namespace and move the pools",
+    reason="FieldValueForbidden",
 )
 
 

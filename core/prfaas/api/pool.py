@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import ApiModel, Column, Image, ModelName, Obeys, Rule, Says
+from prfaas.api.base import ApiModel, Column, Image, ModelName, Rule, Says
 from prfaas.api.template import PodTemplate
 
 ClusterName = Annotated[
@@ -15,11 +15,9 @@ ClusterName = Annotated[
 Share = Annotated[
     int | str,
     Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 4}),
-    Obeys(
-        Rule(
-            "type(self) == int ? self >= 0 && self <= 10000 : string(self).matches('^([1-9]?[0-9]|100)%$')",
-            "must be a number of instances such as 1, or a percentage up to 100% such as 25%",
-        )
+    Rule(
+        "type(self) == int ? self >= 0 && self <= 10000 : string(self).matches('^([1-9]?[0-9]|100)%$')",
+        "must be a number of instances such as 1, or a percentage up to 100% such as 25%",
     ),
 ]
 OWN_FLAGS = (

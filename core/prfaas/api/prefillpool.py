@@ -10,23 +10,19 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
 
-from prfaas.api.base import ApiModel, Column, Obeys, PoolStatus, Resource, Rule, Says, add_rules
+from prfaas.api.base import ApiModel, Column, PoolStatus, Resource, Rule, Says, add_rules
 from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, ModelRef, PoolSpec
 
 # The default makes the field present in every stored object, so that the rule also sees a move from or to the hub.
-CLUSTER_IS_FIXED = Obeys(
-    Rule(
-        "self == oldSelf",
-        "clusterName cannot change: create a pool in the other cluster, add it to the policy, then delete this one",
-        reason="FieldValueForbidden",
-    )
+CLUSTER_IS_FIXED = Rule(
+    "self == oldSelf",
+    "clusterName cannot change: create a pool in the other cluster, add it to the policy, then delete this one",
+    reason="FieldValueForbidden",
 )
-SHARING_IS_FIXED = Obeys(
-    Rule(
-        "self == oldSelf",
-        "shareWith cannot change: create another pool, add it to the policy, then delete this one",
-        reason="FieldValueForbidden",
-    )
+SHARING_IS_FIXED = Rule(
+    "self == oldSelf",
+    "shareWith cannot change: create another pool, add it to the policy, then delete this one",
+    reason="FieldValueForbidden",
 )
 DecodePoolName = Annotated[
     str,

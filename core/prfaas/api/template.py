@@ -15,7 +15,6 @@ from prfaas.api.base import (
     DnsLabel,
     DnsName,
     LongText,
-    Obeys,
     Rule,
     Says,
     keyed_by,
@@ -32,8 +31,8 @@ KEY_RULE = (
     "must be NAME or PREFIX/NAME: the prefix a domain in lower case, the name at most 63 letters, digits, "
     "'-', '_' and '.', with a letter or digit at both ends"
 )
-LABEL_KEY = Obeys(Rule(f"self.matches('{KEY_PATTERN}')", KEY_RULE))
-LABEL_KEYS = Obeys(Rule(f"self.all(key, key.matches('{KEY_PATTERN}'))", f"keys {KEY_RULE}"))
+LABEL_KEY = Rule(f"self.matches('{KEY_PATTERN}')", KEY_RULE)
+LABEL_KEYS = Rule(f"self.all(key, key.matches('{KEY_PATTERN}'))", f"keys {KEY_RULE}")
 LabelValue = Annotated[
     str,
     StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63),
@@ -42,11 +41,9 @@ LabelValue = Annotated[
 Quantity = Annotated[
     int | str,
     Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 64}),
-    Obeys(
-        Rule(
-            "isQuantity(string(self)) && sign(quantity(string(self))) >= 0",
-            "must be a quantity of zero or more, such as 2, 500m or 8Gi",
-        )
+    Rule(
+        "isQuantity(string(self)) && sign(quantity(string(self))) >= 0",
+        "must be a quantity of zero or more, such as 2, 500m or 8Gi",
     ),
 ]
 LabelMap = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), LABEL_KEYS]
