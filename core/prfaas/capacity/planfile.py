@@ -1,27 +1,18 @@
 """Reads the file that describes a system to a planner or a simulator: parsed YAML in, typed facts out.
 
-    workload:       lognormal {mu, sigma, minTokens, maxTokens}, histogram {edgesTokens, counts}, or trace PATH;
-                    outputTokens, which a trace brings itself
-    profiles:       by name: points [{tokens, seconds, cacheMib}], or fixedSeconds, tokenSeconds, squaredSeconds,
-                    stateBytes, tokenBytes
-    links:          name, capacityMbps
-    offloadPools:   name, profile, instances, link; costPerHour
-    hub:            name, profile, instances, maxBatch, stepMillis; minPrefill, minDecode, costPerHour
-    slo:            ttftMillis, tpotMillis
-    published:      figures to compare with, by system and JSON key
-    simulation:     read by the simulator only
-
-People write these files by hand, from data sheets in other units. So no field is ignored, and every message names
-field, value and fix: a number with its unit is answered with the number to write, and an unknown field with the field
-that was probably meant. `Section` takes the fields of one mapping one by one; a field that was not taken is an error.
+docs/capacity.md lists the fields. People write these files by hand, from data sheets in other units. So no field is
+ignored, and every message names field, value and fix: a number with its unit is answered with the number to write, and
+an unknown field with the field that was probably meant. A reader takes the fields of its `Section` one by one; a field
+that it did not take is an error.
 """
 
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -31,6 +22,7 @@ from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 from prfaas.wire.profile import Profile
 
+T = TypeVar("T")
 MIB: Final = 1 << 20
 SYSTEMS: Final = ("prfaas_pd", "homogeneous", "naive_heterogeneous")
 _REQUIRED: Final = object()
@@ -84,19 +76,19 @@ def read(document: object, load_trace: LoadTrace) -> PlanFile:
     Raises ConfigError where a field is unknown, missing or absurd, or no plan can keep the SLO.
     """
     top = Section("", document)
-    profiles = {name: _profile(section) for name, section in top.section("profiles").named()}
-    workload, output_tokens = _workload(top.section("workload"), load_trace)
+    profiles = top.section("profiles", partial(_named, _profile))
+    workload, output_tokens = top.section("workload", partial(_workload, load_trace))
     system = System(
-        links=tuple(_link(section) for section in top.sections("links")),
-        offload=tuple(_offload_pool(section, profiles) for section in top.sections("offloadPools")),
-        hub=tuple(_hub_pool(section, profiles) for section in top.sections("hub")),
+        links=tuple(top.sections("links", _link)),
+        offload=tuple(top.sections("offloadPools", partial(_offload_pool, profiles))),
+        hub=tuple(top.sections("hub", partial(_hub_pool, profiles))),
         output_tokens=output_tokens,
     )
     result = PlanFile(
         system=check(system),
         workload=workload,
-        slo=_slo(top.section("slo", {}), system),
-        published=_published(top.section("published", {})),
+        slo=top.section("slo", partial(_slo, system), {}),
+        published=top.section("published", _published, {}),
         simulation=top.mapping("simulation", {}),
     )
     top.end()
@@ -159,23 +151,23 @@ class Section:
         """Take a section as it stands."""
         return Section(self._path(key), self._take(key, default))._fields
 
-    def section(self, key: str, default: object = _REQUIRED) -> "Section":
-        return Section(self._path(key), self._take(key, default))
+    def section(self, key: str, read: Callable[["Section"], T], default: object = _REQUIRED) -> T:
+        """Take what `read` makes of a section; it must take all fields."""
+        section = Section(self._path(key), self._take(key, default))
+        found = read(section)
+        section.end()
+        return found
 
-    def sections(self, key: str) -> list["Section"]:
-        """Take a list of sections; an absent one is empty."""
-        found: list[Section] = []
+    def sections(self, key: str, read: Callable[["Section"], T]) -> list[T]:
+        """Take a list of sections, as `section` does; an absent one is empty."""
+        found: list[T] = []
         for i, value in enumerate(self._list(key, [])):
             section = Section(f"{self._path(key)}[{i}]", value)
             if isinstance(name := section._fields.get("name"), str):
                 section.where = f"{self._path(key)}.{name}"
-            found.append(section)
+            found.append(read(section))
+            section.end()
         return found
-
-    def named(self) -> Iterator[tuple[str, "Section"]]:
-        """Take every field as a section."""
-        for key in self._fields:
-            yield key, self.section(key)
 
     def one_of(self, *keys: str) -> str:
         """Return which one of the fields is there."""
@@ -211,7 +203,11 @@ class Section:
         return cast(list[Any], value)
 
 
-def _workload(section: Section, load_trace: LoadTrace) -> tuple[Workload, float]:
+def _named(read: Callable[[Section], T], section: Section) -> dict[str, T]:
+    return {name: section.section(name, read) for name in section.keys}
+
+
+def _workload(load_trace: LoadTrace, section: Section) -> tuple[Workload, float]:
     """Return the lengths of prompts, and the mean length of an answer."""
     kind = section.one_of("lognormal", "histogram", "trace")
     output_tokens: float | None = None
@@ -220,25 +216,27 @@ def _workload(section: Section, load_trace: LoadTrace) -> tuple[Workload, float]
         workload = Workload.observed(tokens for tokens, _ in requests)
         output_tokens = sum(tokens for _, tokens in requests) / len(requests)
     elif kind == "histogram":
-        inner = section.section("histogram")
-        workload = Workload.histogram(inner.wholes("edgesTokens"), inner.numbers("counts"))
-        inner.end()
+        workload = section.section("histogram", _histogram)
     else:
-        inner = section.section("lognormal")
-        workload = Workload.lognormal(
-            inner.number("mu"), inner.number("sigma"), inner.whole("minTokens"), inner.whole("maxTokens")
-        )
-        inner.end()
+        workload = section.section("lognormal", _lognormal)
     if output_tokens is None or "outputTokens" in section.keys:
         output_tokens = section.number("outputTokens")
-    section.end()
     return workload, output_tokens
+
+
+def _histogram(section: Section) -> Workload:
+    return Workload.histogram(section.wholes("edgesTokens"), section.numbers("counts"))
+
+
+def _lognormal(section: Section) -> Workload:
+    return Workload.lognormal(
+        section.number("mu"), section.number("sigma"), section.whole("minTokens"), section.whole("maxTokens")
+    )
 
 
 def _profile(section: Section) -> Profile:
     if section.one_of("points", "tokenSeconds") == "points":
-        points = [_point(point) for point in section.sections("points")]
-        profile = fit(section.where, points)
+        profile = fit(section.where, section.sections("points", _point))
     else:
         profile = Profile(
             state_bytes=section.whole("stateBytes"),
@@ -247,19 +245,16 @@ def _profile(section: Section) -> Profile:
             token_seconds=section.number("tokenSeconds"),
             squared_seconds=section.number("squaredSeconds", 0.0),
         )
-    section.end()
     check_profile(section.where, profile)
     return profile
 
 
 def _point(section: Section) -> MeasuredPoint:
-    point = MeasuredPoint(
+    return MeasuredPoint(
         tokens=section.whole("tokens"),
         seconds=section.number("seconds"),
         cache_bytes=section.number("cacheMib") * MIB,
     )
-    section.end()
-    return point
 
 
 def fit(where: str, points: Sequence[MeasuredPoint]) -> Profile:
@@ -301,25 +296,21 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _link(section: Section) -> LinkCapacity:
-    link = LinkCapacity(name=section.text("name"), capacity_mbps=section.number("capacityMbps"))
-    section.end()
-    return link
+    return LinkCapacity(name=section.text("name"), capacity_mbps=section.number("capacityMbps"))
 
 
-def _offload_pool(section: Section, profiles: dict[str, Profile]) -> OffloadPool:
-    pool = OffloadPool(
+def _offload_pool(profiles: dict[str, Profile], section: Section) -> OffloadPool:
+    return OffloadPool(
         name=section.text("name"),
         profile=profiles[section.name_of("profile", profiles)],
         instances=section.whole("instances"),
         link=section.text("link"),
         cost_per_hour=section.optional("costPerHour"),
     )
-    section.end()
-    return pool
 
 
-def _hub_pool(section: Section, profiles: dict[str, Profile]) -> HubPool:
-    pool = HubPool(
+def _hub_pool(profiles: dict[str, Profile], section: Section) -> HubPool:
+    return HubPool(
         name=section.text("name"),
         profile=profiles[section.name_of("profile", profiles)],
         instances=section.whole("instances"),
@@ -329,13 +320,10 @@ def _hub_pool(section: Section, profiles: dict[str, Profile]) -> HubPool:
         min_decode=section.whole("minDecode", 0),
         cost_per_hour=section.optional("costPerHour"),
     )
-    section.end()
-    return pool
 
 
-def _slo(section: Section, system: System) -> PlanSlo:
+def _slo(system: System, section: Section) -> PlanSlo:
     slo = PlanSlo(ttft_millis=section.optional("ttftMillis"), tpot_millis=section.optional("tpotMillis"))
-    section.end()
     for pool in system.hub:
         if slo.tpot_millis is not None and pool.step_seconds * 1000 > slo.tpot_millis * (1 + 1e-9):
             raise ConfigError(
@@ -346,12 +334,15 @@ def _slo(section: Section, system: System) -> PlanSlo:
 
 
 def _published(section: Section) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for name, figures in section.named():
+    for name in section.keys:
         if name not in SYSTEMS:
             raise ConfigError(f"published.{name}: systems are {', '.join(SYSTEMS)}")
-        found[name] = {key: figures.number(key) for key in figures.keys}
-    return found
+    return _named(numbers_of, section)
+
+
+def numbers_of(section: Section) -> dict[str, float]:
+    """Read a section of numbers only, whatever their names are."""
+    return {key: section.number(key) for key in section.keys}
 
 
 def _number(where: str, key: str, value: object) -> float:

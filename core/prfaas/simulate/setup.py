@@ -20,13 +20,14 @@ All policies meet the same requests. Each has the hardware of the plan's column 
 """
 
 import math
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from prfaas.capacity import optimum
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.planfile import PlanFile, Section
+from prfaas.capacity.planfile import PlanFile, Section, numbers_of
 from prfaas.capacity.system import System
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
@@ -117,23 +118,21 @@ def read(file: PlanFile) -> Setup:
             f"simulation.load is {amount:g} times what the best plan carries; it is a fraction: "
             f"write {amount / 100:g} for {amount:g} %"
         )
-    bursts = section.section("bursts", {})
-    caches = section.section("cacheGib", {})
     setup = Setup(
         requests=section.whole("requests"),
         seed=section.whole("seed", 1),
         load=amount if rate == "load" else None,
         rate_per_second=amount if rate == "ratePerSecond" else None,
-        bursts=_bursts(bursts) if bursts.keys else None,
+        bursts=section.section("bursts", _bursts, {}),
         prefix_share=section.number("prefixShare", 0.0),
         warmup_requests=section.whole("warmupRequests", 0),
         threshold_tokens=section.whole("thresholdTokens") if "thresholdTokens" in section.keys else None,
         short_interval_seconds=section.whole("shortIntervalSeconds", 1),
         chunk_tokens=section.whole("chunkTokens", 8192),
-        cache_bytes={name: caches.number(name) * GIB for name in caches.keys},
-        links={one.text("name"): _weather(one) for one in section.sections("links")},
-        failures=tuple(_failure(one) for one in section.sections("failures")),
-        conversion=_conversion(section.section("longLoop"), file) if "longLoop" in section.keys else None,
+        cache_bytes={name: gib * GIB for name, gib in section.section("cacheGib", numbers_of, {}).items()},
+        links=dict(section.sections("links", _weather)),
+        failures=tuple(section.sections("failures", _failure)),
+        conversion=section.section("longLoop", partial(_conversion, file)) if "longLoop" in section.keys else None,
     )
     section.end()
     _check_links(file, setup)
@@ -148,57 +147,51 @@ def read(file: PlanFile) -> Setup:
     return setup
 
 
-def _bursts(section: Section) -> Bursts:
-    bursts = Bursts(
+def _bursts(section: Section) -> Bursts | None:
+    if not section.keys:
+        return None
+    return Bursts(
         every_seconds=section.number("everySeconds"),
         for_seconds=section.number("forSeconds"),
         factor=section.number("factor"),
     )
-    section.end()
-    return bursts
 
 
-def _conversion(section: Section, file: PlanFile) -> ConversionPolicy:
+def _conversion(file: PlanFile, section: Section) -> ConversionPolicy:
     usual, promised_millis = ConversionPolicy(), file.slo.ttft_millis
-    conversion = ConversionPolicy(
+    return ConversionPolicy(
         interval_seconds=section.number("intervalSeconds", usual.interval_seconds),
         cooldown_seconds=section.number("cooldownSeconds", usual.cooldown_seconds),
         conversion_seconds=section.number("conversionSeconds", usual.conversion_seconds),
         ttft_seconds=promised_millis / 1000 if promised_millis is not None else None,
     )
-    section.end()
-    return conversion
 
 
 def _failure(section: Section) -> Failure:
-    failure = Failure(
+    return Failure(
         name=section.text("name"), at_seconds=section.number("atSeconds"), for_seconds=section.number("forSeconds")
     )
-    section.end()
-    return failure
 
 
-def _weather(section: Section) -> Weather:
-    round_trip_seconds = _at_least_0(section, "roundTripMillis", 0.0) / 1000
+def _weather(section: Section) -> tuple[str, Weather]:
+    """Return the name of a link, and its capacity over time."""
+    name, round_trip_seconds = section.text("name"), _at_least_0(section, "roundTripMillis", 0.0) / 1000
     made = Weather(round_trip_seconds=round_trip_seconds)
     kinds = {"schedule", "diurnal", "flapping"} & set(section.keys)
     if kinds:
         kind = section.one_of("schedule", "diurnal", "flapping")
         if kind == "schedule":
-            made = msgspec.structs.replace(made, schedule=tuple(_step(one) for one in section.sections("schedule")))
+            made = msgspec.structs.replace(made, schedule=tuple(section.sections("schedule", _step)))
         else:
-            made = msgspec.structs.replace(made, **_period(section.section(kind), kind))
-    section.end()
-    return made
+            made = msgspec.structs.replace(made, **section.section(kind, partial(_period, kind)))
+    return name, made
 
 
 def _step(section: Section) -> tuple[float, float]:
-    step = _at_least_0(section, "atSeconds"), _at_least_0(section, "capacityMbps")
-    section.end()
-    return step
+    return _at_least_0(section, "atSeconds"), _at_least_0(section, "capacityMbps")
 
 
-def _period(section: Section, kind: str) -> dict[str, float]:
+def _period(kind: str, section: Section) -> dict[str, float]:
     found = {"every_seconds": section.number("everySeconds"), "low_mbps": _at_least_0(section, "lowMbps")}
     if kind == "flapping":
         found["low_seconds"] = section.number("forSeconds")
@@ -206,7 +199,6 @@ def _period(section: Section, kind: str) -> dict[str, float]:
             raise ConfigError(f"{section.where}.forSeconds must lie between 0 and everySeconds")
     if found["every_seconds"] <= 0:
         raise ConfigError(f"{section.where}.everySeconds is {found['every_seconds']:g}; it must be above 0")
-    section.end()
     return found
 
 
