@@ -86,14 +86,12 @@ class ReceiveLedger:
         self._starts: dict[GroupLayer, list[int]] = {}
         self._ends: dict[GroupLayer, list[int]] = {}
         self._rows_left: dict[GroupLayer, int] = {}
-        self._states_left: set[GroupLayer] = set()
-        self._states_claimed: set[GroupLayer] = set()
-        self._hidden_left = expected.hidden_size > 0
-        self._hidden_claimed = False
+        self._states_left: set[LayerState | HiddenState] = {HiddenState()} if expected.hidden_size else set()
+        self._states_claimed: set[LayerState | HiddenState] = set()
         for index, group in enumerate(expected.groups):
             for layer in group.layers:
                 if group.kind == "linear":
-                    self._states_left.add((index, layer))
+                    self._states_left.add(LayerState(index, layer))
                 elif expected.tokens:
                     self._rows_left[index, layer] = expected.tokens
 
@@ -126,10 +124,8 @@ class ReceiveLedger:
                     self._rows_left[group, layer] -= tokens
                     if self._rows_left[group, layer] == 0:
                         del self._rows_left[group, layer]
-                case LayerState(group, layer):
-                    self._states_left.remove((group, layer))
-                case HiddenState():
-                    self._hidden_left = False
+                case LayerState() | HiddenState():
+                    self._states_left.remove(place)
             self._digests[header.sequence] = header.digest
             self.is_exact &= Codec(header.codec).is_exact
             self.received_bytes += header.payload_bytes
@@ -213,10 +209,11 @@ class ReceiveLedger:
 
     def _missing(self) -> str:
         """Return a text about missing parts, empty if nothing is missing."""
+        states = self._states_left - {HiddenState()}
         parts = [
             f"rows of {len(self._rows_left)} attention layers" if self._rows_left else "",
-            f"{len(self._states_left)} linear states" if self._states_left else "",
-            "the hidden state" if self._hidden_left else "",
+            f"{len(states)} linear states" if states else "",
+            "the hidden state" if HiddenState() in self._states_left else "",
             "" if self.done else "DONE",
         ]
         return ", ".join(part for part in parts if part)
@@ -234,9 +231,12 @@ class ReceiveLedger:
             case Kind.BLOCK:
                 return self._claim_rows(header)
             case Kind.STATE:
-                return self._claim_state(header)
+                place = LayerState(*self._place(header, "linear"))
+                return self._claim_state(header, place, self.expected.groups[header.group].nbytes)
+            case Kind.HIDDEN if not self.expected.hidden_size:
+                raise ProtocolError(f"{header.describe()}: a prefix has none")
             case Kind.HIDDEN:
-                return self._claim_hidden(header)
+                return self._claim_state(header, HiddenState(), self.expected.hidden_size * 4)
             case _:
                 raise ProtocolError(f"{header.describe()} carries no cache")
 
@@ -256,32 +256,20 @@ class ReceiveLedger:
         ends.insert(at, end)
         return LayerRows(*place, header.start_token, header.tokens)
 
-    def _claim_state(self, header: FrameHeader) -> LayerState:
-        place = self._place(header, "linear")
-        self._require_size(header, self.expected.groups[header.group].nbytes)
+    def _claim_state(self, header: FrameHeader, place: LayerState | HiddenState, nbytes: int) -> CachePart:
+        self._require_size(header, nbytes)
         if place in self._states_claimed:
             raise ProtocolError(f"{header.describe()} was sent before")
         self._states_claimed.add(place)
-        return LayerState(*place)
-
-    def _claim_hidden(self, header: FrameHeader) -> HiddenState:
-        if not self.expected.hidden_size:
-            raise ProtocolError(f"{header.describe()}: a prefix has none")
-        self._require_size(header, self.expected.hidden_size * 4)
-        if self._hidden_claimed:
-            raise ProtocolError(f"{header.describe()} was sent before")
-        self._hidden_claimed = True
-        return HiddenState()
+        return place
 
     def _unclaim(self, place: CachePart) -> None:
         match place:
             case LayerRows(group, layer, start_token, _):
                 at = self._starts[group, layer].index(start_token)
                 del self._starts[group, layer][at], self._ends[group, layer][at]
-            case LayerState(group, layer):
-                self._states_claimed.remove((group, layer))
-            case HiddenState():
-                self._hidden_claimed = False
+            case LayerState() | HiddenState():
+                self._states_claimed.remove(place)
 
     def _place(self, header: FrameHeader, kind: str) -> GroupLayer:
         groups = self.expected.groups
