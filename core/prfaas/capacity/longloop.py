@@ -26,6 +26,7 @@ No clock and no I/O: facts in, at most one change out, with its reason. Bounds a
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final, Literal
 
@@ -184,15 +185,13 @@ def find_best_split(rules: Rules, installation: Installation, now: Outlook) -> O
     allowed = _allowed(rules, installation)
     if not allowed:
         return now
-    low, high = allowed[0], allowed[-1]
-    while low < high:
-        middle = (low + high) // 2
-        seen = _foresee_split(installation, middle)
-        if seen.prefill_per_second >= seen.decode_per_second:
-            high = middle
-        else:
-            low = middle + 1
-    sides = [_foresee_split(installation, n) for n in (low, low - 1) if n in allowed]
+
+    def prefill_bears_more(prefilling: int) -> bool:
+        seen = _foresee_split(installation, prefilling)
+        return seen.prefill_per_second >= seen.decode_per_second
+
+    crossing = allowed[bisect_left(allowed[:-1], True, key=prefill_bears_more)]
+    sides = [_foresee_split(installation, n) for n in (crossing, crossing - 1) if n in allowed]
     return max(sides, key=lambda seen: seen.lambda_max)
 
 
@@ -398,7 +397,6 @@ def _foresee_size(installation: Installation, pool: Pool, replicas: int) -> Outl
 def propose(
     kind: Literal["Converting", "Scaling"], installation: Installation, now: Outlook, changes: dict[str, int], why: str
 ) -> Proposal:
-    """Return a proposal with a sentence on the change, its reason and its effect."""
     after = outlook(installation, {**installation.counts, **changes})
     moved = ", ".join(f"{name} {now.counts[name]} to {count}" for name, count in changes.items())
     figures = f"{now.lambda_max:.3g} to {after.lambda_max:.3g} requests/s, {now.arrivals_per_second:.3g} arrive"

@@ -13,6 +13,7 @@ split leaves up to an instance idle on the side that does not limit.
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -52,10 +53,7 @@ class Plan(Carried, frozen=True, kw_only=True):
 
 
 def best(system: System, workload: Workload) -> Plan:
-    """Return the plan of whole instances with the highest lambda_max.
-
-    Raises ConfigError where no split can serve, or there are too many to try.
-    """
+    """Return the plan of whole instances that carries most; raises ConfigError for no split, or too many, to try."""
     return _serving(_highest(plan_for(system, workload, split) for split in _splits(system)))
 
 
@@ -63,7 +61,9 @@ def fractional(system: System, workload: Workload) -> Plan:
     """Return the plan with the highest lambda_max if instances of the hub may divide their time between both roles."""
 
     def hub_arrivals(threshold_tokens: float) -> float:
-        return _capacity(system, workload, threshold_tokens, _divided(system, workload.below(threshold_tokens)))
+        below = workload.below(threshold_tokens)
+        split = _divided(system, below)
+        return min(equations.local_arrivals(system, below, split), equations.theta_pd_d(system, split))
 
     # The hub with its best division falls with t, as each division of it does.
     thresholds = _around_crossing(system, workload, hub_arrivals)
@@ -153,19 +153,13 @@ def _around_crossing(system: System, workload: Workload, local: Callable[[float]
     if not system.offload:
         return [workload.max_tokens]
     lengths = (0, *workload.lengths)
-    low, high = 0, len(lengths) - 1  # at the highest nothing is offloaded, which bears anything
-    while low < high:
-        middle = (low + high) // 2
-        if equations.offload_arrivals(system, workload.above(lengths[middle])) >= local(lengths[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return [lengths[low], lengths[max(0, low - 1)]]
 
+    def bear_more(threshold_tokens: int) -> bool:
+        return equations.offload_arrivals(system, workload.above(threshold_tokens)) >= local(threshold_tokens)
 
-def _capacity(system: System, workload: Workload, threshold_tokens: float, split: Split) -> float:
-    local = equations.local_arrivals(system, workload.below(threshold_tokens), split)
-    return min(local, equations.theta_pd_d(system, split))
+    # At the highest nothing is offloaded, which bears anything.
+    place = bisect_left(lengths, True, hi=len(lengths) - 1, key=bear_more)
+    return [lengths[place], lengths[max(0, place - 1)]]
 
 
 def _divided(system: System, below: Moments) -> Split:

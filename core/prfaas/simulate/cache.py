@@ -9,6 +9,7 @@ is the trace's block, and a state lies at the last full one of a prompt. Of one 
 first, for which attention stays closed under prefixes and its match can be bisected.
 """
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -59,14 +60,8 @@ class PrefixCache:
 
     def _attention_blocks(self, blocks: Sequence[int], tokens: int) -> int:
         """Return the number of leading full blocks in the cache, of all but the prompt's last token."""
-        low, high = 0, min(len(blocks), (tokens - 1) // self._block_tokens)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if ("attention", blocks[middle - 1]) in self._used:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        full = min(len(blocks), (tokens - 1) // self._block_tokens)
+        return bisect_left(blocks, True, hi=full, key=lambda block: ("attention", block) not in self._used)
 
     def _touch(self, key: Key) -> None:
         if key in self._used:
