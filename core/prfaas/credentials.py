@@ -59,22 +59,18 @@ class CredentialFiles(Generic[T]):
         self._watched = WatchedFiles(self.directory / name for name in FILES)
         self._watched.changed()  # from here on
         self._retry_at = 0.0
-        self._problem = ""
+        self.problem = ""
+        """Why newer files are not in use; empty if they are."""
         try:
             self._files = self._read(1)
             self._made = self._use(self._files)
         except PrfaasError as error:
             raise ConfigError(f"--tls-dir {directory}: {error}") from error
 
-    @property
-    def problem(self) -> str:
-        """Why newer files are not in use; empty if they are."""
-        return self._problem
-
     def now(self) -> T:
         """Return the object for new connections, made anew if the files changed."""
         with self._lock:
-            if self._watched.changed() or (self._problem and time.monotonic() >= self._retry_at):
+            if self._watched.changed() or (self.problem and time.monotonic() >= self._retry_at):
                 self._retry_at = time.monotonic() + RETRY_SECONDS
                 self._renew()
             return self._made
@@ -84,11 +80,11 @@ class CredentialFiles(Generic[T]):
             files = self._read(self._files.generation + 1)
             self._made = self._use(files)
         except PrfaasError as error:
-            if str(error) != self._problem:
+            if str(error) != self.problem:
                 log.warning("new credentials in %s are not used, the former ones stay: %s", self.directory, error)
-            self._problem = str(error)
+            self.problem = str(error)
         else:
-            self._files, self._problem = files, ""
+            self._files, self.problem = files, ""
             ends = files.validity.not_after
             log.info("credentials of cluster %s are in use, valid until %s", files.cluster, f"{ends:%F %R} UTC")
 

@@ -67,7 +67,7 @@ class Tally:
         self._offloaded_seconds = array("d")
         self._local_seconds = array("d")
         self._ends: dict[Outcome, int] = {"completed": 0, "refused": 0}
-        self._arrived = 0
+        self.arrived = 0
         self._rerouted = 0
         self._offloaded = 0
         self._prompt_tokens = 0
@@ -75,10 +75,6 @@ class Tally:
         self._first_seconds = math.inf
         self._last_seconds = 0.0
         self.timeline: list[Interval] = []
-
-    @property
-    def arrived(self) -> int:
-        return self._arrived
 
     @property
     def completed(self) -> int:
@@ -89,7 +85,7 @@ class Tally:
         return sum(self._ends.values())
 
     def arrive(self, request: Request) -> None:
-        self._arrived += 1
+        self.arrived += 1
         self._prompt_tokens += request.arrival.input_tokens
         self._first_seconds = min(self._first_seconds, request.arrival.at_seconds)
 
@@ -105,14 +101,14 @@ class Tally:
 
     def result(self, sent_bytes: float) -> Result:
         """Return the summary; raises InternalError where a request was lost, or ended twice."""
-        if self.ended != self._arrived:
-            raise InternalError(f"{self._arrived} requests came and {self.ended} ended")
-        seconds = max(0.0, self._last_seconds - self._first_seconds) if self._arrived else 0.0
+        if self.ended != self.arrived:
+            raise InternalError(f"{self.arrived} requests came and {self.ended} ended")
+        seconds = max(0.0, self._last_seconds - self._first_seconds) if self.arrived else 0.0
         everyone = self._offloaded_seconds + self._local_seconds
-        timed = max(1, self._arrived - min(self._warmup, self._arrived))
+        timed = max(1, self.arrived - min(self._warmup, self.arrived))
         in_time = sum(waited <= self._slo_ttft_seconds for waited in everyone)
         return Result(
-            requests=self._arrived,
+            requests=self.arrived,
             completed=self._ends["completed"],
             refused=self._ends["refused"],
             rerouted=self._rerouted,
@@ -122,9 +118,9 @@ class Tally:
             ttft_seconds=times(everyone),
             ttft_offloaded_seconds=times(self._offloaded_seconds),
             ttft_local_seconds=times(self._local_seconds),
-            offloaded_fraction=_ratio(self._offloaded, self._arrived),
+            offloaded_fraction=_ratio(self._offloaded, self.arrived),
             egress_gbps=_ratio(sent_bytes * 8 / 1e9, seconds),
-            hit_rate=max(0.0, 1 - _ratio(self.computed_tokens, self._prompt_tokens)) if self._arrived else 0.0,
+            hit_rate=max(0.0, 1 - _ratio(self.computed_tokens, self._prompt_tokens)) if self.arrived else 0.0,
             slo_attainment=in_time / timed,
             timeline=tuple(self.timeline),
         )

@@ -1,6 +1,7 @@
 """A request: its arrival, and its state while it is served."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prfaas.routing.facts import Route
@@ -31,55 +32,35 @@ class PrefixFetch(NamedTuple):
     nbytes: float
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One request in flight. Plain slots: there are millions of them."""
 
-    __slots__ = (
-        "arrival",
-        "attempts",
-        "began",
-        "chunk_bytes",
-        "chunk_ends",
-        "computed_tokens",
-        "fetch",
-        "first_token_seconds",
-        "generated_tokens",
-        "index",
-        "last_bytes",
-        "prefill_seconds",
-        "prefilled",
-        "queued_tokens",
-        "route",
-        "run",
-        "tried",
-    )
-
-    def __init__(self, index: int, arrival: Arrival):
-        self.index = index
-        self.arrival = arrival
-        self.began: Route | None = None
-        """The first route; what the request counts as never changes."""
-        self.route: Route | None = None
-        self.run = 0
-        """Counts its routes, so that what an abandoned one still had scheduled is known by it."""
-        self.attempts = 0
-        self.tried: set[str] = set()
-        self.generated_tokens = 0
-        self.first_token_seconds: float | None = None
-        self.fetch: PrefixFetch | None = None
-        """The prefix that its prefill instance fetches first, on its present route."""
-        self.queued_tokens = 0
-        """Tokens that its gateway counts as still to be prefilled."""
-        self.prefill_seconds = 0.0
-        self.computed_tokens = 0
-        """Tokens that its route prefills, beside those that a cache held."""
-        self.chunk_ends: Sequence[float] = ()
-        self.chunk_bytes = 0.0
-        """Bytes of its cache that each chunk but the last hands to the link."""
-        self.last_bytes = 0.0
-        """Bytes that follow the last chunk, with the linear state."""
-        self.prefilled = False
-        """True when its prefill instance has computed all of it."""
+    index: int
+    arrival: Arrival
+    began: Route | None = None
+    """The first route; what the request counts as never changes."""
+    route: Route | None = None
+    run: int = 0
+    """Counts its routes, so that what an abandoned one still had scheduled is known by it."""
+    attempts: int = 0
+    tried: set[str] = field(default_factory=set[str])
+    generated_tokens: int = 0
+    first_token_seconds: float | None = None
+    fetch: PrefixFetch | None = None
+    """The prefix that its prefill instance fetches first, on its present route."""
+    queued_tokens: int = 0
+    """Tokens that its gateway counts as still to be prefilled."""
+    prefill_seconds: float = 0.0
+    computed_tokens: int = 0
+    """Tokens that its route prefills, beside those that a cache held."""
+    chunk_ends: Sequence[float] = ()
+    chunk_bytes: float = 0.0
+    """Bytes of its cache that each chunk but the last hands to the link."""
+    last_bytes: float = 0.0
+    """Bytes that follow the last chunk, with the linear state."""
+    prefilled: bool = False
+    """True when its prefill instance has computed all of it."""
 
     @property
     def total_tokens(self) -> int:

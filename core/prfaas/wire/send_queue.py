@@ -44,7 +44,8 @@ class SendQueue(Generic[Item]):
         self._lock = guard
         self._items: list[tuple[Item, int]] = []
         self._pending: deque[int] = deque()
-        self._pending_bytes = 0
+        self.queued_bytes = 0
+        """Bytes of the items that no connection has taken yet."""
         self._carried: dict[int, list[int]] = {}
         self._lost: set[int] = set()
         self._sealed: dict[int, tuple[int, int]] = {}
@@ -57,7 +58,7 @@ class SendQueue(Generic[Item]):
             if self._finished:
                 raise InternalError("an item was added to a queue that is finished")
             self._pending.append(len(self._items))
-            self._pending_bytes += nbytes
+            self.queued_bytes += nbytes
             self._items.append((item, nbytes))
 
     def finish(self) -> None:
@@ -83,7 +84,7 @@ class SendQueue(Generic[Item]):
                 self._carried[other] = []
             self._carried[connection] = []
             self._pending.extendleft(sorted(again, reverse=True))
-            self._pending_bytes += sum(self._items[number][1] for number in again)
+            self.queued_bytes += sum(self._items[number][1] for number in again)
 
     def lost(self, connection: int) -> None:
         """Note a broken connection: it takes no more items."""
@@ -98,7 +99,7 @@ class SendQueue(Generic[Item]):
             if self._pending:
                 number = self._pending.popleft()
                 item, nbytes = self._items[number]
-                self._pending_bytes -= nbytes
+                self.queued_bytes -= nbytes
                 self._carried[connection].append(number)
                 return NumberedItem(number, item)
             uncertain = any(self._carried.get(other) for other in self._lost)
@@ -138,11 +139,6 @@ class SendQueue(Generic[Item]):
         """Payload bytes of the items that were sent at least once, as they travelled."""
         with self._lock:
             return sum(size for _, size in self._sealed.values())
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of the items that no connection has taken yet."""
-        return self._pending_bytes
 
     def _lose(self, connection: int) -> None:
         self._lost.add(connection)
