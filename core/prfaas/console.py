@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
+import msgspec
 import typer
 from typer.exceptions import TyperException
 
@@ -78,6 +79,11 @@ def read_options(options: Callable[..., T], name: str, text: str, arguments: Seq
     if not read:
         sys.exit(code)
     return read[0]
+
+
+def echo_json(document: object) -> None:
+    """Print a document as indented JSON."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
 def begin_logs(name: str, configure: Callable[[], object]) -> None:

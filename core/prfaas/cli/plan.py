@@ -8,7 +8,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 import yaml
 from rich import box
@@ -18,7 +17,7 @@ from rich.table import Table
 from prfaas.capacity import planfile
 from prfaas.capacity.comparison import Bought, Comparison, EqualCost, Figures, compare
 from prfaas.cli.plots import check_plot, draw_plan
-from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson
+from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, echo_json
 from prfaas.errors import ConfigError, install_extra
 from prfaas.simulate import setup as setups
 from prfaas.simulate.arrivals import read_trace
@@ -77,7 +76,7 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     if plot is not None:
         draw_plan(plot, result, TITLES)
     if output == "json":
-        typer.echo(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
+        echo_json(result)
         return
     console = Console(width=WIDTH, highlight=False)
     console.print(_table_6(result, described.published))

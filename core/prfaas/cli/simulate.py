@@ -22,7 +22,7 @@ from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.workload import Workload
 from prfaas.cli.plan import load
 from prfaas.cli.plots import check_plot, draw_runs
-from prfaas.console import TableOrJson
+from prfaas.console import TableOrJson, echo_json
 from prfaas.errors import ConfigError
 from prfaas.simulate import setup as setups
 from prfaas.simulate.arrivals import at_rate, poisson, read_trace, sharing
@@ -183,10 +183,6 @@ def compare(
     if rates:
         made.add_row("rate within SLO, 1/s", *(f"{rates[name]:.2f}" for name in chosen))
     show(made, loaded)
-
-
-def echo_json(document: object) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
 def show(made: Table, loaded: SimulatedLoad) -> None:

@@ -150,7 +150,6 @@ def read_answer(body: bytes, kind: type[Answer]) -> Answer:
 
 
 def read_whole(body: bytes, kind: type[Whole], headers: Mapping[str, str]) -> Whole:
-    """Return an answer with the decision in its headers."""
     return msgspec.structs.replace(read_answer(body, kind), decision=read_decision(headers))
 
 

@@ -8,8 +8,7 @@ import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager
-from types import TracebackType
+from functools import partial
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
@@ -57,9 +56,7 @@ class _Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -70,9 +67,7 @@ class _AsyncClosing(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -259,9 +254,5 @@ async def _aread(response: httpx.Response) -> bytes:
         await response.aclose()
 
 
-def _reading_answer() -> AbstractContextManager[None]:
-    return reading("the answer was not whole within its deadline", UnreachableError, "the answer")
-
-
-def _reading_stream() -> AbstractContextManager[None]:
-    return reading("the stream fell silent beyond its deadline", BrokenStreamError, "the stream")
+_reading_answer = partial(reading, "the answer was not whole within its deadline", UnreachableError, "the answer")
+_reading_stream = partial(reading, "the stream fell silent beyond its deadline", BrokenStreamError, "the stream")

@@ -67,14 +67,12 @@ def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONN
 def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
     named = os.environ.get("KUBECONFIG", "").split(os.pathsep)
     paths = [path] if path else [Path(one) for one in named if one] or [Path.home() / ".kube" / "config"]
-    if not any(one.exists() for one in paths):
+    files = [one for one in paths if one.exists()]
+    if not files:
         where = ", ".join(map(str, paths)).replace(str(Path.home()), "~")
         raise ConfigError(f"there is no kubeconfig at {where}; set KUBECONFIG to yours, or give its flag (see --help)")
     found: dict[str, dict[str, Entry]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = context or ""
-    files = [one for one in paths if one.exists()]
-    if not files:
-        raise ValueError("there is no such file")
     for each in files:
         document: dict[str, Any] = yaml.safe_load(each.read_text()) or {}
         current = str(current or document.get("current-context") or "")

@@ -49,10 +49,7 @@ class LeaseHolder:
         return self._clock() < self._held_until
 
     async def acquire_or_renew(self, timeout_seconds: float = 5.0) -> bool:
-        """Take or renew the Lease if possible, and return `is_holder`.
-
-        Raises PeerError when the API server fails; a held Lease stays held until it expires.
-        """
+        """Take or renew the Lease if possible, and return `is_holder`; raises PeerError, which loses no held Lease."""
         started = self._clock()
         try:
             lease = await self._session.call("GET", self._ref.path, timeout_seconds=timeout_seconds)

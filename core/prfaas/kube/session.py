@@ -9,7 +9,6 @@ import ssl
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlencode
@@ -193,10 +192,7 @@ class KubeSession:
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Open one request and yield its successful response; `timeout_seconds` bounds all of it with its body.
-
-        Raises as `call` does, also for errors while the caller reads.
-        """
+        """Yield the response of one request, all within `timeout_seconds`; raises as `call`, also while it is read."""
         if self._client is None:
             raise InternalError("KubeSession is used outside its `async with` block")
         what = f"{method} {self._server}{path.partition('?')[0]}"
@@ -220,14 +216,13 @@ def bearer(token: str) -> Authorization:
 
 
 def token_of_file(path: Path) -> Authorization:
-    return partial(_from_file, path)
+    def read() -> str:
+        try:
+            return f"Bearer {path.read_text(encoding='ascii').strip()}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"service account token {path} cannot be read: {error}") from error
 
-
-def _from_file(path: Path) -> str:
-    try:
-        return f"Bearer {path.read_text(encoding='ascii').strip()}"
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"service account token {path} cannot be read: {error}") from error
+    return read
 
 
 def client_tls(authority: str, certificate: str = "", key: str = "") -> ssl.SSLContext:

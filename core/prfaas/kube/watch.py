@@ -84,10 +84,7 @@ async def list_and_watch(
 async def watch_events(
     session: KubeSession, path: str, version: str, *, window_seconds: float, query: Mapping[str, str]
 ) -> AsyncIterator[WatchEvent]:
-    """Yield the events of one watch of a collection until the server ends it.
-
-    Raises ExpiredError where `version` is too old; else as `KubeSession.call`.
-    """
+    """Yield the events of one watch until the server ends it; raises ExpiredError for a `version` too old."""
     path = with_query(
         path,
         {
