@@ -99,10 +99,7 @@ class LogOnce:
         self._failing: dict[str, object] = {}
 
     def failed(self, what: str, message: str, *, reason: object = None, level: int = logging.WARNING) -> bool:
-        """Log `message`, unless `what` failed last time for the same reason (by default: with the same message).
-
-        Return whether it was logged.
-        """
+        """Log `message` and return True, unless `what` failed last for the same reason (by default: same message)."""
         reason = message if reason is None else reason
         if self._failing.get(what) == reason:
             return False

@@ -22,7 +22,7 @@ import msgspec
 
 from prfaas.capacity import equations, optimum, ttft
 from prfaas.capacity.optimum import Carried, Plan
-from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.planfile import SYSTEMS, PlanFile
 from prfaas.capacity.system import HubPool, OffloadPool, System
 from prfaas.capacity.ttft import FirstToken
 from prfaas.capacity.workload import Workload
@@ -102,12 +102,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def systems(self) -> dict[str, Figures]:
         """Return the systems of Table 6 that exist, by name."""
-        found = {
-            "prfaas_pd": self.prfaas_pd,
-            "homogeneous": self.homogeneous,
-            "naive_heterogeneous": self.naive_heterogeneous,
-        }
-        return {name: figures for name, figures in found.items() if figures is not None}
+        return {name: figures for name in SYSTEMS if (figures := getattr(self, name)) is not None}
 
 
 def compare(file: PlanFile) -> Comparison:

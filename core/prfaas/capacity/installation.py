@@ -87,9 +87,8 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
 
     def unmeasured(self) -> list[str]:
         """Return the pools with prefill instances of which no profile is known."""
-        return [
-            pool.name for pool in self.pools if pool.role == "prefill" and pool.replicas and not _profile(self, pool)
-        ]
+        prefilling = [pool for pool in self.pools if pool.role == "prefill" and pool.replicas]
+        return [pool.name for pool in prefilling if not (self.decode if pool.shares else pool).profile]
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +221,3 @@ def _planned(installation: Installation, load: MeasuredLoad, system: System) -> 
         return plan
     bounded = min(max(tokens, threshold.min_tokens), threshold.max_tokens)
     return plan if bounded == tokens else optimum.plan_at(system, load.workload, bounded, split)
-
-
-def _profile(installation: Installation, pool: Pool) -> Profile | None:
-    return installation.decode.profile if pool.shares else pool.profile

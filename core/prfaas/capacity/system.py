@@ -46,7 +46,6 @@ class HubPool(msgspec.Struct, frozen=True, kw_only=True):
     min_prefill: int = 0
     min_decode: int = 0
     cost_per_hour: float | None = None
-    """Of one instance, as an offload pool's."""
 
     def decode_rate(self, output_tokens: float) -> float:
         """Requests a second that one instance decodes: BS_max / (T_decode L_out)."""

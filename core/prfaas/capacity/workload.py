@@ -33,11 +33,9 @@ _SPREAD: Final = (-0.75, -0.25, 0.25, 0.75)
 
 
 class Randomness(Protocol):
-    """A source of random numbers: `random.Random` is one."""
+    """A source of random numbers in [0, 1): `random.Random` is one."""
 
-    def random(self) -> float:
-        """Return the next number in [0, 1)."""
-        ...
+    def random(self) -> float: ...
 
 
 class Moments(NamedTuple):
@@ -89,7 +87,6 @@ class Workload:
 
     @classmethod
     def observed(cls, lengths: Iterable[int]) -> Self:
-        """Return the workload of observed prompts, such as a trace's."""
         counts = Counter(lengths)
         if not counts:
             raise ConfigError("workload: the trace holds no prompts; give one with at least one line")

@@ -59,7 +59,6 @@ class BlockChain:
         return self._token_ids[first * self.block_tokens : last * self.block_tokens]
 
     def copy(self) -> "BlockChain":
-        """Return an equal chain that grows independently."""
         copy = BlockChain(self.root, self.block_tokens)
         copy.hashes, copy._token_ids = self.hashes[:], self._token_ids[:]
         return copy

@@ -15,7 +15,6 @@ from typing import Final
 import xxhash
 
 BYTE_BLOCK: Final = 256
-"""Bytes of a block."""
 TOKEN_ROOT: Final = b"token ids"
 """No root of canonical bytes: those are msgpack arrays."""
 

@@ -53,7 +53,6 @@ class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
     peer_decodes: tuple[int, ...]
     """Wire values of the codecs that the peer reads; some may be of later versions."""
     current: Codec = Codec.NONE
-    """The codec in use on this link."""
 
 
 class CodecChoice(msgspec.Struct, frozen=True):

@@ -77,7 +77,6 @@ class Demand:
         self._tokens_above = _from_the_end(tokens)
         self._squares_above = _from_the_end(list(map(mul, counts, bins.squares[first:end])))
         self.prompts = self._shares_above[0]
-        """Prompts that were counted."""
         longest_part = max(tokens) / self._tokens_above[0] if self._tokens_above[0] > 0 else 1.0
         self.has_spread = longest_part <= 0.5
         """False when one bin holds most tokens: a threshold cannot divide prompts of one length."""

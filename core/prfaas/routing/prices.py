@@ -43,7 +43,6 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     link: str = ""
     bits: float = 0.0
     mbps: float = 0.0
-    """The capacity of the link."""
 
 
 class Backlog:

@@ -1,6 +1,6 @@
 """Virtual time: an event queue, and resources whose jobs share one rate.
 
-EventQueue happen in the order in which they are due; those due together, in the order in which they were scheduled. The
+Events happen in the order in which they are due; those due together, in the order in which they were scheduled. The
 order is total, so a run depends on its inputs only. No event is ever cancelled: its action checks a count or an epoch.
 
 `FairShare` is processor sharing, for a link among transfers and a decode batch among requests, without an event for

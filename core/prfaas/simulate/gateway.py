@@ -83,7 +83,6 @@ class Gateway:
         return decide_again(self._facts(request), failed, leg, self.table.on_offload_failure)
 
     def enter(self, route: Route, request: Request) -> None:
-        """Count a request as in flight on the instances of its route."""
         for one in filter(None, (route.decode, route.prefill)):
             self.on[one.name][request] = None
             self._in_flight[one.name] += 1
@@ -94,7 +93,6 @@ class Gateway:
             self._backlog.add(request, prefiller, route.work, self._events.now)
 
     def leave(self, name: str, request: Request) -> None:
-        """Stop counting a request on an instance, if it is counted there."""
         if request in self.on[name]:
             del self.on[name][request]
             self._in_flight[name] -= 1

@@ -97,15 +97,11 @@ class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StartPrefix(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give a cached prefix to another instance: more than `start_token` tokens, and less than all.
-
-    Answered by Granted, or by Failed with 404 when there is none.
-    """
+    """Give a cached prefix: more than `start_token` tokens, less than all. Answered by Granted, or by Failed (404)."""
 
     handle: int
     request: PrefixRequest
     identity: str = ""
-    """As in StartPrefill."""
     trace: TraceContext = NO_TRACE
 
 

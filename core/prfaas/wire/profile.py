@@ -1,13 +1,7 @@
 """An instance's profile between processes: the time of a prefill there, and the size of its cache.
 
-    GET /v1/profile
-    {"model", "instance", "fingerprint", "state_bytes", "token_bytes",
-     "prefill": {"fixed_seconds", "token_seconds", "squared_seconds", "samples", "max_tokens",
-                 "relative_error"},
-     "curve": [{"tokens", "prefill_seconds", "cache_bytes", "kv_bits_per_second"}]}
-
-`curve` shows the figures at a few lengths, for people; programs read the rest. `prfaas.capacity.profile` holds the
-formulas and fits the curve.
+A `ProfileAnswer` answers GET /v1/profile. Its `curve` shows the figures at a few lengths, for people; programs read the
+rest. `prfaas.capacity.profile` holds the formulas and fits the curve.
 """
 
 from typing import Final
