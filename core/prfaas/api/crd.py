@@ -77,11 +77,7 @@ class _PlainDumper(yaml.SafeDumper):
 
 
 def crd(kind: type[Resource]) -> Schema:
-    """Return the CustomResourceDefinition of one kind.
-
-    Raises:
-        InternalError: a model uses something that no structural schema can express.
-    """
+    """Return the CustomResourceDefinition of a kind; raises InternalError for what no structural schema can express."""
     singular = kind.kind_name.lower()
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -115,8 +111,7 @@ def crd(kind: type[Resource]) -> Schema:
 def structural(model: type[ApiModel], *, defaults: bool = True) -> Schema:
     """Return a model's structural schema; `defaults=False` leaves defaults out, as a status requires.
 
-    Raises:
-        InternalError: the model uses something that no structural schema can express.
+    Raises InternalError for what no structural schema can express.
     """
     schema = model.model_json_schema(by_alias=True)
     return _Converter(schema.pop("$defs", {}), defaults).node(schema, model.__name__)
@@ -156,14 +151,12 @@ def _columns(kind: type[Resource]) -> list[Schema]:
 
 
 def _subresources(kind: type[Resource]) -> Schema:
-    if not kind.scalable:
-        return {"status": {}}
     scale = {
         "specReplicasPath": ".spec.replicas",
         "statusReplicasPath": ".status.replicas",
         "labelSelectorPath": ".status.selector",
     }
-    return {"status": {}, "scale": scale}
+    return {"status": {}, "scale": scale} if kind.scalable else {"status": {}}
 
 
 class _Converter:

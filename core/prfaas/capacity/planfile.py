@@ -382,11 +382,8 @@ def _alike(key: str, other: str) -> bool:
 
 
 def _without_unit(key: str) -> str:
-    return (
-        re.sub(r"(?:_?(?:[KMGTkmgt]?i?[bB](?:it)?(?:p?s|/s)?|[sS]econds|[mM]illis|[mM]s|[bB]ytes))+$", "", key)
-        .lower()
-        .replace("_", "")
-    )
+    bare = re.sub(r"(?:_?(?:[KMGTkmgt]?i?[bB](?:it)?(?:p?s|/s)?|[sS]econds|[mM]illis|[mM]s|[bB]ytes))+$", "", key)
+    return bare.lower().replace("_", "")
 
 
 def _advice(key: str, known: list[str]) -> str:

@@ -64,7 +64,7 @@ class MeasuredPoint(NamedTuple):
 
 def prefill_seconds(profile: Profile, tokens: int, start_tokens: int = 0) -> float:
     """T_prefill: seconds to prefill `tokens` behind a cached prefix of `start_tokens`; 0 for no tokens."""
-    return _seconds(_coefficients(profile), tokens, start_tokens)
+    return _seconds((profile.fixed_seconds, profile.token_seconds, profile.squared_seconds), tokens, start_tokens)
 
 
 def cache_bytes(profile: Profile, tokens: int) -> int:
@@ -248,10 +248,6 @@ def _seconds(coefficients: Coefficients, tokens: int, start_tokens: int) -> floa
     if tokens <= 0:
         return 0.0
     return sum(map(operator.mul, coefficients, _features(tokens, start_tokens)))
-
-
-def _coefficients(profile: Profile) -> Coefficients:
-    return profile.fixed_seconds, profile.token_seconds, profile.squared_seconds
 
 
 def _quickest(samples: Iterable[Sample]) -> list[Sample]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.capacity import planfile
-from prfaas.capacity.comparison import Bought, Comparison, EqualCost, Figures, compare
+from prfaas.capacity.comparison import Bought, Comparison, EqualCost, compare
 from prfaas.cli.plots import check_plot, draw_plan
 from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, echo_json
 from prfaas.errors import ConfigError, install_extra
@@ -132,7 +132,7 @@ def _table_6(result: Comparison, published: dict[str, dict[str, float]]) -> Tabl
     for key, title, digits in ROWS:
         cells: list[str] = []
         for name, figures in columns.items():
-            value = _value(figures, key)
+            value: float | None = getattr(figures, key) or None  # the system may lack the stage
             cells.append(_shown(value, digits))
             if name in published:
                 cells += _beside(value, published[name].get(key), digits)
@@ -154,12 +154,6 @@ def _beside(value: float | None, published: float | None, digits: int) -> list[s
 
 def _table(title: str) -> Table:
     return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
-
-
-def _value(figures: Figures, key: str) -> float | None:
-    """Return a figure; None for stages that the system does not have."""
-    value = getattr(figures, key)
-    return value or None
 
 
 def _shown(value: float | None, digits: int) -> str:

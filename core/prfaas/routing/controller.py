@@ -326,7 +326,8 @@ def _fed_back(
     low = float(config.watermarks.low_percent)
     for_link = max(0.0, (low - pressure_percent) / low)
     for_hub = min(1.0, max(0.0, (local_percent - worst) / 100.0))
-    if for_link > for_hub and facts.now_seconds - state.risen_at_seconds < _patience_seconds(config, state):
+    patience_seconds = max(state.patience_seconds, config.window_seconds)
+    if for_link > for_hub and facts.now_seconds - state.risen_at_seconds < patience_seconds:
         return _lowered(state, for_hub), "held, it rose a moment ago"
     word = "lowered, more waits in the hub" if for_hub > for_link else "lowered"
     share = max(for_link, for_hub)
@@ -355,10 +356,6 @@ def _raised(
 
 def _lowered(state: State, share: float) -> float:
     return state.tokens * (1.0 - (1.0 - FALL_FACTOR) * share)
-
-
-def _patience_seconds(config: Config, state: State) -> float:
-    return max(state.patience_seconds, config.window_seconds)
 
 
 def _bandwidth(config: Config, before: Bandwidth, link_percent: float) -> Bandwidth:

@@ -8,6 +8,7 @@ later, and an instance finishes what runs on it. Numbers of instances stay: no p
 
 import math
 from collections import deque
+from functools import partial
 from operator import sub
 from typing import Final, NamedTuple
 
@@ -183,10 +184,8 @@ class LongLoop:
         if decision.changes:
             self._prefilling = decision.changes[SHARER.format(self._pool.name)]
             self._decided_at_seconds = now_seconds
-            self._process.events.after(self._conversion.conversion_seconds, self._convert, self._prefilling)
-
-    def _convert(self, prefilling: int) -> None:
-        self._process.gateway.divide(self._pool.name, prefilling)
+            convert = partial(self._process.gateway.divide, self._pool.name)
+            self._process.events.after(self._conversion.conversion_seconds, convert, self._prefilling)
 
     def _moment(self, installation: Installation) -> Moment:
         since_seconds = self._process.events.now - self._decided_at_seconds

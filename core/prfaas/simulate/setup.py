@@ -75,13 +75,11 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
 
     def conditions(self, high_mbps: float, horizon_seconds: float) -> Conditions:
         """Return the steps of capacity until the horizon."""
-        steps = list(self.schedule)
         if self.low_mbps > high_mbps:
             raise ConfigError(
                 f"simulation.links: lowMbps is {self.low_mbps:g} where capacityMbps is {high_mbps:g}; it must be lower"
             )
-        if self.every_seconds > 0:
-            steps = self._repeated(high_mbps, horizon_seconds)
+        steps = self._repeated(high_mbps, horizon_seconds) if self.every_seconds > 0 else self.schedule
         return Conditions(round_trip_seconds=self.round_trip_seconds, schedule=tuple(steps))
 
     def _repeated(self, high_mbps: float, horizon_seconds: float) -> list[tuple[float, float]]:

@@ -100,8 +100,7 @@ def line(words: str, /, **fields: Value) -> str:
         for name, value in fields.items()
         if value is not None and value != ""
     }
-    if not _PLAIN.fullmatch(
-        "".join(told.values())
-    ):  # in most lines all are plain; a look at each value costs a third more
+    # In most lines all are plain; a look at each value costs a third more.
+    if not _PLAIN.fullmatch("".join(told.values())):
         told = {name: text if _PLAIN.fullmatch(text) else json.dumps(text) for name, text in told.items()}
     return words + "".join([f" {name}={text}" for name, text in told.items()])

@@ -18,9 +18,7 @@ DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"
 PREFILL_URL: Final = "x-prfaas-prefill-url"
 """API address of the prefill instance, `http://host:port`. Absent: the decode worker prefills the prompt itself."""
 PREFIX_URL: Final = "x-prfaas-prefix-url"
-"""API address, in the same form, of an instance that has more of the prompt cached than the prefill instance. The
-prefix is fetched from it; after any failure there the prompt is computed.
-"""
+"""Likewise of an instance that has more of the prompt cached, to fetch that; after any failure it is computed."""
 PREFIX_CLUSTER: Final = "x-prfaas-prefix-cluster"
 """The required cluster of PREFIX_URL's instance, by its certificate."""
 
@@ -52,9 +50,7 @@ that ended one. Absent without a transfer."""
 # gateway -> client
 DECISION: Final = "x-prfaas-decision"  # offload | local
 PREFILL_CLUSTER: Final = "x-prfaas-prefill-cluster"
-"""The cluster of the successful prefill: a MemberCluster's name or hub. To the decode worker: the required cluster of
-PREFILL_URL's instance.
-"""
+"""Where the prefill succeeded: a MemberCluster's name or hub. To the decode worker: PREFILL_URL's required cluster."""
 PREFILL_INSTANCE: Final = "x-prfaas-prefill-instance"
 DECODE_INSTANCE: Final = "x-prfaas-decode-instance"
 OUTCOME: Final = "x-prfaas-outcome"  # ok | fallback (offload failed, prefilled locally)
