@@ -153,7 +153,7 @@ def test_operator_starts_no_pods_and_enters_none(hub):
 def test_operator_holds_what_it_grants_to_a_gateway(hub):
     """RBAC refuses a Role that grants more than its author holds."""
     spec = {"model": "m", "decodePool": "d"}
-    policy = PrfaaSPolicy.from_dict({"metadata": {"name": "kimi", "namespace": "here"}, "spec": spec})
+    policy = PrfaaSPolicy.model_validate({"metadata": {"name": "kimi", "namespace": "here"}, "spec": spec})
     grants = {
         (group, resource, verb)
         for rule in gateway.role(policy)["rules"]

@@ -121,17 +121,17 @@ def refusal(cluster, *arguments: str, stdin: str | None = None) -> str:
 def test_good_object_is_accepted_and_the_model_reads_what_the_server_stored(crds, name, kind, spec):
     model = next(each for each in KINDS if each.kind_name == kind)
     stored = create(crds, kind, name, spec)
-    mine = model.from_dict({"metadata": {"name": name}, "spec": spec})
-    assert model.from_dict(stored).spec == mine.spec
+    mine = model.model_validate({"metadata": {"name": name}, "spec": spec})
+    assert model.model_validate(stored).spec == mine.spec
 
 
 @pytest.mark.parametrize("name", ["cluster-by-host", "full-pool", "decode-pool", "auto"])
 def test_object_survives_the_way_from_model_to_server_and_back(crds, name):
     kind, spec = GOOD[name]
     model = next(each for each in KINDS if each.kind_name == kind)
-    sent = model.from_dict({"metadata": {"name": f"{name}-again"}, "spec": spec})
+    sent = model.model_validate({"metadata": {"name": f"{name}-again"}, "spec": spec})
     written = sent.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
-    received = model.from_dict(create(crds, kind, f"{name}-again", written))
+    received = model.model_validate(create(crds, kind, f"{name}-again", written))
     assert received.spec == sent.spec
     assert received.metadata.generation == 1
     assert received.metadata.uid
@@ -228,7 +228,7 @@ def test_two_writers_share_the_conditions_of_a_policy(crds):
         body["status"] = {"conditions": [condition() | {"type": kind}]}
         apply = ("apply", "--server-side", "--subresource=status", f"--field-manager={manager}", "-f", "-")
         crds.kubectl("-n", "crds", *apply, stdin=json.dumps(body))
-    status = PrfaaSPolicy.from_dict(read(crds, "PrfaaSPolicy", "shared")).status
+    status = PrfaaSPolicy.model_validate(read(crds, "PrfaaSPolicy", "shared")).status
     assert sorted(each.type for each in status.conditions) == ["LinkHealthy", "Ready"]
 
 

@@ -4,7 +4,7 @@ Attribute docstrings are the text of `kubectl explain`, so their reader is the p
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints
 from pydantic.alias_generators import to_camel
@@ -197,8 +197,3 @@ class Resource(ApiModel):
     """Longest metadata.name in characters, because names and labels of children contain it."""
 
     metadata: Meta
-
-    @classmethod
-    def from_dict(cls, body: dict[str, Any]) -> Self:
-        """Read an object as the API server returns it; raises pydantic.ValidationError when it does not fit."""
-        return cls.model_validate(body)

@@ -5,7 +5,7 @@ from prfaas.api.pool import OWN_FLAGS
 from prfaas.api.template import EnvVar, PodTemplate
 from prfaas_operator.render import certificates, common, pool_deployment
 
-OFFLOAD = PrefillPool.from_dict(
+OFFLOAD = PrefillPool.model_validate(
     {
         "metadata": {"name": "offload", "namespace": "prfaas", "uid": "1"},
         "spec": {"model": {"name": "m", "source": "builtin:m"}},

@@ -27,4 +27,4 @@ def test_no_default_makes_a_refused_field_present():
 
 def test_a_pool_that_shares_has_no_model_of_its_own():
     body = {"metadata": {"name": "swing"}, "spec": {"shareWith": "decode"}}
-    assert PrefillPool.from_dict(body).spec.model == NO_MODEL
+    assert PrefillPool.model_validate(body).spec.model == NO_MODEL
