@@ -140,35 +140,24 @@ def system_of(installation: Installation, load: MeasuredLoad, counts: Counts, *,
     decode, sharer = installation.decode, installation.sharer
     decoding = counts[decode.name]
     prefilling = counts[sharer.name] if sharer is not None and decode.profile else 0
-    hub: list[HubPool] = []
-    if decoding + prefilling:
-        hub.append(
-            HubPool(
-                name=decode.name,
-                profile=decode.profile or NEVER_PREFILLS,
-                instances=decoding + prefilling,
-                max_batch=load.max_batch,
-                step_seconds=load.step_seconds,
-                min_prefill=prefilling if divided else 0,
-                min_decode=decoding if divided or sharer is None else 0,
-            )
-        )
-    hub += [
-        HubPool(
+
+    def in_hub(pool: Pool, profile: Profile, instances: int, min_prefill: int, min_decode: int = 0) -> HubPool:
+        return HubPool(
             name=pool.name,
             profile=profile,
-            instances=counts[pool.name],
+            instances=instances,
             max_batch=load.max_batch,
             step_seconds=load.step_seconds,
-            min_prefill=counts[pool.name],
+            min_prefill=min_prefill,
+            min_decode=min_decode,
         )
-        for pool in installation.pools
-        if pool.role == "prefill"
-        and not pool.link
-        and not pool.shares
-        and counts[pool.name]
-        and (profile := pool.profile)
-    ]
+
+    hub: list[HubPool] = []
+    if decoding + prefilling:
+        least = (prefilling if divided else 0, decoding if divided or sharer is None else 0)
+        hub.append(in_hub(decode, decode.profile or NEVER_PREFILLS, decoding + prefilling, *least))
+    others = [pool for pool in installation.pools if pool.role == "prefill" and not pool.link and not pool.shares]
+    hub += [in_hub(pool, pool.profile, n, n) for pool in others if (n := counts[pool.name]) and pool.profile]
     offloads = installation.threshold.mode != "Disabled"
     return System(
         links=installation.links if offloads else (),
