@@ -47,7 +47,7 @@ def read_options(options: Callable[..., T], name: str, text: str, arguments: Seq
     """Return the struct of flags from a command line; exit with 2 after a mistake, with 0 after --help.
 
     Fields with a typer option are flags; a tuple of any length is a flag that may be repeated. `text` is the help, with
-    an example. Without `arguments` it is the command line of the process.
+    an example. Without `arguments`, the process's own command line is read.
     """
     annotations = get_type_hints(options, include_extras=True)
     hints = {key: hint for key, hint in annotations.items() if get_origin(hint) is Annotated}

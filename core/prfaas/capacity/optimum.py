@@ -53,7 +53,7 @@ class Plan(Carried, frozen=True, kw_only=True):
 
 
 def best(system: System, workload: Workload) -> Plan:
-    """Return the plan of whole instances that carries most; raises ConfigError for no split, or too many, to try."""
+    """Return the plan of whole instances that carries most; raises ConfigError where none serves, or too many exist."""
     return _serving(_highest(plan_for(system, workload, split) for split in _splits(system)))
 
 

@@ -99,7 +99,7 @@ class Stream(_BaseStream[Chunk], _Closing):
 
 
 class AsyncStream(_BaseStream[Chunk], _AsyncClosing):
-    """Iterates as `Stream` does, in an `async with` block."""
+    """`Stream` for asynchronous code; leaving early in an `async with` block aborts the request, too."""
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         try:

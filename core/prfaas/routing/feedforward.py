@@ -49,9 +49,9 @@ def optimum(
 ) -> float | None:
     """Return the threshold in tokens, within `bounds`; None when too little is known.
 
-    Too little are few prompts, all of one length, no measured pool, or one side only of the balance and no arrival
-    rate. `pools` are those of all clusters; without an entry in `link_mbps`, which is what a live link may carry for
-    us, they take nothing. Arrivals are all requests, short and long; None: not known.
+    That is so with few prompts, prompts of one length, no measured pool, or one side only of the balance and no arrival
+    rate. Pools take nothing whose link is not in `link_mbps`, which is what each live link may carry for us.
+    `arrivals_per_second` counts all requests, short and long; None: not known.
     """
     known = [pool for pool in pools if pool.ready_instances > 0 and pool.profile.samples > 0]
     local = [pool for pool in known if pool.cluster == HUB]

@@ -52,7 +52,7 @@ class Bursts(msgspec.Struct, frozen=True, kw_only=True):
 def poisson(
     workload: Workload, output_tokens: int, rate_per_second: float, rng: Randomness, bursts: Bursts | None = None
 ) -> Iterator[Arrival]:
-    """Yield requests for ever, at a mean rate, with answers of one length; raises ConfigError for other figures."""
+    """Yield requests for ever, at a mean rate, with answers of one length; raises ConfigError for senseless figures."""
     if not 0 < rate_per_second < math.inf:
         raise ConfigError(f"arrivals.ratePerSecond is {rate_per_second:g}; it must be above 0")
     if output_tokens < 1:

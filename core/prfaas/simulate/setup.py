@@ -227,7 +227,7 @@ def rate(file: PlanFile, setup: Setup) -> float:
 
 
 def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: float) -> Scenario:
-    """Return the scenario of a policy; raises ConfigError where nothing can be, or a name is not there."""
+    """Return the scenario of a policy; raises ConfigError if it has nowhere to offload, or names what is not there."""
     system, plan = planned(file, policy)
     links = {link.name: link.capacity_mbps for link in system.links}
     there = Scenario(

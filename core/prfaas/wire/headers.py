@@ -18,7 +18,7 @@ DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"
 PREFILL_URL: Final = "x-prfaas-prefill-url"
 """API address of the prefill instance, `http://host:port`. Absent: the decode worker prefills the prompt itself."""
 PREFIX_URL: Final = "x-prfaas-prefix-url"
-"""Likewise of an instance that has more of the prompt cached, to fetch that; after any failure it is computed."""
+"""Likewise, of an instance with more of the prompt cached, to fetch it there; after a failure it is computed."""
 PREFIX_CLUSTER: Final = "x-prfaas-prefix-cluster"
 """The required cluster of PREFIX_URL's instance, by its certificate."""
 

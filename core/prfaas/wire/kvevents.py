@@ -156,8 +156,8 @@ def read_events(payload: bytes) -> Iterator[KvEvent]:
     """Read the events of a batch of this or another engine, positional or as maps; unknown ones are skipped.
 
     They are yielded one by one: foreign forms take longer to read, and other tasks may run in between. Raises
-    ProtocolError for what is no msgpack, and after the events that were read for one that lacks a field or has a wrong
-    type.
+    ProtocolError where it is no msgpack, or, after the events before it, where a known event lacks a field or has a
+    wrong type.
     """
     try:
         try:

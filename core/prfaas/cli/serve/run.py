@@ -102,7 +102,7 @@ def tail(log: Path) -> str:
 
 
 class Caller:
-    """Calls the local processes and the service: in plain HTTP without `tls_dir`, whose bad files are a ConfigError."""
+    """Calls the local processes and the service, in plain HTTP without `tls_dir`; raises ConfigError for bad files."""
 
     def __init__(self, tls_dir: Path | None):
         self._files = CredentialFiles(tls_dir, _context) if tls_dir else None
@@ -112,8 +112,7 @@ class Caller:
     def profile(self, url: str, cluster: str) -> ProfileAnswer:
         """Return the profile of an instance of this cluster.
 
-        Raises UnreachableError for no answer or an error, IdentityError for another cluster, ProtocolError for other
-        bytes.
+        Raises UnreachableError for no answer or an error, IdentityError for another cluster, else ProtocolError.
         """
         status, body = self._get(url, PROFILE_PATH, cluster)
         if status != 200:
