@@ -146,7 +146,7 @@ async def _rights(there: ClusterClient) -> dict[str, bool]:
 
 async def _namespace(there: ClusterClient) -> Finding:
     """Test with a dry run that the namespace accepts an object."""
-    body: dict[str, Any] = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"generateName": "prfaas-check-"}}
+    body = kinds.manifest(kinds.CONFIG_MAP, {"generateName": "prfaas-check-"})
     try:
         await there.create(kinds.CONFIG_MAP, body, dry_run=True)
     except PrfaasError as error:

@@ -13,6 +13,12 @@ from prfaas.names import API_VERSION
 
 Object = dict[str, Any]
 
+
+def manifest(kind: ObjectKind, metadata: Object, **fields: Any) -> Object:
+    """Return an object of a kind, or the part of one that is to be applied."""
+    return {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **fields}
+
+
 MEMBER_CLUSTER: Final = ObjectKind(API_VERSION, api.MemberCluster.kind_name, api.MemberCluster.plural)
 PREFILL_POOL: Final = ObjectKind(API_VERSION, api.PrefillPool.kind_name, api.PrefillPool.plural)
 DECODE_POOL: Final = ObjectKind(API_VERSION, api.DecodePool.kind_name, api.DecodePool.plural)

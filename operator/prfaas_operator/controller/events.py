@@ -7,7 +7,7 @@ from typing import Literal
 from prfaas.errors import PrfaasError
 from prfaas.names import FIELD_MANAGER_OPERATOR
 from prfaas_operator.clusters.client import ClusterClient
-from prfaas_operator.clusters.kinds import EVENT, Object
+from prfaas_operator.clusters.kinds import EVENT, Object, manifest
 from prfaas_operator.errors import ConflictError
 from prfaas_operator.plan.conditions import rfc3339
 
@@ -37,25 +37,19 @@ def _event(subject: Object, type_: str, reason: str, message: str, now: str) -> 
     metadata = subject["metadata"]
     # A hash of the Event's identity is its name, so a later call finds it again, also after a restart.
     digest = hashlib.sha256("\0".join((metadata["uid"], type_, reason, message)).encode()).hexdigest()[:16]
-    return {
-        "apiVersion": "v1",
-        "kind": "Event",
-        "metadata": {"name": f"{metadata['name'][:200]}.{digest}", "namespace": metadata["namespace"]},
-        "involvedObject": {
-            "apiVersion": subject["apiVersion"],
-            "kind": subject["kind"],
-            "name": metadata["name"],
-            "namespace": metadata["namespace"],
-            "uid": metadata["uid"],
-        },
-        "type": type_,
-        "reason": reason,
-        "message": message,
-        "source": {"component": FIELD_MANAGER_OPERATOR},
-        "firstTimestamp": now,
-        "lastTimestamp": now,
-        "count": 1,
-    }
+    about = {key: metadata[key] for key in ("name", "namespace", "uid")}
+    return manifest(
+        EVENT,
+        {"name": f"{metadata['name'][:200]}.{digest}", "namespace": metadata["namespace"]},
+        involvedObject={"apiVersion": subject["apiVersion"], "kind": subject["kind"], **about},
+        type=type_,
+        reason=reason,
+        message=message,
+        source={"component": FIELD_MANAGER_OPERATOR},
+        firstTimestamp=now,
+        lastTimestamp=now,
+        count=1,
+    )
 
 
 async def _count(hub: ClusterClient, body: Object) -> None:

@@ -18,7 +18,7 @@ from prfaas.api import Condition
 from prfaas.errors import PrfaasError
 from prfaas.kube.session import ObjectKind
 from prfaas_operator import metrics
-from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Object
+from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Object, manifest
 from prfaas_operator.controller import events
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
@@ -146,14 +146,9 @@ async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: Rec
     wanted: dict[str, Any] = {**fields, "observedGeneration": generation, "conditions": conditions}
     if not status_differs(current, wanted) and kept.keys() <= fields.keys():
         return
-    body = {
-        "apiVersion": kind.api_version,
-        "kind": kind.name,
-        # The uid protects a new object of the same name.
-        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
-        "status": wanted,
-    }
-    hub.learn(await hub.client.apply(body, subresource="status"))
+    # The uid protects a new object of the same name.
+    identity = {key: metadata[key] for key in ("name", "namespace", "uid")}
+    hub.learn(await hub.client.apply(manifest(kind, identity, status=wanted), subresource="status"))
     metrics.STATUS_WRITES.labels(kind.name).inc()
     await _tell_turned(hub, live, known, result.conditions)
 

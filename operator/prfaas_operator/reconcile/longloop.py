@@ -16,7 +16,7 @@ from prfaas.api import DecodePool, PrfaaSPolicy
 from prfaas.capacity.longloop import LongLoopDecision, decide
 from prfaas.errors import PrfaasError
 from prfaas_operator import metrics
-from prfaas_operator.clusters.kinds import DECODE_POOL, POLICY, PREFILL_POOL, Object
+from prfaas_operator.clusters.kinds import DECODE_POOL, POLICY, PREFILL_POOL, Object, manifest
 from prfaas_operator.controller import events
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
@@ -118,14 +118,8 @@ class PolicyBalancer:
         live, owner = one.live, ownership.owner(one.live)
         for tries_left in reversed(range(WRITE_TRIES)):
             metadata = {key: live["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
-            body = {
-                "apiVersion": kind.api_version,
-                "kind": kind.name,
-                "metadata": metadata,
-                "spec": {"replicas": count},
-            }
             try:
-                self._hub.learn(await self._hub.client.apply(body))
+                self._hub.learn(await self._hub.client.apply(manifest(kind, metadata, spec={"replicas": count})))
             except ConflictError:
                 again = await self._hub.client.get(kind, one.pool.metadata.name)
                 # A status write in between changes the version too, and is no reason to give up.

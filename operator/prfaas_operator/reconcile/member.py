@@ -18,7 +18,7 @@ from prfaas import names
 from prfaas.api import MemberCluster
 from prfaas.errors import PrfaasError
 from prfaas_operator.clusters.client import ClusterClient
-from prfaas_operator.clusters.kinds import PREFILL_POOL, SECRET, Object
+from prfaas_operator.clusters.kinds import PREFILL_POOL, SECRET, Object, manifest
 from prfaas_operator.controller import events
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.status import ReconcileResult
@@ -79,8 +79,8 @@ class SecretGuard:
         if needed != guarded and not (needed and "deletionTimestamp" in metadata):
             ours = {"finalizers": [names.FINALIZER]} if needed else {}
             # The uid keeps the apply from creating an empty Secret in place of a deleted one.
-            body = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"], **ours}
-            await self._hub.client.apply({"apiVersion": "v1", "kind": "Secret", "metadata": body})
+            identity = {key: metadata[key] for key in ("name", "namespace", "uid")}
+            await self._hub.client.apply(manifest(SECRET, {**identity, **ours}))
             guarded = needed
         if guarded:
             self._guarded.add(metadata["name"])

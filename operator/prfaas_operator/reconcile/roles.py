@@ -13,7 +13,7 @@ from prfaas import names
 from prfaas.api import DecodePool, PrefillPool
 from prfaas.errors import PrfaasError
 from prfaas_operator import metrics
-from prfaas_operator.clusters.kinds import DECODE_POOL, POD, PREFILL_POOL, Object
+from prfaas_operator.clusters.kinds import DECODE_POOL, POD, PREFILL_POOL, Object, manifest
 from prfaas_operator.controller import events
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
@@ -73,14 +73,14 @@ class SharedRoles:
         whole = pool.model_copy(update={"spec": pool.spec.model_copy(update={"replicas": settled.total})})
         return SharedDeployment(whole, wanted, sharer, pods, settled.left_seconds(now))
 
-    async def give_out(self, shared: SharedDeployment, manifest: Manifest, live: Object) -> list[PrfaasError]:
+    async def give_out(self, shared: SharedDeployment, deployment: Manifest, live: Object) -> list[PrfaasError]:
         """Set every pod's role, its deletion cost and its gate; return the errors.
 
         This precedes the Deployment's scale-down, whose controller reads the deletion costs. A pod that is gone
         meanwhile is no failure: its end wakes the pool again.
         """
         failures: list[PrfaasError] = []
-        for given in assign(shared.pods, shared.wanted, render.template_of(manifest)):
+        for given in assign(shared.pods, shared.wanted, render.template_of(deployment)):
             try:
                 await self._write(shared, given, live)
             except ConflictError as error:
@@ -108,8 +108,7 @@ class SharedRoles:
         await events.post(self._hub.client, live, "Normal", "Converting", message)
         if shared.sharer is not None:
             metadata = {"name": shared.sharer.name, "namespace": self._hub.client.namespace, "uid": shared.sharer.uid}
-            subject = {"apiVersion": names.API_VERSION, "kind": PREFILL_POOL.name, "metadata": metadata}
-            await events.post(self._hub.client, subject, "Normal", "Converting", message)
+            await events.post(self._hub.client, manifest(PREFILL_POOL, metadata), "Normal", "Converting", message)
 
     def result_of(
         self, shared: SharedDeployment, whole: ReconcileResult, failures: Sequence[PrfaasError]

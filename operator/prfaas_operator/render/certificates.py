@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from prfaas import names
 from prfaas.identity import URI_PREFIX, KeyPair
+from prfaas_operator.clusters import kinds
 from prfaas_operator.plan.certificates import Issuer
 from prfaas_operator.plan.certificates_read import CERTIFICATE, KEY, TRUSTED, WRITTEN_AT
 from prfaas_operator.plan.conditions import rfc3339
@@ -52,32 +53,19 @@ def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
 
 
 def cluster_secret(wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Manifest:
-    data = {CERTIFICATE: pair.certificate, KEY: pair.key, TRUSTED: trusted}
-    return _secret(SECRET, wanted_labels, data) | {
-        "metadata": {"name": SECRET, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
-    }
+    metadata = {"name": SECRET, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
+    return _secret(metadata, {CERTIFICATE: pair.certificate, KEY: pair.key, TRUSTED: trusted})
 
 
 def authority_secret(data: Mapping[str, bytes], live: Mapping[str, Any] | None) -> Manifest:
     """Return the hub's Secret of authorities, which replaces only the version that was read."""
-    manifest = _secret(AUTHORITY_SECRET, PART_OF, data)
-    if live is not None:
-        metadata = live["metadata"]
-        manifest["metadata"] |= {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
-    return manifest
+    version = {key: live["metadata"][key] for key in ("uid", "resourceVersion")} if live is not None else {}
+    return _secret({"name": AUTHORITY_SECRET, "labels": dict(PART_OF), **version}, data)
 
 
-def _secret(name: str, wanted_labels: Mapping[str, str], data: Mapping[str, bytes]) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": name, "labels": dict(wanted_labels)},
-        "data": {entry: base64.b64encode(content).decode() for entry, content in data.items()},
-    }
-
-
-def certificate_name(cluster: str) -> str:
-    return f"prfaas-{cluster}"
+def _secret(metadata: Manifest, data: Mapping[str, bytes]) -> Manifest:
+    encoded = {entry: base64.b64encode(content).decode() for entry, content in data.items()}
+    return kinds.manifest(kinds.SECRET, metadata, data=encoded)
 
 
 def issued_secret(cluster: str) -> str:
@@ -86,20 +74,16 @@ def issued_secret(cluster: str) -> str:
 
 
 def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Manifest:
-    return {
-        "apiVersion": "cert-manager.io/v1",
-        "kind": "Certificate",
-        "metadata": {"name": certificate_name(cluster), "labels": labels(cluster)},
-        "spec": {
-            "secretName": issued_secret(cluster),
-            "uris": [URI_PREFIX + cluster],
-            "usages": list(PURPOSES),
-            "duration": _duration(life),
-            "renewBefore": _duration(life / 3),
-            "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
-            "issuerRef": issuer._asdict(),
-        },
+    spec = {
+        "secretName": issued_secret(cluster),
+        "uris": [URI_PREFIX + cluster],
+        "usages": list(PURPOSES),
+        "duration": _duration(life),
+        "renewBefore": _duration(life / 3),
+        "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+        "issuerRef": issuer._asdict(),
     }
+    return kinds.manifest(kinds.CERTIFICATE, {"name": f"prfaas-{cluster}", "labels": labels(cluster)}, spec=spec)
 
 
 def _duration(length: timedelta) -> str:

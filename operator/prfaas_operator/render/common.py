@@ -1,11 +1,14 @@
 """Parts of every manifest: labels, owners, names and the hardened security context."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
 from prfaas.api.base import Resource
 from prfaas.api.template import Resources
+from prfaas.kube.session import ObjectKind
+from prfaas_operator.clusters.kinds import manifest
 
 Manifest = dict[str, Any]
 
@@ -30,6 +33,8 @@ CONTAINER_SECURITY: Final[Manifest] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
+GRACE_MARGIN_SECONDS: Final = 10  # between a process's own drain limit and the kubelet's kill
 NOTICE_SECONDS: Final = 5
 """Longest time that a leaving pod still serves as before, until all clients know that it leaves. A routing table takes
 up to a second to be written and as long to arrive, and so do a Service's endpoints.
@@ -62,6 +67,11 @@ def notice(drain_seconds: int) -> int:
     return min(NOTICE_SECONDS, drain_seconds)
 
 
+def grace_seconds(drain_seconds: int) -> int:
+    """Return a pod's terminationGracePeriodSeconds."""
+    return notice(drain_seconds) + drain_seconds + GRACE_MARGIN_SECONDS
+
+
 def on_leaving(drain_seconds: int) -> Manifest:
     """Return a container's `lifecycle`: SIGTERM arrives only after the notice; nothing without a notice.
 
@@ -69,6 +79,11 @@ def on_leaving(drain_seconds: int) -> Manifest:
     """
     seconds = notice(drain_seconds)
     return {"lifecycle": {"preStop": {"exec": {"command": ["sleep", str(seconds)]}}}} if seconds else {}
+
+
+def words(flags: Mapping[str, str]) -> list[str]:
+    """Return flags as the words of a command line."""
+    return [word for flag in flags.items() for word in flag]
 
 
 def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> Manifest:
@@ -102,8 +117,27 @@ def gateway_selector(policy: PrfaaSPolicy) -> dict[str, str]:
     return {names.LABEL_COMPONENT: "gateway", names.LABEL_POLICY: policy.metadata.name}
 
 
-def child_metadata(policy: PrfaaSPolicy, name: str) -> Manifest:
-    return {"name": name, "labels": policy_labels(policy), "ownerReferences": [owner_reference(policy)]}
+def child(policy: PrfaaSPolicy, kind: ObjectKind, name: str, **fields: Any) -> Manifest:
+    """Return a child of a policy: with the policy's labels, deleted with it."""
+    metadata = {"name": name, "labels": policy_labels(policy), "ownerReferences": [owner_reference(policy)]}
+    return manifest(kind, metadata, **fields)
+
+
+RBAC_GROUP: Final = "rbac.authorization.k8s.io"
+
+
+def rule(group: str, resource: str, verbs: Iterable[str], name: str = "") -> Manifest:
+    """Return a rule of a Role; with `name` for that one object only."""
+    only = {"resourceNames": [name]} if name else {}
+    return {"apiGroups": [group], "resources": [resource], **only, "verbs": list(verbs)}
+
+
+def binding(name: str, namespace: str) -> Manifest:
+    """Return the fields of a RoleBinding that gives a ServiceAccount the Role of the same name."""
+    return {
+        "roleRef": {"apiGroup": RBAC_GROUP, "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+    }
 
 
 def selector_text(labels: dict[str, str]) -> str:

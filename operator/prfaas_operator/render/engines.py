@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 
 from prfaas import names
 from prfaas_operator.plan.pool_status import Pool, engine_name, role_of
-from prfaas_operator.render.common import Manifest
+from prfaas_operator.render.common import TMP_PATH, Manifest, words
 
 REPLAY_PORT: Final = names.KV_EVENTS_PORT + 1
 SHM_VOLUME: Final = "prfaas-shm"
-HOME: Final = "/tmp"  # noqa: S108  # the one place that a hardened container may write to
+_EVENT_PORTS: Final = {"api": names.WORKER_API_PORT, "kv-events": names.KV_EVENTS_PORT, "kv-replay": REPLAY_PORT}
 _VLLM_ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -40,18 +40,11 @@ def volumes() -> tuple[list[Manifest], list[Manifest]]:
 
 def _vllm(pool: Pool) -> Start:
     spec = pool.spec
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{names.KV_EVENTS_PORT}",
-        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
-        "topic": f"kv@$(POD_NAME)@{spec.model.name}",
-    }
     flags = {
         "--served-model-name": spec.model.name,
         "--host": "$(POD_IP)",
         "--port": str(names.WORKER_API_PORT),
-        "--kv-events-config": json.dumps(events),
+        "--kv-events-config": json.dumps({"enable_kv_cache_events": True, **_events(pool)}),
     }
     if engine_name(pool) == "vllm-mooncake":
         transfer = {"kv_connector": "MooncakeConnector", "kv_role": _VLLM_ROLES[role_of(pool)]}
@@ -69,20 +62,14 @@ def _vllm(pool: Pool) -> Start:
     flags["--kv-transfer-config"] = json.dumps(transfer)
     return Start(
         ["vllm", "serve", spec.model.source],
-        [*_words(flags), *spec.engine.args],
-        {"HOME": HOME, **variables},
-        {"api": names.WORKER_API_PORT, "kv-events": names.KV_EVENTS_PORT, "kv-replay": REPLAY_PORT, **ports},
+        [*words(flags), *spec.engine.args],
+        {"HOME": TMP_PATH, **variables},
+        {**_EVENT_PORTS, **ports},
     )
 
 
 def _sglang(pool: Pool) -> Start:
     spec = pool.spec
-    events = {
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{names.KV_EVENTS_PORT}",
-        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
-        "topic": f"kv@$(POD_NAME)@{spec.model.name}",
-    }
     flags = {
         "--model-path": spec.model.source,
         "--served-model-name": spec.model.name,
@@ -90,20 +77,20 @@ def _sglang(pool: Pool) -> Start:
         "--port": str(names.WORKER_API_PORT),
         "--disaggregation-mode": role_of(pool),
         "--disaggregation-bootstrap-port": str(names.BOOTSTRAP_PORT),
-        "--kv-events-config": json.dumps(events),
+        "--kv-events-config": json.dumps(_events(pool)),
     }
     return Start(
         ["python3", "-m", "sglang.launch_server"],
-        [*_words(flags), "--enable-metrics", *spec.engine.args],
-        {"HOME": HOME},
-        {
-            "api": names.WORKER_API_PORT,
-            "kv-events": names.KV_EVENTS_PORT,
-            "kv-replay": REPLAY_PORT,
-            "bootstrap": names.BOOTSTRAP_PORT,
-        },
+        [*words(flags), "--enable-metrics", *spec.engine.args],
+        {"HOME": TMP_PATH},
+        {**_EVENT_PORTS, "bootstrap": names.BOOTSTRAP_PORT},
     )
 
 
-def _words(flags: dict[str, str]) -> list[str]:
-    return [word for flag in flags.items() for word in flag]
+def _events(pool: Pool) -> dict[str, str]:
+    return {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{names.KV_EVENTS_PORT}",
+        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
+        "topic": f"kv@$(POD_NAME)@{pool.spec.model.name}",
+    }

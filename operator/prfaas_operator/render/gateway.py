@@ -1,5 +1,5 @@
-"""The gateway Deployment of a policy: the router, which relays requests, and the scheduler, which moves the
-threshold."""
+"""The gateway of a policy: its router, which relays requests, its scheduler, which moves the threshold, their rights
+and their routing table."""
 
 import base64
 from typing import Any, Final
@@ -7,56 +7,39 @@ from typing import Any, Final
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
 from prfaas.errors import ProtocolError
+from prfaas.kube.lease import LEASE_KIND
 from prfaas.wire import routes
+from prfaas_operator.clusters import kinds
+from prfaas_operator.render import common
 from prfaas_operator.render.certificates import MODE
-from prfaas_operator.render.common import (
-    CONTAINER_SECURITY,
-    POD_SECURITY,
-    Manifest,
-    child_metadata,
-    gateway_selector,
-    http_probe,
-    notice,
-    on_leaving,
-    pod_environment,
-    policy_labels,
-    resources,
-)
+from prfaas_operator.render.common import Manifest, child, http_probe, rule
 
-GRACE_MARGIN_SECONDS: Final = 10  # between the gateway's own limits and the kubelet's kill
 SHARED_VOLUME: Final = "run"
 SHARED_PATH: Final = "/run/prfaas"
 CONTROL_SOCKET: Final = f"{SHARED_PATH}/control.sock"
 KEYS_VOLUME: Final = "api-keys"
 KEYS_PATH: Final = "/etc/prfaas/keys"
 TMP_VOLUME: Final = "tmp"
-TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
 
 
 def deployment(policy: PrfaaSPolicy) -> Manifest:
-    name, drain_seconds = names.gateway_name(policy.metadata.name), policy.spec.gateway.drain_seconds
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": child_metadata(policy, name),
-        "spec": {
-            "replicas": policy.spec.gateway.replicas,
-            "selector": {"matchLabels": gateway_selector(policy)},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": {
-                "metadata": {"labels": policy_labels(policy)},
-                "spec": {
-                    "serviceAccountName": name,
-                    "automountServiceAccountToken": True,
-                    "enableServiceLinks": False,
-                    "terminationGracePeriodSeconds": notice(drain_seconds) + drain_seconds + GRACE_MARGIN_SECONDS,
-                    "securityContext": POD_SECURITY,
-                    "containers": [_router(policy), _scheduler(policy)],
-                    "volumes": _volumes(policy),
-                },
-            },
-        },
+    name = names.gateway_name(policy.metadata.name)
+    pod = {
+        "serviceAccountName": name,
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": common.grace_seconds(policy.spec.gateway.drain_seconds),
+        "securityContext": common.POD_SECURITY,
+        "containers": [_router(policy), _scheduler(policy)],
+        "volumes": _volumes(policy),
     }
+    spec = {
+        "replicas": policy.spec.gateway.replicas,
+        "selector": {"matchLabels": common.gateway_selector(policy)},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "template": {"metadata": {"labels": common.policy_labels(policy)}, "spec": pod},
+    }
+    return child(policy, kinds.DEPLOYMENT, name, spec=spec)
 
 
 def _volumes(policy: PrfaaSPolicy) -> list[Manifest]:
@@ -86,7 +69,8 @@ def _router(policy: PrfaaSPolicy) -> Manifest:
     container["ports"] = [{"name": "http", "containerPort": names.GATEWAY_PORT, "protocol": "TCP"}]
     container["readinessProbe"] = http_probe("/readyz", "http", period_seconds=1, failures=2)
     container["livenessProbe"] = http_probe("/healthz", "http", period_seconds=5, failures=6)
-    return container | on_leaving(policy.spec.gateway.drain_seconds) | resources(policy.spec.gateway.resources)
+    spec = policy.spec.gateway
+    return container | common.on_leaving(spec.drain_seconds) | common.resources(spec.resources)
 
 
 def _scheduler(policy: PrfaaSPolicy) -> Manifest:
@@ -109,29 +93,22 @@ def _container(policy: PrfaaSPolicy, name: str, command: str, arguments: dict[st
         "name": name,
         "image": policy.spec.gateway.image,
         "command": [command],
-        "args": [word for argument in arguments.items() for word in argument],
-        "env": pod_environment(),
-        "securityContext": CONTAINER_SECURITY,
+        "args": common.words(arguments),
+        "env": common.pod_environment(),
+        "securityContext": common.CONTAINER_SECURITY,
         "volumeMounts": [
             {"name": SHARED_VOLUME, "mountPath": SHARED_PATH},
-            {"name": TMP_VOLUME, "mountPath": TMP_PATH},
+            {"name": TMP_VOLUME, "mountPath": common.TMP_PATH},
         ],
     }
 
 
 def service(policy: PrfaaSPolicy) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": child_metadata(policy, names.gateway_name(policy.metadata.name)),
-        "spec": {
-            "selector": gateway_selector(policy),
-            "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}],
-        },
+    spec = {
+        "selector": common.gateway_selector(policy),
+        "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}],
     }
-
-
-RBAC_GROUP = "rbac.authorization.k8s.io"
+    return child(policy, kinds.SERVICE, names.gateway_name(policy.metadata.name), spec=spec)
 
 
 def lease_name(policy: str) -> str:
@@ -140,60 +117,35 @@ def lease_name(policy: str) -> str:
 
 
 def service_account(policy: PrfaaSPolicy) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": child_metadata(policy, names.gateway_name(policy.metadata.name)),
-        "automountServiceAccountToken": False,
-    }
+    name = names.gateway_name(policy.metadata.name)
+    return child(policy, kinds.SERVICE_ACCOUNT, name, automountServiceAccountToken=False)
 
 
 def role(policy: PrfaaSPolicy) -> Manifest:
     """Return the rights of gateway pods; every rule names one object."""
     name = policy.metadata.name
-    return {
-        "apiVersion": f"{RBAC_GROUP}/v1",
-        "kind": "Role",
-        "metadata": child_metadata(policy, names.gateway_name(name)),
-        "rules": [
-            _rule("", "configmaps", names.routes_configmap(name), "get", "list", "watch"),
-            _rule(names.GROUP, "prfaaspolicies/status", name, "get", "patch"),
-            _rule("coordination.k8s.io", "leases", lease_name(name), "get", "update", "patch"),
-        ],
-    }
-
-
-def _rule(group: str, resource: str, name: str, *verbs: str) -> Manifest:
-    return {"apiGroups": [group], "resources": [resource], "resourceNames": [name], "verbs": list(verbs)}
+    rules = [
+        rule("", "configmaps", ("get", "list", "watch"), names.routes_configmap(name)),
+        rule(names.GROUP, "prfaaspolicies/status", ("get", "patch"), name),
+        rule("coordination.k8s.io", "leases", ("get", "update", "patch"), lease_name(name)),
+    ]
+    return child(policy, kinds.ROLE, names.gateway_name(name), rules=rules)
 
 
 def role_binding(policy: PrfaaSPolicy) -> Manifest:
     name = names.gateway_name(policy.metadata.name)
-    return {
-        "apiVersion": f"{RBAC_GROUP}/v1",
-        "kind": "RoleBinding",
-        "metadata": child_metadata(policy, name),
-        "roleRef": {"apiGroup": RBAC_GROUP, "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": policy.metadata.namespace}],
-    }
+    return child(policy, kinds.ROLE_BINDING, name, **common.binding(name, policy.metadata.namespace))
 
 
 def lease(policy: PrfaaSPolicy) -> Manifest:
     """Return the Lease without a holder; its spec belongs to the scheduler that holds it."""
-    return {
-        "apiVersion": "coordination.k8s.io/v1",
-        "kind": "Lease",
-        "metadata": child_metadata(policy, lease_name(policy.metadata.name)),
-    }
+    return child(policy, LEASE_KIND, lease_name(policy.metadata.name))
 
 
 def config_map(policy: PrfaaSPolicy, table: routes.RoutingTable) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": child_metadata(policy, names.routes_configmap(policy.metadata.name)),
-        "binaryData": {names.ROUTES_KEY: base64.b64encode(routes.encode(table)).decode("ascii")},
-    }
+    document = base64.b64encode(routes.encode(table)).decode("ascii")
+    name = names.routes_configmap(policy.metadata.name)
+    return child(policy, kinds.CONFIG_MAP, name, binaryData={names.ROUTES_KEY: document})
 
 
 def read_config_map(live: dict[str, Any] | None) -> routes.RoutingTable | None:

@@ -16,34 +16,21 @@ from typing import Any, Final
 from prfaas import names
 from prfaas.api import MemberCluster, PrefillPool
 from prfaas.api.template import PodTemplate, Spread
+from prfaas_operator.clusters import kinds
+from prfaas_operator.clusters.kinds import manifest
 from prfaas_operator.plan.pod_facts import CHEAP, DELETION_COST, ROLE_GATE, TEMPLATE_ANNOTATION
 from prfaas_operator.plan.pool_status import Pool, egress_share_mbps, engine_name, role_of
 from prfaas_operator.plan.roles import Assignment
-from prfaas_operator.render import engines
-from prfaas_operator.render.common import (
-    CONTAINER_SECURITY,
-    LABEL_CLUSTER_UID,
-    PART_OF,
-    POD_SECURITY,
-    Manifest,
-    http_probe,
-    notice,
-    on_leaving,
-    owner_reference,
-    pod_environment,
-    resources,
-    selector_text,
-)
+from prfaas_operator.render import common, engines
+from prfaas_operator.render.common import Manifest, http_probe
 from prfaas_operator.render.engines import Start
 
-DRAIN_MARGIN_SECONDS: Final = 10  # between the worker's own drain limit and the kubelet's kill
 SETTINGS_VOLUME: Final = "prfaas-settings"
 SETTINGS_PATH: Final = "/etc/prfaas/settings"
 EGRESS_KEY: Final = "egress-mbps"
 SPREAD: Final = (Spread(topology_key="topology.kubernetes.io/zone"), Spread(topology_key="kubernetes.io/hostname"))
 """Spread of instances unless the pool sets its own: as far apart as possible, so that a lost node has few of them."""
 TMP_VOLUME: Final = "prfaas-tmp"
-TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
 
 
 def selector(pool: Pool) -> dict[str, str]:
@@ -53,18 +40,15 @@ def selector(pool: Pool) -> dict[str, str]:
 
 def scale_selector(pool: Pool) -> str:
     """Return the selector of status.selector for /scale and autoscalers."""
-    return selector_text({**selector(pool), names.LABEL_ROLE: role_of(pool)})
+    return common.selector_text({**selector(pool), names.LABEL_ROLE: role_of(pool)})
 
 
 def deployment(pool: Pool, member: MemberCluster | None) -> Manifest:
     """Return the Deployment of a pool, for the hub when `member` is None."""
-    labels = _labels(pool, member)
     by_host = member is not None and member.spec.addressing == "HostIP"
-    metadata: Manifest = {"name": pool.metadata.name, "labels": labels}
-    if member is None:
-        metadata["ownerReferences"] = [owner_reference(pool)]
+    metadata = _metadata(pool, member, pool.metadata.name)
     template = pool.spec.template
-    pod_metadata: Manifest = {"labels": {**template.labels, **labels}}
+    pod_metadata: Manifest = {"labels": {**template.labels, **metadata["labels"]}}
     if template.annotations:
         pod_metadata["annotations"] = dict(template.annotations)
     spec: Manifest = {
@@ -73,7 +57,7 @@ def deployment(pool: Pool, member: MemberCluster | None) -> Manifest:
         "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(pool, by_host=by_host)},
         "template": {"metadata": pod_metadata, "spec": _pod(pool, by_host=by_host)},
     }
-    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
+    return manifest(kinds.DEPLOYMENT, metadata, spec=spec)
 
 
 def _rolling_update(pool: Pool, *, by_host: bool) -> Manifest:
@@ -86,34 +70,34 @@ def _rolling_update(pool: Pool, *, by_host: bool) -> Manifest:
 
 def settings(pool: PrefillPool, member: MemberCluster | None) -> Manifest:
     """Return the ConfigMap of a pool's settings, for the hub when `member` is None; unset values have no key."""
-    metadata: Manifest = {"name": names.settings_configmap(pool.metadata.name), "labels": _labels(pool, member)}
-    if member is None:
-        metadata["ownerReferences"] = [owner_reference(pool)]
     share_mbps = egress_share_mbps(pool)
     data = {} if share_mbps is None else {EGRESS_KEY: str(share_mbps)}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+    metadata = _metadata(pool, member, names.settings_configmap(pool.metadata.name))
+    return manifest(kinds.CONFIG_MAP, metadata, data=data)
 
 
-def _labels(pool: Pool, member: MemberCluster | None) -> dict[str, str]:
+def _metadata(pool: Pool, member: MemberCluster | None, name: str) -> Manifest:
     labels = {
-        **PART_OF,
+        **common.PART_OF,
         names.LABEL_COMPONENT: "worker",
         names.LABEL_POOL: pool.metadata.name,
         names.LABEL_CLUSTER: member.metadata.name if member else names.HUB,
         names.LABEL_ROLE: role_of(pool),
         **selector(pool),
     }
-    return labels | ({LABEL_CLUSTER_UID: member.metadata.uid} if member else {})
+    if member is None:
+        return {"name": name, "labels": labels, "ownerReferences": [common.owner_reference(pool)]}
+    return {"name": name, "labels": {**labels, common.LABEL_CLUSTER_UID: member.metadata.uid}}
 
 
 def _pod(pool: Pool, *, by_host: bool) -> Manifest:
-    template, drain_seconds = pool.spec.template, pool.spec.drain_seconds
+    template = pool.spec.template
     volumes, mounts = _volumes(pool)
     pod: Manifest = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": notice(drain_seconds) + drain_seconds + DRAIN_MARGIN_SECONDS,
-        "securityContext": POD_SECURITY,
+        "terminationGracePeriodSeconds": common.grace_seconds(pool.spec.drain_seconds),
+        "securityContext": common.POD_SECURITY,
         "containers": [_worker(pool, mounts, by_host=by_host)],
         "volumes": volumes,
     }
@@ -152,17 +136,17 @@ def _worker(pool: Pool, mounts: list[Manifest], *, by_host: bool) -> Manifest:
         "image": pool.spec.engine.image,
         "command": start.command,
         "args": start.args,
-        "env": [*pod_environment(), *variables, *(_dump(variable) for variable in pool.spec.template.env)],
+        "env": [*common.pod_environment(), *variables, *(_dump(variable) for variable in pool.spec.template.env)],
         "ports": [
             {"name": name, "containerPort": port, "protocol": "TCP", **host_port(port)}
             for name, port in start.ports.items()
         ],
         **_probes(start),
-        "securityContext": CONTAINER_SECURITY,
+        "securityContext": common.CONTAINER_SECURITY,
         "volumeMounts": mounts,
-        **on_leaving(pool.spec.drain_seconds),
+        **common.on_leaving(pool.spec.drain_seconds),
     }
-    return container | resources(pool.spec.template.resources)
+    return container | common.resources(pool.spec.template.resources)
 
 
 def _own_start(pool: Pool) -> Start:
@@ -201,7 +185,7 @@ def _arguments(pool: Pool) -> list[str]:
     }
     if isinstance(pool, PrefillPool):
         flags["--egress-file"] = f"{SETTINGS_PATH}/{EGRESS_KEY}"
-    return [word for flag in flags.items() for word in flag] + list(spec.engine.args)
+    return [*common.words(flags), *spec.engine.args]
 
 
 def _volumes(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
@@ -209,9 +193,9 @@ def _volumes(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
     template = pool.spec.template
     volumes = [_dump(volume) for volume in template.volumes]
     mounts = [_dump(mount) for mount in template.volume_mounts]
-    if all(mount.mount_path != TMP_PATH for mount in template.volume_mounts):
+    if all(mount.mount_path != common.TMP_PATH for mount in template.volume_mounts):
         volumes.append({"name": TMP_VOLUME, "emptyDir": {}})
-        mounts.append({"name": TMP_VOLUME, "mountPath": TMP_PATH})
+        mounts.append({"name": TMP_VOLUME, "mountPath": common.TMP_PATH})
     if engine_name(pool) != "prfaas":
         more_volumes, more_mounts = engines.volumes()
         return volumes + more_volumes, mounts + more_mounts
@@ -231,9 +215,9 @@ def _dump(part: Any) -> Manifest:
 DIGEST_CHARS: Final = 10
 
 
-def shared_deployment(manifest: Manifest) -> Manifest:
+def shared_deployment(unshared: Manifest) -> Manifest:
     """Return a DecodePool's Deployment in the form that both roles share."""
-    shared = copy.deepcopy(manifest)
+    shared = copy.deepcopy(unshared)
     template = shared["spec"]["template"]
     del template["metadata"]["labels"][names.LABEL_ROLE]
     template["spec"]["readinessGates"] = [{"conditionType": ROLE_GATE}]
@@ -253,10 +237,9 @@ def _digest(template: Any) -> str:
 
 
 def role(assignment: Assignment, namespace: str) -> Manifest:
-    metadata = _identity(assignment, namespace)
-    metadata["labels"] = {names.LABEL_ROLE: assignment.role} if assignment.role else {}
-    metadata["annotations"] = {DELETION_COST: CHEAP} if assignment.cheap else {}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+    labels = {names.LABEL_ROLE: assignment.role} if assignment.role else {}
+    annotations = {DELETION_COST: CHEAP} if assignment.cheap else {}
+    return _pod_part(assignment, namespace, {"labels": labels, "annotations": annotations})
 
 
 def open_gate(assignment: Assignment, namespace: str, now: str) -> Manifest:
@@ -268,10 +251,10 @@ def open_gate(assignment: Assignment, namespace: str, now: str) -> Manifest:
         "message": f"label {names.LABEL_ROLE} says what the instance does",
         "lastTransitionTime": now,
     }
-    metadata = _identity(assignment, namespace)
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"conditions": [condition]}}
+    return _pod_part(assignment, namespace, {}, status={"conditions": [condition]})
 
 
-def _identity(assignment: Assignment, namespace: str) -> Manifest:
+def _pod_part(assignment: Assignment, namespace: str, metadata: Manifest, **fields: Any) -> Manifest:
     # The uid keeps an apply to a deleted pod from creating a new one.
-    return {"name": assignment.pod.name, "namespace": namespace, "uid": assignment.pod.shared.uid}
+    identity = {"name": assignment.pod.name, "namespace": namespace, "uid": assignment.pod.shared.uid}
+    return manifest(kinds.POD, {**identity, **metadata}, **fields)

@@ -6,7 +6,8 @@ from urllib.parse import urlsplit
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
 from prfaas.wire.routes import EngineName
-from prfaas_operator.render.common import Manifest, child_metadata, gateway_selector
+from prfaas_operator.clusters.kinds import DISRUPTION_BUDGET, NETWORK_POLICY, manifest
+from prfaas_operator.render.common import Manifest, child, gateway_selector
 
 DNS_PORT = 53
 API_SERVER_PORTS = (443, 6443)  # in front of and behind the `kubernetes` Service; its address differs everywhere
@@ -18,12 +19,8 @@ def disruption_budget(policy: PrfaaSPolicy) -> Manifest | None:
     """
     if policy.spec.gateway.replicas <= 1:
         return None
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": child_metadata(policy, names.gateway_name(policy.metadata.name)),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": gateway_selector(policy)}},
-    }
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": gateway_selector(policy)}}
+    return child(policy, DISRUPTION_BUDGET, names.gateway_name(policy.metadata.name), spec=spec)
 
 
 def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
@@ -38,17 +35,14 @@ def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
     """
     metadata = deployment["metadata"]
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": live["metadata"]["uid"]}
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": {"name": metadata["name"], "labels": metadata["labels"], "ownerReferences": [owner]},
-        "spec": {
-            "maxUnavailable": "10%",
-            "selector": deployment["spec"]["selector"],
-            # An instance that is not ready serves no request: it must not hold up the drain of its node.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
+    spec = {
+        "maxUnavailable": "10%",
+        "selector": deployment["spec"]["selector"],
+        # An instance that is not ready serves no request: it must not hold up the drain of its node.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
+    own = {"name": metadata["name"], "labels": metadata["labels"], "ownerReferences": [owner]}
+    return manifest(DISRUPTION_BUDGET, own, spec=spec)
 
 
 def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset()) -> Manifest:
@@ -60,20 +54,16 @@ def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset())
     """
     others = () if engines <= {"prfaas"} else (names.BOOTSTRAP_PORT, names.KV_EVENTS_PORT, names.KV_EVENTS_PORT + 1)
     egress = [*API_SERVER_PORTS, names.WORKER_API_PORT, *others, *_prometheus_port(policy)]
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": child_metadata(policy, names.gateway_name(policy.metadata.name)),
-        "spec": {
-            "podSelector": {"matchLabels": gateway_selector(policy)},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"ports": [_tcp(names.GATEWAY_PORT), _tcp(names.SCHEDULER_METRICS_PORT)]}],
-            "egress": [
-                {"ports": [_tcp(DNS_PORT), {"protocol": "UDP", "port": DNS_PORT}]},
-                {"ports": [_tcp(port) for port in sorted(set(egress))]},
-            ],
-        },
+    spec = {
+        "podSelector": {"matchLabels": gateway_selector(policy)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{"ports": [_tcp(names.GATEWAY_PORT), _tcp(names.SCHEDULER_METRICS_PORT)]}],
+        "egress": [
+            {"ports": [_tcp(DNS_PORT), {"protocol": "UDP", "port": DNS_PORT}]},
+            {"ports": [_tcp(port) for port in sorted(set(egress))]},
+        ],
     }
+    return child(policy, NETWORK_POLICY, names.gateway_name(policy.metadata.name), spec=spec)
 
 
 def _tcp(port: int) -> Manifest:

@@ -8,14 +8,15 @@ import json
 from typing import Final, NamedTuple
 
 from prfaas import names
+from prfaas_operator.clusters import kinds
+from prfaas_operator.clusters.kinds import manifest
 from prfaas_operator.render import certificates
-from prfaas_operator.render.common import Manifest
+from prfaas_operator.render.common import Manifest, binding, rule
 
 ACCOUNT: Final = "prfaas-operator"
 OLD_TOKEN_SECRET: Final = "prfaas-operator-token"  # noqa: S105  # a name
 """Secret of a token without an expiry, which an earlier version made; `join` deletes it."""
 MADE_BY_JOIN: Final = "prfaas-cli"
-RBAC_GROUP: Final = "rbac.authorization.k8s.io"
 LABELS: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: MADE_BY_JOIN}
 
 
@@ -34,38 +35,24 @@ class Registration(NamedTuple):
 def member_account(namespace: str) -> list[Manifest]:
     """Return namespace, account and rights in the member cluster, in the order of their dependencies."""
     metadata = {"name": ACCOUNT, "namespace": namespace, "labels": LABELS}
-    return [
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": LABELS}},
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata, "automountServiceAccountToken": False},
-        {
-            "apiVersion": f"{RBAC_GROUP}/v1",
-            "kind": "Role",
-            "metadata": metadata,
-            "rules": [
-                _rule("apps", "deployments", "get", "list", "watch", "create", "patch", "delete"),
-                _rule("", "pods", "list", "watch"),
-                # Settings that a pool's instances read again while they run: their share of its egress cap.
-                _rule("", "configmaps", "get", "list", "watch", "create", "patch", "delete"),
-                # Its instances' certificate. RBAC can limit the creation to one name because of server-side apply.
-                _rule("", "secrets", "get", "create", "patch", "delete") | {"resourceNames": [certificates.SECRET]},
-                # Its own next token only.
-                _rule("", "serviceaccounts/token", "create") | {"resourceNames": [ACCOUNT]},
-                # Keeps all but a tenth of a pool up while nodes are drained.
-                _rule("policy", "poddisruptionbudgets", "get", "list", "watch", "create", "patch"),
-            ],
-        },
-        {
-            "apiVersion": f"{RBAC_GROUP}/v1",
-            "kind": "RoleBinding",
-            "metadata": metadata,
-            "roleRef": {"apiGroup": RBAC_GROUP, "kind": "Role", "name": ACCOUNT},
-            "subjects": [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": namespace}],
-        },
+    rules = [
+        rule("apps", "deployments", ("get", "list", "watch", "create", "patch", "delete")),
+        rule("", "pods", ("list", "watch")),
+        # Settings that a pool's instances read again while they run: their share of its egress cap.
+        rule("", "configmaps", ("get", "list", "watch", "create", "patch", "delete")),
+        # Its instances' certificate. RBAC can limit the creation to one name because of server-side apply.
+        rule("", "secrets", ("get", "create", "patch", "delete"), certificates.SECRET),
+        # Its own next token only.
+        rule("", "serviceaccounts/token", ("create",), ACCOUNT),
+        # Keeps all but a tenth of a pool up while nodes are drained.
+        rule("policy", "poddisruptionbudgets", ("get", "list", "watch", "create", "patch")),
     ]
-
-
-def _rule(group: str, resource: str, *verbs: str) -> Manifest:
-    return {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
+    return [
+        manifest(kinds.NAMESPACE, {"name": namespace, "labels": LABELS}),
+        manifest(kinds.SERVICE_ACCOUNT, metadata, automountServiceAccountToken=False),
+        manifest(kinds.ROLE, metadata, rules=rules),
+        manifest(kinds.ROLE_BINDING, metadata, **binding(ACCOUNT, namespace)),
+    ]
 
 
 def kubeconfig(name: str, server: str, ca_pem: str, token: str) -> str:
@@ -88,26 +75,17 @@ def secret_name(member: str) -> str:
 
 
 def secret(member: str, document: str) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": secret_name(member), "labels": LABELS},
-        "type": "Opaque",
-        "data": {"kubeconfig": base64.b64encode(document.encode()).decode()},
-    }
+    data = {"kubeconfig": base64.b64encode(document.encode()).decode()}
+    return manifest(kinds.SECRET, {"name": secret_name(member), "labels": LABELS}, type="Opaque", data=data)
 
 
 def member_cluster(registration: Registration) -> Manifest:
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": "MemberCluster",
-        "metadata": {"name": registration.name, "labels": LABELS},
-        "spec": {
-            "kubeconfigSecretRef": {"name": secret_name(registration.name), "key": "kubeconfig"},
-            "namespace": registration.namespace,
-            "addressing": registration.addressing,
-            "datacenter": registration.datacenter,
-            "region": registration.region,
-            "link": {"capacityMbps": registration.link_mbps, "roundTripMillis": registration.round_trip_millis},
-        },
+    spec = {
+        "kubeconfigSecretRef": {"name": secret_name(registration.name), "key": "kubeconfig"},
+        "namespace": registration.namespace,
+        "addressing": registration.addressing,
+        "datacenter": registration.datacenter,
+        "region": registration.region,
+        "link": {"capacityMbps": registration.link_mbps, "roundTripMillis": registration.round_trip_millis},
     }
+    return manifest(kinds.MEMBER_CLUSTER, {"name": registration.name, "labels": LABELS}, spec=spec)
