@@ -11,16 +11,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
 from prfaas.errors import RequestError
 from prfaas.names import HUB
-from prfaas.wire.control import Bandwidth, LinkReport
-from prfaas.wire.routes import InstanceState, Role, ThresholdMode
-from prfaas_gateway.metrics import Outcome
+from prfaas.wire.routes import RoutingTable
 from prfaas_gateway.openai import error_response
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
@@ -41,6 +39,8 @@ HEADERS: Final = {
     "Cache-Control": "no-cache",
 }
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Part = dict[str, Any]
+"""A part of the document. Times are seconds since 1970 and durations in seconds."""
 
 
 class Dashboard:
@@ -72,73 +72,39 @@ class Dashboard:
         return web.Response(body=msgspec.json.encode(document), content_type="application/json", headers=HEADERS)
 
 
-class PlacedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended. `number` counts requests since the start; times are seconds since 1970 and durations."""
-
-    number: int
-    at: float
-    request_id: str
-    decision: str
-    why: str
-    outcome: Outcome
-    status: int | None
-    tokens: int
-    cached_tokens: int
-    cluster: str
-    prefill: str
-    decode: str
-    first_token_seconds: float | None
-    seconds: float
-    reason: str
-
-
-class DashboardMoment(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway at one second. `threshold_tokens` is None before the first table."""
-
-    at: float
-    threshold_tokens: int | None
-    bandwidth: Bandwidth | None
-    in_flight: int
-    offloaded: int
-    local: int
-    links: tuple[LinkReport, ...]
-
-
 class RequestHistory:
     """The last requests, and threshold, load and links of every past second."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
-        self._clock = clock
-        self._placed: deque[PlacedRequest] = deque(maxlen=REQUESTS)
-        self._moments: deque[DashboardMoment] = deque(maxlen=MOMENTS)
+        self.now = clock
+        self._placed: deque[Part] = deque(maxlen=REQUESTS)
+        self._moments: deque[Part] = deque(maxlen=MOMENTS)
         self.count = 0
         self.started = clock()
 
-    def now(self) -> float:
-        return self._clock()
-
     def add(self, request: GatewayRequest) -> None:
+        """Add a request that ended."""
         route = request.route
         prefilled_by = (route.prefill or route.decode) if route else None
         self.count += 1
         self._placed.append(
-            PlacedRequest(
-                number=self.count,
-                at=self._clock(),
-                request_id=request.request_id,
-                decision=request.decision,
-                why=route.reason if route else "",
-                outcome=request.outcome,
-                status=request.status,
-                tokens=request.prompt_tokens or request.total_tokens,
-                cached_tokens=request.cached_tokens,
-                cluster=prefilled_by.cluster if prefilled_by else "",
-                prefill=prefilled_by.name if prefilled_by else "",
-                decode=route.decode.name if route else "",
-                first_token_seconds=request.first_token_seconds,
-                seconds=request.seconds,
-                reason=request.reason,
-            )
+            {
+                "number": self.count,  # since the start
+                "at": self.now(),
+                "request_id": request.request_id,
+                "decision": request.decision,
+                "why": route.reason if route else "",
+                "outcome": request.outcome,
+                "status": request.status,
+                "tokens": request.prompt_tokens or request.total_tokens,
+                "cached_tokens": request.cached_tokens,
+                "cluster": prefilled_by.cluster if prefilled_by else "",
+                "prefill": prefilled_by.name if prefilled_by else "",
+                "decode": route.decode.name if route else "",
+                "first_token_seconds": request.first_token_seconds,
+                "seconds": request.seconds,
+                "reason": request.reason,
+            }
         )
 
     async def watch(self, state: GatewayState) -> None:
@@ -148,134 +114,84 @@ class RequestHistory:
             await asyncio.sleep(MOMENT_SECONDS)
 
     def add_moment(self, state: GatewayState) -> None:
-        rule, counters = state.rule(), state.counters
-        self._moments.append(
-            DashboardMoment(
-                at=self._clock(),
-                threshold_tokens=rule.threshold_tokens if rule else None,
-                bandwidth=rule.bandwidth if rule else None,
-                in_flight=state.in_flight,
-                offloaded=counters.offloaded,
-                local=counters.local,
-                links=state.links,
-            )
-        )
+        self._moments.append({"at": self.now(), **_load(state), "links": state.links})
 
-    def placed_after(self, number: int) -> list[PlacedRequest]:
+    def placed_after(self, number: int) -> list[Part]:
         """Return the requests with a greater number, oldest first."""
         known = len(self._placed) - (self.count - number) if number <= self.count else 0
         return list(islice(self._placed, max(0, known), None))
 
-    def moments_after(self, at: float) -> list[DashboardMoment]:
+    def moments_after(self, at: float) -> list[Part]:
         """Return the later moments, oldest first."""
-        return [moment for moment in self._moments if moment.at > at]
+        return [moment for moment in self._moments if moment["at"] > at]
 
 
-class DashboardInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance. `ejected_seconds` is the rest of its ejection; 0: none."""
-
-    name: str
-    pool: str
-    role: Role
-    state: InstanceState
-    in_flight: int
-    ejected_seconds: float
-
-
-class DashboardCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """One cluster with its instances; the hub has no link of its own."""
-
-    name: str
-    datacenter: str = ""
-    reachable: bool = True
-    in_use: bool = True
-    capacity_mbps: int = 0
-    link: LinkReport | None = None
-    instances: tuple[DashboardInstance, ...] = ()
+def _document(state: GatewayState, history: RequestHistory, after_number: int, after_moment: float) -> Part:
+    """Return everything that the page draws; `placed` and `moments` hold only entries newer than the request's."""
+    table = state.table
+    return {
+        "policy": table.policy if table else "",
+        "model": table.model if table else "",
+        "now": history.now(),
+        "started": history.started,  # a new gateway numbers requests from 1 again
+        "draining": state.draining,
+        "mode": table.threshold.mode if table else None,
+        **_load(state),
+        "reason": state.reason,
+        "failed_offloads": state.counters.failed_offloads,
+        "clusters": _clusters(state),
+        "placed": history.placed_after(after_number),
+        "moments": history.moments_after(after_moment),
+    }
 
 
-class DashboardDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the page draws. `placed` and `moments` hold only entries newer than the request's."""
-
-    policy: str
-    model: str
-    now: float
-    started: float
-    """When the gateway started; a new gateway numbers requests from 1 again."""
-    draining: bool
-    mode: ThresholdMode | None
-    threshold_tokens: int | None
-    bandwidth: Bandwidth | None
-    reason: str
-    in_flight: int
-    offloaded: int
-    local: int
-    failed_offloads: int
-    clusters: tuple[DashboardCluster, ...]
-    placed: list[PlacedRequest]
-    moments: list[DashboardMoment]
+def _load(state: GatewayState) -> Part:
+    """Return the threshold in force, None before the first table, and the requests so far."""
+    rule, counters = state.rule(), state.counters
+    return {
+        "threshold_tokens": rule.threshold_tokens if rule else None,
+        "bandwidth": rule.bandwidth if rule else None,
+        "in_flight": state.in_flight,
+        "offloaded": counters.offloaded,
+        "local": counters.local,
+    }
 
 
-def _document(
-    state: GatewayState, history: RequestHistory, after_number: int, after_moment: float
-) -> DashboardDocument:
-    """Return the document; it has no clusters before the first routing table."""
-    rule, counters, table = state.rule(), state.counters, state.table
-    return DashboardDocument(
-        policy=table.policy if table else "",
-        model=table.model if table else "",
-        now=history.now(),
-        started=history.started,
-        draining=state.draining,
-        mode=table.threshold.mode if table else None,
-        threshold_tokens=rule.threshold_tokens if rule else None,
-        bandwidth=rule.bandwidth if rule else None,
-        reason=state.reason,
-        in_flight=state.in_flight,
-        offloaded=counters.offloaded,
-        local=counters.local,
-        failed_offloads=counters.failed_offloads,
-        clusters=_clusters(state),
-        placed=history.placed_after(after_number),
-        moments=history.moments_after(after_moment),
-    )
-
-
-def _clusters(state: GatewayState) -> tuple[DashboardCluster, ...]:
+def _clusters(state: GatewayState) -> list[Part]:
+    """Return each cluster with its instances; the hub has no link of its own."""
     rule, table = state.rule(), state.table
     if table is None or rule is None:
-        return ()
+        return []
     links = {link.cluster: link for link in state.links}
-    hub = DashboardCluster(name=HUB, instances=_instances(state, HUB))
-    return hub, *(
-        DashboardCluster(
-            name=cluster.name,
-            datacenter=cluster.datacenter,
-            reachable=cluster.reachable,
-            in_use=cluster.name in rule.offload_clusters and cluster.datacenter not in table.forbid_datacenters,
-            capacity_mbps=cluster.capacity_mbps,
-            link=links.get(cluster.name),
-            instances=_instances(state, cluster.name),
-        )
+    hub = {"name": HUB, "datacenter": "", "reachable": True, "in_use": True, "capacity_mbps": 0, "link": None}
+    members = (
+        {
+            "name": cluster.name,
+            "datacenter": cluster.datacenter,
+            "reachable": cluster.reachable,
+            "in_use": cluster.name in rule.offload_clusters and cluster.datacenter not in table.forbid_datacenters,
+            "capacity_mbps": cluster.capacity_mbps,
+            "link": links.get(cluster.name),
+        }
         for cluster in table.clusters
     )
+    return [{**one, "instances": _instances(state, table, one["name"])} for one in (hub, *members)]
 
 
-def _instances(state: GatewayState, cluster: str) -> tuple[DashboardInstance, ...]:
+def _instances(state: GatewayState, table: RoutingTable, cluster: str) -> list[Part]:
     now_seconds, until = state.clock(), state.ejections.until_seconds
-    found = state.table.instances if state.table else ()
-    return tuple(
-        DashboardInstance(
-            name=one.name,
-            pool=one.pool,
-            role=one.role,
-            state=one.state,
-            in_flight=state.load(one.name),
-            ejected_seconds=round(max(0.0, until.get(one.name, 0.0) - now_seconds), 1),
-        )
-        for one in sorted(found, key=lambda one: (one.role, one.name))
+    return [
+        {
+            "name": one.name,
+            "pool": one.pool,
+            "role": one.role,
+            "state": one.state,
+            "in_flight": state.load(one.name),
+            "ejected_seconds": round(max(0.0, until.get(one.name, 0.0) - now_seconds), 1),  # what is left of it
+        }
+        for one in sorted(table.instances, key=lambda one: (one.role, one.name))
         if one.cluster == cluster
-    )
+    ]
 
 
 def _number(request: web.Request, name: str) -> float:

@@ -13,6 +13,7 @@ dead.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -118,7 +119,9 @@ class Election:
             if not told:
                 log.info("standing by: another replica holds the Lease %s", LEASE)
                 told = True
-            await _wait(ending.asked, STANDBY_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STANDBY_SECONDS):
+                    await ending.asked.wait()
         return False
 
     async def _lead(self, work: Work, ending: Ending) -> bool:
@@ -165,11 +168,3 @@ class Election:
             if self._works and time.monotonic() > self._renewed_at + HARD_END_SECONDS:
                 log.critical("the Lease %s was lost %g s ago and the work still runs: ending", LEASE, HARD_END_SECONDS)
                 os._exit(HARD_END_CODE)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return

@@ -3,17 +3,17 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple
 
 import prometheus_client
 from aiohttp import web
+
+from prfaas_operator.options import OperatorOptions
 
 SHUTDOWN_SECONDS = 1.0
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
 def no_obstacle() -> str:
-    """Return that no obstacle exists."""
     return ""
 
 
@@ -25,16 +25,8 @@ class Health:
         self.obstacle: Callable[[], str] = no_obstacle
 
 
-class Endpoints(NamedTuple):
-    """The addresses of the two ports."""
-
-    host: str
-    metrics_port: int
-    health_port: int
-
-
 @contextlib.asynccontextmanager
-async def serving(endpoints: Endpoints, health: Health) -> AsyncIterator[None]:
+async def serving(options: OperatorOptions, health: Health) -> AsyncIterator[None]:
     """Serve two ports: /healthz while the event loop runs and no object is stuck, /readyz once the process is ready."""
 
     async def metrics(_: web.Request) -> web.Response:
@@ -48,8 +40,8 @@ async def serving(endpoints: Endpoints, health: Health) -> AsyncIterator[None]:
         return web.Response(text="ok\n") if health.ready.is_set() else web.Response(text="starting\n", status=503)
 
     async with (
-        _port(endpoints.host, endpoints.metrics_port, [web.get("/metrics", metrics)]),
-        _port(endpoints.host, endpoints.health_port, [web.get("/healthz", healthz), web.get("/readyz", readyz)]),
+        _port(options.host, options.metrics_port, [web.get("/metrics", metrics)]),
+        _port(options.host, options.health_port, [web.get("/healthz", healthz), web.get("/readyz", readyz)]),
     ):
         yield
 

@@ -15,6 +15,7 @@ from prfaas_operator.errors import ConflictError
 from prfaas_operator.plan.conditions import READY
 from prfaas_operator.plan.credentials import SECONDS_PER_DAY, parse_kubeconfig
 from prfaas_operator.plan.member import users_of
+from prfaas_operator.plan.ownership import has_labels
 from prfaas_operator.plan.reading import read
 from prfaas_operator.render import service_account
 from prfaas_operator.render.service_account import Registration
@@ -62,7 +63,7 @@ async def _make_account(member: ClusterClient) -> None:
                 await member.create(kind, manifest)
             except ConflictError:
                 continue  # another client was faster
-        elif _is_own(live):
+        elif has_labels(live, service_account.LABELS):
             await member.apply(manifest)
     await _delete_own(member, kinds.SECRET, service_account.OLD_TOKEN_SECRET)
 
@@ -136,13 +137,8 @@ async def _until_gone(hub: ClusterClient, name: str, wait_seconds: float) -> Non
 async def _delete_own(cluster: ClusterClient, kind: ObjectKind, name: str) -> None:
     """Delete an object that `join` made; keep one that Helm or a person made."""
     live = await cluster.get(kind, name)
-    if live is not None and _is_own(live):
+    if live is not None and has_labels(live, service_account.LABELS):
         await cluster.delete(kind, name)
-
-
-def _is_own(live: Object) -> bool:
-    labels = live["metadata"].get("labels") or {}
-    return all(labels.get(label) == value for label, value in service_account.LABELS.items())
 
 
 async def members(hub: KubeContext) -> list[tuple[MemberCluster, tuple[str, ...]]]:

@@ -58,10 +58,6 @@ TOKEN_EXPIRES = Gauge(
 )
 
 
-def count_request(cluster: str, verb: str, code: str) -> None:
-    API_REQUESTS.labels(cluster, verb, code).inc()
-
-
 CERTIFICATE_EXPIRES = Gauge(
     "prfaas_operator_certificate_expires_timestamp_seconds",
     "Unix time at which the certificate of a cluster's instances expires.",
@@ -83,10 +79,6 @@ def contacted(cluster: str, now: float) -> None:
     CONTACT_AGE.labels(cluster).set_function(lambda: time.monotonic() - now)
 
 
-def reconciled(kind: str, name: str, *, ready: bool) -> None:
-    OBJECT_READY.labels(kind, name).set(ready)
-
-
 def balanced(name: str, decision: LongLoopDecision) -> None:
     """Report the loads that a policy's long loop used; no series while they are unknown."""
     for stage in STAGES:
@@ -103,10 +95,6 @@ def forget_object(kind: str, name: str) -> None:
         for stage in STAGES:
             LOAD_SHARE.remove(name, stage)
     OBJECT_READY.remove(kind, name)
-
-
-def forget_certificate(cluster: str) -> None:
-    CERTIFICATE_EXPIRES.remove(cluster)
 
 
 def forget_member(cluster: str) -> None:

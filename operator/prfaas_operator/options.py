@@ -11,8 +11,8 @@ from prfaas_operator.plan.certificates import (
     DEFAULT_CERTIFICATE_HOURS,
     DEFAULT_SETTLE_SECONDS,
     CertificateMode,
-    CertificateSettings,
-    settings_of,
+    Terms,
+    terms_of,
 )
 from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
 
@@ -60,11 +60,11 @@ class OperatorOptions(NamedTuple):
     ] = DEFAULT_SETTLE_SECONDS
     log_format: LogFormatOption = "text"
 
-    def certificate_settings(self) -> CertificateSettings:
-        """Return the settings for issuing certificates.
+    def certificate_terms(self) -> Terms:
+        """Return the terms of certificates.
 
         Raises:
             ConfigError: the flags about certificates do not fit together.
         """
-        terms = (self.certificate_hours, self.authority_hours, self.certificate_settle_seconds)
-        return settings_of(self.certificates, self.certificate_issuer, *terms)
+        hours = (self.certificate_hours, self.authority_hours)
+        return terms_of(self.certificates, self.certificate_issuer, *hours, self.certificate_settle_seconds)

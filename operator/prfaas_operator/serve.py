@@ -63,7 +63,7 @@ def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tra
     """Build the operator; all of its state can be lost and is read again."""
     view = HubView(hub, ReconcileQueue())
     members = Members(connect, view.queue)
-    certificates = Certificates(view, members, options.certificate_settings())
+    certificates = Certificates(view, members, options.certificate_terms())
     children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
     secrets = SecretGuard(view)
     pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view))
@@ -144,11 +144,10 @@ async def _operate(
 
 async def serve(options: OperatorOptions) -> None:
     """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
-    options.certificate_settings()  # wrong combinations of flags are refused before any connection
-    endpoints = http.Endpoints(options.host, options.metrics_port, options.health_port)
+    options.certificate_terms()  # wrong combinations of flags are refused before any connection
     health, ending = http.Health(), Ending()
     ending.listen()
-    async with http.serving(endpoints, health):
+    async with http.serving(options, health):
         if not options.leader_elect:
             metrics.LEADER.set(1)
             await lead(options, Gate(lambda: True, metrics.count_request), health, ending, ending.term)

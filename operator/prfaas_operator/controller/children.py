@@ -206,5 +206,5 @@ async def remove(cluster: ClusterClient, kinds: Iterable[ObjectKind], selector: 
 
 def is_ours(live: Object, manifest: Manifest) -> bool:
     """Return true if a live object was made for the owner of the manifest."""
-    labels, wanted = live["metadata"].get("labels") or {}, manifest["metadata"]["labels"]
-    return all(labels.get(label) == wanted[label] for label in IDENTITY_LABELS if label in wanted)
+    labels = manifest["metadata"]["labels"]
+    return ownership.has_labels(live, {label: labels[label] for label in IDENTITY_LABELS if label in labels})

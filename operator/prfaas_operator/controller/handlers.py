@@ -16,6 +16,7 @@ because our kinds depend on each other.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime, timedelta
@@ -139,11 +140,9 @@ async def until_served(is_served: Callable[[], Awaitable[None]], term: asyncio.E
         try:
             await is_served()
         except PrfaasError:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SERVED_POLL_SECONDS):
                     await term.wait()
-            except TimeoutError:
-                continue
         else:
             return
 

@@ -120,7 +120,7 @@ class Controller:
                 span.set(**{type_: state.reason for type_, state in result.conditions.items()})
                 if not result.gone:
                     ready = result.conditions.get(READY)
-                    metrics.reconciled(ref.kind.name, ref.name, ready=ready is not None and ready.good)
+                    metrics.OBJECT_READY.labels(ref.kind.name, ref.name).set(ready is not None and ready.good)
                     result = await self._statuses.write(ref, live, result)
         except PrfaasError as error:
             _count(ref, reason_of(error))

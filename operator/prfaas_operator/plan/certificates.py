@@ -29,9 +29,39 @@ from prfaas_operator.plan.conditions import ConditionState, no, rfc3339, yes
 
 MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
 """A Secret dated later than this from now has a wrong date, and is written again."""
-
-
 PENDING: Final = "CertificatePending"
+LIVES: Final = 3
+"""An authority's life is at least this many lives of a certificate: time to replace it before certificates expire."""
+DEFAULT_CERTIFICATE_HOURS: Final = 90 * 24.0
+DEFAULT_AUTHORITY_HOURS: Final = 365 * 24.0
+DEFAULT_SETTLE_SECONDS: Final = 180.0
+"""A kubelet reads a Secret about once a minute, and may read a copy that is a minute old."""
+
+
+class CertificateMode(StrEnum):
+    """The source of certificates."""
+
+    OPERATOR = "Operator"
+    ISSUER = "Issuer"
+    DISABLED = "Disabled"
+
+
+class Issuer(NamedTuple):
+    """An issuer of cert-manager, by reference."""
+
+    name: str
+    kind: str
+    group: str
+
+
+class Terms(NamedTuple):
+    """The operator's flags about certificates. In mode Issuer `issuer` makes and renews them."""
+
+    life: timedelta
+    authority_life: timedelta
+    settling: timedelta
+    mode: CertificateMode = CertificateMode.OPERATOR
+    issuer: Issuer | None = None
 
 
 class RotationStep(Enum):
@@ -40,15 +70,6 @@ class RotationStep(Enum):
     ANNOUNCE = "Announce"
     PROMOTE = "Promote"
     RETIRE = "Retire"
-
-
-class Terms(NamedTuple):
-    """Lifetimes. `by_issuer`: an external issuer makes and renews the certificates."""
-
-    life: timedelta
-    authority_life: timedelta
-    settling: timedelta
-    by_issuer: bool = False
 
 
 class Leaf(NamedTuple):
@@ -102,7 +123,7 @@ def step(
     authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: ObservedTime
 ) -> RotationStep | None:
     """Return the next step for the authorities, None while none is due or the last step has not settled."""
-    if terms.by_issuer:
+    if terms.mode is CertificateMode.ISSUER:
         announced = offered_by(holders) - authorities.current
         promotes = offered_by(holders) not in (frozenset(), authorities.current)
         announces = promotes and announced != authorities.next
@@ -159,7 +180,7 @@ def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms:
     """Return when an authority can no longer sign full-length certificates, or when an issuer's renewals are long
     overdue.
     """
-    if not terms.by_issuer and authorities.ends is not None:
+    if terms.mode is not CertificateMode.ISSUER and authorities.ends is not None:
         return authorities.ends - terms.life
     ends = [holder.held.leaf.validity.not_after for holder in holders if holder.held and holder.held.leaf]
     return min(ends, default=datetime.max.replace(tzinfo=UTC)) - terms.life / 6
@@ -209,7 +230,7 @@ def _wants_certificate(
     authorities: Authorities, leaf: Leaf | None, holder: Holder, terms: Terms, now: datetime
 ) -> bool:
     """Return true if a cluster needs another certificate and can get one, under a current authority only."""
-    if terms.by_issuer:
+    if terms.mode is CertificateMode.ISSUER:
         return holder.issued is not None and holder.issued != leaf and holder.issued.authority in authorities.current
     if not authorities.signs:
         return False
@@ -235,7 +256,7 @@ def condition(authorities: Authorities, holder: Holder, held_up_by: Sequence[str
     if leaf is None:
         return no(PENDING, holder.held.problem or "no certificate has been issued yet")
     ends = rfc3339(leaf.validity.not_after)
-    if not authorities.trusted >= {leaf.authority} or leaf.validity.not_after < now:
+    if leaf.authority not in authorities.trusted or leaf.validity.not_after < now:
         return no(
             "CertificateRefused", f"peers refuse the certificate in use (until {ends}), and there is no other yet"
         )
@@ -245,45 +266,10 @@ def condition(authorities: Authorities, holder: Holder, held_up_by: Sequence[str
     return yes("Issued", f"the certificate in use is good until {ends}")
 
 
-LIVES: Final = 3
-"""An authority's life is at least this many lives of a certificate: time to replace it before certificates expire."""
-DEFAULT_CERTIFICATE_HOURS: Final = 90 * 24.0
-DEFAULT_AUTHORITY_HOURS: Final = 365 * 24.0
-DEFAULT_SETTLE_SECONDS: Final = 180.0
-"""A kubelet reads a Secret about once a minute, and may read a copy that is a minute old."""
-
-
-class CertificateMode(StrEnum):
-    """The source of certificates."""
-
-    OPERATOR = "Operator"
-    ISSUER = "Issuer"
-    DISABLED = "Disabled"
-
-
-class Issuer(NamedTuple):
-    """An issuer of cert-manager, by reference."""
-
-    name: str
-    kind: str
-    group: str
-
-
-class CertificateSettings(NamedTuple):
-    """The operator's flags about certificates; `issuer` in mode Issuer only."""
-
-    mode: CertificateMode
-    terms: Terms
-    issuer: Issuer | None = None
-
-
-DISABLED: Final = CertificateSettings(CertificateMode.DISABLED, Terms(timedelta(), timedelta(), timedelta()))
-
-
-def settings_of(
+def terms_of(
     mode: CertificateMode, issuer: str, certificate_hours: float, authority_hours: float, settle_seconds: float
-) -> CertificateSettings:
-    """Return the settings from the command line; `issuer` is KIND.GROUP/NAME.
+) -> Terms:
+    """Return the terms of the command line; `issuer` is KIND.GROUP/NAME.
 
     Raises:
         ConfigError: the flags do not fit together.
@@ -296,8 +282,9 @@ def settings_of(
             f"{certificate_hours:g}: an authority could not be replaced before certificates of it run out"
         )
     life, authority_life = timedelta(hours=certificate_hours), timedelta(hours=authority_hours)
-    terms = Terms(life, authority_life, timedelta(seconds=settle_seconds), by_issuer=bool(issuer))
-    return CertificateSettings(mode, terms, _reference(issuer) if issuer else None)
+    return Terms(
+        life, authority_life, timedelta(seconds=settle_seconds), mode, _reference(issuer) if issuer else None
+    )
 
 
 def _reference(issuer: str) -> Issuer:

@@ -10,7 +10,7 @@ the Secret.
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from prfaas import names
 from prfaas.api import MemberCluster, PrefillPool
@@ -20,14 +20,7 @@ from prfaas_operator.errors import ClusterUnreachableError, ForbiddenSecretError
 from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, ConditionState, no, rfc3339, yes
 from prfaas_operator.plan.credentials import TokenFacts
 
-UNSTEADY: Final = frozenset({"managedFields", "resourceVersion", "annotations"})
 CONTACT_TIME_STEP: Final = timedelta(minutes=1)
-
-
-def project_member(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reduce a MemberCluster to the part that others depend on: all but its status."""
-    metadata = {key: value for key, value in body["metadata"].items() if key not in UNSTEADY}
-    return {"metadata": metadata, "spec": body.get("spec") or {}}
 
 
 class Contact(NamedTuple):
@@ -60,10 +53,8 @@ def conditions(cluster: MemberCluster, contact: Contact, users: tuple[str, ...])
     A credential or permission problem leaves the server reachable. A problem before the first call (no Secret, a
     refused kubeconfig) leaves Reachable unknown.
     """
-    reachable, ready = _reachable(contact), _ready(cluster, contact)
-    if cluster.metadata.deletion_timestamp:
-        ready = _deleting(users)
-    return {REACHABLE: reachable, READY: ready}
+    ready = _deleting(users) if cluster.metadata.deletion_timestamp else _ready(cluster, contact)
+    return {REACHABLE: _reachable(contact), READY: ready}
 
 
 def _reachable(contact: Contact) -> ConditionState:

@@ -24,6 +24,12 @@ def says_yes(live: Mapping[str, Any], annotation: str) -> bool:
     return ((live.get("metadata") or {}).get("annotations") or {}).get(annotation) == "true"
 
 
+def has_labels(live: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
+    """Return true if a live object carries all of these labels."""
+    labels = live["metadata"].get("labels") or {}
+    return all(labels.get(name) == value for name, value in wanted.items())
+
+
 Owner = Literal["User", "Autoscaler", "Policy"]
 AUTOSCALERS: Final = ("kube-controller-manager", "horizontal-pod-autoscaler", "keda-operator")
 """Field managers of autoscalers that write /scale; the one of Kubernetes runs in its controller manager."""

@@ -32,6 +32,7 @@ from prfaas_operator.clusters.kinds import (
     PREFILL_POOL,
     SECRET,
     Object,
+    manifest,
 )
 from prfaas_operator.controller import events
 from prfaas_operator.controller.hub import HubView
@@ -40,10 +41,8 @@ from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan import certificates_read as read
 from prfaas_operator.plan.certificates import (
     CertificateMode,
-    CertificateSettings,
     Held,
     Holder,
-    Issuer,
     Leaf,
     ObservedTime,
     RotationStep,
@@ -53,6 +52,7 @@ from prfaas_operator.plan.certificates import (
 from prfaas_operator.plan.certificates_read import Store
 from prfaas_operator.plan.conditions import CERTIFICATE_READY, ConditionState, no
 from prfaas_operator.plan.drift import view
+from prfaas_operator.plan.ownership import has_labels
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.render import certificates as render
 from prfaas_operator.render.common import GROUP_MANAGED
@@ -63,10 +63,19 @@ PASS_SECONDS: Final = 5.0
 FIRST_PASS_SECONDS: Final = 8.0
 
 
-class _ClusterSecret(NamedTuple):
+class _Issued(NamedTuple):
+    """The issuer's certificate for one cluster; without `leaf`, `problem` says why none is usable yet."""
+
+    leaf: Leaf | None = None
+    secret: Object | None = None
+    problem: str = ""
+
+
+class _Target(NamedTuple):
     """One cluster: the place and content of its Secret, and the object that gets its Events.
 
-    `cluster` None: it is not reached, or, with a `problem`, its Secret must not be read.
+    `cluster` None: it is not reached, or, with a `problem`, its Secret must not be read. `issued` is empty where the
+    operator signs itself.
     """
 
     name: str
@@ -75,14 +84,7 @@ class _ClusterSecret(NamedTuple):
     cluster: ClusterClient | None
     secret: Object | None = None
     problem: str = ""
-
-
-class _Issued(NamedTuple):
-    """The issuer's certificate for one cluster; without `leaf`, `problem` says why none is usable yet."""
-
-    leaf: Leaf | None
-    secret: Object | None
-    problem: str = ""
+    issued: _Issued = _Issued()
 
 
 class Certificates:
@@ -90,13 +92,13 @@ class Certificates:
 
     Args:
         hub, members: the clusters with the Secrets.
-        settings: the source of certificates, and their lifetimes.
+        terms: the source of certificates, and their lifetimes.
     """
 
-    def __init__(self, hub: HubView, members: Members, settings: CertificateSettings):
+    def __init__(self, hub: HubView, members: Members, terms: Terms):
         self._hub = hub
         self._members = members
-        self._settings = settings
+        self._terms = terms
         self._since: datetime | None = None
         self._asked: set[str] = {HUB}
         self._states: dict[str, ConditionState] = {}
@@ -107,7 +109,7 @@ class Certificates:
         self._once = LogOnce(log)
 
     async def run(self) -> None:
-        while self._settings.mode is not CertificateMode.DISABLED:
+        while self._terms.mode is not CertificateMode.DISABLED:
             self._wake.clear()
             try:
                 await self._pass()
@@ -117,15 +119,13 @@ class Certificates:
                 log.exception("certificates: internal error")
             async with self._passed:
                 self._passed.notify_all()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(PASS_SECONDS):
                     await self._wake.wait()
-            except TimeoutError:
-                continue
 
     def conditions(self, cluster: str) -> Mapping[str, ConditionState]:
         """Return the condition CertificateReady of a cluster, none with certificates disabled."""
-        if self._settings.mode is CertificateMode.DISABLED:
+        if self._terms.mode is CertificateMode.DISABLED:
             return {}
         return {
             CERTIFICATE_READY: self._states.get(cluster) or ConditionState("Unknown", "NotNeeded", "no pool runs here")
@@ -139,7 +139,7 @@ class Certificates:
         Raises:
             CertificateNotReadyError: the Secret does not exist, and a pod that mounts it could not start.
         """
-        if self._settings.mode is CertificateMode.DISABLED:
+        if self._terms.mode is CertificateMode.DISABLED:
             return False
         await self.wait_delivered(cluster)
         return all(pod.scheme == "https" for pod in self._hub.gateway_pods())
@@ -150,7 +150,7 @@ class Certificates:
         Raises:
             CertificateNotReadyError: it does not exist yet.
         """
-        if self._settings.mode is CertificateMode.DISABLED:
+        if self._terms.mode is CertificateMode.DISABLED:
             return
         self._asked.add(cluster)
         if cluster not in self._delivered:
@@ -168,9 +168,8 @@ class Certificates:
 
     def gateway_uses_tls(self, members: Iterable[str]) -> bool:
         """Return true if gateways need the hub's certificate: always, unless no instance has one any more."""
-        return self._settings.mode is not CertificateMode.DISABLED or self._any_worker_in_tls(members)
-
-    def _any_worker_in_tls(self, members: Iterable[str]) -> bool:
+        if self._terms.mode is not CertificateMode.DISABLED:
+            return True
         observed = [self._hub.observed(), *map(self._members.observed, members)]
         return any(pod.pool_uid and pod.scheme == "https" for each in observed for pod in each.pods or ())
 
@@ -179,11 +178,11 @@ class Certificates:
         self._asked.discard(name)
         self._delivered.discard(name)
         self._states.pop(name, None)
-        metrics.forget_certificate(name)
+        metrics.CERTIFICATE_EXPIRES.remove(name)
         try:
             cluster = await self._members.cluster(name)
             live = await cluster.get(SECRET, render.SECRET)
-            if live is not None and _has(live, render.labels(name, member_uid)):
+            if live is not None and has_labels(live, render.labels(name, member_uid)):
                 await cluster.delete(SECRET, render.SECRET, uid=live["metadata"]["uid"])
         except PrfaasError as error:
             log.warning("MemberCluster %s: its Secret %s stays: %s", name, render.SECRET, error)
@@ -195,35 +194,29 @@ class Certificates:
         now = self._hub.client.now()
         self._since = self._since or now  # not before the hub's first answer has set the clock
         try:
-            issued = await self._issued(targets)
-            store = read.read_store(live, now) if live is not None else await self._first(targets, issued)
+            targets = await self._ask_issuer(targets)
+            if live is None:
+                await self._make_first(targets)
+                return
+            store = read.read_store(live, now)
         except PrfaasError as error:
             await self._hold(targets, reason_of(error), str(error))
             return
-        if store is None:
-            return
-        holders = [
-            await self._write(target, self._holder(target, store, issued, now), store, issued) for target in targets
-        ]
-        await self._step(live, store, holders, issued)
+        holders = [await self._write(target, store) for target in targets]
+        await self._step(live, store, holders, targets)
         self._tell(store, holders)
 
-    async def _targets(self) -> list[_ClusterSecret]:
+    async def _targets(self) -> list[_Target]:
         """Return the clusters that hold a certificate or need one, the hub first.
 
         A member that is not reached may hold one, so it counts.
         """
-        hub, found = self._hub.client, []
-        subject: Object = {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": render.SECRET, "namespace": hub.namespace, "uid": ""},
-        }
-        found.append(_ClusterSecret(HUB, render.labels(HUB), subject, hub, await hub.get(SECRET, render.SECRET)))
+        hub, subject = self._hub.client, self._subject(render.SECRET)
+        found = [_Target(HUB, render.labels(HUB), subject, hub, await hub.get(SECRET, render.SECRET))]
         # Listed again: a cluster that kopf's watch has not delivered yet counts before an authority is retired.
         members = await hub.list_all(MEMBER_CLUSTER)
         found += await asyncio.gather(*(self._member(member) for member in members))
-        foreign = {target.name for target in found if not _is_ours(target)}
+        foreign = {one.name for one in found if one.secret is not None and not has_labels(one.secret, one.labels)}
         names = [member["metadata"]["name"] for member in members]
         self._problems = {
             target.name: _problem(target, names) for target in found if target.problem or target.name in foreign
@@ -235,11 +228,10 @@ class Certificates:
             and (target.cluster is None or target.secret is not None or target.name in self._asked)
         ]
 
-    async def _member(self, member: Object) -> _ClusterSecret:
+    async def _member(self, member: Object) -> _Target:
         metadata = member["metadata"]
         name = metadata["name"]
-        subject = {"apiVersion": MEMBER_CLUSTER.api_version, "kind": MEMBER_CLUSTER.name, "metadata": metadata}
-        target = _ClusterSecret(name, render.labels(name, metadata["uid"]), subject, None)
+        target = _Target(name, render.labels(name, metadata["uid"]), manifest(MEMBER_CLUSTER, metadata), None)
         if not self._members.observed(name).reachable:
             return target
         try:
@@ -248,15 +240,25 @@ class Certificates:
         except PrfaasError as error:
             return target._replace(problem=str(error))
 
-    async def _issued(self, targets: Sequence[_ClusterSecret]) -> Mapping[str, _Issued] | None:
-        """Return the issuer's certificate for each cluster, None where the operator signs itself."""
-        if self._settings.issuer is None:
-            return None
-        names = [target.name for target in targets]
-        return await ask_issuer(self._hub.client, names, self._settings.issuer, self._settings.terms)
+    def _subject(self, secret: str) -> Object:
+        """Return a Secret of the hub as the object of Events, with or without that Secret."""
+        return manifest(SECRET, {"name": secret, "namespace": self._hub.client.namespace, "uid": ""})
 
-    async def _first(self, targets: Sequence[_ClusterSecret], issued: Mapping[str, _Issued] | None) -> Store | None:
-        """Make the first authority if there never was one; None until the next pass."""
+    async def _ask_issuer(self, targets: Sequence[_Target]) -> Sequence[_Target]:
+        """Request a certificate for each cluster from the issuer, if there is one, and add the issued ones.
+
+        Raises:
+            InvalidObjectError: cert-manager is not installed.
+        """
+        hub, issuer = self._hub.client, self._terms.issuer
+        if issuer is None:
+            return targets
+        known = {one["metadata"]["name"]: one for one in await hub.list_all(CERTIFICATE, selector=GROUP_MANAGED)}
+        wanted = [(target, render.certificate(target.name, issuer, self._terms.life)) for target in targets]
+        return [target._replace(issued=await _issued(hub, target.name, known, one)) for target, one in wanted]
+
+    async def _make_first(self, targets: Sequence[_Target]) -> None:
+        """Make the first authority if there never was one; the next pass uses it."""
         if any(target.secret for target in targets):
             await self._hold(
                 targets,
@@ -264,80 +266,68 @@ class Certificates:
                 f"Secret {render.AUTHORITY_SECRET} is gone, and instances hold certificates of it; restore it from a "
                 "backup, or see docs/tls.md to continue without it. Certificates in use stay valid until they expire",
             )
-            return None
-        if issued is None:
-            now = self._hub.client.now()
-            pair = read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, self._settings.terms)
-            store = read.first_store(identity.fingerprints(pair.certificate), pair.key)
-        else:
-            store = read.first_store(_authorities_of(issued))
+            return
+        if self._terms.mode is CertificateMode.ISSUER:
+            store = read.first_store(_authorities_of(targets))
             if not store.certificates:
-                await self._hold(targets, plan.PENDING, _why_not(issued))
-                return None
+                problems = (target.issued.problem for target in targets)
+                await self._hold(targets, plan.PENDING, next(filter(None, problems), "nothing has been issued yet"))
+                return
+        else:
+            pair = self._new_authority()
+            store = read.first_store(identity.fingerprints(pair.certificate), pair.key)
         # Server-side apply, because RBAC can limit an apply to one name even at the creation.
         await self._hub.client.apply(render.authority_secret(store.data, None))
         await self._say_of_authority(
             "Normal", "AuthorityCreated", "an authority for the clusters' certificates was made"
         )
         self._wake.set()
-        return None
 
-    def _holder(
-        self, target: _ClusterSecret, store: Store, issued: Mapping[str, _Issued] | None, now: datetime
-    ) -> Holder:
-        held = None if target.cluster is None else read.read_held(target.secret, store, now)
-        return Holder(target.name, held, issued[target.name].leaf if issued else None)
-
-    async def _write(
-        self, target: _ClusterSecret, holder: Holder, store: Store, issued: Mapping[str, _Issued] | None
-    ) -> Holder:
-        """Repair a cluster's Secret if needed; return its content."""
+    def _new_authority(self) -> KeyPair:
         now = self._hub.client.now()
-        what = plan.wanted(store.authorities, holder, self._settings.terms, now)
-        source = issued[target.name] if issued else None
-        if what is SecretChange.NOTHING or target.cluster is None:
-            problem = source.problem if source else ""
-            held = holder.held
-            return holder._replace(held=held._replace(problem=problem) if held and problem else held)
+        return read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, self._terms)
+
+    async def _write(self, target: _Target, store: Store) -> Holder:
+        """Repair a cluster's Secret if needed; return its content."""
+        now, issued = self._hub.client.now(), target.issued
+        held = None if target.cluster is None else read.read_held(target.secret, store, now)
+        holder = Holder(target.name, held, issued.leaf)
+        what = plan.wanted(store.authorities, holder, self._terms, now)
+        if target.cluster is None or held is None:
+            return holder
+        if what is SecretChange.NOTHING:
+            return holder._replace(held=held._replace(problem=issued.problem or held.problem))
         try:
             if target.secret is None and await target.cluster.get(SECRET, render.SECRET) is not None:
                 return holder  # another member in the same namespace wrote it a moment ago: the next pass reads it
             if what is SecretChange.TRUST:
                 pair = _pair_of(target.secret)
-            elif source is not None:
-                pair = _pair_of(source.secret)
+            elif self._terms.mode is CertificateMode.ISSUER:
+                pair = _pair_of(issued.secret)
             else:
-                pair = read.issue(store, target.name, now, self._settings.terms)
-            manifest = render.cluster_secret(target.labels, pair, store.bundle, now)
-            live = await target.cluster.apply(manifest)
+                pair = read.issue(store, target.name, now, self._terms)
+            live = await target.cluster.apply(render.cluster_secret(target.labels, pair, store.bundle, now))
         except PrfaasError as error:
             return holder._replace(held=Held(problem=str(error)))
-        held = read.read_held(live, store, now)
-        if what is SecretChange.CERTIFICATE and held.leaf is not None:
-            reason = "CertificateRenewed" if holder.held and holder.held.leaf else "CertificateIssued"
-            message = f"cluster {target.name} has a certificate until {held.leaf.validity.not_after:%F %R} UTC"
+        written = read.read_held(live, store, now)
+        if what is SecretChange.CERTIFICATE and written.leaf is not None:
+            reason = "CertificateRenewed" if held.leaf else "CertificateIssued"
+            message = f"cluster {target.name} has a certificate until {written.leaf.validity.not_after:%F %R} UTC"
             log.info("%s: %s", reason, message)
             await events.post(self._hub.client, target.subject, "Normal", reason, message)
-        return holder._replace(held=held)
+        return holder._replace(held=written)
 
-    async def _step(
-        self,
-        live: Object | None,
-        store: Store,
-        holders: Sequence[Holder],
-        issued: Mapping[str, _Issued] | None,
-    ) -> None:
+    async def _step(self, live: Object, store: Store, holders: Sequence[Holder], targets: Sequence[_Target]) -> None:
         """Take the next step of the authorities; the next pass sees its result."""
-        now, terms = self._hub.client.now(), self._settings.terms
-        step = plan.step(store.authorities, holders, terms, ObservedTime(now, self._since or now))
+        step = plan.step(store.authorities, holders, self._terms, self._moment())
         if step is None:
             return
         newcomers: Mapping[str, bytes] = {}
         key = b""
-        if issued is not None:
-            newcomers = _authorities_of(issued)
+        if self._terms.mode is CertificateMode.ISSUER:
+            newcomers = _authorities_of(targets)
         elif step is RotationStep.ANNOUNCE:
-            pair = read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, terms)
+            pair = self._new_authority()
             newcomers, key = identity.fingerprints(pair.certificate), pair.key
         elif step is RotationStep.PROMOTE:
             newcomers, key = {one: store.certificates[one] for one in store.authorities.next}, store.next_key
@@ -348,24 +338,22 @@ class Certificates:
         await self._say_of_authority("Normal", f"Authority{step.value}d", _TOLD[step])
         self._wake.set()
 
+    def _moment(self) -> ObservedTime:
+        now = self._hub.client.now()
+        return ObservedTime(now, self._since or now)
+
     def _tell(self, store: Store, holders: Sequence[Holder]) -> None:
         """Update conditions and metrics, and wake the objects whose conditions changed."""
-        now = self._hub.client.now()
-        held_up: tuple[str, ...] = ()
-        if store.authorities.next:
-            moment = ObservedTime(now, self._since or now)
-            held_up = plan.waiting_for(store.authorities, holders, self._settings.terms, moment)
-        self._set(
-            {one.cluster: plan.condition(store.authorities, one, held_up, now) for one in holders},
-            {one.cluster for one in holders if one.held is not None and one.held.leaf is not None},
-        )
-        if store.authorities.ends is not None:
-            metrics.AUTHORITY_EXPIRES.set(store.authorities.ends.timestamp())
-        for one in holders:
-            if one.held is not None and one.held.leaf is not None:
-                metrics.CERTIFICATE_EXPIRES.labels(one.cluster).set(one.held.leaf.validity.not_after.timestamp())
+        authorities, moment = store.authorities, self._moment()
+        held_up = plan.waiting_for(authorities, holders, self._terms, moment) if authorities.next else ()
+        leaves = {one.cluster: one.held.leaf for one in holders if one.held is not None and one.held.leaf is not None}
+        self._set({one.cluster: plan.condition(authorities, one, held_up, moment.now) for one in holders}, set(leaves))
+        if authorities.ends is not None:
+            metrics.AUTHORITY_EXPIRES.set(authorities.ends.timestamp())
+        for cluster, leaf in leaves.items():
+            metrics.CERTIFICATE_EXPIRES.labels(cluster).set(leaf.validity.not_after.timestamp())
 
-    async def _hold(self, targets: Sequence[_ClusterSecret], reason: str, message: str) -> None:
+    async def _hold(self, targets: Sequence[_Target], reason: str, message: str) -> None:
         """Change nothing, and say why: instances continue with their certificates."""
         self._set(
             {target.name: no(reason, message) for target in targets},
@@ -385,12 +373,8 @@ class Certificates:
     async def _say_of_authority(self, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Report a state of the authorities once, until the state changes."""
         level = logging.INFO if type_ == "Normal" else logging.ERROR
-        if not self._once.failed("authority", f"certificates: {reason}: {message}", level=level):
-            return
-        namespace = self._hub.client.namespace
-        metadata = {"name": render.AUTHORITY_SECRET, "namespace": namespace, "uid": ""}
-        subject = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
-        await events.post(self._hub.client, subject, type_, reason, message)
+        if self._once.failed("authority", f"certificates: {reason}: {message}", level=level):
+            await events.post(self._hub.client, self._subject(render.AUTHORITY_SECRET), type_, reason, message)
 
 
 _TOLD: Final[Mapping[RotationStep, str]] = {
@@ -400,16 +384,7 @@ _TOLD: Final[Mapping[RotationStep, str]] = {
 }
 
 
-def _is_ours(target: _ClusterSecret) -> bool:
-    return target.secret is None or _has(target.secret, target.labels)
-
-
-def _has(live: Object, wanted: Mapping[str, str]) -> bool:
-    present = live["metadata"].get("labels") or {}
-    return all(present.get(label) == value for label, value in wanted.items())
-
-
-def _problem(target: _ClusterSecret, members: Collection[str]) -> ConditionState:
+def _problem(target: _Target, members: Collection[str]) -> ConditionState:
     """Return why a Secret must not be touched, if so; `members` are the names of this hub's MemberClusters."""
     if target.problem:
         return no(
@@ -436,31 +411,20 @@ def _pair_of(secret: Object | None) -> KeyPair:
     return KeyPair(read.content(secret or {}, read.CERTIFICATE), read.content(secret or {}, read.KEY))
 
 
-async def ask_issuer(hub: ClusterClient, names: Iterable[str], issuer: Issuer, terms: Terms) -> Mapping[str, _Issued]:
-    """Request a certificate for each cluster, and return the issued ones.
-
-    Raises:
-        InvalidObjectError: cert-manager is not installed.
-    """
-    known = {one["metadata"]["name"]: one for one in await hub.list_all(CERTIFICATE, selector=GROUP_MANAGED)}
-    return {name: await _ask_for_one(hub, name, known, render.certificate(name, issuer, terms.life)) for name in names}
-
-
-async def _ask_for_one(hub: ClusterClient, name: str, known: Mapping[str, Object], manifest: Object) -> _Issued:
-    live = known.get(manifest["metadata"]["name"])
-    if live is None or view(live["spec"], manifest["spec"]) != manifest["spec"]:
-        live = await hub.apply(manifest)
+async def _issued(hub: ClusterClient, name: str, known: Mapping[str, Object], wanted: Object) -> _Issued:
+    """Apply the Certificate of one cluster if it differs; `known` are the present ones by name."""
+    live = known.get(wanted["metadata"]["name"])
+    if live is None or view(live["spec"], wanted["spec"]) != wanted["spec"]:
+        live = await hub.apply(wanted)
     secret = await hub.get(SECRET, render.issued_secret(name))
     if secret is None:
-        return _Issued(None, None, _why_pending(live))
+        return _Issued(problem=_why_pending(live))
     try:
         if not read.content(secret, read.TRUSTED).strip():
-            return _Issued(
-                None, None, f"the issuer gives no {read.TRUSTED}; choose an issuer that publishes its authority"
-            )
+            return _Issued(problem=f"the issuer gives no {read.TRUSTED}; choose an issuer that publishes its authority")
         return _Issued(read.read_issued(secret, hub.now()), secret)
     except PrfaasError as error:
-        return _Issued(None, None, f"Secret {render.issued_secret(name)}: {error}")
+        return _Issued(problem=f"Secret {render.issued_secret(name)}: {error}")
 
 
 def _why_pending(certificate: Object) -> str:
@@ -471,14 +435,10 @@ def _why_pending(certificate: Object) -> str:
     return f"{what}: {ready['message']}" if ready.get("message") else what
 
 
-def _authorities_of(issued: Mapping[str, _Issued]) -> dict[str, bytes]:
+def _authorities_of(targets: Iterable[_Target]) -> dict[str, bytes]:
+    """Return the authorities (PEM) of the issued certificates by fingerprint."""
     found: dict[str, bytes] = {}
-    for one in issued.values():
-        if one.leaf is not None and one.secret is not None:
-            known = identity.fingerprints(read.content(one.secret, read.TRUSTED))
-            found[one.leaf.authority] = known[one.leaf.authority]
+    for leaf, secret, _ in (target.issued for target in targets):
+        if leaf is not None and secret is not None:
+            found[leaf.authority] = identity.fingerprints(read.content(secret, read.TRUSTED))[leaf.authority]
     return found
-
-
-def _why_not(issued: Mapping[str, _Issued]) -> str:
-    return next((one.problem for one in issued.values() if one.problem), "nothing has been issued yet")

@@ -16,6 +16,7 @@ from prfaas.identity import CLOCK_SKEW, Validity
 from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan.certificates import (
     Authorities,
+    CertificateMode,
     Held,
     Holder,
     Leaf,
@@ -52,8 +53,8 @@ class World:
         self.left_behind: set[str] = set()
         self.steps: list[RotationStep] = []
         self.issued: dict[str, Leaf | None] = dict.fromkeys(CLUSTERS)
-        self.authorities = Authorities() if terms.by_issuer else self._own(self._name())
-        if terms.by_issuer:
+        self.authorities = Authorities() if terms.mode is CertificateMode.ISSUER else self._own(self._name())
+        if terms.mode is CertificateMode.ISSUER:
             self.issuer = self._name()
             self.authorities = Authorities(frozenset({self.issuer}))
             for name in CLUSTERS:
@@ -98,7 +99,7 @@ class World:
         self.steps.append(chosen)
         if chosen is RotationStep.PROMOTE:
             self.left_behind |= self.silent
-        if self.terms.by_issuer:
+        if self.terms.mode is CertificateMode.ISSUER:
             self.authorities = plan.after(self.authorities, chosen, plan.offered_by(self.holders()))
         elif chosen is RotationStep.ANNOUNCE:
             self.authorities = plan.after(self.authorities, chosen, frozenset({self._name()}))
@@ -165,18 +166,18 @@ def happen(world: World, event: str, cluster: str, minutes: int) -> None:
         world.since = world.now
     elif event == "delete":
         world.deleted.add(cluster)
-    elif event == "change" and world.terms.by_issuer:
+    elif event == "change" and world.terms.mode is CertificateMode.ISSUER:
         world.issuer = world._name()
-    elif event == "issue" and world.terms.by_issuer:
+    elif event == "issue" and world.terms.mode is CertificateMode.ISSUER:
         world.issue(cluster)
     world.tick()
 
 
-@pytest.mark.parametrize("by_issuer", [False, True])
+@pytest.mark.parametrize("mode", [CertificateMode.OPERATOR, CertificateMode.ISSUER])
 @given(story=events, due=st.integers(0, 210))
 @settings(max_examples=60, deadline=None)
-def test_whatever_happens_no_instance_refuses_another(by_issuer, story, due):
-    world = World(TERMS._replace(by_issuer=by_issuer))
+def test_whatever_happens_no_instance_refuses_another(mode, story, due):
+    world = World(TERMS._replace(mode=mode))
     world.tick()
     world.now += due * MINUTE  # so that stories begin everywhere in an authority's life
     for event, cluster, minutes in story:
@@ -194,13 +195,13 @@ def test_a_plan_that_does_not_wait_is_caught_by_this_model():
     assert found
 
 
-@pytest.mark.parametrize("by_issuer", [False, True])
-def test_authorities_change_in_three_steps_again_and_again_and_no_certificate_runs_out(by_issuer):
-    world = World(TERMS._replace(by_issuer=by_issuer))
+@pytest.mark.parametrize("mode", [CertificateMode.OPERATOR, CertificateMode.ISSUER])
+def test_authorities_change_in_three_steps_again_and_again_and_no_certificate_runs_out(mode):
+    world = World(TERMS._replace(mode=mode))
     for minute in range(1000):
-        if by_issuer and minute % 200 == 100:
+        if mode is CertificateMode.ISSUER and minute % 200 == 100:
             world.issuer = world._name()
-        if by_issuer and minute % 10 == 0:
+        if mode is CertificateMode.ISSUER and minute % 10 == 0:
             for name in CLUSTERS:
                 world.issue(name)
         happen(world, "pass", "hub", 1)
@@ -267,7 +268,7 @@ def test_a_lost_key_brings_a_successor_and_meanwhile_nothing_is_taken_away():
 
 
 def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
-    terms, moment = TERMS._replace(by_issuer=True), ObservedTime(START + 60 * MINUTE, START)
+    terms, moment = TERMS._replace(mode=CertificateMode.ISSUER), ObservedTime(START + 60 * MINUTE, START)
     holder = Holder("eu", Held(leaf("a"), frozenset("a"), START), leaf("b"))
     assert plan.wanted(STEADY, holder, terms, START) is SecretChange.NOTHING
     assert plan.step(STEADY, [holder], terms, moment) is RotationStep.ANNOUNCE

@@ -9,7 +9,7 @@ from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas_operator.errors import AuthorityDamagedError
 from prfaas_operator.plan import certificates_read as read
-from prfaas_operator.plan.certificates import CertificateMode, RotationStep, Terms, settings_of
+from prfaas_operator.plan.certificates import CertificateMode, RotationStep, Terms, terms_of
 from prfaas_operator.render import certificates as render
 
 NOW = datetime.now(UTC).replace(microsecond=0)
@@ -115,9 +115,9 @@ def test_a_template_inside_tls_changes_nothing_that_was_there():
 
 
 def test_cert_manager_is_asked_for_the_uri_both_usages_and_a_renewal_at_two_thirds():
-    settings = settings_of(CertificateMode.ISSUER, "ClusterIssuer.cert-manager.io/ours", 2160, 0.1, 60)
-    assert settings.issuer is not None
-    spec = render.certificate("eu", settings.issuer, settings.terms.life)["spec"]
+    terms = terms_of(CertificateMode.ISSUER, "ClusterIssuer.cert-manager.io/ours", 2160, 0.1, 60)
+    assert terms.issuer is not None
+    spec = render.certificate("eu", terms.issuer, terms.life)["spec"]
     assert spec["uris"] == ["spiffe://prfaas.io/cluster/eu"]
     assert {"client auth", "server auth"} <= set(spec["usages"])
     assert (spec["duration"], spec["renewBefore"]) == ("2160h0m0s", "720h0m0s")
@@ -136,4 +136,4 @@ def test_cert_manager_is_asked_for_the_uri_both_usages_and_a_renewal_at_two_thir
 )
 def test_settings_that_do_not_fit_together_are_refused(mode, issuer, hours, authority_hours):
     with pytest.raises(ConfigError):
-        settings_of(mode, issuer, hours, authority_hours, 60)
+        terms_of(mode, issuer, hours, authority_hours, 60)
