@@ -42,8 +42,6 @@ class GatewayParts:
 
 
 class Attempts:
-    """The attempts to serve one request."""
-
     def __init__(self, parts: GatewayParts, request: GatewayRequest, http: web.Request):
         self._parts = parts
         self._state = parts.state
@@ -197,7 +195,6 @@ class Attempts:
             self._state.offload_failed()
 
     async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> Decision:
-        """Return the next decision after a failed leg."""
         if failure.leg == "decode" and not failure.eject:
             name = route.decode.name
             self._state.saturation.refused(name, self._state.load(name), self._state.clock())
@@ -273,7 +270,6 @@ def _too_late(late: Overload) -> LateError:
 
 
 def _no_capacity(refusal: Refusal, facts: RoutingFacts) -> CapacityError:
-    """Return the error for a refusal, with its cause in the message."""
     if refusal.reason == "OffloadRejected":
         return CapacityError("the offload pool failed, and the policy's onOffloadFailure is Reject; try again later")
     known = sum(one.role == "decode" for one in facts.table.instances)

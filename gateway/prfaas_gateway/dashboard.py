@@ -83,7 +83,6 @@ class RequestHistory:
         self.started = clock()
 
     def add(self, request: GatewayRequest) -> None:
-        """Add a request that ended."""
         route = request.route
         prefilled_by = (route.prefill or route.decode) if route else None
         self.count += 1

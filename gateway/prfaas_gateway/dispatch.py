@@ -75,7 +75,6 @@ class Dispatcher:
 
 
 def _outcome_of(error: Exception) -> Outcome:
-    """Return the outcome label of an error."""
     if isinstance(error, RequestError) and not isinstance(error, LimitError):
         return "invalid"
     return "rejected" if isinstance(error, (CapacityError, LimitError)) else "failed"

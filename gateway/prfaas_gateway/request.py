@@ -192,7 +192,6 @@ class GatewayRequest:
             self.transfer_id = answer.headers.get(headers.TRANSFER_ID) or self.transfer_id
 
     def log_failed_leg(self, leg: str, instance: str, reason: str) -> None:
-        """Log a failed leg and add it to the span."""
         ids = {"request_id": self.request_id, "transfer_id": self.transfer_id}
         log.warning(line("leg failed", **ids, leg=leg, instance=instance, reason=reason))
         self.span.event("leg failed", leg=leg, instance=instance, reason=reason)

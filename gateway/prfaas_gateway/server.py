@@ -207,8 +207,6 @@ class PublicApp:
         return rule.threshold_tokens if rule else float("nan")
 
     def _for_clients(self, handler: Handler) -> Handler:
-        """Return a handler that requires a valid key."""
-
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
                 self._parts.auth.client(request)

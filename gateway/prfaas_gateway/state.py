@@ -244,9 +244,7 @@ class Ejections:
         return self._until_seconds
 
     def starting(self, name: str, now_seconds: float) -> None:
-        """Record a request to an instance. After an ended ejection, further requests avoid the instance until its
-        result.
-        """
+        """Record a request to an instance. After an ended ejection, others avoid the instance until its result."""
         failing = self._failing.get(name)
         if failing is not None:
             failing.probing = True

@@ -255,7 +255,6 @@ class StallTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def moved(self, limit_seconds: float) -> None:
-        """Restart the count, with this limit."""
         self._moved_seconds = self._now()
         self.limit_seconds = limit_seconds
 

@@ -85,8 +85,7 @@ class Upstream:
     async def post(self, worker: Instance, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Send a request and return the answer: its headers, and its body if it is not a stream.
 
-        Raises UnreachableError for a refused, late or lost connection or the wrong cluster, TimeoutError if a living
-        worker is late.
+        Raises UnreachableError for a refused or lost connection or another cluster, TimeoutError for a late answer.
         """
         url, tls = worker.url + path, self._tls(worker)
         data: Any = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
@@ -266,7 +265,6 @@ class _Proof(ssl.SSLObject):
     """A connection whose handshake succeeds only with the intended cluster."""
 
     def do_handshake(self) -> None:
-        """Continue the handshake; at its end check the cluster in the certificate."""
         super().do_handshake()
         context = self.context
         if isinstance(context, _Context):
@@ -284,8 +282,6 @@ class _Context(ssl.SSLContext):
 
 
 class _Known(NamedTuple):
-    """The read files and the contexts made of them, by cluster."""
-
     files: Files
     contexts: dict[str, _Context]
 

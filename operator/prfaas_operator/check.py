@@ -35,8 +35,6 @@ CONTACT_WARNING: Final = timedelta(minutes=3)
 
 
 class Finding(NamedTuple):
-    """The answer to one question."""
-
     check: str
     level: Level
     message: str
@@ -54,7 +52,6 @@ async def check(hub: KubeContext, name: str | None) -> list[CheckReport]:
 
     Raises:
         ConfigError: there is no such MemberCluster, or the hub refuses what a check has to read.
-
     """
     async with open_context(hub) as here:
         found = [read(MemberCluster, one) for one in await here.cluster.list_all(kinds.MEMBER_CLUSTER)]
@@ -123,9 +120,7 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
 
 
 def _not_from_here(member: MemberCluster, error: PrfaasError) -> Finding:
-    """Return the finding for a member that this machine cannot reach; it fails only if the operator cannot reach it
-    either.
-    """
+    """Return the finding for a member that this machine cannot reach: failed if the operator cannot either."""
     reached = any(one.type == REACHABLE and one.status == "True" for one in member.status.conditions)
     told = f"{error}; the operator {'reaches it' if reached else 'does not reach it either'}"
     return Finding("from here", "warning" if reached and not isinstance(error, ConfigError) else "failed", told)
@@ -186,7 +181,6 @@ def is_well(findings: Iterable[Finding]) -> bool:
 
 
 def operators_view(member: MemberCluster) -> Finding:
-    """Return the last state of a member that the operator wrote."""
     ready = next((one for one in member.status.conditions if one.type == READY), None)
     if ready is None:
         return Finding("operator", "failed", "no operator has reconciled it; see `kubectl get deploy prfaas-operator`")
@@ -194,7 +188,6 @@ def operators_view(member: MemberCluster) -> Finding:
 
 
 def last_contact(member: MemberCluster, now: datetime) -> Finding:
-    """Return the time since the member last answered the operator."""
     contact = member.status.last_contact_time
     if contact is None:
         return Finding("last contact", "failed", "the operator has never been answered")
@@ -204,7 +197,6 @@ def last_contact(member: MemberCluster, now: datetime) -> Finding:
 
 
 def token_finding(facts: TokenFacts | None, name: str, now: datetime) -> Finding:
-    """Return the remaining life of a member's token."""
     if facts is None:
         return Finding("token", "ok", "the credential has no end of its own")
     until = f"until {rfc3339(facts.expires_at)}"
@@ -251,9 +243,7 @@ def rights_finding(asked: Mapping[str, bool]) -> Finding:
 def data_path_finding(links: Sequence[Condition], reached: Mapping[str, bool]) -> Finding:
     """Return if the data path works. The schedulers' measurement decides; connections from this machine are only shown.
 
-    Args:
-        links: the conditions LinkHealthy of the policies that use pools of the cluster.
-        reached: instances by `HOST:PORT`, and if a connection from here succeeded.
+    `links` are the conditions LinkHealthy of the cluster's policies, `reached` the connections by `HOST:PORT`.
     """
     broken = [link for link in links if link.status == "False"]
     if broken:

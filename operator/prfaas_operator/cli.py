@@ -25,8 +25,6 @@ app = new_app(help="Register member clusters in the hub.", no_args_is_help=True)
 
 
 class Addressing(StrEnum):
-    """The address of a worker pod that the hub uses."""
-
     POD_IP = "PodIP"
     HOST_IP = "HostIP"
 

@@ -79,10 +79,7 @@ class Ending:
 class Election:
     """One candidate. Every write asks `may_write` first, also a write that was prepared long before.
 
-    Args:
-        session: calls the hub's API server.
-        namespace: of the Lease.
-        ready: set once this replica leads or stands by.
+    `ready` is set once this replica leads or stands by.
     """
 
     def __init__(self, session: KubeSession, namespace: str, ready: asyncio.Event):

@@ -33,8 +33,7 @@ async def join(
     token_days: int,
     wait_seconds: float,
 ) -> Object:
-    """Make the account in the member, and the Secret and MemberCluster in the hub; return the MemberCluster when it is
-    Ready.
+    """Make the account in the member, Secret and MemberCluster in the hub; return the MemberCluster once it is Ready.
 
     A second run renews the token and the registration. The token expires after `token_days` or when the member's API
     server says; the operator renews it long before.

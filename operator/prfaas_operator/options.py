@@ -26,8 +26,6 @@ _PORT = whole_number(1, 65535)
 
 
 class OperatorOptions(NamedTuple):
-    """The command line."""
-
     namespace: Annotated[str, typer.Option(help="Namespace in the hub.")]
     host: Annotated[str, typer.Option(help="Address to serve health and metrics on.")] = "127.0.0.1"
     metrics_port: Annotated[int, typer.Option(parser=_PORT, metavar="PORT", help="Port of /metrics.")] = (

@@ -25,13 +25,7 @@ MAX_NAMED: Final = 10
 
 
 def read(kubeconfig: Path | None, context: str | None, namespace: str, policy: str | None) -> PlanFile:
-    """Return the system of a policy's pools, and its load.
-
-    Args:
-        kubeconfig: of the hub; by default the usual one.
-        context: in it; by default the current one.
-        namespace: where prfaas is installed.
-        policy: name of the PrfaaSPolicy; None for the only one.
+    """Return the system of a policy's pools, and its load; by default of the only policy there is.
 
     Raises:
         ConfigError: there is no such policy, or measurements are missing; the message names them.

@@ -14,7 +14,7 @@ import kopf
 from prfaas.errors import ConfigError
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
 from prfaas_operator import http, metrics
-from prfaas_operator.clusters.client import ClusterClient, Gate
+from prfaas_operator.clusters.client import ClusterClient, MayWrite, always
 from prfaas_operator.clusters.connect import connect_hub, connect_member, hub_session
 from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL
 from prfaas_operator.controller import handlers
@@ -52,8 +52,6 @@ def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo |
 
 
 class _Operator(NamedTuple):
-    """The parts of a working operator that its process starts and ends."""
-
     controller: Controller
     members: Members
     certificates: Certificates
@@ -105,15 +103,16 @@ async def running(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def lead(options: OperatorOptions, gate: Gate, health: http.Health, ending: Ending, term: asyncio.Event) -> None:
-    """Reconcile until `term` is set."""
-    hub = connect_hub(options.namespace, gate)
+async def lead(
+    options: OperatorOptions, may_write: MayWrite, health: http.Health, ending: Ending, term: asyncio.Event
+) -> None:
+    hub, connect = connect_hub(options.namespace, may_write), partial(connect_member, may_write=may_write)
     try:
         is_served = partial(hub.check_served, (MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY))
         await is_served()  # Fails at once and names the kind that is missing or cannot be read.
         again = True
         while again and not term.is_set():
-            async with running(hub, partial(connect_member, gate=gate), options, health) as operator:
+            async with running(hub, connect, options, health) as operator:
                 operate = partial(_operate, operator, options.namespace, health, ending)
                 again = await handlers.follow(operate, term)
             if again:
@@ -150,10 +149,9 @@ async def serve(options: OperatorOptions) -> None:
     async with http.serving(options, health):
         if not options.leader_elect:
             metrics.LEADER.set(1)
-            await lead(options, Gate(lambda: True, metrics.count_request), health, ending, ending.term)
+            await lead(options, always, health, ending, ending.term)
             return
         # The Lease has connections of its own, so that it waits behind no other call.
         async with hub_session() as session:
             election = Election(session, options.namespace, health.ready)
-            gate = Gate(election.may_write, metrics.count_request)
-            await election.run(partial(lead, options, gate, health, ending), ending)
+            await election.run(partial(lead, options, election.may_write, health, ending), ending)

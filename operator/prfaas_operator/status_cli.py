@@ -4,6 +4,7 @@ only.
 
 import asyncio
 import json
+from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Final
 
@@ -18,7 +19,7 @@ from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, open_context
 from prfaas_operator.plan.reading import read_each
-from prfaas_operator.status_view import NamespaceObjects, Overview, drawn, lines, overview
+from prfaas_operator.status_view import Overview, drawn, lines, overview
 
 WATCH_SECONDS: Final = 1.0
 
@@ -31,8 +32,8 @@ async def look(hub: ClusterClient) -> Overview:
         *(hub.list_all(kind) for kind in (kinds.MEMBER_CLUSTER, kinds.PREFILL_POOL, kinds.DECODE_POOL, kinds.POLICY))
     )
     pools = [*read_each(DecodePool, decode), *read_each(PrefillPool, prefill)]
-    seen = NamespaceObjects(hub.namespace, read_each(MemberCluster, members), pools, read_each(PrfaaSPolicy, policies))
-    return overview(seen, hub.now())
+    known = read_each(MemberCluster, members), pools, read_each(PrfaaSPolicy, policies)
+    return overview(hub.namespace, *known, hub.now())
 
 
 @app.command()
@@ -64,7 +65,7 @@ async def _once(target: KubeContext, console: Console, output: str) -> None:
 
 def _show(view: Overview, console: Console, output: str) -> None:
     if output == "json":
-        typer.echo(json.dumps(view.to_dict()))
+        typer.echo(json.dumps(asdict(view)))
     elif console.is_terminal:
         console.print(drawn(view, _title(view)))
     else:
@@ -103,7 +104,7 @@ async def _follow_changes(hub: ClusterClient, console: Console, output: str) -> 
 
 
 def _without_ages(view: Overview) -> dict:
-    facts = view.to_dict()
+    facts = asdict(view)
     for cluster in facts["clusters"]:
         cluster["contact_seconds"] = None
     return facts

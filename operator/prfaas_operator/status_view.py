@@ -5,9 +5,9 @@ drawing for a terminal, or plain lines without one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -18,6 +18,7 @@ from prfaas import names
 from prfaas.api import Condition, MemberCluster, PrefillPool, PrfaaSPolicy
 from prfaas.api.base import Resource
 from prfaas_operator.plan.conditions import READY
+from prfaas_operator.plan.member import users_of
 from prfaas_operator.plan.pool_status import Pool, role_of
 
 NOT_SEEN: Final = "NotSeenYet"
@@ -71,8 +72,6 @@ class PolicyView:
 
 @dataclass(frozen=True)
 class FailingCondition:
-    """A condition that does not hold."""
-
     kind: str
     name: str
     condition: str
@@ -83,38 +82,33 @@ class FailingCondition:
 
 @dataclass(frozen=True)
 class Overview:
-    """All of one namespace."""
-
     namespace: str
     clusters: tuple[ClusterSummary, ...]
     policies: tuple[PolicyView, ...]
     failing: tuple[FailingCondition, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class NamespaceObjects:
-    """The objects of one namespace as the API server returned them."""
-
-    namespace: str
-    members: Sequence[MemberCluster]
-    pools: Sequence[Pool]
-    policies: Sequence[PrfaaSPolicy]
-
-
-def overview(seen: NamespaceObjects, now: datetime) -> Overview:
+def overview(
+    namespace: str,
+    members: Sequence[MemberCluster],
+    pools: Sequence[Pool],
+    policies: Sequence[PrfaaSPolicy],
+    now: datetime,
+) -> Overview:
     """Sort the objects of a namespace into an overview: the hub first, then members by name."""
-    members = sorted(seen.members, key=lambda member: member.metadata.name)
-    hub = ClusterSummary(names.HUB, True, "", "", None, None, None, _pools(seen.pools, ""))
-    everything: list[Resource] = [*seen.policies, *members, *seen.pools]
+    members = sorted(members, key=_name)
+    hub = ClusterSummary(names.HUB, True, "", "", None, None, None, _pools(pools, ""))
+    everything: list[Resource] = [*policies, *members, *pools]
     return Overview(
-        seen.namespace,
-        (hub, *(_member(member, seen, now) for member in members)),
-        tuple(_policy(policy) for policy in sorted(seen.policies, key=lambda policy: policy.metadata.name)),
+        namespace,
+        (hub, *(_member(member, pools, policies, now) for member in members)),
+        tuple(_policy(policy) for policy in sorted(policies, key=_name)),
         tuple(each for one in everything for each in _failing(one)),
     )
+
+
+def _name(one: Resource) -> str:
+    return one.metadata.name
 
 
 def _conditions(one: Resource) -> Sequence[Condition]:
@@ -127,25 +121,30 @@ def _readiness(one: Resource) -> tuple[bool, str]:
 
 
 def _pools(pools: Iterable[Pool], cluster: str) -> tuple[PoolView, ...]:
-    here = sorted((pool for pool in pools if pool.spec.cluster_name == cluster), key=lambda pool: pool.metadata.name)
-    return tuple(_pool(pool) for pool in here)
+    return tuple(
+        PoolView(
+            pool.kind_name,
+            pool.metadata.name,
+            role_of(pool),
+            cluster or names.HUB,
+            pool.status.ready_replicas,
+            pool.spec.replicas,
+            *_readiness(pool),
+        )
+        for pool in sorted(pools, key=_name)
+        if pool.spec.cluster_name == cluster
+    )
 
 
-def _pool(pool: Pool) -> PoolView:
-    cluster = pool.spec.cluster_name or names.HUB
-    counts = (pool.status.ready_replicas, pool.spec.replicas)
-    return PoolView(pool.kind_name, pool.metadata.name, role_of(pool), cluster, *counts, *_readiness(pool))
-
-
-def _member(member: MemberCluster, seen: NamespaceObjects, now: datetime) -> ClusterSummary:
+def _member(
+    member: MemberCluster, pools: Sequence[Pool], policies: Sequence[PrfaaSPolicy], now: datetime
+) -> ClusterSummary:
     name, contact = member.metadata.name, member.status.last_contact_time
-    here = {
-        pool.metadata.name for pool in seen.pools if isinstance(pool, PrefillPool) and pool.spec.cluster_name == name
-    }
+    here = users_of(name, [pool for pool in pools if isinstance(pool, PrefillPool)])
     through = [
         policy.status.link_utilisation_percent
-        for policy in seen.policies
-        if here & set(policy.spec.prefill_pools) and policy.status.link_utilisation_percent is not None
+        for policy in policies
+        if set(here) & set(policy.spec.prefill_pools) and policy.status.link_utilisation_percent is not None
     ]
     return ClusterSummary(
         name,
@@ -154,7 +153,7 @@ def _member(member: MemberCluster, seen: NamespaceObjects, now: datetime) -> Clu
         member.spec.link.capacity_mbps,
         max(through, default=None),
         max(0, round((now.astimezone(UTC) - datetime.fromisoformat(contact)).total_seconds())) if contact else None,
-        _pools(seen.pools, name),
+        _pools(pools, name),
     )
 
 

@@ -44,15 +44,7 @@ class Known(NamedTuple):
 
 
 class Loop:
-    """The short timescale of one policy.
-
-    Args:
-        gateway: of this pod.
-        http: client session for Prometheus.
-        metrics: our own.
-        clock: monotonic seconds.
-
-    """
+    """The short timescale of one policy; `http` is the session for Prometheus."""
 
     def __init__(
         self,

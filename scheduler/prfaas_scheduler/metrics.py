@@ -10,8 +10,6 @@ STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class SchedulerMetrics:
-    """All metrics of one scheduler, in a registry of their own."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -59,8 +57,6 @@ class SchedulerMetrics:
                 self.utilisation_percent.labels(link.cluster).set(link.utilisation_percent)
 
     def application(self) -> web.Application:
-        """Return an application that answers GET /metrics."""
-
         async def expose(_: web.Request) -> web.Response:
             return web.Response(body=generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 

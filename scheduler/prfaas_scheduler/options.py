@@ -18,8 +18,6 @@ Example:
 
 
 class SchedulerOptions(NamedTuple):
-    """The command line."""
-
     control_socket: Annotated[Path, typer.Option(help="Unix socket of the gateway in this pod.")]
     policy: Annotated[str, typer.Option(help="Name of the PrfaaSPolicy whose status is written.")]
     namespace: Annotated[str, typer.Option(help="Namespace of the policy.")]

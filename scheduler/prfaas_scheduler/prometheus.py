@@ -45,14 +45,7 @@ class _Answer(msgspec.Struct, rename="camel"):
 
 
 class Prometheus:
-    """One Prometheus.
-
-    Args:
-        http: an open client session; closed by its owner.
-        url: base URL, with a path prefix if there is one.
-        timeout_seconds: for every query, answer included.
-
-    """
+    """One Prometheus. The base `url` may have a path prefix; `timeout_seconds` is for every query with its answer."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, timeout_seconds: float):
         self._http = http
@@ -62,9 +55,7 @@ class Prometheus:
     async def vector(self, query: str) -> list[Figure]:
         """Return the elements of an instant vector, or the one of a scalar; empty when nothing matches.
 
-        Raises:
-            UnreachableError, ConfigError, ProtocolError: as the module says.
-
+        Raises UnreachableError, ConfigError and ProtocolError, as the module says.
         """
         # Prometheus gives up at its own timeout, so that a slow query does not run longer than we wait for it.
         form = {"query": query, "timeout": f"{self._timeout_seconds:g}s"}

@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 
 async def serve(options: SchedulerOptions) -> None:
-    """Run every part until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

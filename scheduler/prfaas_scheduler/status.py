@@ -78,14 +78,8 @@ def report_of(
 ) -> Report:
     """Return the report after a step.
 
-    Args:
-        table: the policy's.
-        step: what was decided.
-        errors: of its queries.
-        offloaded: percent of recent requests, if known.
-        before: what was said before.
-        observed: the summary for the long loop, if there is one.
-
+    `errors` are those of its queries, `offloaded` is in percent of recent requests, and `observed` is the summary for
+    the long loop.
     """
     fresh = metrics_fresh(table, step, errors)
     if fresh is None:  # held: neither fresh nor yet stale
@@ -169,16 +163,9 @@ def lease_name(policy: str) -> str:
 
 
 class Publisher:
-    """One candidate for writing the status of one policy.
+    """One candidate for writing the status of one policy; `latest` returns the report as it stands.
 
-    Args:
-        session: with the API server; its account may get and patch the policy's status, and get and update the
-            Lease.
-        policy: which PrfaaSPolicy.
-        identity: this replica's name.
-        latest: returns the report as it stands.
-        clock: monotonic seconds.
-
+    The session's account may get and patch the policy's status, and get and update the Lease.
     """
 
     def __init__(

@@ -26,11 +26,8 @@ _ONE: Final = msgspec.Raw(b"1")
 class LegFailedError(PeerError):
     """A leg failed before any byte of the answer was relayed, so the request may be retried at another instance.
 
-    Args:
-        message: cause and place of the failure.
-        leg: the failed leg.
-        eject: whether to eject the instance; False if it is only full.
-        answer: the worker's error answer, for the client if no other instance can serve.
+    `eject` is False for an instance that is only full. The client gets the worker's error `answer` if no other instance
+    can serve.
     """
 
     def __init__(self, message: str, *, leg: LegName, eject: bool, answer: Answer | None = None):
@@ -41,17 +38,12 @@ class LegFailedError(PeerError):
 
 
 class EngineProtocol(Protocol):
-    """A protocol between gateway and workers.
-
-    `open` runs all legs of one route up to the client's answer and reports which leg failed. `prfaas.routing` decides
-    what to do then.
-    """
+    """A protocol between gateway and workers. It reports which leg failed; `prfaas.routing` decides what to do then."""
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        """Serve a request along a route and return the answer, from its first token on.
+        """Run all legs of a route and return the client's answer, from its first token on.
 
-        Raises LegFailedError for a failed leg (nothing was sent to the client), TimeoutError if the first token is
-        late.
+        Raises LegFailedError for a failed leg (nothing was sent to the client), TimeoutError for a late first token.
         """
         ...
 

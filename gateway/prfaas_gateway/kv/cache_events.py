@@ -46,8 +46,7 @@ class EventStream(Protocol):
     def portions(self) -> AsyncGenerator[Iterator[None], None]:
         """Follow one connection to its end; yield after each applied portion.
 
-        Raises NoStreamError if there is no such stream, PrfaasError for a lost connection or damaged data, TimeoutError
-        after silence.
+        Raises NoStreamError without such a stream, PrfaasError if it is lost or damaged, TimeoutError after silence.
         """
         ...
 
@@ -126,6 +125,5 @@ def medium_of(name: str | None) -> int:
 
 
 def portions_of(names: list[BlockHash]) -> Iterator[list[int]]:
-    """Yield the keys of blocks in portions."""
     for start in range(0, len(names), PORTION_BLOCKS):
         yield keys_of(names[start : start + PORTION_BLOCKS])

@@ -60,7 +60,6 @@ class ForeignEventStream:
         return self._reader.lives + self._events.emptied
 
     async def portions(self) -> AsyncGenerator[Iterator[None], None]:
-        """Follow one connection to its end; yield after each applied portion."""
         reader = self._reader
         message, is_check = None, False
         async with connected(self._host, names.KV_EVENTS_PORT, "SUB") as live:

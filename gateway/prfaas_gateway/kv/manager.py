@@ -130,7 +130,6 @@ class KvManager:
         return told
 
     def note_placed(self, request: GatewayRequest, route: Route) -> None:
-        """Record the instances that took a request."""
         prefiller = route.prefill or route.decode
         self._metrics.matched_tokens.inc(request.cached_on.get(prefiller.name, 0))
         if route.prefix is not None:

@@ -156,8 +156,6 @@ class _Snapshot(msgspec.Struct, frozen=True):
 
 
 class _Place:
-    """The reader's position in one topic."""
-
     def __init__(self) -> None:
         self.next_seq = 0
         self._snapshot_seq = 0

@@ -105,8 +105,7 @@ class ZmtpConnection:
 async def connected(host: str, port: int, kind: SocketType) -> AsyncIterator[ZmtpConnection]:
     """Hold a connection while the block runs.
 
-    Raises UnreachableError for a failed or lost connection, also while the block runs, and ProtocolError for another
-    protocol.
+    Raises UnreachableError for a failed or lost connection, also in the block, and ProtocolError for another protocol.
     """
     loop = asyncio.get_running_loop()
     writer: asyncio.StreamWriter | None = None

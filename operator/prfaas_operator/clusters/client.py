@@ -24,7 +24,7 @@ from prfaas.kube.session import (
 )
 from prfaas.kube.watch import ExpiredError, WatchEvent, watch_events
 from prfaas.names import API_VERSION, FIELD_MANAGER_OPERATOR
-from prfaas_operator import errors
+from prfaas_operator import errors, metrics
 from prfaas_operator.clusters.kinds import BY_NAME, SERVICE_ACCOUNT, Object
 from prfaas_operator.clusters.throttle import Throttle, asked_rest_seconds
 
@@ -61,14 +61,13 @@ class Probe(NamedTuple):
     seconds: float
 
 
-class Gate(NamedTuple):
-    """Decides if a process may write, and gets every call as (cluster, verb, code)."""
-
-    may_write: Callable[[], bool]
-    count: Callable[[str, str, str], None]
+MayWrite = Callable[[], bool]
+"""Returns false while another process may write instead of this one."""
 
 
-OPEN: Final = Gate(lambda: True, lambda *_: None)
+def always() -> bool:
+    """Permit every write: this process has no rival."""
+    return True
 
 
 class ServerClock:
@@ -84,8 +83,7 @@ class ServerClock:
         self._ahead_seconds: float | None = None
 
     def heard(self, headers: Mapping[str, str] | None) -> None:
-        """Set the clock from the headers of an answer; an answer without a date, as from some proxies, changes
-        nothing."""
+        """Set the clock from an answer's headers; some proxies send no date, which changes nothing."""
         text = next((value for name, value in (headers or {}).items() if name.lower() == "date"), "")
         try:
             self._ahead_seconds = parsedate_to_datetime(text).timestamp() - self._monotonic()
@@ -110,7 +108,7 @@ class ClusterClient:
         label: the cluster's name in error messages, for example "cluster prefill-eu".
         field_manager: owner of the fields that `apply` sends; every writer needs its own, because an apply removes
             the fields that the same manager sent before and leaves out now.
-        gate: allows or refuses each write right before it, and counts the calls.
+        may_write: allows or refuses each write right before it.
     """
 
     def __init__(
@@ -120,10 +118,10 @@ class ClusterClient:
         label: str,
         field_manager: str = FIELD_MANAGER_OPERATOR,
         *,
-        gate: Gate = OPEN,
+        may_write: MayWrite = always,
     ):
         self.namespace = namespace
-        self._gate = gate
+        self._may_write = may_write
         self._label = label
         self._field_manager = field_manager
         self._session = session
@@ -136,8 +134,7 @@ class ClusterClient:
         return str((await self._call("GET", "/version", "version", at_once=True)).get("gitVersion", ""))
 
     def now(self) -> datetime:
-        """Return the server's time, or this machine's before the first answer; use it to date everything written
-        there."""
+        """Return the server's time, or this machine's before the first answer. It dates everything written there."""
         return self._clock.now()
 
     async def get(self, kind: ObjectKind, name: str) -> Object | None:
@@ -200,8 +197,7 @@ class ClusterClient:
             raise self._missing("", error) from error
 
     async def merge(self, kind: ObjectKind, name: str, patch: Object) -> Object:
-        """Apply a JSON merge patch; ConflictError when the patch names a resourceVersion that is not the present
-        one."""
+        """Apply a JSON merge patch; ConflictError when the patch names an old resourceVersion."""
         path = kind.path(self.namespace, name)
         try:
             return await self._call("PATCH", path, f"{kind.name} {name}", body=patch, content_type=MERGE_PATCH)
@@ -220,7 +216,6 @@ class ClusterClient:
         return str(answer["status"]["token"])
 
     def use_token(self, token: str) -> None:
-        """Use another bearer token from the next call on."""
         self._session.authorization = bearer(token)
 
     async def delete(self, kind: ObjectKind, name: str, *, uid: str = "") -> None:
@@ -234,8 +229,7 @@ class ClusterClient:
             return
 
     async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
-        """Yield changes after resource version `since` for about a minute; ExpiredError when that version is too
-        old."""
+        """Yield changes after resource version `since` for about a minute; ExpiredError when that is too old."""
         what = f"watch of {kind.plural}"
         if not await self._throttle.turn():
             raise self._overdue(what)
@@ -272,7 +266,7 @@ class ClusterClient:
             async with self._throttle.under_way(at_once=at_once) as may_call:
                 if not may_call:
                     raise self._overdue(what)
-                if method != "GET" and not self._gate.may_write():
+                if method != "GET" and not self._may_write():
                     raise errors.NotLeaderError(f"{self._label}, {what}: not written, another replica may lead by now")
                 with contextlib.suppress(_BusyError):
                     return (await self._call_once(method, path, what, **sent)).content
@@ -304,7 +298,7 @@ class ClusterClient:
             self._clock.heard(error.headers)
             raise
         finally:
-            self._gate.count(self._label.removeprefix("cluster "), verb, answer["code"])
+            metrics.API_REQUESTS.labels(self._label.removeprefix("cluster "), verb, answer["code"]).inc()
 
     def _missing(self, subresource: str, error: Exception) -> Exception:
         """Return the error for a 404 on a write: the namespace is missing, or the object of a subresource is gone."""

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from prfaas.errors import ConfigError
 from prfaas.kube import kubeconfig
 from prfaas.kube.session import KubeSession, bearer, client_tls
-from prfaas_operator.clusters.client import OPEN, ClusterClient, Gate
+from prfaas_operator.clusters.client import ClusterClient, MayWrite, always
 from prfaas_operator.errors import KubeconfigRefusedError
 from prfaas_operator.plan.credentials import Access
 
@@ -50,9 +50,9 @@ def hub_session() -> KubeSession:
         ) from error
 
 
-def connect_hub(namespace: str, gate: Gate = OPEN) -> ClusterClient:
+def connect_hub(namespace: str, may_write: MayWrite) -> ClusterClient:
     """Return a client of the hub's API server."""
-    return ClusterClient(hub_session(), namespace, "hub", gate=gate)
+    return ClusterClient(hub_session(), namespace, "hub", may_write=may_write)
 
 
 @asynccontextmanager
@@ -67,7 +67,9 @@ async def open_context(given: KubeContext) -> AsyncIterator[Terminal]:
         await cluster.close()
 
 
-async def connect_member(name: str, namespace: str, access: Access, gate: Gate = OPEN) -> ClusterClient:
+async def connect_member(
+    name: str, namespace: str, access: Access, may_write: MayWrite = always
+) -> ClusterClient:
     """Connect to a member cluster with the access that its kubeconfig was reduced to.
 
     Raises:
@@ -87,4 +89,4 @@ async def connect_member(name: str, namespace: str, access: Access, gate: Gate =
         tls_server_name=access.tls_server_name,
         connections=CONNECTIONS,
     )
-    return ClusterClient(session, namespace, f"cluster {name}", gate=gate)
+    return ClusterClient(session, namespace, f"cluster {name}", may_write=may_write)

@@ -64,7 +64,6 @@ class Informer(Generic[T]):
         self._versions: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Watch the API server until cancelled."""
         while True:
             self.is_fresh = False
             backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, jitter=False)

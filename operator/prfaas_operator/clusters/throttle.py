@@ -25,8 +25,6 @@ LONGEST_REST_SECONDS: Final = 60.0
 
 
 class Throttle:
-    """The rate limit of all calls to one API server."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._calls = RateBucket(CALLS_PER_SECOND, BURST_CALLS, clock())

@@ -26,13 +26,9 @@ class ChildFacts(NamedTuple):
 
 
 class ChildCache:
-    """The children with a label in one cluster, with their resourceVersions.
+    """The children with a label in one cluster; `on_change` gets each one that appeared, changed or went.
 
     Children of a kind that may not be watched, as under the rights of an earlier chart in a member, are read with GET.
-
-    Args:
-        cluster, selector: the namespace and the label.
-        on_change: called with each child that appeared, changed or went.
     """
 
     def __init__(self, cluster: ClusterClient, selector: str, on_change: Callable[[ChildFacts], None]):
@@ -51,15 +47,13 @@ class ChildCache:
         return all(informer.is_fresh for informer in self.followed.values())
 
     def pool_uids(self, *kinds: ObjectKind) -> set[str] | None:
-        """Return the uids of the pools that have children of some kinds; None while one of these kinds is not
-        watched."""
+        """Return the uids of the pools with children of some kinds; None while one of these is not watched."""
         if not all(self.followed[kind].is_fresh for kind in kinds):
             return None
         return {child.pool_uid for kind in kinds for child in self.followed[kind].items.values()}
 
 
 def project_child(body: Object) -> ChildFacts:
-    """Reduce a child to the facts that the cache keeps."""
     metadata = body["metadata"]
     pool_uid = (metadata.get("labels") or {}).get(names.LABEL_POOL_UID, "")
     return ChildFacts(metadata["name"], metadata["uid"], pool_uid, metadata["resourceVersion"])

@@ -46,7 +46,6 @@ class EditLimiter:
         self._held_back_at = float("-inf")
 
     def may_revert(self, uid: str) -> bool:
-        """Return true if an edit of the child may be reverted now."""
         times, now = self._at.get(uid), self._clock()
         may = times is None or len(times) < EDITS_AT_ONCE or now - times[0] > EDIT_WINDOW_SECONDS
         if not may:
@@ -99,9 +98,7 @@ class _Child(NamedTuple):
 class Children:
     """Applies children, and remembers the state in which it left them; all of that can be lost.
 
-    Args:
-        hub: the owners of the children; also gets their Events.
-        cache_of: returns the child cache of a cluster; None right after the cluster was removed.
+    `cache_of` returns the child cache of a cluster, None right after the cluster was removed.
     """
 
     def __init__(self, hub: HubView, cache_of: Callable[[ClusterClient], ChildCache | None]):

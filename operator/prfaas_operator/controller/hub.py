@@ -40,12 +40,7 @@ DEPENDANTS: Final[dict[ObjectKind, tuple[ObjectKind, ...]]] = {
 
 
 class HubView:
-    """The hub's namespace.
-
-    Args:
-        client: the hub's API server.
-        queue: wakes objects after changes.
-    """
+    """The hub's namespace. It wakes the objects that a change concerns."""
 
     def __init__(self, client: ClusterClient, queue: ReconcileQueue):
         self.client = client
@@ -63,8 +58,7 @@ class HubView:
         return self.pods, *self.children.followed.values()
 
     def put(self, kind: ObjectKind, body: Object) -> None:
-        """Store the state of an object, unless a newer one is known; wake the object and the objects that depend on
-        it."""
+        """Store the state of an object, unless a newer one is known; wake it and all that depends on it."""
         name = body["metadata"]["name"]
         ref = Ref(kind, name)
         known = self._objects.get(ref)
@@ -90,7 +84,6 @@ class HubView:
         self.put(BY_NAME[written["kind"]], written)
 
     async def refresh(self, ref: Ref) -> None:
-        """Read an object from the API server."""
         before = self._objects.get(ref)
         live = await self.client.get(ref.kind, ref.name)
         if live is not None:
@@ -126,7 +119,6 @@ class HubView:
         return {pool.cluster for pool in self.sharers.values()}
 
     def observed(self) -> ObservedCluster:
-        """Return the observed state of the hub's pods."""
         return ObservedCluster(tuple(self.pods.items.values()) if self.pods.synced.is_set() else None, reachable=True)
 
     def gateway_pods(self) -> list[PodFacts]:

@@ -47,14 +47,7 @@ PAUSED: Final = ConditionState(
 
 
 class Controller:
-    """The loops of all objects.
-
-    Args:
-        hub: our objects, and the queue.
-        children: forgets the applied manifests of a deleted object.
-        reconciles: the reconcile of each kind.
-        tracing: gets the spans of reconciles.
-    """
+    """The loops of all objects; `reconciles` holds the reconcile of each kind."""
 
     def __init__(
         self, hub: HubView, children: Children, reconciles: Mapping[ObjectKind, Reconcile], tracing: Tracing = OFF

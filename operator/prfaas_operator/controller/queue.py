@@ -34,7 +34,6 @@ class Waker:
         self._woken_at = time.monotonic()
 
     def wake(self) -> None:
-        """Request another reconcile of the object."""
         if not self.event.is_set():
             self._woken_at = time.monotonic()
             self.event.set()

@@ -84,8 +84,7 @@ class StatusWriter:
         self._mismatches.pop(ref, None)
 
     async def write(self, ref: Ref, live: Object, result: ReconcileResult) -> ReconcileResult:
-        """Write the part of a status that the hub's CRD accepts; return that part, with the delay until the next
-        reconcile.
+        """Write the part of a status that the hub's CRD accepts; return that part, and when to come again.
 
         Raises:
             PrfaasError: nothing could be written.

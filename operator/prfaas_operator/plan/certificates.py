@@ -177,9 +177,7 @@ def waiting_for(
 
 
 def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms: Terms) -> datetime:
-    """Return when an authority can no longer sign full-length certificates, or when an issuer's renewals are long
-    overdue.
-    """
+    """Return when an authority can sign no full-length certificate, or an issuer's renewals are long overdue."""
     if terms.mode is not CertificateMode.ISSUER and authorities.ends is not None:
         return authorities.ends - terms.life
     ends = [holder.held.leaf.validity.not_after for holder in holders if holder.held and holder.held.leaf]

@@ -74,7 +74,6 @@ def read_store(secret: Secret, now: datetime) -> Store:
 
     Raises:
         AuthorityDamagedError: it holds no authority, or a key that is not its certificate's.
-
     """
     texts = {name: content(secret, name) for name in (CERTIFICATE, KEY, NEXT, NEXT_KEY, PREVIOUS)}
     try:

@@ -27,11 +27,6 @@ class Applied:
 
     Thousands of these are kept and few are ever read, so both are packed: as dicts they would take most of the
     operator's memory.
-
-    Args:
-        manifest: the applied manifest.
-        seen: the live object's values of the manifest's fields.
-        live: the live object.
     """
 
     __slots__ = ("_digest", "_packed", "live")

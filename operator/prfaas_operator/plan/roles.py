@@ -78,7 +78,14 @@ def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple
     rescuer = _rescuer([*staying, *older], roles) if wanted.decode else None
     if rescuer is not None and (rescuer.name in roles or rescuer in staying):
         roles = _roles(staying, older, wanted, rescuer)
-    return tuple(_assignment(pod, roles.get(pod.name), decodes=pod == rescuer) for pod in alive)
+    return tuple(
+        Assignment(
+            pod,
+            "decode" if pod == rescuer else roles.get(pod.name) or _role_of(pod),
+            cheap=pod.name not in roles,
+        )
+        for pod in alive
+    )
 
 
 def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, Role]) -> PodFacts | None:
@@ -117,10 +124,6 @@ def _first_to_go(pods: Sequence[PodFacts], too_many: int) -> set[str]:
     """Return the pods that a ReplicaSet deletes whatever their cost: those that are not ready, the youngest first."""
     unready = [pod.name for pod in pods if not pod.ready]
     return set(unready[max(0, len(unready) - too_many) :]) if too_many > 0 else set()
-
-
-def _assignment(pod: PodFacts, role: Role | None, *, decodes: bool) -> Assignment:
-    return Assignment(pod, "decode" if decodes else role or _role_of(pod), cheap=role is None)
 
 
 def _role_of(pod: PodFacts) -> Role | None:
@@ -198,9 +201,7 @@ def project_sharer(body: Mapping[str, Any]) -> Sharer:
 
 
 def sharers_of(decode_pool: str, pools: Iterable[Sharer]) -> list[Sharer]:
-    """Return the pools that want to share a DecodePool, the permitted one first; a pool being deleted gives up its
-    share.
-    """
+    """Return the pools that want to share a DecodePool, the permitted one first; a deleted pool gives up its share."""
     return sorted(pool for pool in pools if pool.share_with == decode_pool and not pool.deleting)
 
 
@@ -260,7 +261,6 @@ def resolved(pools: Iterable[PrefillPool], decode_pools: Mapping[str, DecodePool
 
 
 def sharer_of(pool: PrefillPool) -> Sharer:
-    """Return the sharer of a PrefillPool."""
     metadata, spec = pool.metadata, pool.spec
     deleting = metadata.deletion_timestamp is not None
     return Sharer(metadata.creation_timestamp, metadata.name, metadata.uid, spec.share_with, spec.replicas, deleting)
@@ -280,7 +280,6 @@ class Side(NamedTuple):
 
     @property
     def ready(self) -> int:
-        """Instances that serve in this role."""
         return sum(pod.ready for pod in self.pods)
 
 

@@ -88,12 +88,7 @@ class _Target(NamedTuple):
 
 
 class Certificates:
-    """The certificates of all clusters.
-
-    Args:
-        hub, members: the clusters with the Secrets.
-        terms: the source of certificates, and their lifetimes.
-    """
+    """The certificates of all clusters."""
 
     def __init__(self, hub: HubView, members: Members, terms: Terms):
         self._hub = hub

@@ -93,11 +93,7 @@ def _is_guarded(secret: Object) -> bool:
 
 
 class TokenRenewal:
-    """Renews tokens when they are due.
-
-    Args:
-        token_days: requested life of new tokens.
-    """
+    """Renews tokens when they are due; `token_days` is the requested life of new ones."""
 
     def __init__(self, token_days: int):
         self._token_seconds = token_days * SECONDS_PER_DAY
@@ -108,10 +104,7 @@ class TokenRenewal:
     ) -> None:
         """Replace a member's token in its Secret when that is due; a refusal becomes an Event.
 
-        Args:
-            hub, there: the hub, and the member with its present token.
-            live, secret: the MemberCluster, and the Secret with its kubeconfig.
-            token: the present token's own fields.
+        `there` is the member, reached with its present token; `live` and `secret` lie in the hub.
         """
         member = read(MemberCluster, live)
         name = member.metadata.name

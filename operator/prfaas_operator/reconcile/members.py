@@ -67,9 +67,7 @@ class MemberConnection:
             self.cluster.use_token(access.token)
 
     async def follow(self, *, afresh: bool) -> None:
-        """Watch pods and Deployments; `afresh` restarts the watches after a silence, because their connections may be
-        dead.
-        """
+        """Watch pods and children; `afresh` restarts the watches after a silence: their connections may be dead."""
         if afresh:
             await self._stop()
         if not self._tasks:
@@ -93,12 +91,7 @@ class MemberConnection:
 
 
 class Members:
-    """All member clusters by name.
-
-    Args:
-        connect: opens an API server from (name, namespace, access).
-        queue: wakes objects after changes.
-    """
+    """All member clusters by name; `connect` opens an API server from (name, namespace, access)."""
 
     def __init__(self, connect: Connect, queue: ReconcileQueue):
         self._connect = connect

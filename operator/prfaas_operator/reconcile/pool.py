@@ -86,22 +86,15 @@ class PoolReconciler:
         return self.roles.result_of(shared, result, failures) if shared else result
 
     def _again_seconds(self, cluster: ClusterClient, ready: ConditionState) -> float | None:
-        """Return the delay until the next reconcile: a longer one where every change wakes the pool, None for the usual
-        one.
-        """
+        """Return the delay until the next reconcile: longer where every change wakes the pool; None: the usual one."""
         if not self.children.follows_all(cluster):
             return None
         return SEEN_RESYNC_SECONDS if ready.good and not self.children.edits.holds_back() else RESYNC_SECONDS
 
     async def _protect(self, ref: Ref, cluster: ClusterClient, budget: Manifest) -> None:
-        """Apply the pool's disruption budget.
-
-        A member cluster with a role of an earlier version does not allow one: the pool works without it, and the log
-        says so.
-        """
         try:
             await self.children.apply(ref, cluster, budget)
-        except ForbiddenError as error:
+        except ForbiddenError as error:  # a member's role of an earlier version: the pool works without a budget
             log.info("%s has no PodDisruptionBudget: %s", ref, error)
 
     def _member(self, pool: plan.Pool) -> MemberCluster | None:

@@ -64,7 +64,7 @@ class SharedRoles:
             return None
         uid = pool.metadata.uid
         sharer = next(iter(plan.sharers_of(pool.metadata.name, self._hub.sharers.values())), None)
-        pods = tuple(pod for pod in self._hub.pods.items.values() if pod.pool_uid == uid)
+        pods = self._pods(uid)
         if sharer is None and not any(pod.shared.gated for pod in pods):
             self._settling.pop(uid, None)
             return None
@@ -72,6 +72,9 @@ class SharedRoles:
         settled = self._settling[uid] = plan.settle(self._settling.get(uid), wanted, now)
         whole = pool.model_copy(update={"spec": pool.spec.model_copy(update={"replicas": settled.total})})
         return SharedDeployment(whole, wanted, sharer, pods, settled.left_seconds(now))
+
+    def _pods(self, pool_uid: str) -> tuple[PodFacts, ...]:
+        return tuple(pod for pod in self._hub.pods.items.values() if pod.pool_uid == pool_uid)
 
     async def give_out(self, shared: SharedDeployment, deployment: Manifest, live: Object) -> list[PrfaasError]:
         """Set every pod's role, its deletion cost and its gate; return the errors.
@@ -115,18 +118,15 @@ class SharedRoles:
     ) -> ReconcileResult:
         """Return the status of a shared DecodePool for its own side; `whole` is the status of the Deployment."""
         self.wake_sharers(shared.whole.metadata.name)
-        pods = [pod for pod in self._hub.pods.items.values() if pod.pool_uid == shared.whole.metadata.uid]
-        mine = plan.side("decode", shared.wanted, pods)
+        uid = shared.whole.metadata.uid
+        mine = plan.side("decode", shared.wanted, self._pods(uid))
         ready = plan.readiness(mine, shared.whole.metadata.name, whole.conditions[READY])
         if failures:
             ready = no(reason_of(failures[0]), str(failures[0]))
-        fields = _fields(mine, shared.whole.metadata.uid)
-        return ReconcileResult(
-            {**whole.conditions, READY: ready}, {**whole.fields, **fields}, shared.left_seconds or None
-        )
+        fields = {**whole.fields, **_fields(mine, uid)}
+        return ReconcileResult({**whole.conditions, READY: ready}, fields, shared.left_seconds or None)
 
     def wake_sharers(self, decode_pool: str) -> None:
-        """Wake every PrefillPool that names a DecodePool."""
         for sharer in self._hub.sharers.values():
             if sharer.share_with == decode_pool:
                 self._hub.queue.wake(Ref(PREFILL_POOL, sharer.name))
@@ -141,8 +141,7 @@ class SharedRoles:
             nothing = {"replicas": 0, "readyReplicas": 0, "selector": "", "replicasOwner": ownership.owner(live)}
             return ReconcileResult({READY: refused} if refused else {}, nothing)
         uid = decode_pool.metadata.uid
-        pods = (pod for pod in self._hub.pods.items.values() if pod.pool_uid == uid)
-        mine = plan.side("prefill", plan.wanted(decode_pool, sharer), pods)
+        mine = plan.side("prefill", plan.wanted(decode_pool, sharer), self._pods(uid))
         fields = {**_fields(mine, uid), "replicasOwner": ownership.owner(live)}
         return ReconcileResult({READY: plan.readiness(mine, decode_pool.metadata.name)}, fields)
 

@@ -112,7 +112,6 @@ def service(policy: PrfaaSPolicy) -> Manifest:
 
 
 def lease_name(policy: str) -> str:
-    """Return the name of the Lease of a policy's schedulers."""
     return f"{policy}-scheduler"
 
 

@@ -14,9 +14,7 @@ API_SERVER_PORTS = (443, 6443)  # in front of and behind the `kubernetes` Servic
 
 
 def disruption_budget(policy: PrfaaSPolicy) -> Manifest | None:
-    """Return the budget that keeps all but one gateway pod up; None for a single pod, because its node could never
-    drain.
-    """
+    """Return the budget that keeps all but one gateway pod up; a single pod has none: its node could never drain."""
     if policy.spec.gateway.replicas <= 1:
         return None
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": gateway_selector(policy)}}
@@ -26,12 +24,8 @@ def disruption_budget(policy: PrfaaSPolicy) -> Manifest | None:
 def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
     """Return the budget by which a drain or an upgrade may take a tenth of a pool at a time, at least one instance.
 
-    It blocks no drain: the only instance of a pool may go too. The Deployment owns it, so it is deleted with the
-    Deployment in any cluster.
-
-    Args:
-        deployment: manifest of the pool's Deployment.
-        live: the same as the API server has it.
+    It blocks no drain: the only instance of a pool may go too. The live Deployment owns it, so it is deleted with that
+    in any cluster.
     """
     metadata = deployment["metadata"]
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": live["metadata"]["uid"]}
@@ -48,9 +42,7 @@ def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
 def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset()) -> Manifest:
     """Return the permitted traffic of gateway pods by port: clients, DNS, API server, workers and Prometheus.
 
-    Args:
-        policy: the gateway's policy.
-        engines: of its instances; vLLM and SGLang have more ports than ours.
+    `engines` are those of its instances: vLLM and SGLang have more ports than ours.
     """
     others = () if engines <= {"prfaas"} else (names.BOOTSTRAP_PORT, names.KV_EVENTS_PORT, names.KV_EVENTS_PORT + 1)
     egress = [*API_SERVER_PORTS, names.WORKER_API_PORT, *others, *_prometheus_port(policy)]

@@ -70,7 +70,6 @@ def kubeconfig(name: str, server: str, ca_pem: str, token: str) -> str:
 
 
 def secret_name(member: str) -> str:
-    """Return the name of the Secret with a member's kubeconfig."""
     return member + names.KUBECONFIG_SECRET_SUFFIX
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from prfaas_operator import status_view
-from prfaas_operator.status_view import NOT_SEEN, NamespaceObjects, Overview, overview
+from prfaas_operator.status_view import NOT_SEEN, Overview, overview
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 
@@ -36,7 +36,7 @@ def view(make) -> Overview:
         make.prefill_pool("far", clusterName="us"),
     ]
     policy = with_status(make.policy(), fine, thresholdTokens=2048, linkUtilisationPercent=72, offloadedPercent=34)
-    return overview(NamespaceObjects("ns", members, pools, [policy]), NOW)
+    return overview("ns", members, pools, [policy], NOW)
 
 
 def test_the_hub_comes_first_and_every_pool_stands_in_its_cluster(view):
@@ -77,10 +77,10 @@ def test_plain_lines_say_the_same_without_a_drawing(view):
 
 def test_a_missing_instance_of_a_large_pool_is_seen(make):
     pool = with_status(make.prefill_pool("big", replicas=400), condition("False", "x"), readyReplicas=399)
-    seen = overview(NamespaceObjects("ns", [make.member()], [pool], []), NOW)
+    seen = overview("ns", [make.member()], [pool], [], NOW)
     assert status_view._draw_dots(seen.clusters[1].pools[0]).plain.count("○") == 1
 
 
 def test_an_empty_namespace_is_nothing_wrong():
-    empty = overview(NamespaceObjects("ns", [], [], []), NOW)
+    empty = overview("ns", [], [], [], NOW)
     assert list(status_view.lines(empty, "t")) == ["t", "cluster hub: the hub", "nothing is wrong"]
