@@ -40,15 +40,8 @@ class Finding(NamedTuple):
     message: str
 
 
-class CheckReport(NamedTuple):
-    """The findings about one cluster; `hub` for findings that concern all clusters."""
-
-    cluster: str
-    findings: tuple[Finding, ...]
-
-
-async def check(hub: KubeContext, name: str | None) -> list[CheckReport]:
-    """Check the hub, and one member or all.
+async def check(hub: KubeContext, name: str | None) -> dict[str, list[Finding]]:
+    """Check the hub, and one member or all; return the findings by cluster.
 
     Raises:
         ConfigError: there is no such MemberCluster, or the hub refuses what a check has to read.
@@ -60,11 +53,10 @@ async def check(hub: KubeContext, name: str | None) -> list[CheckReport]:
             known = ", ".join(member.metadata.name for member in found) or "none"
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace} (there are: {known})")
         hub_probe = await here.cluster.probe()
-        reports = [CheckReport(names.HUB, tuple(await _crds(here.cluster)))]
+        findings = {names.HUB: await _crds(here.cluster)}
         for member in chosen:
-            findings = [finding async for finding in _member(here.cluster, hub_probe, member)]
-            reports.append(CheckReport(member.metadata.name, tuple(findings)))
-        return reports
+            findings[member.metadata.name] = [one async for one in _member(here.cluster, hub_probe, member)]
+        return findings
 
 
 async def _crds(hub: ClusterClient) -> list[Finding]:

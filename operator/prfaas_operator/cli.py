@@ -138,16 +138,16 @@ def check_members(
     output: TableOrJson = "table",
 ) -> None:
     """Check if members can be used; exit code 1 if not. Example: prfaas cluster check eu."""
-    reports = asyncio.run(check(KubeContext(hub_kubeconfig, hub_context, namespace), name))
-    well = all(is_well(report.findings) for report in reports)
+    clusters = asyncio.run(check(KubeContext(hub_kubeconfig, hub_context, namespace), name))
+    well = all(map(is_well, clusters.values()))
     if output == "json":
-        found = {report.cluster: [finding._asdict() for finding in report.findings] for report in reports}
+        found = {cluster: [finding._asdict() for finding in findings] for cluster, findings in clusters.items()}
         typer.echo(json.dumps({"well": well, "clusters": found}))
     else:
         table = Table("CLUSTER", "CHECK", "", "WHAT WAS FOUND", box=None)
-        for report in reports:
-            for finding in report.findings:
-                table.add_row(report.cluster, finding.check, MARKS[finding.level], Text(finding.message))
+        for cluster, findings in clusters.items():
+            for finding in findings:
+                table.add_row(cluster, finding.check, MARKS[finding.level], Text(finding.message))
         Console().print(table)
     raise typer.Exit(0 if well else 1)
 

@@ -15,7 +15,7 @@ from prfaas.errors import ConfigError
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
 from prfaas_operator import http, metrics
 from prfaas_operator.clusters.client import ClusterClient, MayWrite, always
-from prfaas_operator.clusters.connect import connect_hub, connect_member, hub_session
+from prfaas_operator.clusters.connect import connect_member, hub_session
 from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL
 from prfaas_operator.controller import handlers
 from prfaas_operator.controller.children import Children
@@ -106,7 +106,8 @@ async def running(
 async def lead(
     options: OperatorOptions, may_write: MayWrite, health: http.Health, ending: Ending, term: asyncio.Event
 ) -> None:
-    hub, connect = connect_hub(options.namespace, may_write), partial(connect_member, may_write=may_write)
+    hub = ClusterClient(hub_session(), options.namespace, "hub", may_write=may_write)
+    connect = partial(connect_member, may_write=may_write)
     try:
         is_served = partial(hub.check_served, (MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY))
         await is_served()  # Fails at once and names the kind that is missing or cannot be read.

@@ -58,6 +58,7 @@ class Measurements(NamedTuple):
 
     samples: Mapping[str, LinkSample]
     hub_measured: bool
+    """Whether some instance of the hub has a sample that is not stale."""
     errors: tuple[PrfaasError, ...]
     profiles: Mapping[tuple[str, str], Profile] = {}
     """By cluster and pool."""
@@ -75,14 +76,18 @@ async def measure(prometheus: Prometheus, table: RoutingTable, window_seconds: i
         _own_figures(prometheus, own_query(table, window_seconds), errors),
         asyncio.gather(*(_traffic(prometheus, cluster, errors) for cluster in table.clusters)),
     )
-    samples = samples_of(figures, dict(traffic))
+    sampled = _of_hub(figures, "sampled_at_seconds")
     return Measurements(
-        samples,
-        hub_measured(figures, table.stale_after_seconds),
+        samples_of(figures, dict(traffic)),
+        any(one.at_seconds - one.value <= table.stale_after_seconds for one in sampled),
         tuple(errors),
         profiles_of(figures),
-        local_waiting_prefills(figures),
+        sum(one.value for one in _of_hub(figures, "waiting_prefills")),
     )
+
+
+def _of_hub(figures: Sequence[Figure], name: str) -> list[Figure]:
+    return [one for one in figures if (one.labels.get("cluster"), one.labels.get(FIGURE_LABEL)) == (HUB, name)]
 
 
 async def _own_figures(prometheus: Prometheus, query: str, errors: list[PrfaasError]) -> list[Figure]:
@@ -96,14 +101,10 @@ async def _own_figures(prometheus: Prometheus, query: str, errors: list[PrfaasEr
 async def _traffic(prometheus: Prometheus, cluster: Cluster, errors: list[PrfaasError]) -> tuple[str, float | None]:
     """Return the cluster and the present traffic of its link in Mbit/s."""
     try:
-        return cluster.name, await prometheus.value(traffic_query(cluster))
+        return cluster.name, await prometheus.value(cluster.utilisation_query.replace("$cluster", cluster.name))
     except PrfaasError as error:
         errors.append(type(error)(f"link of MemberCluster {cluster.name}: {error}"))
         return cluster.name, None
-
-
-def traffic_query(cluster: Cluster) -> str:
-    return cluster.utilisation_query.replace("$cluster", cluster.name)
 
 
 def own_query(table: RoutingTable, window_seconds: int) -> str:
@@ -160,23 +161,6 @@ def _sample(values: Mapping[str, float], now_seconds: float, traffic_mbps: float
         latest_backlogged_fraction=latest,
         unsent_bytes=values.get("unsent_bytes", 0.0),
         waiting_prefills=values.get("waiting_prefills", 0.0),
-    )
-
-
-def hub_measured(figures: Sequence[Figure], stale_after_seconds: int) -> bool:
-    """Tell whether some instance of the hub has a sample that is not stale."""
-    return any(
-        figure.at_seconds - figure.value <= stale_after_seconds
-        for figure in figures
-        if figure.labels.get("cluster") == HUB and figure.labels.get(FIGURE_LABEL) == "sampled_at_seconds"
-    )
-
-
-def local_waiting_prefills(figures: Sequence[Figure]) -> float:
-    return sum(
-        figure.value
-        for figure in figures
-        if figure.labels.get("cluster") == HUB and figure.labels.get(FIGURE_LABEL) == "waiting_prefills"
     )
 
 

@@ -43,24 +43,19 @@ class ForeignEventStream:
     def __init__(self, instance: Instance, index: InstanceIndex):
         self._host = urlsplit(instance.url).hostname or ""
         self._events = ForeignEvents(index)
-        self._reader = ForeignEventReader(self._events)
+        self.reader = ForeignEventReader(self._events)
 
     @property
     def tally(self) -> tuple[int, int, int]:
-        return self._reader.batches, 0, self._reader.gaps
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the whole cache of the instance is known."""
-        return self._reader.is_whole
+        return self.reader.batches, 0, self.reader.gaps
 
     @property
     def voids(self) -> int:
         """How often the instance lost its whole cache."""
-        return self._reader.lives + self._events.emptied
+        return self.reader.lives + self._events.emptied
 
     async def portions(self) -> AsyncGenerator[Iterator[None], None]:
-        reader = self._reader
+        reader = self.reader
         message, is_check = None, False
         async with connected(self._host, names.KV_EVENTS_PORT, "SUB") as live:
             await live.send(_SUBSCRIBE_TO_ALL)
@@ -80,7 +75,7 @@ class ForeignEventStream:
 
     async def _from_log(self, *, is_check: bool) -> AsyncGenerator[Iterator[None], None]:
         """Yield the missing batches from the log; a check without a log changes nothing."""
-        reader = self._reader
+        reader = self.reader
         has_ended, pause_seconds = False, 0.0
         while not has_ended:
             await asyncio.sleep(pause_seconds)

@@ -71,9 +71,7 @@ class KvManager:
         self._table: RoutingTable | None = None
         self._turns = Turns()
         self._followers: dict[str, tuple[Follower, asyncio.Task[None]]] = {}
-        self._told: dict[str, tuple[int, int, int]] = {}
         self._sent: dict[str, SentPrompts] = {}
-        self._voids: dict[str, int] = {}
         self._profiles: dict[str, Profile] = {}
         self._metrics.blocks.set_function(lambda: self.index.blocks)
         self._metrics.byte_blocks.set_function(lambda: self.index.pairs)
@@ -126,7 +124,7 @@ class KvManager:
                 size = TOKEN_BYTES * self.index[name].block_tokens
                 data = canonical.data[: MAX_TOKEN_BLOCKS * size]
                 chain = chains.setdefault(size, ByteChain(TOKEN_ROOT, data, size))
-                told[name] = TOKEN_BYTES * self.index[name].match_tokens(chain), follower.stream.is_whole
+                told[name] = TOKEN_BYTES * self.index[name].match_tokens(chain), follower.stream.reader.is_whole
         return told
 
     def note_placed(self, request: GatewayRequest, route: Route) -> None:
@@ -168,23 +166,21 @@ class KvManager:
     def _drop(self, name: str) -> None:
         _, task = self._followers.pop(name)
         task.cancel()
-        for known in (self._told, self._sent, self._voids, self._profiles):
-            known.pop(name, None)
+        self._sent.pop(name, None)
+        self._profiles.pop(name, None)
 
     def _heard(self, follower: "Follower") -> None:
         """Apply a follower's news to sent prompts and the index."""
         name, stream = follower.instance.name, follower.stream
         if follower is not self._followers.get(name, (None,))[0]:
             return
-        before = self._told.get(name, (0, 0, 0))
-        now = self._told[name] = stream.tally
-        for counter, old, new in zip(
-            (self._metrics.batches, self._metrics.snapshots, self._metrics.gaps), before, now, strict=True
-        ):
+        counters = (self._metrics.batches, self._metrics.snapshots, self._metrics.gaps)
+        for counter, old, new in zip(counters, follower.counted, stream.tally, strict=True):
             counter.inc(new - old)
+        follower.counted = stream.tally
         if isinstance(stream, ForeignEventStream):
-            if self._voids.get(name, 0) != stream.voids:
-                self._voids[name] = stream.voids
+            if follower.voids != stream.voids:
+                follower.voids = stream.voids
                 self._sent[name] = SentPrompts(self._state.clock())
         elif follower.state == "silent":
             self._sent.setdefault(name, SentPrompts(self._state.clock()))
@@ -235,6 +231,10 @@ class Follower:
         self.stream = stream
         self.state: State = "lost"
         self.profile: Profile | None = None
+        self.counted = (0, 0, 0)
+        """The part of the stream's tally that the metrics have."""
+        self.voids = 0
+        """How often it was seen that a foreign instance lost its cache."""
         self._upstream = upstream
         self._turns = turns
         self._on_change = on_change

@@ -50,11 +50,6 @@ def hub_session() -> KubeSession:
         ) from error
 
 
-def connect_hub(namespace: str, may_write: MayWrite) -> ClusterClient:
-    """Return a client of the hub's API server."""
-    return ClusterClient(hub_session(), namespace, "hub", may_write=may_write)
-
-
 @asynccontextmanager
 async def open_context(given: KubeContext) -> AsyncIterator[Terminal]:
     """Connect for the length of a command with a person's kubeconfig, their context and exec plugins."""

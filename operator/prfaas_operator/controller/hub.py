@@ -109,11 +109,10 @@ class HubView:
 
     def kubeconfigs(self) -> dict[str, str]:
         """Return the kubeconfig Secret of each MemberCluster."""
-        references = {
-            member["metadata"]["name"]: (member.get("spec") or {}).get("kubeconfigSecretRef") or {}
+        return {
+            member["metadata"]["name"]: ((member.get("spec") or {}).get("kubeconfigSecretRef") or {}).get("name", "")
             for member in self.all(MEMBER_CLUSTER)
         }
-        return {name: reference.get("name", "") for name, reference in references.items()}
 
     def clusters_in_use(self) -> set[str]:
         return {pool.cluster for pool in self.sharers.values()}

@@ -5,7 +5,7 @@ that is not alive is left out, because its capacity reaches no request. A pool w
 link counts as declared.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
 from prfaas.api.policystatus import Observed, ObservedPool
@@ -95,22 +95,15 @@ def _links(facts: PolicyFacts, seen: Observed | None) -> tuple[LinkCapacity, ...
     measured = {link.cluster_name: link.effective_mbps for link in (seen.links if seen else ())}
     return tuple(
         LinkCapacity(name=name, capacity_mbps=float(mbps))
-        for name, pools in sorted(_by_cluster(facts.routed_pools).items())
-        if (mbps := measured.get(name, 0) or _declared_mbps(facts, name, pools))
+        for name in sorted({pool.spec.cluster_name for pool in facts.routed_pools} - {""})
+        if (mbps := measured.get(name, 0) or _declared_mbps(facts, name))
     )
 
 
-def _by_cluster(pools: Iterable[AnyPool]) -> dict[str, list[AnyPool]]:
-    found: dict[str, list[AnyPool]] = {}
-    for pool in pools:
-        if pool.spec.cluster_name:
-            found.setdefault(pool.spec.cluster_name, []).append(pool)
-    return found
-
-
-def _declared_mbps(facts: PolicyFacts, cluster: str, pools: Iterable[AnyPool]) -> int:
+def _declared_mbps(facts: PolicyFacts, cluster: str) -> int:
     """Return a link's declared capacity where no instance can measure it; 0 for a link that is not alive."""
-    if cluster not in facts.clusters or any(pool.spec.replicas for pool in pools):
+    has_instances = any(pool.spec.replicas for pool in facts.routed_pools if pool.spec.cluster_name == cluster)
+    if cluster not in facts.clusters or has_instances:
         return 0
     return facts.clusters[cluster].spec.link.capacity_mbps
 

@@ -112,7 +112,9 @@ def moment(facts: PolicyFacts, found: Installation, now: datetime, summary_secon
     """Return the state of the policy's pools; `summary_seconds` is the age of the scheduler's summary."""
     policy = facts.policy
     plan = policy.status.plan
-    restless = next((one for one in map(_unsettled, _within(facts, found)) if one is not None), None)
+    counted = {pool.name for pool in found.pools}
+    within = (pool for pool in facts.routed_pools if pool.metadata.name in counted)
+    restless = next(filter(None, map(_unsettled, within)), None)
     return Moment(
         arrivals_per_second=installed.arrivals_per_second(policy) if policy.status.observed else None,
         waiting_prefills=installed.waiting_prefills(policy),
@@ -122,11 +124,6 @@ def moment(facts: PolicyFacts, found: Installation, now: datetime, summary_secon
         under_way=restless[1] if restless else "",
         ours=restless is not None and plan is not None and plan.replicas.get(restless[0]) is not None,
     )
-
-
-def _within(facts: PolicyFacts, found: Installation) -> list[Pool]:
-    counted = {pool.name for pool in found.pools}
-    return [pool for pool in facts.routed_pools if pool.metadata.name in counted]
 
 
 def _stale(policy: PrfaaSPolicy, summary_seconds: float) -> str:

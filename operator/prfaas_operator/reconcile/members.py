@@ -54,7 +54,8 @@ class MemberConnection:
         self.made_for = fingerprint(member, access)
         self.cluster = cluster
         self._token = access.token
-        self.selector = children_selector(member)
+        mine = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_CLUSTER_UID: member.metadata.uid}
+        self.selector = selector_text(mine)
         self._queue = queue
         self.pods = Informer(cluster, POD, self.selector, project_pod, self._pod_changed)
         self.children = ChildCache(cluster, self.selector, lambda child: queue.wake_uid(child.pool_uid))
@@ -219,10 +220,6 @@ def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Acce
             "set spec.kubeconfigSecretRef.key"
         )
     return credentials.parse_kubeconfig(base64.b64decode(data[reference.key]))
-
-
-def children_selector(member: MemberCluster) -> str:
-    return selector_text({names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_CLUSTER_UID: member.metadata.uid})
 
 
 def fingerprint(member: MemberCluster, access: Access) -> tuple[str, str, Access]:

@@ -109,16 +109,13 @@ class PolicyReconciler:
     async def _apply(self, policy: PrfaaSPolicy, manifests: Iterable[Manifest]) -> tuple[Counts, list[PrfaasError]]:
         """Apply all children; return the gateway's instances and the errors of children.
 
-        The routing table is applied separately: a problem with the gateway's other children does not delay it.
+        The routing table comes first and alone: a problem with the gateway's other children does not delay it.
         """
         ref = Ref(kinds.POLICY, policy.metadata.name)
-        table: list[Manifest] = []
-        gateway_objects: list[Manifest] = []
-        for manifest in manifests:
-            (table if manifest["kind"] == kinds.CONFIG_MAP.name else gateway_objects).append(manifest)
+        table, *gateway_objects = manifests
         applied: list[Object] = []
         failures: list[PrfaasError] = []
-        for together in (table, gateway_objects):
+        for together in ([table], gateway_objects):
             try:
                 applied += await self.children.apply_all(ref, self.hub.client, together)
             except PrfaasError as error:
@@ -138,7 +135,10 @@ def _again_seconds(ready: ConditionState, balance: Balance) -> float | None:
 
 
 def _manifests(policy: PrfaaSPolicy, table: RoutingTable, *, tls: bool) -> list[Manifest]:
-    """Return all children in the order of their dependencies; `tls`: workers may use TLS."""
+    """Return the routing table, then the other children in the order of their dependencies.
+
+    `tls`: workers may use TLS.
+    """
     deployment = gateway.deployment(policy)
     budget = protection.disruption_budget(policy)
     return [
