@@ -231,7 +231,7 @@ class Follower:
         self.stream = stream
         self.state: State = "lost"
         self.profile: Profile | None = None
-        self.counted = (0, 0, 0)
+        self.counted: tuple[int, int, int] = (0, 0, 0)
         """The part of the stream's tally that the metrics have."""
         self.voids = 0
         """How often it was seen that a foreign instance lost its cache."""

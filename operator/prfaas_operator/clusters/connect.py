@@ -62,9 +62,7 @@ async def open_context(given: KubeContext) -> AsyncIterator[Terminal]:
         await cluster.close()
 
 
-async def connect_member(
-    name: str, namespace: str, access: Access, may_write: MayWrite = always
-) -> ClusterClient:
+async def connect_member(name: str, namespace: str, access: Access, may_write: MayWrite = always) -> ClusterClient:
     """Connect to a member cluster with the access that its kubeconfig was reduced to.
 
     Raises:

@@ -280,9 +280,7 @@ def terms_of(
             f"{certificate_hours:g}: an authority could not be replaced before certificates of it run out"
         )
     life, authority_life = timedelta(hours=certificate_hours), timedelta(hours=authority_hours)
-    return Terms(
-        life, authority_life, timedelta(seconds=settle_seconds), mode, _reference(issuer) if issuer else None
-    )
+    return Terms(life, authority_life, timedelta(seconds=settle_seconds), mode, _reference(issuer) if issuer else None)
 
 
 def _reference(issuer: str) -> Issuer:
