@@ -53,23 +53,19 @@ async def check(hub: KubeContext, name: str | None) -> dict[str, list[Finding]]:
             known = ", ".join(member.metadata.name for member in found) or "none"
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace} (there are: {known})")
         hub_probe = await here.cluster.probe()
-        findings = {names.HUB: await _crds(here.cluster)}
+        findings = {names.HUB: [one async for one in _crds(here.cluster)]}
         for member in chosen:
             findings[member.metadata.name] = [one async for one in _member(here.cluster, hub_probe, member)]
         return findings
 
 
-async def _crds(hub: ClusterClient) -> list[Finding]:
-    findings = []
+async def _crds(hub: ClusterClient) -> AsyncIterator[Finding]:
     for kind in KINDS:
         wanted = crd.crd(kind)
         try:
-            live = await hub.get(kinds.CUSTOM_RESOURCE, wanted["metadata"]["name"])
+            yield crd_skew(kind.kind_name, wanted, await hub.get(kinds.CUSTOM_RESOURCE, wanted["metadata"]["name"]))
         except PrfaasError as error:
-            findings.append(Finding(f"CRD {kind.kind_name}", "warning", f"cannot be read with your rights: {error}"))
-            continue
-        findings.append(crd_skew(kind.kind_name, wanted, live))
-    return findings
+            yield Finding(f"CRD {kind.kind_name}", "warning", f"cannot be read with your rights: {error}")
 
 
 async def _member(hub: ClusterClient, hub_probe: Probe, member: MemberCluster) -> AsyncIterator[Finding]:
