@@ -16,7 +16,6 @@ from prfaas.identity import CLOCK_SKEW, Validity
 from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan.certificates import (
     Authorities,
-    CertificateMode,
     Held,
     Holder,
     Leaf,
@@ -53,8 +52,8 @@ class World:
         self.left_behind: set[str] = set()
         self.steps: list[RotationStep] = []
         self.issued: dict[str, Leaf | None] = dict.fromkeys(CLUSTERS)
-        self.authorities = Authorities() if terms.mode is CertificateMode.ISSUER else self._own(self._name())
-        if terms.mode is CertificateMode.ISSUER:
+        self.authorities = Authorities() if terms.mode is plan.CertificateMode.ISSUER else self._own(self._name())
+        if terms.mode is plan.CertificateMode.ISSUER:
             self.issuer = self._name()
             self.authorities = Authorities(frozenset({self.issuer}))
             for name in CLUSTERS:
@@ -99,7 +98,7 @@ class World:
         self.steps.append(chosen)
         if chosen is RotationStep.PROMOTE:
             self.left_behind |= self.silent
-        if self.terms.mode is CertificateMode.ISSUER:
+        if self.terms.mode is plan.CertificateMode.ISSUER:
             self.authorities = plan.after(self.authorities, chosen, plan.offered_by(self.holders()))
         elif chosen is RotationStep.ANNOUNCE:
             self.authorities = plan.after(self.authorities, chosen, frozenset({self._name()}))
@@ -166,14 +165,14 @@ def happen(world: World, event: str, cluster: str, minutes: int) -> None:
         world.since = world.now
     elif event == "delete":
         world.deleted.add(cluster)
-    elif event == "change" and world.terms.mode is CertificateMode.ISSUER:
+    elif event == "change" and world.terms.mode is plan.CertificateMode.ISSUER:
         world.issuer = world._name()
-    elif event == "issue" and world.terms.mode is CertificateMode.ISSUER:
+    elif event == "issue" and world.terms.mode is plan.CertificateMode.ISSUER:
         world.issue(cluster)
     world.tick()
 
 
-@pytest.mark.parametrize("mode", [CertificateMode.OPERATOR, CertificateMode.ISSUER])
+@pytest.mark.parametrize("mode", [plan.CertificateMode.OPERATOR, plan.CertificateMode.ISSUER])
 @given(story=events, due=st.integers(0, 210))
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_no_instance_refuses_another(mode, story, due):
@@ -195,13 +194,13 @@ def test_a_plan_that_does_not_wait_is_caught_by_this_model():
     assert found
 
 
-@pytest.mark.parametrize("mode", [CertificateMode.OPERATOR, CertificateMode.ISSUER])
+@pytest.mark.parametrize("mode", [plan.CertificateMode.OPERATOR, plan.CertificateMode.ISSUER])
 def test_authorities_change_in_three_steps_again_and_again_and_no_certificate_runs_out(mode):
     world = World(TERMS._replace(mode=mode))
     for minute in range(1000):
-        if mode is CertificateMode.ISSUER and minute % 200 == 100:
+        if mode is plan.CertificateMode.ISSUER and minute % 200 == 100:
             world.issuer = world._name()
-        if mode is CertificateMode.ISSUER and minute % 10 == 0:
+        if mode is plan.CertificateMode.ISSUER and minute % 10 == 0:
             for name in CLUSTERS:
                 world.issue(name)
         happen(world, "pass", "hub", 1)
@@ -268,7 +267,7 @@ def test_a_lost_key_brings_a_successor_and_meanwhile_nothing_is_taken_away():
 
 
 def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
-    terms, moment = TERMS._replace(mode=CertificateMode.ISSUER), ObservedTime(START + 60 * MINUTE, START)
+    terms, moment = TERMS._replace(mode=plan.CertificateMode.ISSUER), ObservedTime(START + 60 * MINUTE, START)
     holder = Holder("eu", Held(leaf("a"), frozenset("a"), START), leaf("b"))
     assert plan.wanted(STEADY, holder, terms, START) is SecretChange.NOTHING
     assert plan.step(STEADY, [holder], terms, moment) is RotationStep.ANNOUNCE
