@@ -11,15 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-import pytest
-
 from prfaas.errors import PrfaasError
 from prfaas.wire.prefill import PrefillGrant
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.transfer import leases as leases_module
 from prfaas_worker.transfer.layout import CachePlace, block_frames, hidden_frame, state_frames
 from prfaas_worker.transfer.leases import Offer
 from prfaas_worker.transfer.net import DataStream
@@ -222,10 +219,7 @@ def frames_of(offer: Offer, place: CachePlace) -> list[Frame]:
     return [*rows, *state_frames(offer.manifest, place, 0), hidden_frame(offer.manifest, HIDDEN)]
 
 
-def test_ten_thousand_aborts_at_random_points_strand_no_page_no_slot_no_thread_and_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(leases_module, "RESUME_SECONDS", 0.5)
+def test_ten_thousand_aborts_at_random_points_strand_no_page_no_slot_no_thread_and_no_descriptor():
     port = Port(MODEL, capacity=AT_ONCE + 1)
     before = descriptors()
     aborts = Aborts(port)
