@@ -95,7 +95,6 @@ class WorkerCredentials:
         return identity.check_peer(certificate, authorities if changed else None, utc_now())
 
     def require_valid(self) -> None:
-        """Raise IdentityError if our own certificate has expired."""
         ends = self.now().files.validity.not_after
         if utc_now() > ends:
             raise IdentityError(

@@ -156,7 +156,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """The worker's name in log lines."""
         return "/".join(part for part in (self.cluster, self.pool, self.instance) if part) + f" {self.role}"
 
     @property

@@ -136,7 +136,6 @@ class Blocks:
         return Match(pages, state_blocks if self.pages_per_state else len(pages))
 
     def can_open(self, shared: Sequence[int], count: int) -> bool:
-        """Return whether `open` would succeed."""
         idle = sum(not self._holders[page] for page in shared)
         return count - len(shared) <= self.free_pages - idle
 

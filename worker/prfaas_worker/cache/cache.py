@@ -74,7 +74,6 @@ class HybridCache:
         return len(self._free_slots)
 
     def pages_for(self, tokens: int) -> int:
-        """Return the pages of a sequence without cached tokens."""
         return self._geometry.pages_for(tokens)
 
     def capacity_tokens(self, lease: Lease) -> int:

@@ -77,7 +77,6 @@ class DiskHealth:
         return self._backoff.failures > 0
 
     def can_write(self) -> bool:
-        """Return True except in the pauses between attempts."""
         return not self.is_paused or self._clock() >= self._retry_at
 
     def succeeded(self) -> None:
@@ -134,7 +133,6 @@ class DiskTier:
 
     @property
     def is_paused(self) -> bool:
-        """True after a failed write, until one succeeds."""
         return self._health.is_paused
 
     def accepts(self, size_bytes: int) -> bool:
@@ -171,7 +169,6 @@ class DiskTier:
         return entry.name in self._sizes
 
     def finish(self, seconds: float) -> None:
-        """Wait for writes under way, for at most so many seconds."""
         wait([future for _, _, future in self._writes], timeout=max(0.0, seconds))
         self.poll()
 

@@ -60,7 +60,6 @@ def header_bytes(content: BlockContent) -> int:
 
 
 def encode_header(fingerprint: bytes, entry: CacheEntry) -> bytes:
-    """Return an entry's header for a model's fingerprint (32 bytes)."""
     name, content, payload = entry
     fixed = _FIXED.pack(
         _MAGIC,

@@ -95,7 +95,6 @@ class CacheMemory:
             self.table[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
 
     def clear_slot(self, slot: int) -> None:
-        """Make a slot's state that of an empty sequence."""
         self.slots[slot].zero_()
 
     def copy_slot(self, source: int, target: int) -> None:
@@ -111,7 +110,6 @@ class CacheMemory:
         self.slots[slot].view(len(pages), -1).copy_(self.pages[torch.tensor(pages)])
 
     def read_pages(self, pages: Sequence[int]) -> memoryview:
-        """Copy pages to host memory in one operation."""
         return self.pages[torch.tensor(pages)].cpu().numpy().data.cast("B")
 
     def write_pages(self, pages: Sequence[int], content: Iterable[Buffer]) -> None:

@@ -74,7 +74,6 @@ def _madvise() -> Advise:
 
 
 def _available_bytes() -> int:
-    """Return the memory that the machine has without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, value, *_ = line.split()
         if name == "MemAvailable:":

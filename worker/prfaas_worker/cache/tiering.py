@@ -45,7 +45,6 @@ class PrefixLoad:
         return self.fetch.done()
 
     def add_done_callback(self, call: Callable[[], None]) -> None:
-        """Call `call` when the load is done, at once or from another thread."""
         if self.fetch.reading is None:
             call()
         else:
@@ -230,7 +229,6 @@ class Tiering:
         self._unwritten.clear()
 
     def _read(self, pages: dict[EntryName, tuple[int, ...]]) -> Iterator[CacheEntry]:
-        """Copy entries from the device in one operation."""
         content = self._memory.read_pages([page for own in pages.values() for page in own])
         at = 0
         for name in pages:

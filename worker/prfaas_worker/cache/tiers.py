@@ -36,8 +36,6 @@ class TierFetch:
 
 
 class HostTier:
-    """Entries in host memory, bounded by bytes."""
-
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
         self._entries: OrderedDict[EntryName, CacheEntry] = OrderedDict()

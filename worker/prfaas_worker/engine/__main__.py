@@ -23,7 +23,6 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Load the model, open the data port, and step until the front ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     front = socket.socket(fileno=int(sys.argv[1]))

@@ -92,7 +92,6 @@ class Mask(NamedTuple):
 
 
 def apply_masks(logits: torch.Tensor, masks: Sequence[Mask]) -> None:
-    """Forbid, in place, every token whose bit is 0."""
     banned = np.stack([mask.words for mask in masks])
     np.invert(banned, out=banned)
     # Little-endian words: bit i of the mask is bit i % 8 of byte i // 8.
@@ -107,7 +106,6 @@ def apply_masks(logits: torch.Tensor, masks: Sequence[Mask]) -> None:
 
 
 def apply_bans(logits: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Forbid, in place, a few tokens of some rows."""
     pairs = [(row, token) for row, tokens in bans for token in tokens]
     rows, tokens = torch.tensor(pairs, device=logits.device).T
     logits[rows, tokens] = -torch.inf

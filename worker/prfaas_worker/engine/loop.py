@@ -203,7 +203,6 @@ class EngineLoop:
         self.grammars.prepare(grammar).add_done_callback(post)
 
     def _prepare_cache(self, sequence: Sequence) -> None:
-        """Start loading a prompt's cached prefix from host memory or disk, and wait for a limited time."""
         request = sequence.request
         loading = self.cache.prefetch(sequence.chain.hashes, len(sequence.token_ids) - 1)
         if loading is None or loading.done():
@@ -376,7 +375,6 @@ class EngineLoop:
             self._append_token(sequence, one)
 
     def _append_token(self, sequence: Sequence, drawn: Drawn) -> None:
-        """Append a drawn token, send it, and end the sequence if it is the last."""
         request = sequence.request
         if self.requests.get(request.handle) is None:  # another choice of it has just failed
             return
@@ -439,7 +437,6 @@ class EngineLoop:
         self.stats = msgspec.structs.replace(self.stats, **counts)
 
     def _send_messages(self) -> None:
-        """Send this step's changes to the front, and update the statistics."""
         counts = self.requests.counts()
         self.stats = msgspec.structs.replace(
             self.stats,

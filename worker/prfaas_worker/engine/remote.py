@@ -45,8 +45,6 @@ Outcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
 
 @dataclass(frozen=True)
 class Fetcher:
-    """Prepares fetches from other instances into one runner's memory."""
-
     runner: Runner
     model_name: str
     shared: FetchContext
@@ -172,7 +170,6 @@ class RemoteCaches:
         return Granted(handle, grant)
 
     def _wake(self, fetch: _PrefixFetch, outcome: Outcome) -> None:
-        """Resume the sequences that waited for a fetch."""
         for waiter in fetch.waiting:
             request = waiter.request
             request.awaits.discard("prefix")
@@ -183,7 +180,6 @@ class RemoteCaches:
                 request.prefix_done = True
 
     def _adopt_prefix(self, sequence: Sequence, prefix: Fetched) -> None:
-        """Compute from a fetched prefix, and publish it in the prefix cache."""
         sequence.request.prefix = prefix
         sequence.computed_tokens, sequence.phase, sequence.is_exact = prefix.tokens, Phase.RUNNING, prefix.is_exact
         sequence.cuts = (prefix.tokens, *(cut for cut in sequence.cuts if cut > prefix.tokens))

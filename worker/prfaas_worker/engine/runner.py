@@ -45,7 +45,6 @@ class Runner:
         model.bind(memory)
 
     def place(self, lease: Lease) -> CachePlace:
-        """Return the location of a sequence's cache, for transfers."""
         return CachePlace(self.memory, lease.slot, lease.pages, self._staging)
 
     def run(self, work: StepWork) -> StepResult:

@@ -96,7 +96,6 @@ class Sampler:
 
 
 def check_tokens(generate: Generate, vocab_size: int) -> None:
-    """Raise RequestError if a parameter names a token beyond the logits' width."""
     for name, tokens in (
         ("logit_bias", [token for token, _ in generate.sampling.logit_bias]),
         ("stop_token_ids", generate.stop_token_ids),

@@ -69,8 +69,6 @@ BUDGETS: Final[dict[Role, Budgets]] = {
 
 
 class ScheduledChunk(NamedTuple, Generic[Key]):
-    """The next `tokens` of one sequence's prompt."""
-
     key: Key
     tokens: int
 

@@ -77,7 +77,6 @@ class Sequence:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens that are not in the cache yet."""
         return len(self.token_ids) - self.computed_tokens
 
     @property
@@ -221,8 +220,6 @@ def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence
 
 
 class PrefillOffered(NamedTuple):
-    """A prefill was granted to another instance."""
-
     offer: Offer
 
 

@@ -165,7 +165,6 @@ def _sorted(numbers: torch.Tensor, places: torch.Tensor, depth: int) -> tuple[to
 
 
 def _turn(bits: torch.Tensor) -> torch.Tensor:
-    """Invert the bits of negative floats, and back."""
     return bits ^ (bits >> 31 & 0x7FFF_FFFF)
 
 

@@ -70,7 +70,6 @@ class EngineCall:
 
     @property
     def handle(self) -> int:
-        """The call's first handle."""
         return self.handles[0]
 
     def __enter__(self) -> "EngineCall":
@@ -130,7 +129,6 @@ class EngineClient:
         return cls(*await asyncio.open_unix_connection(sock=sock))
 
     def call(self, width: int = 1) -> EngineCall:
-        """Open a call with so many handles, one for each message that starts work."""
         handles = range(self._last_handle + 1, self._last_handle + 1 + width)
         self._last_handle += width
         call = EngineCall(self, handles)

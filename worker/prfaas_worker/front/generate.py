@@ -120,7 +120,6 @@ class EngineCalls:
                 self._choices[handle, message.choice + number] = choice
 
     def send(self, spans: RequestSpans) -> None:
-        """Send the messages to the engine, and begin their spans."""
         for handle, message in zip(self._call.handles, self._messages.values(), strict=True):
             trace = spans.begin(handle, message)
             self._engine.send(msgspec.structs.replace(message, handle=handle, trace=trace))
@@ -175,8 +174,6 @@ class EngineCalls:
 
 @dataclass(frozen=True)
 class _Reply:
-    """Sends the answer to one request."""
-
     job: Job
     calls: EngineCalls
     formatter: ResponseFormatter
@@ -254,7 +251,6 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
 
 
 def _request_id(request: web.Request) -> str:
-    """Return the caller's request id, or a new one if it is missing or not plain text."""
     given = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID]
     return given if given and given.isascii() else uuid4().hex
 

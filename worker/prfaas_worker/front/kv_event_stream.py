@@ -55,13 +55,11 @@ class Cursor:
         self.seq = from_seq
 
     def take_gap(self) -> bytes | None:
-        """Return the frame that reports lost batches, None if there are none."""
         if self.log.reaches(self.seq):
             return None
         return _message("gap", {"topic": self.log.topic, "from_seq": self.seq, "to_seq": self.log.first_seq})
 
     def take(self) -> list[bytes]:
-        """Return frames of the next batches and move behind them."""
         entries = self.log.read(self.seq, WRITE_BYTES)
         self.seq += len(entries)
         return [frame(entry) for entry in entries]
@@ -89,7 +87,6 @@ async def stream(request: web.Request) -> web.StreamResponse:
 
 
 async def _follow(response: web.StreamResponse, events: KvEventPublisher, cursors: list[Cursor]) -> str:
-    """Send the log's batches as they appear; return the reason for the end."""
     for cursor in cursors:
         if not cursor.log.reaches(cursor.seq):
             await _send_snapshot(response, events, cursor)

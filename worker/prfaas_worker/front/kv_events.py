@@ -68,7 +68,6 @@ class TopicLog:
         self._bytes = 0
 
     def append(self, payload: bytes) -> PublishedBatch:
-        """Publish a batch; evict the oldest ones if the log is full."""
         entry = PublishedBatch(self.topic, self.next_seq, payload)
         self._payloads[self.next_seq] = payload
         self._bytes += len(payload)
@@ -166,8 +165,6 @@ class KvEventPublisher:
 
 
 class BlockLocation(NamedTuple):
-    """A cached block's group and medium, and the kind of the group."""
-
     group: int | None
     medium: str | None
     kind: str | None

@@ -302,7 +302,6 @@ class WorkerMetrics(Collector):
             self.latencies.on_received(message)
 
     def first_token(self, seconds: float) -> None:
-        """Record one request's time to first token."""
         self.latencies.first_token.observe(seconds)
 
     def render(self, stats: Stats | None) -> bytes:

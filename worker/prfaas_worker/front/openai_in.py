@@ -110,7 +110,6 @@ class RequestReader:
     headers: RequestHeaders = RequestHeaders()
 
     def completion_job(self, data: bytes) -> Job:
-        """Read and check POST /v1/completions. Raises RequestError, which names the field."""
         body = read_body(data, CompletionBody)
         require_model(body.model, self.served)
         _refuse_unserved(body)
@@ -129,7 +128,6 @@ class RequestReader:
         return Job(body=body, prompts=prompts, stop=_stops(body), echoes=echoes)
 
     def chat_job(self, data: bytes) -> Job:
-        """Read and check POST /v1/chat/completions. Raises RequestError, which names the field."""
         body = read_body(data, ChatBody)
         require_model(body.model, self.served)
         _refuse_unserved(body)
@@ -150,7 +148,6 @@ class RequestReader:
     def _messages(
         self, body: CompletionBody | ChatBody, prompts: list[list[int]], logprobs: int, use: ToolUse | None = None
     ) -> list[Generate]:
-        """Check the fields of both endpoints, and return the messages to the engine."""
         choices = 1 if body.n is None else body.n
         most = min(MAX_CHOICES, self.served.max_choices)
         require(1 <= choices <= most, "n", f"must be 1 to {most}")
@@ -272,7 +269,6 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[Any]]:
 
 
 def _refuse_unserved(body: CommonFields) -> None:
-    """Raise RequestError if a field asks for something that is not served."""
     for param in _UNSERVED:
         given = getattr(body, param)
         if given is None or given == NEUTRAL.get(param):
@@ -321,7 +317,6 @@ def _stop_tokens(body: CommonFields, served: ServedModel) -> tuple[int, ...]:
 
 
 def _cache_salt(body: CommonFields) -> str:
-    """Return the salt that separates this caller's cached prefixes."""
     salt = body.cache_salt
     require(salt is None or 0 < len(salt) <= MAX_SALT, "cache_salt", f"must have 1 to {MAX_SALT} characters")
     return salt or ""

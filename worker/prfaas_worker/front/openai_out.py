@@ -52,7 +52,6 @@ class Piece(NamedTuple):
 
     @property
     def characters(self) -> int:
-        """Characters of text and of calls' arguments."""
         return len(self.text) + sum(len(event.text) for event in self.events if not isinstance(event, CallDelta))
 
 
@@ -206,7 +205,6 @@ class ResponseFormatter:
         return self._head | {"object": kind, "choices": list(choices), "usage": usage}
 
     def whole_choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return one choice of a body from all its pieces."""
         logprobs = self._logprobs([entry for piece in pieces for entry in piece.scored])
         events = [event for piece in pieces for event in piece.events]
         said = [event.text for event in events if isinstance(event, TextDelta)]
@@ -256,7 +254,6 @@ class ResponseFormatter:
         return body | {"usage": usage} if self._with_usage else body
 
     def _contents(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the choice's content for each chunk of a piece, at least one."""
         if not self._chat:
             return [{"text": piece.text}]
         events = piece.events or ([TextDelta(piece.text)] if piece.text else [])

@@ -59,7 +59,6 @@ async def _grant(
     kind: type[Asked],
     message: Callable[[int, Asked, str, TraceContext], StartPrefill | StartPrefix],
 ) -> web.Response:
-    """Read the request, pass it to the engine, and answer with the lease."""
     state = request.app[STATE]
     state.require_open()
     _, asked = await read_request(request, partial(_checked, kind))

@@ -134,7 +134,6 @@ def _stop_on_signals() -> asyncio.Future[None]:
 
 
 def _load(state: FrontState, options: Options) -> None:
-    """Accept requests with the loaded model."""
     answer = state.engine.ready.result()
     if isinstance(answer, StartFailed):
         raise ConfigError(answer.message)

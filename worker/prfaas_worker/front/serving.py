@@ -50,7 +50,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_body_bytes(self) -> int:
-        """The longest body that is read."""
         return min(BYTES_BESIDE + BYTES_PER_TOKEN * self.max_context, MAX_BODY_BYTES)
 
 
@@ -80,7 +79,6 @@ class FrontState:
         self._model: tuple[ServedModel, Tokenizer] | None = None
 
     def reader(self, size: int) -> Executor:
-        """Return the thread pool for a body of this size."""
         return self._readers if size <= LONG_BYTES else self._long_reader
 
     def close(self) -> None:

@@ -55,7 +55,6 @@ class RequestSpans:
         self._span.event("first_token")
 
     def fail(self, reason: str, transfer_id: str = "") -> None:
-        """Mark unfinished spans as failed."""
         for span in (*self._prefills.values(), self._span):
             span.fail(reason)
             if transfer_id:

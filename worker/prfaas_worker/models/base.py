@@ -93,7 +93,6 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device of weights and cache."""
         ...
 
     def bind(self, memory: CacheMemory) -> None:

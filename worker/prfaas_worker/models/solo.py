@@ -36,7 +36,6 @@ class Solo:
         return sequence
 
     def drop(self, sequence: SoloSequence) -> None:
-        """Free a sequence's place."""
         self._free.append(sequence.slot)
 
     def pages(self, sequence: SoloSequence) -> torch.Tensor:

@@ -40,8 +40,6 @@ ROUNDS = 3
 
 
 class Encoded(NamedTuple):
-    """A frame's payload, and the codec that was really used."""
-
     codec: Codec
     buffers: Sequence[Buffer]
 
@@ -101,8 +99,6 @@ def decode(codec: Codec, layouts: Sequence[TensorLayout], items: int, payload: B
 
 
 class _Link(NamedTuple):
-    """A link's codec, and the time until which it is used."""
-
     codec: Codec
     renew_at: float
 

@@ -166,7 +166,6 @@ class RemoteFetch:
             self._release(self._grant)
 
     def _watch(self) -> None:
-        """End a fetch whose silences in all are too long."""
         left_seconds = PREFIX_SILENCE_SECONDS
         while not self._over.wait(_TICK_SECONDS):
             source = self._source
@@ -234,7 +233,6 @@ class RemoteFetch:
             log.info("prefill %s is left to its lease: %s", grant.transfer_id, error)
 
     def _hold(self, sock: socket.socket) -> None:
-        """Register a socket that `cancel` closes."""
         self._socket = sock
         if self._over.is_set():  # `cancel` may have run before it could see the socket
             raise UnreachableError("cancelled")

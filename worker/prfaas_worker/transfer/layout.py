@@ -93,7 +93,6 @@ class Staging:
 
     @torch.inference_mode()
     def land_state(self, layer: int, slot: int, received: dict[str, memoryview]) -> None:
-        """Copy one layer's received state into a slot."""
         with self._aside(DeviceMark(None)):
             for spec in self._memory.geometry.layers[layer].state:
                 given = self._to_device(received[spec.name]).view(spec.torch_dtype).view(spec.shape)
@@ -101,7 +100,6 @@ class Staging:
             self._finish()
 
     def _aside(self, after: DeviceMark) -> "torch.cuda.StreamContext":
-        """Run the block on the copying stream, after a mark."""
         if self._stream is not None and after.event is not None:
             self._stream.wait_event(after.event)
         return torch.cuda.stream(self._stream)
@@ -110,7 +108,6 @@ class Staging:
         return torch.tensor(list(pages), dtype=torch.int64).to(self._memory.device)
 
     def _to_host(self, parts: dict[str, Tensor]) -> dict[str, memoryview]:
-        """Copy to pinned memory, and wait for the copy."""
         flat = {name: part.reshape(-1).view(torch.uint8) for name, part in parts.items()}
         host = {
             name: torch.empty(part.shape, dtype=torch.uint8, pin_memory=self._is_gpu) for name, part in flat.items()
@@ -124,7 +121,6 @@ class Staging:
         return torch.frombuffer(data, dtype=torch.uint8).to(self._memory.device, non_blocking=True)
 
     def _finish(self) -> None:
-        """Wait, on the host, for this thread's copies."""
         if self._stream is not None:
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)
@@ -139,7 +135,6 @@ class CacheLayout(NamedTuple):
     hidden_size: int
 
     def manifest(self, address: Address, start_token: int, end_token: int, *, is_prefix: bool) -> Manifest:
-        """Describe a transfer of the rows from `start_token` on; a prefix ends without a hidden state."""
         return Manifest(
             fingerprint=self.fingerprint,
             transfer_id=address.transfer_id,
@@ -274,5 +269,4 @@ def _in_place(manifest: Manifest, place: CachePlace, part: LayerRows | LayerStat
 
 
 def _group_of(manifest: Manifest, layer: int, kind: str) -> int | None:
-    """The layer's group of this kind, if there is one."""
     return next((i for i, group in enumerate(manifest.groups) if group.kind == kind and layer in group.layers), None)

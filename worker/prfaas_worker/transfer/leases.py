@@ -53,11 +53,9 @@ class Offer:
         return bool(self.streams)
 
     def note_life(self) -> None:
-        """Note a sign of life of the destination."""
         self.lease.renew(LEASE_SECONDS)
 
     def start_computing(self) -> None:
-        """Note that the first chunk starts now."""
         self.send_state.compute_started = time.monotonic()
         self.log.mark("computing")
         self.state = "computing"
@@ -78,7 +76,6 @@ class Offer:
 
     @property
     def is_late(self) -> bool:
-        """True if the destination did not connect, reconnect, or show life in time."""
         return self._delivery.is_over or self.lease.is_over
 
 
@@ -152,7 +149,6 @@ class Offers:
         return offer
 
     def disconnect(self, offer: Offer, connection: int) -> None:
-        """Note that a connection has ended its part of an offer."""
         with self._lock:
             del offer.streams[connection]
             if not offer.streams:
@@ -191,7 +187,6 @@ class Offers:
                 self.end(offer, "expired", f"no destination connected within {LEASE_SECONDS} s")
 
     def status(self, transfer_id: str) -> PrefillStatus | None:
-        """Return the progress of an open offer."""
         with self._lock:
             offer = self._offers.get(transfer_id)
         if offer is None:

@@ -102,7 +102,6 @@ class Fifo:
         return len(self._places)
 
     def wake(self) -> None:
-        """Let the first check again; under `lock`."""
         if self._places:
             self._places[0].notify()
 
@@ -191,7 +190,6 @@ class EgressCredit(RateBucket):
         super().__init__(rate_bytes_per_second, depth_bytes, now_seconds, level=0.0)
 
     def grant_bytes(self, waiting: int) -> int:
-        """Return the most that one turn grants while so many wait."""
         seconds = min(GRANT_SECONDS, ROUND_SECONDS / max(1, waiting))
         return int(max(MIN_GRANT_BYTES, self.rate_per_second * seconds))
 
@@ -281,7 +279,6 @@ class EgressFile:
         self.look()
 
     def start(self) -> None:
-        """Check every second, in a thread that ends with the process."""
         threading.Thread(target=self._run, name="egress-file", daemon=True).start()
 
     def look(self) -> None:

@@ -106,8 +106,6 @@ def backlogged_between(before: LinkReading, after: LinkReading) -> Backlogged:
 
 
 class _Connection:
-    """A watched connection, and its last reading."""
-
     def __init__(self, info: Callable[[], TcpInfo], queued_bytes: Callable[[], int]):
         self._info = info
         self._last = info()
@@ -157,7 +155,6 @@ class _Peer:
         )
 
     def leave(self, connection: _Connection) -> None:
-        """Remove a connection that was just sampled."""
         self.connections.remove(connection)
         if not self.connections:
             self._stats = msgspec.structs.replace(self._stats, unsent_bytes=0)
@@ -212,7 +209,6 @@ class LinkMonitor:
                 self._connections -= 1
 
     def links(self) -> list[LinkStats]:
-        """Return every peer's figures, as of the last sample."""
         now_seconds = time.monotonic()
         with self._changed:
             return [self._peers[name].stats(now_seconds) for name in sorted(self._peers)]
@@ -250,7 +246,7 @@ class LinkRates:
         self._rates: dict[str, _Rate] = {}
 
     def mbps(self, peer: str) -> float | None:
-        """Return the link's delivery rate to a peer cluster, in Mbit/s; None before data waited for long enough."""
+        """Return the link's delivery rate to a peer cluster; None before data waited for long enough."""
         now = time.monotonic()
         with self._lock:
             rate = self._rates.get(peer) or _Rate(0, 0.0, None, 0.0)

@@ -112,7 +112,6 @@ class Deadline:
 
     @property
     def left_seconds(self) -> float:
-        """Time left; below 0 afterwards."""
         return self._at - time.monotonic()
 
     @property
@@ -200,7 +199,7 @@ class DataStream:
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the descriptor. Bytes that the peer's application has not acknowledged may be lost."""
+        # Bytes that the peer's application has not acknowledged may be lost.
         self.socket.close()
 
     def _send_some(self, left: list[memoryview]) -> int:
@@ -343,7 +342,6 @@ def _front(left: list[memoryview], count_bytes: int) -> list[memoryview]:
 
 
 def _drop(left: list[memoryview], count_bytes: int) -> None:
-    """Remove sent bytes from the front of a list of buffers."""
     done = 0
     for piece in left:
         if count_bytes < len(piece):

@@ -103,7 +103,6 @@ class Connections:
         return stream
 
     def keep(self, source: SourceAddress, stream: DataStream) -> None:
-        """Keep a connection whose transfer ended well."""
         with self._lock:
             self._forget(source, stream)
             self._sweep()
@@ -141,7 +140,6 @@ class Connections:
 
 
 def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -> int:
-    """Return the number of connections for a transfer of this size."""
     near = NEAR_TLS_STRIPES if is_encrypted else NEAR_STRIPES
     most = near if round_trip_seconds < NEAR_SECONDS else FAR_STRIPES
     return min(most, 1 + nbytes // STRIPE_BYTES)
@@ -199,7 +197,6 @@ class Pull:
         raise self._failure or InternalError("a transfer ended without a reason")
 
     def cancel(self) -> None:
-        """End the transfer at once, from any thread."""
         self._fail(UnreachableError("cancelled"))
 
     def _start_thread(self) -> None:
@@ -217,7 +214,6 @@ class Pull:
             self._start_thread()
 
     def _carry(self) -> None:
-        """Run one thread: a connection, and the next when it breaks."""
         connected = False
         while not self._over:
             try:
@@ -238,7 +234,6 @@ class Pull:
                 return
 
     def _receive(self, stream: DataStream) -> None:
-        """Receive over one connection, and keep it if it ends well."""
         well = False
         with self._changed:
             number, self._numbers = self._numbers, self._numbers + 1

@@ -64,12 +64,10 @@ class ReceiveState:
         self._first: float | None = None
 
     def start(self) -> None:
-        """Note the start of the first data frame."""
         if self._first is None:
             self._first = time.monotonic()
 
     def leave(self, connection: int) -> None:
-        """Note that a connection has ended its part, whole or broken."""
         self.ledger.lost(connection)
         self._broken.append(connection)
 
@@ -158,7 +156,6 @@ class ReceiveLoop:
         return staged_bytes + (header.payload_bytes + 2 * tensors_bytes if header.codec else 0)
 
     def _land(self, header: FrameHeader, place: CachePart, payload: list[memoryview], room: list[memoryview]) -> None:
-        """Copy a verified payload to its place."""
         if isinstance(place, HiddenState):
             return
         expected = self._state.ledger.expected

@@ -61,7 +61,6 @@ class WakeUp:
         return -1 if self._descriptor is None else self._descriptor
 
     def ring(self) -> None:
-        """Wake the thread, now or when it polls next."""
         with self._lock:
             if self._descriptor is not None:
                 os.eventfd_write(self._descriptor, 1)
@@ -125,7 +124,6 @@ class SendState:
         self._ring()
 
     def enter(self) -> WakeUp:
-        """Return the wake-up of a connection that serves this from now on."""
         bell = WakeUp()
         with self._lock:
             self._bells.add(bell)
@@ -270,7 +268,6 @@ class SendLoop:
                 return True
 
     def _pace(self, parts: list[memoryview]) -> None:
-        """Send a frame in portions, as the egress cap allows."""
         left_bytes = sum(map(len, parts))
         self._state.add_paced(left_bytes)
         try:

@@ -88,7 +88,6 @@ def _tell_plain(sock: socket.socket) -> None:
 
 
 def _step(tls: ssl.SSLSocket, deadline: Deadline) -> bool:
-    """Continue a handshake without waiting, then wait; return True if it is done."""
     poller = select.poll()
     try:
         tls.do_handshake()

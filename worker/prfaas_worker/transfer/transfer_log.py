@@ -53,7 +53,6 @@ class TransferLog:
         self._marks: dict[str, float] = {}
 
     def mark(self, name: Mark, **fields: int) -> None:
-        """Record an event; only the first of each kind counts."""
         self._marks.setdefault(name, time.monotonic() - self._began)
         log.debug(self._line(f"transfer {name}", **fields))
 

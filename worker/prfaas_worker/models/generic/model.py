@@ -59,7 +59,6 @@ class GenericModel:
 
     @classmethod
     def load(cls, directory: Path) -> "GenericModel":
-        """Load a checkpoint of a served family; raises ConfigError for any other."""
         family = read_family(directory)
         model = load_causal_model(directory)
         return cls(family, model, fingerprint(directory, model))
@@ -94,7 +93,6 @@ class GenericModel:
 
     @contextmanager
     def _notifying(self, on_layer: Callable[[int], None] | None) -> Iterator[None]:
-        """Call on_layer(i) after each layer i."""
         if on_layer is None:
             yield
             return
@@ -127,7 +125,6 @@ class GenericModel:
 
 @contextmanager
 def _captured(module: Any) -> Iterator[list[Any]]:
-    """Collect a module's outputs."""
     outputs: list[Any] = []
     handle = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:

@@ -209,7 +209,6 @@ class SafetensorsCheckpoint:
 
 
 def _files(directory: Path) -> list[Path]:
-    """The weights' files: those in the index, or every model*.safetensors."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:

@@ -34,8 +34,6 @@ class _Part(NamedTuple):
 
 
 class PagedBatch:
-    """A batch, its parts, and its decodes' memory."""
-
     def __init__(self, batch: Batch, memory: CacheMemory):
         self.chunks = batch.chunks
         self.decodes = None if batch.decodes is None else _PagedDecodes(batch.decodes, memory)
@@ -114,7 +112,6 @@ class _PagedDecodes:
         return states[self._side_by_side].contiguous()
 
     def write(self, states: Tensor, changed: Tensor) -> None:
-        """Write back the states of `read`."""
         if self._side_by_side is None:
             states.index_copy_(0, self._slots, changed)
         elif changed.data_ptr() != (own := states[self._side_by_side]).data_ptr():

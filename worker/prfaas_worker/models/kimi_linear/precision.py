@@ -92,7 +92,6 @@ def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 @torch.inference_mode()
 def speedups(config: KimiLinearConfig) -> Speedups:
-    """Time a model's products on random numbers in both types."""
     seconds = {torch.float32: [0.0, 0.0], torch.bfloat16: [0.0, 0.0]}
     for (outputs, inputs), times in products_of_a_token(config).items():
         weight = torch.randn(outputs, inputs)

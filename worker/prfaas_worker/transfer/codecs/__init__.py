@@ -44,7 +44,6 @@ class Tensor(NamedTuple):
         return np.frombuffer(whole, self.word)
 
     def scatter(self, words: Words) -> None:
-        """Copy elements into the tensor's memory."""
         left = words.data.cast("B")
         for piece in self.pieces:
             piece[:], left = left[: piece.nbytes], left[piece.nbytes :]
