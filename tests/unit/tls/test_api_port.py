@@ -32,7 +32,7 @@ from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState, ServedModel
 from prfaas_worker.options import parse
 from prfaas_worker.tokenizer import load_tokenizer
-from prfaas_worker.transfer.tls import https_connection
+from prfaas_worker.transfer.tls import TlsAuth
 
 SECONDS = 10.0
 CREATED = datetime.datetime.now(datetime.UTC)
@@ -127,7 +127,8 @@ class Calls:
         """Connect with a certificate, or as a client that has none."""
         sock = socket.create_connection(self.port.address, SECONDS)
         if credentials is not None:
-            connection = https_connection(self.port.address, sock, credentials, SECONDS, "")
+            connection = TlsAuth(credentials).http(sock, self.port.address, "")
+            connection.sock.settimeout(SECONDS)
         else:
             bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE

@@ -79,7 +79,8 @@ def test_both_sides_know_the_others_cluster(served, connect, hub, eu):
 
 def test_it_is_tls_1_3_without_session_tickets(served, connect, hub, eu):
     sock, accepted = served(eu)
-    client = connect(sock, hub).blocking_socket(SECONDS)
+    client = connect(sock, hub).socket
+    client.settimeout(SECONDS)
     server = accepted.result()
     server.send([b"x"], lambda _sent: None)
     assert client.recv(1) == b"x"

@@ -12,7 +12,7 @@ import threading
 
 import msgspec
 
-from prfaas.errors import CapacityError, UnreachableError
+from prfaas.errors import CapacityError
 from prfaas.wire.engine import (
     LENGTH,
     AskPrefill,
@@ -40,7 +40,6 @@ from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.sequences import PrefillOffered
 from prfaas_worker.transfer.leases import Offers
 from prfaas_worker.transfer.limits import Traffic
-from prfaas_worker.transfer.net import receive_into
 
 log = logging.getLogger(__name__)
 
@@ -123,18 +122,16 @@ def serve_front(sock: socket.socket, engine: EngineLoop, messages: FrontMessages
 
 
 def _read(sock: socket.socket, engine: EngineLoop, messages: FrontMessages) -> None:
-    length = bytearray(LENGTH.size)
+    reader = sock.makefile("rb")
     try:
-        while True:
-            receive_into(sock, length)
-            body = bytearray(LENGTH.unpack(length)[0])
-            receive_into(sock, body)
-            for message in decode_for_engine(body):
+        while len(length := reader.read(LENGTH.size)) == LENGTH.size:
+            for message in decode_for_engine(reader.read(LENGTH.unpack(length)[0])):
                 messages.handle(message)
-    except UnreachableError:
-        log.info("the front closed its end: the engine ends")
-        engine.end()
-        os._exit(0)
+    except ConnectionError as error:
+        log.debug("the front's end broke: %s", error)
     except Exception:
         log.exception("the engine cannot read the front's messages")
         os._exit(1)
+    log.info("the front closed its end: the engine ends")
+    engine.end()
+    os._exit(0)

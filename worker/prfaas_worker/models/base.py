@@ -58,46 +58,19 @@ class Batch(NamedTuple):
 class Model(Protocol):
     """One loaded replica. Its methods are not safe to call concurrently."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        ...
+    vocab_size: int  # width of the logits
+    max_context: int
+    hidden_size: int  # width of the hidden states that `forward` returns
+    fingerprint: str  # SHA-256, hex, over configuration and weights: caches move only between equal fingerprints
+    layers: tuple[LayerSpec, ...]  # shape of the cache
+    attention_kind: AttentionSpecKind  # of the rows, in the words of vLLM's cache events
+    eos_token_ids: frozenset[int]  # tokens that end a generation
 
     @property
-    def max_context(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states that `forward` returns."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256, hex, over configuration and weights: caches may move only between equal fingerprints."""
-        ...
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """Shape of the cache, one entry a layer."""
-        ...
-
-    @property
-    def attention_kind(self) -> AttentionSpecKind:
-        """The kind of the rows, in the words of vLLM's cache events."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a generation."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        ...
+    def device(self) -> torch.device: ...
 
     def bind(self, memory: CacheMemory) -> None:
         """Use this memory, made from `layers`, from now on. Called once, before the first `forward`."""
-        ...
 
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Run one step. Every sequence's pages cover its new tokens; its state slot is that after `start` tokens.
@@ -106,8 +79,6 @@ class Model(Protocol):
         states are those after the last tokens. Returns normed hidden states, fp32 [batch.outputs, hidden_size], which
         `logits` takes.
         """
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [..., vocab_size] of normed hidden states [..., hidden_size]."""
-        ...

@@ -55,13 +55,13 @@ class SourceApi(NamedTuple):
         target = urlsplit(self.url)
         address = target.hostname or "", target.port or http.client.HTTP_PORT
         try:
-            sock = socket.create_connection(address, CONNECT_SECONDS)
-            hold(sock)
-            with closing(self.auth.http(sock, address, self.cluster)) as connection:
-                headers = {"content-type": "application/json", "connection": "close", **self.trace.headers()}
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-                return response.status, response.read(MAX_ANSWER_BYTES)
+            with socket.create_connection(address, CONNECT_SECONDS) as sock:
+                hold(sock)
+                with closing(self.auth.http(sock, address, self.cluster)) as connection:
+                    headers = {"content-type": "application/json", "connection": "close", **self.trace.headers()}
+                    connection.request(method, path, body, headers)
+                    response = connection.getresponse()
+                    return response.status, response.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise UnreachableError(f"no answer to {method} {path}: {error!r}") from error
 

@@ -17,10 +17,8 @@ import socket
 import ssl
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Final, NamedTuple
 
 from prfaas.errors import PeerError, UnreachableError
@@ -83,25 +81,6 @@ def tune(sock: socket.socket) -> None:
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     use_congestion(sock, CUBIC if (read_tcp_info(sock).rtt_seconds or 0.0) < NEAR_SECONDS else BBR)
-
-
-def receive_into(sock: socket.socket, *buffers: Buffer) -> None:
-    """Fill writable buffers, one after the other, in as few calls as the kernel allows. Raises UnreachableError if the
-    peer closed or broke the connection, or sent nothing for the socket's timeout."""
-    left = deque(memoryview(buffer) for buffer in buffers if len(buffer))
-    try:
-        while left:
-            received = sock.recvmsg_into(list(islice(left, _MAX_PIECES)))[0]
-            if received == 0:
-                raise UnreachableError("the peer closed the connection before everything was sent")
-            while left and received >= len(left[0]):
-                received -= len(left.popleft())
-            if received:
-                left[0] = left[0][received:]
-    except TimeoutError as error:
-        raise UnreachableError(f"the peer sent no byte for {sock.gettimeout()} s: given up") from error
-    except OSError as error:
-        raise UnreachableError(f"the connection broke while receiving: {error}") from error
 
 
 class Deadline:
@@ -193,6 +172,11 @@ class DataStream:
         """Return the descriptor to poll; call `readable` first, which knows of buffered bytes."""
         return self.socket.fileno()
 
+    def blocking_socket(self, timeout_seconds: float) -> socket.socket:
+        """Return the connection for a library that needs a socket; this stream ends."""
+        self.socket.settimeout(timeout_seconds)
+        return self.socket
+
     def shutdown(self) -> None:
         """Cut the connection from any thread: its readers and writers get UnreachableError."""
         with suppress(OSError):  # it is disconnected already
@@ -262,14 +246,8 @@ class TlsStream(DataStream):
         for piece in self._pieces(parts):
             super().send([piece], on_sent, on_wait)
 
-    def blocking_socket(self, timeout_seconds: float) -> ssl.SSLSocket:
-        """Return the connection for a library that needs a socket; this stream ends."""
-        self.socket.settimeout(timeout_seconds)
-        return self.socket
-
     def readable(self) -> bool:
-        """True if a read would return at once, perhaps with bytes that OpenSSL holds."""
-        return bool(self.socket.pending()) or super().readable()
+        return bool(self.socket.pending()) or super().readable()  # OpenSSL may hold bytes
 
     def _send_some(self, left: list[memoryview]) -> int:
         try:

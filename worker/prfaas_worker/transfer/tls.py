@@ -47,17 +47,6 @@ def connect_tls(
     return _prove(tls, credentials, contexts, expected_cluster)
 
 
-def https_connection(
-    address: tuple[str, int], sock: socket.socket, credentials: WorkerCredentials, seconds: float, expected_cluster: str
-) -> http.client.HTTPConnection:
-    """Return an HTTP connection inside TLS over a connected socket; each later wait may take `seconds`. Raises
-    PeerError as `connect_tls`."""
-    stream = connect_tls(sock, credentials, seconds, expected_cluster)
-    connection = http.client.HTTPConnection(*address)
-    connection.sock = stream.blocking_socket(seconds)
-    return connection
-
-
 def _shake(sock: socket.socket, context: ssl.SSLContext, seconds: float, *, server_side: bool) -> ssl.SSLSocket:
     deadline = Deadline(seconds)
     try:
@@ -122,8 +111,6 @@ def _prove(tls: ssl.SSLSocket, credentials: WorkerCredentials, contexts: Context
 class PeerAuth:
     """Without TLS: peers are not known."""
 
-    cluster = ""  # Our own cluster, as peers know it.
-
     def accept(self, sock: socket.socket) -> DataStream:
         """Make a stream of an accepted connection. With TLS, raises PeerError if the peer proves nothing in time."""
         return plain(sock)
@@ -141,11 +128,10 @@ class PeerAuth:
         it may not: the peer may no longer trust the old ones."""
         return True
 
-    def http(self, sock: socket.socket, address: tuple[str, int], _cluster: str, /) -> http.client.HTTPConnection:
+    def http(self, sock: socket.socket, address: tuple[str, int], cluster: str) -> http.client.HTTPConnection:
         """Return an HTTP connection over a connected socket; raises as `connect`."""
         connection = http.client.HTTPConnection(*address)
-        sock.settimeout(ANSWER_SECONDS)
-        connection.sock = sock
+        connection.sock = self.connect(sock, cluster).blocking_socket(ANSWER_SECONDS)
         return connection
 
 
@@ -154,7 +140,6 @@ class TlsAuth(PeerAuth):
 
     def __init__(self, credentials: WorkerCredentials):
         self._credentials = credentials
-        self.cluster = credentials.cluster
 
     def accept(self, sock: socket.socket) -> DataStream:
         return accept_tls(sock, self._credentials, HANDSHAKE_SECONDS)
@@ -174,6 +159,3 @@ class TlsAuth(PeerAuth):
         except IdentityError:
             return False
         return True
-
-    def http(self, sock: socket.socket, address: tuple[str, int], cluster: str, /) -> http.client.HTTPConnection:
-        return https_connection(address, sock, self._credentials, ANSWER_SECONDS, cluster)

@@ -5,8 +5,9 @@ a mark is held back until it is clear. Grammars are in llguidance's Lark.
 """
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,42 +39,38 @@ ToolEvent = TextDelta | CallDelta | ArgumentsDelta
 NewId = Callable[[], str]
 
 
-class ToolParser(Protocol):
-    def push(self, text: str, *, final: bool) -> list[ToolEvent]: ...
-
-
 def random_id() -> str:
     """Return a new id for a tool call."""
     return f"call_{secrets.token_hex(12)}"
 
 
-class MarkedText:
-    """Text that waits to be read up to marks."""
+class ToolParser(ABC):
+    """Reads the text and the calls of one answer. `_rest` is the text that waits to be read."""
 
-    def __init__(self) -> None:
-        self.rest = ""
-
-    def take(self, marks: Sequence[str], *, final: bool) -> tuple[str, str | None]:
-        """Remove and return the text before the first of `marks`, and that mark. Without a mark it returns the text
-        that cannot begin one, and None."""
-        found = [(place, mark) for mark in marks if (place := self.rest.find(mark)) >= 0]
-        if found:
-            place, mark = min(found)
-            text, self.rest = self.rest[:place], self.rest[place + len(mark) :]
-            return text, mark
-        keep = 0 if final else possible_beginning(self.rest, marks)
-        end = len(self.rest) - keep
-        text, self.rest = self.rest[:end], self.rest[end:]
-        return text, None
-
-
-class Content:
-    """Text around calls. Spaces that only separate calls are dropped."""
-
-    def __init__(self) -> None:
+    def __init__(self, new_id: NewId):
+        self._new_id = new_id
+        self._rest = ""
+        self._calls = 0
         self._after_call = False
 
-    def events(self, text: str) -> list[ToolEvent]:
+    @abstractmethod
+    def push(self, text: str, *, final: bool) -> list[ToolEvent]:
+        """Add text; return the events that are certain now."""
+
+    def _take(self, marks: Sequence[str], *, final: bool) -> tuple[str, str | None]:
+        """Remove and return the text before the first of `marks`, and that mark. Without a mark it returns the text
+        that cannot begin one, and None."""
+        found = [(place, mark) for mark in marks if (place := self._rest.find(mark)) >= 0]
+        if found:
+            place, mark = min(found)
+            text, self._rest = self._rest[:place], self._rest[place + len(mark) :]
+            return text, mark
+        end = len(self._rest) - (0 if final else possible_beginning(self._rest, marks))
+        text, self._rest = self._rest[:end], self._rest[end:]
+        return text, None
+
+    def _said(self, text: str) -> list[ToolEvent]:
+        """Return text around calls, without spaces that only separate calls."""
         if self._after_call:
             text = text.lstrip()
         if not text:
@@ -81,8 +78,10 @@ class Content:
         self._after_call = False
         return [TextDelta(text)]
 
-    def called(self) -> None:
+    def _called(self, name: str, call_id: str) -> CallDelta:
+        self._calls += 1
         self._after_call = True
+        return CallDelta(self._calls - 1, call_id, name)
 
 
 def possible_beginning(text: str, marks: Sequence[str]) -> int:

@@ -11,11 +11,8 @@ import msgspec
 
 from prfaas_worker.front.tools.base import (
     ArgumentsDelta,
-    CallDelta,
-    Content,
     Function,
     Mark,
-    MarkedText,
     NewId,
     ToolEvent,
     ToolParser,
@@ -43,7 +40,7 @@ class _Object(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw()
 
 
-class HermesParser:
+class HermesParser(ToolParser):
     """The tool format of Hermes, Qwen and many more: a JSON object with name and arguments between two tags.
 
         <tool_call>
@@ -57,15 +54,12 @@ class HermesParser:
     """
 
     def __init__(self, new_id: NewId):
-        self._new_id = new_id
-        self._text = MarkedText()
-        self._content = Content()
-        self._calls = 0
+        super().__init__(new_id)
         self._read = self._read_content
         self._depth, self._in_string = 0, False
 
     def push(self, text: str, *, final: bool) -> list[ToolEvent]:
-        self._text.rest += text
+        self._rest += text
         events: list[ToolEvent] = []
         read = None
         while read != self._read:
@@ -74,32 +68,33 @@ class HermesParser:
         return events
 
     def _read_content(self, final: bool) -> list[ToolEvent]:
-        text, mark = self._text.take((_HERMES_CALL,), final=final)
+        text, mark = self._take((_HERMES_CALL,), final=final)
         if mark:
             self._read = self._read_head
-        return self._content.events(text)
+        return self._said(text)
 
     def _read_head(self, final: bool) -> list[ToolEvent]:
         """Wait for the name, or for the whole call if its fields are in another order."""
-        head = _HEAD.match(self._text.rest)
+        head = _HEAD.match(self._rest)
         if head:
-            self._text.rest = self._text.rest[head.end() :]
+            self._rest = self._rest[head.end() :]
             self._read = self._read_arguments
-            return [self._called(head[1])]
-        body, end, rest = self._text.rest.partition(_HERMES_CALL_END)
+            return [self._called(head[1], self._new_id())]
+        body, end, rest = self._rest.partition(_HERMES_CALL_END)
         if not end and not final:
             return []
-        self._text.rest, self._read = rest, self._read_content
+        self._rest, self._read = rest, self._read_content
         try:
             call = msgspec.json.decode(body, type=_Object)
         except msgspec.MsgspecError:
-            return self._content.events(_HERMES_CALL + body + end)
+            return self._said(_HERMES_CALL + body + end)
         arguments = bytes(call.arguments) or bytes(call.parameters) or b"{}"
-        return [self._called(call.name), ArgumentsDelta(self._calls - 1, arguments.decode())]
+        called = self._called(call.name, self._new_id())
+        return [called, ArgumentsDelta(called.index, arguments.decode())]
 
     def _read_arguments(self, final: bool) -> list[ToolEvent]:
         """Pass the object on to its closing brace; a tag between values ends a damaged one."""
-        text, place, end = self._text.rest, 0, None
+        text, place, end = self._rest, 0, None
         while end is None and (sign := _SIGN.search(text, place)):
             place = sign.end()
             match sign[0]:
@@ -121,22 +116,17 @@ class HermesParser:
             place = len(text)
         end = len(text) if final and end is None else end
         cut = place if end is None else end
-        self._text.rest = text[cut:]
+        self._rest = text[cut:]
         if end is not None:
             self._depth, self._in_string = 0, False
             self._read = self._read_end
         return [ArgumentsDelta(self._calls - 1, text[:cut])] if cut else []
 
     def _read_end(self, final: bool) -> list[ToolEvent]:
-        _, mark = self._text.take((_HERMES_CALL_END,), final=final)
+        _, mark = self._take((_HERMES_CALL_END,), final=final)
         if mark:
             self._read = self._read_content
         return []
-
-    def _called(self, name: str) -> CallDelta:
-        self._calls += 1
-        self._content.called()
-        return CallDelta(self._calls - 1, self._new_id(), name)
 
 
 def _hermes_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
@@ -162,7 +152,7 @@ _KIMI_CALL_END: Final = "<|tool_call_end|>"
 _KIMI_MARKS: Final = (_KIMI_SECTION, _KIMI_SECTION_END, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END)
 
 
-class KimiParser:
+class KimiParser(ToolParser):
     """Kimi's tool format: calls in a section behind what is said, with ids that carry the name.
 
         <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
@@ -175,40 +165,32 @@ class KimiParser:
     """
 
     def __init__(self, new_id: NewId):
-        self._new_id = new_id
-        self._text = MarkedText()
-        self._content = Content()
+        super().__init__(new_id)
         self._state = _KIMI_SECTION_END
         self._id = ""
-        self._calls = 0
 
     def push(self, text: str, *, final: bool) -> list[ToolEvent]:
-        self._text.rest += text
+        self._rest += text
         events: list[ToolEvent] = []
         mark: str | None = ""
         while mark is not None:
-            found, mark = self._text.take(_KIMI_MARKS, final=final)
+            found, mark = self._take(_KIMI_MARKS, final=final)
             events += self._found(found)
             if self._state == _KIMI_CALL and (mark is not None or final):
-                events += self._call()
+                call_id, self._id = self._id.strip(), ""
+                name = call_id.rpartition(":")[0] or call_id
+                events.append(self._called(name.removeprefix("functions."), call_id or self._new_id()))
             self._state = mark or self._state
         return events
 
     def _found(self, text: str) -> list[ToolEvent]:
         if self._state == _KIMI_SECTION_END:
-            return self._content.events(text)
+            return self._said(text)
         if self._state == _KIMI_CALL:
             self._id += text
         if self._state == _KIMI_ARGUMENTS and text:
             return [ArgumentsDelta(self._calls - 1, text)]
         return []  # between calls, or between the marks of one
-
-    def _call(self) -> list[ToolEvent]:
-        call_id, self._id = self._id.strip(), ""
-        name = call_id.rpartition(":")[0] or call_id
-        self._calls += 1
-        self._content.called()
-        return [CallDelta(self._calls - 1, call_id or self._new_id(), name.removeprefix("functions."))]
 
 
 def _kimi_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
@@ -225,7 +207,7 @@ _TURNS_CALL: Final = "<|tool|>"
 _TURNS_MARKS: Final = (_TURNS_CALL,)
 
 
-class TurnsParser:
+class TurnsParser(ToolParser):
     """The tool format of the model that ships along: `<|tool|>NAME`, a line end, the arguments as JSON; and so on.
 
         <|assistant|>Let me look.<|tool|>weather
@@ -236,20 +218,16 @@ class TurnsParser:
     """
 
     def __init__(self, new_id: NewId):
-        self._new_id = new_id
-        self._text = MarkedText()
-        self._content = Content()
+        super().__init__(new_id)
         self._name: str | None = None  # of the call whose first line is still coming
-        self._calls = 0
-        self._in_arguments = False
 
     def push(self, text: str, *, final: bool) -> list[ToolEvent]:
-        self._text.rest += text
+        self._rest += text
         events: list[ToolEvent] = []
         mark: str | None = ""
         while mark is not None:
             marks = _TURNS_MARKS if self._name is None else ("\n", _TURNS_CALL)
-            found, mark = self._text.take(marks, final=final)
+            found, mark = self._take(marks, final=final)
             events += self._found(found, mark, final=final)
         return events
 
@@ -258,17 +236,14 @@ class TurnsParser:
             self._name += text
             if mark is None and not final:
                 return []
-            events: list[ToolEvent] = [CallDelta(self._calls, self._new_id(), self._name.strip())]
-            self._calls += 1
-            self._content.called()
+            called = self._called(self._name.strip(), self._new_id())
             self._name = "" if mark == _TURNS_CALL else None
-            self._in_arguments = True
-            return events
+            return [called]
         if mark == _TURNS_CALL:
             self._name = ""
-        if self._in_arguments:
+        if self._calls:  # all text after the first call is arguments
             return [ArgumentsDelta(self._calls - 1, text)] if text else []
-        return self._content.events(text)
+        return self._said(text)
 
 
 def _turns_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:

@@ -196,39 +196,16 @@ class _State(_Layer):
                         tensor[self._slots] = copy
 
 
-class RowsLayer(_Rows, DynamicLayer):
-    """Full attention."""
-
-
-class WindowLayer(_Window, DynamicSlidingWindowLayer):
-    """Attention to a window."""
-
-
-class StateLayer(_State, LinearAttentionLayer):
-    """Linear attention, or a convolution."""
-
-
-class StateAndRowsLayer(_State, _Rows, LinearAttentionAndFullAttentionLayer):
-    """Linear and full attention side by side."""
-
-
-class StateAndWindowLayer(_State, _Window, LinearAttentionAndSlidingWindowAttentionLayer):
-    """Linear attention beside attention to a window."""
-
-
-class EmptyLayer(_Layer, DummyLayer):
-    """A layer without attention."""
-
-
 # By transformers' class, which must be it exactly: a subclass may keep more.
-_OURS: dict[type, type] = {
-    DynamicLayer: RowsLayer,
-    DynamicSlidingWindowLayer: WindowLayer,
-    LinearAttentionLayer: StateLayer,
-    LinearAttentionAndFullAttentionLayer: StateAndRowsLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer: StateAndWindowLayer,
-    DummyLayer: EmptyLayer,
+_KEPT: dict[type, tuple[type[_Layer], ...]] = {
+    DynamicLayer: (_Rows,),
+    DynamicSlidingWindowLayer: (_Window,),
+    LinearAttentionLayer: (_State,),
+    LinearAttentionAndFullAttentionLayer: (_State, _Rows),
+    LinearAttentionAndSlidingWindowAttentionLayer: (_State, _Window),
+    DummyLayer: (_Layer,),
 }
+_OURS = {theirs: type(f"Paged{theirs.__name__}", (*ours, theirs), {}) for theirs, ours in _KEPT.items()}
 
 
 class PagedCache(Cache):
