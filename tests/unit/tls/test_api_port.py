@@ -36,7 +36,7 @@ from prfaas_worker.transfer.tls import TlsAuth
 
 SECONDS = 10.0
 CREATED = datetime.datetime.now(datetime.UTC)
-SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=1000, max_choices=8)
+SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=1000, max_choices=8)
 PREFILL = ("POST", "/v1/prefills", {"request_id": "r", "model": "tiny", "token_ids": [1, 2, 3]})
 GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=8001, end_token=3, expires_seconds=10)
 

@@ -14,7 +14,7 @@ STATS = Stats(0, 0, 0, 0, 0, [], 0, 0, 0, 0, role="prefill", egress_mbps=800)
 @pytest.fixture
 def loaded(front):
     """The same front with a model."""
-    served = ServedModel(model_name="tiny", vocab_size=256, max_context=100, max_choices=1)
+    served = ServedModel(model_name="tiny", fingerprint="", vocab_size=256, max_context=100, max_choices=1)
     front.serving.loaded(served, tokenizer=None)
     return front
 

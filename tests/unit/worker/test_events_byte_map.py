@@ -27,7 +27,7 @@ ASSETS = Path(__file__).parents[3] / "worker/prfaas_worker/assets/kimi-linear-ti
 @pytest.fixture
 async def loaded(front):
     """A front with the model that ships along."""
-    served = ServedModel(model_name="tiny", vocab_size=264, max_context=100_000, max_choices=4)
+    served = ServedModel(model_name="tiny", fingerprint=FINGERPRINT, vocab_size=264, max_context=100_000, max_choices=4)
     front.serving.loaded(served, load_tokenizer(ASSETS))
     await front.say(Ready(FINGERPRINT, str(ASSETS), 264, 100_000, 9000))
     await front.serving.engine.ready

@@ -51,7 +51,7 @@ def json_parses() -> Iterator[list[str]]:
 @pytest.fixture
 async def loaded(front):
     """A front with the model that ships along."""
-    model = ServedModel(model_name="tiny", vocab_size=264, max_context=100_000, max_choices=4)
+    model = ServedModel(model_name="tiny", fingerprint="f" * 64, vocab_size=264, max_context=100_000, max_choices=4)
     front.serving.loaded(model, load_tokenizer(ASSETS))
     await front.say(Ready("f" * 64, str(ASSETS), 264, 100_000, 9000))
     await front.serving.engine.ready

@@ -18,7 +18,7 @@ from prfaas_worker.front.openai_in import Job, RequestReader
 from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
-SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=100, max_choices=8)
+SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=100, max_choices=8)
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
 READER = RequestReader(SERVED, TINY)
 SCHEMA_OBJECT, SCHEMA_NULL = Grammar("json_schema", '{"type":"object"}'), Grammar("json_schema", '{"type":"null"}')

@@ -15,7 +15,7 @@ from prfaas_worker.front.serving import BYTES_BESIDE, BYTES_PER_TOKEN, LONG_BYTE
 from prfaas_worker.tokenizer import load_tokenizer
 
 ASSETS = Path(__file__).parents[3] / "worker/prfaas_worker/assets/kimi-linear-tiny"
-SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=1000, max_choices=4)
+SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=1000, max_choices=4)
 MOST = BYTES_BESIDE + 1000 * BYTES_PER_TOKEN
 PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/prefills"]
 
@@ -60,7 +60,7 @@ async def test_a_body_of_unknown_length_ends_at_the_same_bound(client, loaded):
 
 def test_the_bound_grows_with_the_context_up_to_a_cap():
     sizes = [
-        ServedModel(model_name="m", vocab_size=1, max_context=context, max_choices=1).max_body_bytes
+        ServedModel(model_name="m", fingerprint="", vocab_size=1, max_context=context, max_choices=1).max_body_bytes
         for context in (1 << 17, 1 << 20, 1 << 27)
     ]
     assert sizes == [3 << 20, 17 << 20, MAX_BODY_BYTES]

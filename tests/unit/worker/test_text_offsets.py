@@ -18,7 +18,7 @@ from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
-SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=100, max_choices=8)
+SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=100, max_choices=8)
 EOT = 262
 
 

@@ -20,7 +20,7 @@ from prfaas_worker.grammars import llguidance_text
 from prfaas_worker.tokenizer import Tokenizer, load_tokenizer
 
 BOS, EOS, USER, ASSISTANT, SYSTEM, END, TOOL = 256, 257, 259, 260, 261, 262, 263
-SERVED = ServedModel(model_name="tiny", vocab_size=264, max_context=4000, max_choices=8)
+SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=4000, max_choices=8)
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
 HELLO = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}

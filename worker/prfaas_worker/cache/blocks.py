@@ -78,32 +78,23 @@ class Blocks:
 
     def __init__(self, num_pages: int, pages_per_state: int, on_evicted: Callable[[list[Evicted]], None] | None = None):
         self.num_pages, self.pages_per_state = num_pages, pages_per_state
+        self.cached_pages = 0  # those in the two orders, which only the prefix cache holds
         self.evicted_pages = 0
+        self.holders = [0] * num_pages
         self._on_evicted = on_evicted
         # Taken from the end: memory that was used is used again before new memory is touched.
         self._free = list(range(num_pages - 1, -1, -1))
-        self._holders = [0] * num_pages
         self._key_of: list[Key | None] = [None] * num_pages
         self._page_of: dict[Key, int] = {}
         self._states: dict[Key, StateCheckpoint] = {}
         self._state_at: dict[int, StateCheckpoint] = {}  # by its first page, its key in the orders
         self._order: OrderedDict[int, None] = OrderedDict()
         self._spent: OrderedDict[int, None] = OrderedDict()
-        self._cached = 0  # pages in the two orders
         self._epoch = 0
 
     @property
     def free_pages(self) -> int:
-        return len(self._free) + self._cached
-
-    @property
-    def cached_pages(self) -> int:
-        """Evictable pages (held by the prefix cache only)."""
-        return self._cached
-
-    @property
-    def holders(self) -> Sequence[int]:
-        return self._holders
+        return len(self._free) + self.cached_pages
 
     def page(self, key: Key) -> int | None:
         return self._page_of.get(key)
@@ -136,7 +127,7 @@ class Blocks:
         return Match(pages, state_blocks if self.pages_per_state else len(pages))
 
     def can_open(self, shared: Sequence[int], count: int) -> bool:
-        idle = sum(not self._holders[page] for page in shared)
+        idle = sum(not self.holders[page] for page in shared)
         return count - len(shared) <= self.free_pages - idle
 
     def open(self, shared: Sequence[int], count: int, start: Key | None = None) -> Lease | None:
@@ -191,7 +182,7 @@ class Blocks:
             known = page_of.get(key)
             if known is None:
                 new.append(index)
-            elif known == page or self._holders[known]:
+            elif known == page or self.holders[known]:
                 continue
             else:
                 self._drop_page(known)
@@ -242,17 +233,17 @@ class Blocks:
 
     def hold(self, pages: Sequence[int]) -> None:
         """Count one more holder of each of these pages, which are held or cached."""
-        holders, order, idle = self._holders, self._order, 0
+        holders, order, idle = self.holders, self._order, 0
         for page in pages:
             if not holders[page]:
                 del order[page]
                 idle += 1
             holders[page] += 1
-        self._cached -= idle
+        self.cached_pages -= idle
 
     def release(self, pages: Sequence[int]) -> None:
         """Count one holder less. A block without holders is cached; the last of `pages` is evicted first."""
-        holders, key_of, order, free, idle = self._holders, self._key_of, self._order, self._free, 0
+        holders, key_of, order, free, idle = self.holders, self._key_of, self._order, self._free, 0
         for page in reversed(pages):
             left = holders[page] = holders[page] - 1
             if left > 0:
@@ -264,7 +255,7 @@ class Blocks:
             else:
                 order[page] = None
                 idle += 1
-        self._cached += idle
+        self.cached_pages += idle
 
     def adopt_block(self, key: Key) -> tuple[int, ...] | None:
         """Cache a block that was loaded from elsewhere and return its page; None if it is cached already or there is no
@@ -290,24 +281,24 @@ class Blocks:
             self._free += state.pages
         for page in self._page_of.values():
             self._key_of[page] = None
-            if not self._holders[page]:
+            if not self.holders[page]:
                 self._free.append(page)
         for forgotten in (self._states, self._state_at, self._page_of, self._order, self._spent):
             forgotten.clear()
-        self._cached = 0
+        self.cached_pages = 0
         self._epoch += 1
         return len(self._free) - before
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every page is in exactly one place and every index agrees with the other."""
-        held = [page for page in range(self.num_pages) if self._holders[page]]
+        held = [page for page in range(self.num_pages) if self.holders[page]]
         in_states = [page for state in self._states.values() for page in state.pages]
-        idle = [page for page in self._page_of.values() if not self._holders[page]]
+        idle = [page for page in self._page_of.values() if not self.holders[page]]
         places = [*self._free, *held, *in_states, *idle]
         in_order = {*idle, *self._state_at}
         checks = (
             (sorted(places) == list(range(self.num_pages)), "a page is in no place, or in two"),
-            (self._cached == len(idle) + len(in_states), "the count of cached pages is wrong"),
+            (self.cached_pages == len(idle) + len(in_states), "the count of cached pages is wrong"),
             (all(self._key_of[page] == key for key, page in self._page_of.items()), "a name leads to the wrong page"),
             (
                 sum(key is not None for key in self._key_of) == len(self._page_of),
@@ -355,13 +346,13 @@ class Blocks:
         block = self._page_of[key]
         pages = self._allocate(self.pages_per_state)
         for page in pages:
-            self._holders[page] = 0
+            self.holders[page] = 0
         if self._page_of.get(key) != block:  # the block itself was evicted
             self._free += pages
             return None
         made = self._states[key] = self._state_at[pages[0]] = StateCheckpoint(key, tuple(pages))
         self._order[pages[0]] = None
-        self._cached += len(pages)
+        self.cached_pages += len(pages)
         return made
 
     def _allocate(self, count: int) -> list[int]:
@@ -373,7 +364,7 @@ class Blocks:
         pages = self._free[-count:]
         pages.reverse()
         del self._free[-count:]
-        holders = self._holders
+        holders = self.holders
         for page in pages:
             holders[page] = 1
         return pages
@@ -391,7 +382,7 @@ class Blocks:
                 state = self._states.get(key)
                 del self._page_of[key]
                 self._key_of[page] = None
-                self._cached -= 1
+                self.cached_pages -= 1
                 freed.append(page)
                 evicted.append(Evicted(key, (page,)))
             if state is not None:
@@ -410,14 +401,14 @@ class Blocks:
         del self._states[state.key], self._state_at[state.pages[0]]
         self._order.pop(state.pages[0], None)
         self._spent.pop(state.pages[0], None)
-        self._cached -= len(state.pages)
+        self.cached_pages -= len(state.pages)
         return state.pages
 
     def _drop_page(self, page: int) -> None:
         """Free the page of a block that is kept in another page."""
         del self._order[page]
         self._key_of[page] = None
-        self._cached -= 1
+        self.cached_pages -= 1
         self._free.append(page)
 
 

@@ -49,7 +49,7 @@ def _run(options: Options, front: socket.socket) -> None:
     from prfaas_worker.engine.assembly import assemble, max_context
     from prfaas_worker.engine.ipc import FrontMessages, Outbox, serve_front
     from prfaas_worker.models import load_model
-    from prfaas_worker.transfer.data_port import DataPort
+    from prfaas_worker.transfer.data_port import DataPort, listen
     from prfaas_worker.transfer.limits import traffic_of
 
     try:
@@ -57,7 +57,7 @@ def _run(options: Options, front: socket.socket) -> None:
         outbox = Outbox(front)
         traffic = traffic_of(options)
         engine, offers = assemble(model, directory, options, outbox, traffic)
-        listener = _listen(options)
+        listener = listen(options.host, options.data_port)
     except ConfigError as error:
         with contextlib.suppress(OSError):  # the front may have failed for the same reason, and be gone
             front.sendall(encode_batch([StartFailed(str(error))]))
@@ -67,15 +67,6 @@ def _run(options: Options, front: socket.socket) -> None:
     outbox.put([ready])
     serve_front(front, engine, FrontMessages(engine, offers, traffic, outbox))
     engine.run()
-
-
-def _listen(options: Options) -> socket.socket:
-    from prfaas_worker.transfer.data_port import listen
-
-    try:
-        return listen(options.host, options.data_port)
-    except OSError as error:
-        raise ConfigError(f"data port {options.host}:{options.data_port} cannot be opened: {error.strerror}") from error
 
 
 if __name__ == "__main__":

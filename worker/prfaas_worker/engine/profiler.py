@@ -12,8 +12,7 @@ from typing import Final
 from prfaas.capacity.profile import Curve, Sample
 from prfaas.wire.profile import Profile
 
-SHORTEST_TOKENS: Final = 64
-LONGEST_TOKENS: Final = 4096
+LENGTHS: Final = tuple(64 << doublings for doublings in range(7))  # in tokens, to 4,096
 REPEATS: Final = 3
 REPORT_SECONDS: Final = 1.0
 _GROWTH: Final = 2.5  # A length that is twice as long is expected to take this many times as long.
@@ -44,7 +43,7 @@ class Profiler:
         """Measure for about `budget_seconds`, with prompts of up to `max_tokens`. `prefill(n)` prefills n tokens of no
         request and returns the seconds."""
         deadline = self._clock() + budget_seconds
-        lengths = _lengths(min(max_tokens, LONGEST_TOKENS))
+        lengths = [length for length in LENGTHS if length <= max_tokens]
         if budget_seconds <= 0 or not lengths:
             return
         expected = prefill(lengths[0]) / _GROWTH  # warms up: its own time is not the rule
@@ -66,11 +65,3 @@ class Profiler:
     def _report_now(self) -> None:
         self._reported_at = self._clock()
         self._report(self.profile)
-
-
-def _lengths(longest: int) -> list[int]:
-    lengths, tokens = [], SHORTEST_TOKENS
-    while tokens <= longest:
-        lengths.append(tokens)
-        tokens *= 2
-    return lengths

@@ -28,15 +28,14 @@ from prfaas.errors import CapacityError, InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockHash
 from prfaas.wire.engine import Failed, Granted, StartPrefix
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
-from prfaas_worker.cache.blocks import Lease
+from prfaas.wire.prefill import PrefillRequest, PrefixRequest
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import ScheduleFacts
 from prfaas_worker.engine.sequences import Event, FetchEnded, Phase, Sequence
 from prfaas_worker.transfer.fetch import AbsentError, Fetched, FetchRequest, RemoteFetch
 from prfaas_worker.transfer.layout import prefix_frames
-from prfaas_worker.transfer.leases import Offer, Offers
+from prfaas_worker.transfer.leases import Offers
 from prfaas_worker.transfer.pull import FetchContext
 
 Outcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
@@ -157,10 +156,16 @@ class RemoteCaches:
         if tokens <= start_token:
             text = f"nothing longer than {start_token} tokens of this prompt is cached here"
             return Failed(handle, 404, CODE_PREFIX_NOT_FOUND, text)
+        lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if facts.free_slots > 0 else None
+        if lease is None:
+            text = "all sequences of this instance are in use: no prefix can be given now"
+            return Failed(handle, 503, CODE_OVERLOADED, text)
         try:
-            lease = self._lease_prefix(sequence, tokens, facts)
-            offer, grant = self._grant(lease, message, tokens)
+            if self._cache.free_pages < len(facts.running):
+                raise CapacityError("the cache of this instance is in use: no prefix can be given now")
+            offer, grant = self._offers.grant(message, tokens)
         except CapacityError as error:
+            self._cache.close(lease)
             return Failed(handle, 503, CODE_OVERLOADED, str(error))
         sequence.lease, sequence.phase, request.offer = lease, Phase.DELIVERING, offer
         offer.start_computing()
@@ -185,22 +190,6 @@ class RemoteCaches:
         sequence.cuts = (prefix.tokens, *(cut for cut in sequence.cuts if cut > prefix.tokens))
         sequence.request.cached_tokens = prefix.tokens
         sequence.publish(self._cache)
-
-    def _lease_prefix(self, sequence: Sequence, tokens: int, facts: ScheduleFacts[Sequence]) -> Lease:
-        lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if facts.free_slots > 0 else None
-        if lease is None:
-            raise CapacityError("all sequences of this instance are in use: no prefix can be given now")
-        if self._cache.free_pages < len(facts.running):
-            self._cache.close(lease)
-            raise CapacityError("the cache of this instance is in use: no prefix can be given now")
-        return lease
-
-    def _grant(self, lease: Lease, message: StartPrefix, tokens: int) -> tuple[Offer, PrefillGrant]:
-        try:
-            return self._offers.grant(message, tokens)
-        except CapacityError:
-            self._cache.close(lease)
-            raise
 
 
 def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> Outcome:

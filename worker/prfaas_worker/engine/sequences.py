@@ -145,7 +145,7 @@ class EngineRequest:
     def generate(self) -> Generate:
         if not isinstance(self.message, Generate):
             raise InternalError(f"request {self.handle} is for another instance: it generates nothing")
-        return self.message if isinstance(self.message, Generate) else self.message.request
+        return self.message
 
     @property
     def is_remote(self) -> bool:
@@ -210,12 +210,11 @@ class Requests:
 
 
 def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence]:
-    lease, request = sequence.held, sequence.request
-    computed, total = sequence.computed_tokens, len(sequence.token_ids)
-    cut = next((cut for cut in sequence.cuts if cut > computed), total) if sequence.cuts else total
+    lease, computed, total = sequence.held, sequence.computed_tokens, len(sequence.token_ids)
+    cut = next((cut for cut in sequence.cuts if cut > computed), total)
     short = computed >= cache.capacity_tokens(lease)
-    decodes = computed + 1 == total and request.offer is None
-    pinned = request.offer is not None  # its frames are views of its pages
+    pinned = sequence.request.offer is not None  # its frames are views of its pages
+    decodes = computed + 1 == total and not pinned
     return RunningSequence(sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned)
 
 

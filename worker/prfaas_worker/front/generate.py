@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from uuid import uuid4
 
@@ -30,7 +31,7 @@ from prfaas.kvindex.canonical import (
     tokens_before,
 )
 from prfaas.wire import headers
-from prfaas.wire.engine import Cancel, Generate, Ready, Started, Tokens
+from prfaas.wire.engine import Cancel, Generate, Started, Tokens
 from prfaas.wire.kvevents import ByteBlock
 from prfaas.wire.resume import Resume
 from prfaas.wire.trace import read_trace
@@ -47,7 +48,6 @@ from prfaas_worker.front.openai_out import (
 )
 from prfaas_worker.front.resume import (
     TokenComments,
-    model_fingerprint,
     read_resume,
     read_resume_headers,
     remaining_messages,
@@ -232,7 +232,6 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
 
     size, (job, resume) = await read_request(request, read, given.resume_bytes)
     state.require_open()
-    fingerprint = model_fingerprint(state, resume)
     created = given.fixed.created if given.fixed else None
     formatter = ResponseFormatter(job, state.served.model_name, state.tokenizer, created)
     messages = remaining_messages(job, resume)
@@ -247,7 +246,9 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         answer_headers = _headers(started, job.prompt_tokens, request_id)
         if not job.body.stream:
             return await reply.whole(answer_headers)
-        return await reply.stream(request, answer_headers | ({headers.RESUMABLE: fingerprint} if given.fixed else {}))
+        if given.fixed:
+            answer_headers[headers.RESUMABLE] = state.served.fingerprint
+        return await reply.stream(request, answer_headers)
 
 
 def _request_id(request: web.Request) -> str:
@@ -287,15 +288,13 @@ def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) ->
 def _teach(state: FrontState, job: Job, size: int) -> None:
     """Publish the byte blocks of a request with one prompt, whose body had `size` bytes. This runs after the request
     was sent to the engine, in a thread for a long one."""
-    ready = state.engine.ready.result()
-    if len(job.prompts) != 1 or not isinstance(ready, Ready):
+    if len(job.prompts) != 1:
         return
-    token_bytes = state.tokenizer.token_bytes
+    make = partial(_byte_blocks, job, state.served.fingerprint, state.tokenizer.token_bytes)
     if size <= INLINE_MAP_BYTES:
-        state.events.learn(_byte_blocks(job, ready.fingerprint, token_bytes))
+        state.events.learn(make())
         return
-    loop = asyncio.get_running_loop()
-    found = loop.run_in_executor(state.reader(size), _byte_blocks, job, ready.fingerprint, token_bytes)
+    found = asyncio.get_running_loop().run_in_executor(state.reader(size), make)
     found.add_done_callback(lambda done: done.cancelled() or state.events.learn(done.result()))
 
 

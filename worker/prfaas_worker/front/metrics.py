@@ -10,7 +10,8 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, get_args
+from functools import partialmethod
+from typing import Any, Final, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -97,7 +98,6 @@ CACHE_COUNTERS: Final[Described] = {
     "prfaas_prefix_cache_corrupt_entries": ("corrupt_entries", "Entries dropped because their digest was wrong."),
     "prfaas_prefix_cache_disk_failures": ("disk_failures", "Entries that the disk tier could not write or read."),
 }
-TIERS: Final = ("host", "disk")
 VLLM_GAUGES: Final[Described] = {
     "vllm:num_requests_running": ("requests_running", "Requests in model execution batches."),
     "vllm:num_requests_waiting": ("requests_waiting", "Requests waiting to be processed."),
@@ -239,26 +239,23 @@ class TransferMetrics:
 
 
 class _Labelled:
+    """Makes metrics with fixed labels."""
+
     def __init__(self, **labels: str):
-        self._names = list(labels)
-        self._values = list(labels.values())
+        self.labels = labels
 
-    def gauge(self, name: str, text: str, value: float, **more: str) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._names, *more])
-        family.add_metric([*self._values, *more.values()], value)
+    def metric(self, kind: Callable[..., Any], name: str, text: str, values: Any, label: str = "") -> Metric:
+        """Make a metric of one value, or with `label` of a mapping from that label to values."""
+        more = [label] if label else []
+        family = kind(name, text, labels=[*self.labels, *more])
+        for own, value in values.items() if label else [("", values)]:
+            figures = (_cumulated(value), value.total) if isinstance(value, Histogram) else (value,)
+            family.add_metric([*self.labels.values(), *([own] if label else [])], *figures)
         return family
 
-    def counter(self, name: str, text: str, values: Mapping[str, float] | float, label: str = "") -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*self._names, *([label] if label else [])])
-        for extra, value in values.items() if isinstance(values, Mapping) else [("", values)]:
-            family.add_metric([*self._values, *([extra] if label else [])], value)
-        return family
-
-    def histogram(self, name: str, text: str, parts: Mapping[str, Histogram] | Histogram, label: str = "") -> Metric:
-        family = HistogramMetricFamily(name, text, labels=[*self._names, *([label] if label else [])])
-        for extra, part in parts.items() if isinstance(parts, Mapping) else [("", parts)]:
-            family.add_metric([*self._values, *([extra] if label else [])], _cumulated(part), part.total)
-        return family
+    gauge = partialmethod(metric, GaugeMetricFamily)
+    counter = partialmethod(metric, CounterMetricFamily)
+    histogram = partialmethod(metric, HistogramMetricFamily)
 
     def fields(self, source: object, gauges: Described, counters: Described) -> Iterator[Metric]:
         for name, (field, text) in gauges.items():
@@ -364,19 +361,16 @@ class WorkerMetrics(Collector):
             dict(stats.prefixes),
             "outcome",
         )
-        yield self._ours.gauge(
-            "prfaas_role", "1 for the role by which the engine divides its steps.", 1, role=stats.role
-        )
+        text = "1 for the role by which the engine divides its steps."
+        yield self._ours.gauge("prfaas_role", text, {stats.role: 1}, "role")
 
     def _of_links(self, stats: Stats) -> Iterator[Metric]:
         """Yield families by peer cluster: a label for each connection would be one for each transfer."""
-        for kind, described in ((GaugeMetricFamily, LINK_GAUGES), (CounterMetricFamily, LINK_COUNTERS)):
+        for make, described in ((self._ours.gauge, LINK_GAUGES), (self._ours.counter, LINK_COUNTERS)):
             for name, (field, text) in described.items():
-                family = kind(name, text, labels=["peer"])
-                for link in stats.links:
-                    if (value := getattr(link, field)) is not None:
-                        family.add_metric([link.peer], value)
-                yield family
+                by_peer = {link.peer: getattr(link, field) for link in stats.links}
+                known = {peer: value for peer, value in by_peer.items() if value is not None}
+                yield make(name, text, known, "peer")
         yield self._ours.gauge(
             "prfaas_transfer_unsent_bytes",
             "Cache bytes that wait to be sent over data connections.",
@@ -389,11 +383,9 @@ class WorkerMetrics(Collector):
     def _of_cache(self, cache: CacheStats) -> Iterator[Metric]:
         ours = self._ours
         yield from ours.fields(cache, CACHE_GAUGES, CACHE_COUNTERS)
-        size = GaugeMetricFamily("prfaas_cache_tier_bytes", "Bytes of cached prefixes off the device.", labels=["tier"])
-        for tier in TIERS:
-            size.add_metric([tier], getattr(cache, f"{tier}_bytes"))
-        yield size
-        hits = {tier: getattr(cache, f"{tier}_hit_tokens") for tier in TIERS}
+        sizes = {"host": cache.host_bytes, "disk": cache.disk_bytes}
+        yield ours.gauge("prfaas_cache_tier_bytes", "Bytes of cached prefixes off the device.", sizes, "tier")
+        hits = {"host": cache.host_hit_tokens, "disk": cache.disk_hit_tokens}
         yield ours.counter("prfaas_prefix_cache_tier_hit_tokens", "Hit tokens loaded from a tier.", hits, "tier")
 
     def _as_vllm(self, stats: Stats) -> Iterator[Metric]:
@@ -415,21 +407,13 @@ class WorkerMetrics(Collector):
         }.items():
             yield vllms.histogram(f"vllm:{name}_seconds", f"Histogram of {name.replace('_', ' ')}.", histogram)
         sizes = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(cache.total_pages)}
-        yield vllms.gauge("vllm:cache_config_info", "Sizes of the cache.", 1, **sizes)
+        yield _Labelled(**vllms.labels, **sizes).gauge("vllm:cache_config_info", "Sizes of the cache.", 1)
 
     def _of_profile(self, profile: Profile) -> Iterator[Metric]:
-        shown = {str(tokens): tokens for tokens in PROFILE_TOKENS}
-        seconds = GaugeMetricFamily(
-            "prfaas_profile_prefill_seconds", "Time to prefill a prompt of so many tokens.", labels=["tokens"]
-        )
-        size = GaugeMetricFamily(
-            "prfaas_profile_cache_bytes", "Cache of a prompt of so many tokens.", labels=["tokens"]
-        )
-        for text, tokens in shown.items():
-            seconds.add_metric([text], prefill_seconds(profile, tokens))
-            size.add_metric([text], cache_bytes(profile, tokens))
-        yield seconds
-        yield size
-        yield self._ours.gauge(
-            "prfaas_profile_samples", "Prefills from which the profile was measured.", profile.samples
-        )
+        ours = self._ours
+        seconds = {str(tokens): prefill_seconds(profile, tokens) for tokens in PROFILE_TOKENS}
+        text = "Time to prefill a prompt of so many tokens."
+        yield ours.gauge("prfaas_profile_prefill_seconds", text, seconds, "tokens")
+        sizes = {str(tokens): cache_bytes(profile, tokens) for tokens in PROFILE_TOKENS}
+        yield ours.gauge("prfaas_profile_cache_bytes", "Cache of a prompt of so many tokens.", sizes, "tokens")
+        yield ours.gauge("prfaas_profile_samples", "Prefills from which the profile was measured.", profile.samples)

@@ -11,11 +11,11 @@ import msgspec
 
 from prfaas.errors import BadInputError, RequestError
 from prfaas.wire import headers
-from prfaas.wire.engine import Generate, Ready
+from prfaas.wire.engine import Generate
 from prfaas.wire.resume import MAX_DOCUMENT_BYTES, Fixed, Resume, Sent, comment, decode_resume
 from prfaas_worker.front.openai_in import Job
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece
-from prfaas_worker.front.serving import FrontState, ServedModel, require
+from prfaas_worker.front.serving import ServedModel, require
 
 COMMENT_TOKENS: Final = 32
 """So many tokens without text get a comment of their own: otherwise they would be drawn again."""
@@ -55,11 +55,14 @@ def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
 
 
 def read_resume(document: bytes, job: Job, served: ServedModel) -> Resume:
-    """Read the document before the body of `job`. Raises RequestError if it is invalid or of another request."""
+    """Read the document before the body of `job`. Raises RequestError if it is invalid, or of another request or
+    model."""
     try:
         resume = decode_resume(document)
     except BadInputError as error:
         raise RequestError(str(error), param=headers.RESUME) from error
+    if resume.fingerprint != served.fingerprint:
+        raise _refusal("another model began this answer")
     require(bool(job.body.stream), headers.RESUME, "needs stream: true")
     for index, sent in resume.choices.items():
         known = 0 <= index < len(job.prompts) * job.choices and sent.reason in _REASONS
@@ -69,15 +72,6 @@ def read_resume(document: bytes, job: Job, served: ServedModel) -> Resume:
         if len(sent.token_ids) > most or (len(sent.token_ids) == most and not sent.reason):
             raise _refusal(f"choice {index} has {len(sent.token_ids)} tokens of at most {most} and has not ended")
     return resume
-
-
-def model_fingerprint(state: FrontState, resume: Resume | None) -> str:
-    """Return this model's fingerprint. Raises RequestError if another model began the answer."""
-    ready = state.engine.ready.result()
-    fingerprint = ready.fingerprint if isinstance(ready, Ready) else ""
-    if resume is not None and resume.fingerprint != fingerprint:
-        raise _refusal("another model began this answer")
-    return fingerprint
 
 
 def remaining_messages(job: Job, resume: Resume | None) -> dict[int, Generate]:
@@ -99,10 +93,8 @@ def replay(choice: ChoiceDetokenizer, sent: Sent) -> None:
     """Bring a choice to the end of its sent text. Raises RequestError if its tokens make another text."""
     piece = choice.replay(sent.token_ids)
     if piece.reason is not None or piece.characters != sent.characters:
-        text = (
-            f"{sent.characters} characters of choice {choice.index} were sent, and its tokens make {piece.characters}"
-        )
-        raise _refusal(text)
+        text = f"{sent.characters} characters of choice {choice.index} were sent"
+        raise _refusal(f"{text}, and its tokens make {piece.characters}")
 
 
 def _refusal(message: str) -> RequestError:

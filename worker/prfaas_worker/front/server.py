@@ -139,6 +139,7 @@ def _load(state: FrontState, options: Options) -> None:
         raise ConfigError(answer.message)
     served = ServedModel(
         model_name=options.model_name,
+        fingerprint=answer.fingerprint,
         vocab_size=answer.vocab_size,
         max_context=answer.max_context,
         max_choices=options.max_running,
@@ -192,10 +193,8 @@ def build_app(state: FrontState) -> web.Application:
             web.get("/metrics", _metrics),
         ]
     )
-    app.cleanup_ctx.append(_event_sockets)
+    app.cleanup_ctx.append(_resources)
     app.on_shutdown.append(_end_streams)
-    app.on_cleanup.append(_end_readers)
-    app.on_cleanup.append(_end_tracing)
     return app
 
 
@@ -269,25 +268,17 @@ async def _metrics(request: web.Request) -> web.Response:
     return web.Response(body=state.metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-async def _event_sockets(app: web.Application) -> AsyncIterator[None]:
-    """Keep the sockets of cache events open while the application runs, if they are wanted."""
+async def _resources(app: web.Application) -> AsyncIterator[None]:
+    """Keep the sockets of cache events open while the application runs, if they are wanted; close all at its end."""
     state = app[STATE]
-    options = state.options
-    if not options.kv_events_port:
-        yield
-        return
-    sockets = kv_event_stream.KvEventSockets(state.events, options.host, options.kv_events_port)
+    host, port = state.options.host, state.options.kv_events_port
+    sockets = kv_event_stream.KvEventSockets(state.events, host, port) if port else None
     yield
-    await sockets.close()
+    if sockets is not None:
+        await sockets.close()
+    state.close()
+    await asyncio.to_thread(state.tracing.close)
 
 
 async def _end_streams(app: web.Application) -> None:
     app[STATE].events.close()
-
-
-async def _end_tracing(app: web.Application) -> None:
-    await asyncio.to_thread(app[STATE].tracing.close)
-
-
-async def _end_readers(app: web.Application) -> None:
-    app[STATE].close()

@@ -44,6 +44,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The served model: the names and bounds that requests are checked against."""
 
     model_name: str
+    fingerprint: str
     vocab_size: int
     max_context: int
     max_choices: int

@@ -6,7 +6,6 @@ token id into the bytes it adds to the text, so that streams decode the same way
 
 import json
 from pathlib import Path
-from typing import Any
 
 from prfaas.errors import ConfigError
 from prfaas_worker.tokenizer.base import Tokenizer, byte_tokenizer
@@ -34,12 +33,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             return ranks_tokenizer(directory / "tiktoken.model", config, template)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a tokenizer's configuration: {error!r}") from error
-    raise ConfigError(_unknown(path, config))
-
-
-def _unknown(path: Path, config: dict[str, Any]) -> str:
-    kind = config.get("tokenizer_class")
-    return (
-        f"{path}: tokenizer_class is {kind!r} and there is neither tokenizer.json nor tiktoken.model beside it; "
-        "add one of them (a sentencepiece file is not enough)"
+    raise ConfigError(
+        f"{path}: tokenizer_class is {config.get('tokenizer_class')!r} and there is neither tokenizer.json nor "
+        "tiktoken.model beside it; add one of them (a sentencepiece file is not enough)"
     )

@@ -12,7 +12,7 @@ import time
 from contextlib import closing, suppress
 from functools import partial
 
-from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.errors import ConfigError, DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.frames import Address, Kind
 from prfaas.wire.transfer import VERSION, Abort, Hello, Welcome, decode_message, message_frame
 from prfaas_worker.transfer.leases import Offer, Offers
@@ -30,9 +30,12 @@ MAX_CONNECTIONS = 512
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the data port on this address only."""
+    """Open the data port on this address only. Raises ConfigError if it is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=128)
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(f"data port {host}:{port} cannot be opened: {error.strerror}") from error
     listener.settimeout(TICK_SECONDS)
     use_congestion(listener, CUBIC)
     return listener
@@ -41,12 +44,7 @@ def listen(host: str, port: int) -> socket.socket:
 class DataPort:
     """Serves the data port from its own threads until the process ends."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        offers: Offers,
-        traffic: Traffic,
-    ):
+    def __init__(self, listener: socket.socket, offers: Offers, traffic: Traffic):
         self._listener = listener
         self._offers = offers
         self._traffic = traffic
