@@ -76,7 +76,9 @@ class Evicted(NamedTuple):
 class Blocks:
     """The pool's pages, the blocks and checkpoints in them, and the order of eviction."""
 
-    def __init__(self, num_pages: int, pages_per_state: int, on_evicted: Callable[[list[Evicted]], None] | None = None):
+    def __init__(
+        self, num_pages: int, pages_per_state: int, on_evicted: Callable[[list[Evicted]], None] = lambda _: None
+    ):
         self.num_pages, self.pages_per_state = num_pages, pages_per_state
         self.cached_pages = 0  # those in the two orders, which only the prefix cache holds
         self.evicted_pages = 0
@@ -159,8 +161,7 @@ class Blocks:
         return True
 
     def fork(self, lease: Lease, shared: int, more: int) -> Lease | None:
-        """Lend the first pages of a lease to a second one, which gets `more` pages of its own; None if there are too
-        few."""
+        """Lend a lease's first pages to a second one, with `more` of its own; None if there are too few."""
         if more > self.free_pages:
             return None
         self.hold(lease.pages[:shared])
@@ -258,8 +259,7 @@ class Blocks:
         self.cached_pages += idle
 
     def adopt_block(self, key: Key) -> tuple[int, ...] | None:
-        """Cache a block that was loaded from elsewhere and return its page; None if it is cached already or there is no
-        room."""
+        """Return the page of a block that was loaded from elsewhere; None if it is cached or there is no room."""
         if key in self._page_of or not self.free_pages:
             return None
         (page,) = self._allocate(1)
@@ -325,8 +325,7 @@ class Blocks:
             lease.touched.append(state)
 
     def _retire(self, lease: Lease) -> None:
-        """Mark the state that a lease started from as spent, after the lease kept a later one and if no sequence needs
-        it."""
+        """Mark the state that a lease started from as spent, now that it kept a later one."""
         state = lease.started_from
         if state is not None and is_spent(state.uses) and self._is_cached(state):
             self._order.pop(state.pages[0], None)
@@ -337,7 +336,7 @@ class Blocks:
         if not state.uses and self._is_cached(state):
             lease.touched.remove(state)
             pages = self._drop_state(state)
-            self._notify([Evicted(state.key, pages, is_state=True, spent=True)])
+            self._on_evicted([Evicted(state.key, pages, is_state=True, spent=True)])
             self._free += pages
 
     def _new_state(self, key: Key) -> StateCheckpoint | None:
@@ -389,12 +388,8 @@ class Blocks:
                 freed += self._drop_state(state)
                 evicted.append(Evicted(state.key, state.pages, is_state=True, spent=spent))
         self.evicted_pages += len(freed)
-        self._notify(evicted)
+        self._on_evicted(evicted)
         self._free += freed
-
-    def _notify(self, evicted: list[Evicted]) -> None:
-        if self._on_evicted is not None:
-            self._on_evicted(evicted)
 
     def _drop_state(self, state: StateCheckpoint) -> tuple[int, ...]:
         """Forget a checkpoint and return its pages, which nothing owns then."""

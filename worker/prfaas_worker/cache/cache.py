@@ -55,11 +55,9 @@ class HybridCache:
     ):
         self._memory = memory
         self._geometry = memory.geometry
-        self._events = (
-            CacheEventRecorder(on_event, attention_kind) if tiers is not None or on_event is not None else None
-        )
+        self._events = CacheEventRecorder(on_event, attention_kind)
         self._blocks = Blocks(memory.num_pages, self._geometry.pages_per_state, self._on_evicted)
-        self._tiering = Tiering(memory, self._blocks, tiers, self._events) if tiers and self._events else None
+        self._tiering = Tiering(memory, self._blocks, tiers, self._events) if tiers else None
         # Taken from the end, as pages are: memory that was used is used again.
         self._free_slots = list(range(memory.num_slots - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
@@ -80,8 +78,7 @@ class HybridCache:
         return len(lease.pages) * self._geometry.page_tokens
 
     def prefetch(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixLoad | None:
-        """Start loading a prompt's prefix from the tiers; None if the device has as much of it. The prompt may be
-        opened before the load is done, or never."""
+        """Start loading a prompt's prefix from the tiers, before it is opened; None if they add nothing."""
         if self._tiering is None:
             return None
         return self._tiering.prefetch(chain[: max_tokens // self._geometry.page_tokens])
@@ -126,23 +123,18 @@ class HybridCache:
 
     def publish(self, lease: Lease, chain: BlockChain, blocks: int) -> None:
         """Share the rows of the chain's first `blocks` blocks, which are complete in the lease's pages."""
-        new = self._blocks.publish(lease, chain.hashes, blocks)
-        if self._events is not None and new:
-            self._events.record_published(chain, new)
+        self._events.record_published(chain, self._blocks.publish(lease, chain.hashes, blocks))
 
     def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:
-        """Keep a copy of the slot's state after the first `blocks` blocks, which are published; False if it is not
-        kept. A rolling checkpoint replaces the sequence's previous one."""
+        """Keep a copy of the slot's state after the first `blocks` blocks, see `Blocks`; False if it is not kept."""
         pages = self._blocks.checkpoint(lease, chain, blocks, rolling=rolling)
         if pages is not None:
             self._memory.save_state(lease.slot, pages)
-            if self._events is not None:
-                self._events.record_checkpoint(chain[blocks - 1])
+            self._events.record_checkpoint(chain[blocks - 1])
         return self._blocks.has_state(chain[blocks - 1])
 
     def fork(self, lease: Lease, tokens: int) -> Lease | None:
-        """Return an independent continuation after `tokens` tokens, with shared full pages; None without a free slot or
-        page."""
+        """Return an independent continuation that shares full pages; None without a free slot or page."""
         full, rest = divmod(tokens, self._geometry.page_tokens)
         copy = self._blocks.fork(lease, full, 1 if rest else 0) if self._free_slots else None
         if copy is None:
@@ -164,8 +156,7 @@ class HybridCache:
         freed = self._blocks.reset()
         if self._tiering is not None:
             self._tiering.clear()
-        if self._events is not None:
-            self._events.record_cleared()
+        self._events.record_cleared()
         return freed
 
     def flush(self, seconds_left: Callable[[], float]) -> None:
@@ -238,5 +229,4 @@ class HybridCache:
     def _on_evicted(self, evicted: list[Evicted]) -> None:
         if self._tiering is not None:
             self._tiering.put(evicted)
-        if self._events is not None:
-            self._events.record_evicted(evicted)
+        self._events.record_evicted(evicted)

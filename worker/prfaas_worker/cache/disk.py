@@ -301,8 +301,7 @@ class DiskTier:
 
 
 def _lock_directory(root: Path) -> int:
-    """Create and lock the directory, and remove partial files of an earlier process; return the lock. Raises
-    ConfigError if the directory cannot be made or another process uses it."""
+    """Create, lock and tidy the directory; return the lock. Raises ConfigError if it cannot be had."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = os.open(root, os.O_RDONLY)

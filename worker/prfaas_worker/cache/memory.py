@@ -8,6 +8,7 @@ order of its tokens.
 Memory that is reserved but not written costs nothing on a CPU; see populate.py. `Blocks` knows who holds which page.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -136,18 +137,12 @@ class CacheMemory:
         return bytes_of(self.states(layer)[name][slot])
 
     def _views(self, buffer: Tensor, layer: int, is_rows: bool) -> dict[str, Tensor]:
+        """A layer's tensors by name, [len(buffer), page_tokens, *shape] for rows, [len(buffer), *shape] for states."""
         spec, geometry = self.geometry.layers[layer], self.geometry
         offsets, lead = (geometry.row_offsets, (geometry.page_tokens,)) if is_rows else (geometry.state_offsets, ())
-        return {
-            tensor.name: _view(buffer, offsets[layer, tensor.name], tensor, lead)
-            for tensor in (spec.rows if is_rows else spec.state)
-        }
-
-
-def _view(buffer: Tensor, offset: int, tensor: TensorSpec, lead: tuple[int, ...]) -> Tensor:
-    """View [len(buffer), *lead, *shape] at `offset` of each row of `buffer`."""
-    shape = (*lead, *tensor.shape)
-    size = tensor.nbytes
-    for length in lead:
-        size *= length
-    return buffer[:, offset : offset + size].view(tensor.torch_dtype).view(buffer.shape[0], *shape)
+        views = {}
+        for tensor in spec.rows if is_rows else spec.state:
+            offset, size = offsets[layer, tensor.name], math.prod(lead) * tensor.nbytes
+            part = buffer[:, offset : offset + size].view(tensor.torch_dtype)
+            views[tensor.name] = part.view(buffer.shape[0], *lead, *tensor.shape)
+        return views

@@ -75,8 +75,7 @@ class HostTier:
 
 
 class Tiers:
-    """Host memory over a disk; either may be absent. Raises ConfigError if the directory cannot be used or another
-    process uses it."""
+    """Host memory over a disk; either may be absent. Raises ConfigError if the directory cannot be used."""
 
     def __init__(
         self, fingerprint: str, *, host_bytes: int = 0, disk_directory: Path | None = None, disk_bytes: int = 0

@@ -46,7 +46,13 @@ def assemble(
     cache = HybridCache(memory, _tiers(model, options), on_event=kv_events.append, attention_kind=model.attention_kind)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
-    offers = _offers(layout, options, inbox, outbox)
+    offers = Offers(
+        layout,
+        options.data_port,
+        options.max_running + options.max_waiting,
+        on_end=lambda handle: inbox.put(OfferEnded(handle)),
+        counters=TransferCounters(lambda transfer: outbox.put([transfer])),
+    )
     shared = FetchContext(layout, Connections(traffic.auth), offers.counters, traffic)
     engine = EngineLoop(
         inbox=inbox,
@@ -63,16 +69,6 @@ def assemble(
     if options.cache_mib and model.device.type == "cpu":  # the default is for those who gave memory no thought
         populate_in_background(memory.pages.data_ptr(), memory.pages.nbytes)
     return engine, offers
-
-
-def _offers(layout: CacheLayout, options: Options, inbox: queue.SimpleQueue[Event], outbox: Outbox) -> Offers:
-    return Offers(
-        layout,
-        options.data_port,
-        options.max_running + options.max_waiting,
-        on_end=lambda handle: inbox.put(OfferEnded(handle)),
-        counters=TransferCounters(lambda transfer: outbox.put([transfer])),
-    )
 
 
 def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outbox) -> Profiler:
@@ -134,8 +130,7 @@ def _compile(model: Model, options: Options) -> None:
 
 
 def _tiers(model: Model, options: Options) -> Tiers | None:
-    """Return the tiers for evicted entries, None if the options name none. Raises ConfigError if the directory is
-    unusable."""
+    """Return the tiers that the options name. Raises ConfigError if the directory is unusable."""
     if not (options.host_cache_mib or options.disk_cache):
         return None
     return Tiers(

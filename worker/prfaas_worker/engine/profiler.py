@@ -40,8 +40,7 @@ class Profiler:
         return self._curve.profile(*self._sizes)
 
     def measure(self, prefill: Callable[[int], float], budget_seconds: float, max_tokens: int) -> None:
-        """Measure for about `budget_seconds`, with prompts of up to `max_tokens`. `prefill(n)` prefills n tokens of no
-        request and returns the seconds."""
+        """Measure for about `budget_seconds`; `prefill(n)` prefills n tokens of no request and returns the seconds."""
         deadline = self._clock() + budget_seconds
         lengths = [length for length in LENGTHS if length <= max_tokens]
         if budget_seconds <= 0 or not lengths:

@@ -108,8 +108,7 @@ class RemoteCaches:
         return False
 
     def start_fetch(self, sequence: Sequence) -> None:
-        """Fetch the prompt, or a prefix, of a sequence that was just admitted, if another instance may have it. The
-        sequence is FETCHING until `finish_fetch`."""
+        """Fetch what another instance may have of an admitted sequence, which is FETCHING until `finish_fetch`."""
         request, blocks = sequence.request, _cacheable_blocks(sequence)
         is_prefix = not request.is_remote
         if is_prefix:
@@ -158,15 +157,15 @@ class RemoteCaches:
             return Failed(handle, 404, CODE_PREFIX_NOT_FOUND, text)
         lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if facts.free_slots > 0 else None
         if lease is None:
-            text = "all sequences of this instance are in use: no prefix can be given now"
-            return Failed(handle, 503, CODE_OVERLOADED, text)
+            return _overloaded(handle, "all sequences of this instance are in use: no prefix can be given now")
+        if self._cache.free_pages < len(facts.running):
+            self._cache.close(lease)
+            return _overloaded(handle, "the cache of this instance is in use: no prefix can be given now")
         try:
-            if self._cache.free_pages < len(facts.running):
-                raise CapacityError("the cache of this instance is in use: no prefix can be given now")
             offer, grant = self._offers.grant(message, tokens)
         except CapacityError as error:
             self._cache.close(lease)
-            return Failed(handle, 503, CODE_OVERLOADED, str(error))
+            return _overloaded(handle, str(error))
         sequence.lease, sequence.phase, request.offer = lease, Phase.DELIVERING, offer
         offer.start_computing()
         for frame in prefix_frames(offer.manifest, self._runner.place(lease)):
@@ -190,6 +189,10 @@ class RemoteCaches:
         sequence.cuts = (prefix.tokens, *(cut for cut in sequence.cuts if cut > prefix.tokens))
         sequence.request.cached_tokens = prefix.tokens
         sequence.publish(self._cache)
+
+
+def _overloaded(handle: int, text: str) -> Failed:
+    return Failed(handle, 503, CODE_OVERLOADED, text)
 
 
 def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> Outcome:

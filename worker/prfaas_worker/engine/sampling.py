@@ -85,8 +85,7 @@ class Sampler:
         return self.matcher is not None and self.matcher.complete
 
     def accept(self, token: int) -> None:
-        """Advance over a drawn token; one in `ends` is the last, and not part of the text. Raises RequestError if the
-        grammar becomes too complex."""
+        """Advance over a drawn token, the last if in `ends`. Raises RequestError if the grammar becomes too complex."""
         self.generated += 1
         self.hold_back -= 1
         if self.table is not None:

@@ -47,8 +47,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def credentials_of(options: Options) -> WorkerCredentials | None:
-    """Read the credentials that the options name; None, with a warning, if they name none. Raises ConfigError if they
-    cannot be used, or name another cluster."""
+    """Read the credentials; None, with a warning, without any. Raises ConfigError if they cannot be used."""
     if not options.tls_dir:
         log.warning(
             "both ports are open and not encrypted: anyone with network access can use and read them; give --tls-dir"

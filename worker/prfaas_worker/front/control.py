@@ -44,7 +44,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def read_role(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.require_loaded()
-    return _role((await state.engine.stats()).role)
+    return _answer(RoleBody((await state.engine.stats()).role))
 
 
 async def set_role(request: web.Request) -> web.Response:
@@ -52,13 +52,13 @@ async def set_role(request: web.Request) -> web.Response:
     state.require_loaded()
     asked = await _body(request, RoleBody, 'send {"role": "prefill"}, "decode" or "mixed"', "role")
     answer = await state.engine.ask(lambda handle: SetRole(handle, asked.role), RoleSet)
-    return _role(answer.role)
+    return _answer(RoleBody(answer.role))
 
 
 async def read_egress(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.require_loaded()
-    return _egress((await state.engine.stats()).egress_mbps)
+    return _answer(EgressBody((await state.engine.stats()).egress_mbps))
 
 
 async def set_egress(request: web.Request) -> web.Response:
@@ -66,7 +66,7 @@ async def set_egress(request: web.Request) -> web.Response:
     state.require_loaded()
     asked = await _body(request, EgressBody, 'send {"mbps": 800}, or null for no cap', "mbps")
     answer = await state.engine.ask(lambda handle: SetEgress(handle, asked.mbps), EgressSet)
-    return _egress(answer.mbps)
+    return _answer(EgressBody(answer.mbps))
 
 
 async def read_profile(request: web.Request) -> web.Response:
@@ -84,7 +84,7 @@ async def read_profile(request: web.Request) -> web.Response:
         prefill=msgspec.convert(profile, Fitted, from_attributes=True),
         curve=tuple(_point(profile, tokens) for tokens in PROFILE_TOKENS),
     )
-    return web.json_response(body=msgspec.json.encode(answer))
+    return _answer(answer)
 
 
 async def _body(request: web.Request, kind: type[B], want: str, param: str) -> B:
@@ -99,12 +99,8 @@ async def _reset(state: FrontState) -> int:
     return (await state.engine.ask(ResetCache, CacheReset)).freed_pages
 
 
-def _role(role: Role) -> web.Response:
-    return web.json_response(body=msgspec.json.encode(RoleBody(role)))
-
-
-def _egress(mbps: int | None) -> web.Response:
-    return web.json_response(body=msgspec.json.encode(EgressBody(mbps)))
+def _answer(body: msgspec.Struct) -> web.Response:
+    return web.json_response(body=msgspec.json.encode(body))
 
 
 def _point(profile: Profile, tokens: int) -> CurvePoint:

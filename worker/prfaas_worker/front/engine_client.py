@@ -57,8 +57,7 @@ class Listener(Protocol):
 
 
 class EngineCall:
-    """The engine's answers to one HTTP request, under one or several handles. Use it as a context: at the block's end
-    the engine cancels what is left of the call."""
+    """The engine's answers to one HTTP request. At the end of its context the engine cancels what is left."""
 
     def __init__(self, client: "EngineClient", handles: range):
         self.handles = handles

@@ -23,13 +23,7 @@ from aiohttp import web
 from prfaas.errors import InternalError, RequestError
 from prfaas.kvindex.blocks import BLOCK_TOKENS, BlockChain, chain_root
 from prfaas.kvindex.bytes import block_ends, byte_hashes
-from prfaas.kvindex.canonical import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    canonical_chat,
-    canonical_completion,
-    tokens_before,
-)
+from prfaas.kvindex.canonical import CHAT_FIELDS, COMPLETION_FIELDS, canonical_chat, canonical_completion, tokens_before
 from prfaas.wire import headers
 from prfaas.wire.engine import Cancel, Generate, Started, Tokens
 from prfaas.wire.kvevents import ByteBlock
@@ -38,21 +32,8 @@ from prfaas.wire.trace import read_trace
 from prfaas_worker.front.engine_client import Answer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
 from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens
-from prfaas_worker.front.openai_out import (
-    ChoiceDetokenizer,
-    Piece,
-    ResponseFormatter,
-    error_body,
-    sse,
-    usage_body,
-)
-from prfaas_worker.front.resume import (
-    TokenComments,
-    read_resume,
-    read_resume_headers,
-    remaining_messages,
-    replay,
-)
+from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece, ResponseFormatter, error_body, sse, usage_body
+from prfaas_worker.front.resume import TokenComments, read_resume, read_resume_headers, remaining_messages, replay
 from prfaas_worker.front.serving import (
     STATE,
     FrontState,
@@ -139,8 +120,7 @@ class EngineCalls:
         return started
 
     async def pieces(self) -> list[Piece]:
-        """Wait for news and return all of it; empty once every choice has ended. Raises EngineError if the engine
-        fails."""
+        """Wait for news; none once every choice has ended. Raises EngineError if the engine fails."""
         while self._choices:
             answers, self._early = self._early or await self._call.next_all(), []
             if found := [piece for answer in answers if (piece := self._piece(answer)) is not None]:
@@ -286,8 +266,7 @@ def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) ->
 
 
 def _teach(state: FrontState, job: Job, size: int) -> None:
-    """Publish the byte blocks of a request with one prompt, whose body had `size` bytes. This runs after the request
-    was sent to the engine, in a thread for a long one."""
+    """Publish the byte blocks of a request, in a thread for a long one, while the engine works already."""
     if len(job.prompts) != 1:
         return
     make = partial(_byte_blocks, job, state.served.fingerprint, state.tokenizer.token_bytes)

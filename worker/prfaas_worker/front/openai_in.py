@@ -27,14 +27,7 @@ from prfaas_worker.front.openai_bodies import (
     read_body,
     read_messages,
 )
-from prfaas_worker.front.serving import (
-    ServedModel,
-    require,
-    require_model,
-    require_room,
-    require_tokens,
-    unsupported,
-)
+from prfaas_worker.front.serving import ServedModel, require, require_model, require_room, require_tokens, unsupported
 from prfaas_worker.front.tools.use import ToolUse, template_arguments, tool_use, with_answer
 from prfaas_worker.grammars import check_grammar
 from prfaas_worker.tokenizer import OWN_VARIABLES, Conversation, Tokenizer
@@ -47,6 +40,7 @@ MAX_STOP_TOKENS: Final = 128
 MAX_BIASES: Final = 1024
 MAX_SALT: Final = 256
 _SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd, so that no two prompts of a request have one seed
+_JSON_OBJECT: Final = Grammar("json_schema", '{"type":"object"}')
 _REGEX_SIGNS: Final = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
 _ADAPTERS: Final = frozenset({"adapter", "adapters", "lora", "lora_path", "lora_request"})
 _UNSERVED: Final = tuple(
@@ -323,8 +317,7 @@ def _cache_salt(body: CommonFields) -> str:
 
 
 def _grammar(body: CommonFields, use: ToolUse | None, tokenizer: Tokenizer) -> Grammar | None:
-    """Return the checked grammar of the answer, None for any text; the check may take long. Raises RequestError if it
-    is invalid, or several fields give one."""
+    """Return the checked grammar of the answer; this may take long. Raises RequestError if it is invalid."""
     found = _grammars(body)
     if len(found) > 1:
         first, second, *_ = found
@@ -348,7 +341,7 @@ def _grammars(body: CommonFields) -> dict[str, Grammar]:
     found: dict[str, Grammar] = {}
     form, vllm = body.response_format, body.structured_outputs
     if form is not None and form.type == "json_object":
-        found["response_format"] = _json_object()
+        found["response_format"] = _JSON_OBJECT
     if form is not None and form.type == "json_schema":
         require(form.json_schema is not None, "response_format", "of type json_schema needs a json_schema")
         schema = form.json_schema.schema if form.json_schema else msgspec.Raw()
@@ -361,7 +354,7 @@ def _grammars(body: CommonFields) -> dict[str, Grammar]:
         if vllm.structural_tag is not None:
             raise unsupported("structured_outputs", "structured_outputs.structural_tag is not served here")
         if vllm.json_object:
-            found["structured_outputs.json_object"] = _json_object()
+            found["structured_outputs.json_object"] = _JSON_OBJECT
         for name in ("json", "regex", "choice", "grammar"):
             value = getattr(vllm, name)
             if _is_given(value):
@@ -382,10 +375,6 @@ def _vllm_grammar(param: str, name: str, value: msgspec.Raw | str | list[str]) -
 def _is_given(value: msgspec.Raw | str | list[str] | None) -> bool:
     # JSON as text: absent is empty, and null is text like any other.
     return value is not None and not (isinstance(value, msgspec.Raw) and bytes(value) in (b"", b"null"))
-
-
-def _json_object() -> Grammar:
-    return Grammar("json_schema", '{"type":"object"}')
 
 
 def _text(schema: msgspec.Raw) -> str:

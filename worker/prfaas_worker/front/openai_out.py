@@ -218,8 +218,7 @@ class ResponseFormatter:
         return {"index": last.index, **content, "finish_reason": last.reason, "logprobs": logprobs}
 
     def event(self, piece: Piece, usage: dict[str, Any] | None) -> bytes:
-        """Return a piece as server-sent events, empty if there is no text yet. `usage` is for streams with continuous
-        usage."""
+        """Return a piece as server-sent events, empty if there is no text yet."""
         index, text, events, scored, reason, first, _ = piece
         if reason is None and not (first or scored or events or usage):
             if not text:

@@ -42,8 +42,8 @@ class TokenComments:
 
 
 def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
-    """Return the gateway's fixed facts (None: the stream cannot be resumed), and the length of the resume document.
-    Raises RequestError if the headers are invalid."""
+    """Return the gateway's fixed facts (None: not resumable) and the length of the resume document. Raises RequestError
+    if the headers are invalid."""
     fixed, length = given.get(headers.RESUMABLE), given.get(headers.RESUME, "0")
     sound = length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= MAX_DOCUMENT_BYTES
     require(sound, headers.RESUME, f"is {length[:20]!r}: want a document's length, at most {MAX_DOCUMENT_BYTES}")
@@ -55,8 +55,7 @@ def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
 
 
 def read_resume(document: bytes, job: Job, served: ServedModel) -> Resume:
-    """Read the document before the body of `job`. Raises RequestError if it is invalid, or of another request or
-    model."""
+    """Read the document before a body. Raises RequestError if it is invalid, or of another request or model."""
     try:
         resume = decode_resume(document)
     except BadInputError as error:

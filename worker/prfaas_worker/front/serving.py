@@ -151,8 +151,7 @@ def require_model(model: str, served: ServedModel) -> None:
 
 
 def require_instance(url: str, options: Options, param: str) -> str:
-    """Return the address of another instance, inside TLS if we are; empty if there is none. Raises RequestError if it
-    is not of the form scheme://host:port."""
+    """Return the address of another instance, or "". Raises RequestError unless it is scheme://host:port."""
     if not url:
         return ""
     scheme = "https" if options.tls_dir else "http"
@@ -222,8 +221,7 @@ async def read_request(
 
 
 async def in_thread(state: FrontState, read: Callable[[bytes, ServedModel, Tokenizer], Read], body: bytes) -> Read:
-    """Return the result of `read`, in a thread if it may take long. Raises CapacityError if the model is not loaded
-    yet."""
+    """Return the result of `read`, in a thread if it may take long. Raises CapacityError while the model loads."""
     served, tokenizer = state.served, state.tokenizer
     if len(body) <= INLINE_BYTES and not any(word in body for word in _GRAMMAR_WORDS):
         return read(body, served, tokenizer)

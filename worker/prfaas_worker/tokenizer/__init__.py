@@ -15,8 +15,7 @@ __all__ = ["OWN_VARIABLES", "Conversation", "Tokenizer", "load_tokenizer"]
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Read the tokenizer and the chat template of a model directory. Raises ConfigError if a file is missing or
-    invalid."""
+    """Read a model directory's tokenizer and chat template. Raises ConfigError if a file is missing or invalid."""
     path = directory / "tokenizer_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

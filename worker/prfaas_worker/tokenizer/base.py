@@ -67,14 +67,12 @@ class Tokenizer(ABC):
         return self._template.source if self._template else ""
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
-        """Token ids of a plain prompt; `framed` adds the model's special tokens. Raises RequestError for invalid
-        Unicode."""
+        """Token ids of a plain prompt; `framed` adds special tokens. Raises RequestError for invalid Unicode."""
         token_ids = self._token_ids(self._specials.split_plain(text))
         return self._frame(token_ids) if framed else token_ids
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation, up to the beginning or the continuation of the assistant's answer. Raises
-        RequestError if the template refuses the messages, or the model has none."""
+        """Token ids of a conversation, up to the assistant's answer. Raises RequestError if the template refuses it."""
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", param="messages")
         return self._token_ids(self._specials.split(self._template.render(conversation, self._specials.guard)))

@@ -48,8 +48,7 @@ class ChatTemplate:
     """The templates of one model, by name; most models have one, "default"."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], origin: Path):
-        """Compile the template texts by name; `tokens` are variables such as `bos_token`, `origin` is the file for
-        errors. Raises ConfigError if a text is no template."""
+        """Compile templates by name; `tokens` are variables like `bos_token`. Raises ConfigError if one is invalid."""
         environment = _environment()
         self.source = "\n".join(sources.values())
         try:
@@ -59,8 +58,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
 
     def render(self, conversation: Conversation, guard: Callable[..., Any]) -> str:
-        """Return the text of a conversation whose strings went through `guard`. Raises RequestError if the template
-        refuses the conversation."""
+        """Return the text of a guarded conversation. Raises RequestError if the template refuses it."""
         messages = [guard(message, visible_too=message["role"] != "assistant") for message in conversation.messages]
         if conversation.continued:
             messages[-1]["content"] = (messages[-1].get("content") or "") + END_OF_CONTENT
@@ -84,8 +82,7 @@ class ChatTemplate:
 
 
 def read_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return a model directory's template: chat_template.jinja, else tokenizer_config.json's, or None. Raises
-    ConfigError if it is invalid."""
+    """Return the template of chat_template.jinja, else of tokenizer_config.json. Raises ConfigError if invalid."""
     path = directory / "chat_template.jinja"
     given: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if not given:

@@ -70,8 +70,7 @@ class RanksTokenizer(Tokenizer):
 
 
 def ranks_tokenizer(path: Path, config: Mapping[str, Any], template: ChatTemplate | None) -> RanksTokenizer:
-    """Read tiktoken.model, with pattern and special tokens of tokenizer_config.json. Raises ConfigError if a line is
-    invalid, ranks are missing, or the pattern is unknown."""
+    """Read tiktoken.model with tokenizer_config.json. Raises ConfigError if ranks or the pattern are unusable."""
     ranks = _read_ranks(path)
     pattern = config.get("pat_str") or (KIMI_PATTERN if config.get("tokenizer_class") == KIMI_CLASS else None)
     if pattern is None:

@@ -147,12 +147,8 @@ class MemoryBudget:
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
+        self.used_bytes = 0
         self._fifo = Fifo()
-        self._used_bytes = 0
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
 
     @property
     def waiting(self) -> int:
@@ -165,7 +161,7 @@ class MemoryBudget:
             return
         try:
             with self._fifo.turn(lambda: self._delay_seconds(count_bytes), stop, timeout_seconds):
-                self._used_bytes += count_bytes
+                self.used_bytes += count_bytes
         except TimeoutError as error:
             raise CapacityError(
                 f"no {count_bytes} of the {self.limit_bytes} bytes for transfers became free within "
@@ -174,11 +170,11 @@ class MemoryBudget:
 
     def release(self, count_bytes: int) -> None:
         with self._fifo.lock:
-            self._used_bytes -= count_bytes
+            self.used_bytes -= count_bytes
             self._fifo.wake()
 
     def _delay_seconds(self, count_bytes: int) -> float:
-        fits = self._used_bytes + count_bytes <= self.limit_bytes or not self._used_bytes
+        fits = self.used_bytes + count_bytes <= self.limit_bytes or not self.used_bytes
         return 0.0 if fits else math.inf
 
 
@@ -204,20 +200,16 @@ class EgressBucket:
     it. It holds no lock while it waits, and waits for nothing but time."""
 
     def __init__(self, mbps: int | None = None):
+        self.mbps: int | None = None
         self._fifo = Fifo()
-        self._mbps: int | None = None
         self._credit: EgressCredit | None = None
         self.set_mbps(mbps)
-
-    @property
-    def mbps(self) -> int | None:
-        return self._mbps
 
     def set_mbps(self, mbps: int | None) -> None:
         """Change the cap, also for waiting threads. The credit of the old cap is lost."""
         with self._fifo.lock:
-            if mbps != self._mbps:
-                self._mbps = mbps
+            if mbps != self.mbps:
+                self.mbps = mbps
                 self._credit = None if mbps is None else EgressCredit(mbps * BYTES_PER_MBIT, time.monotonic())
                 self._fifo.wake()
 
@@ -237,8 +229,7 @@ class EgressBucket:
             yield _cut(left, granted)
 
     def take(self, count_bytes: int, stop: Stop) -> int:
-        """Wait until some of `count_bytes` may be sent; return how many, at least 1. Raises StoppedError if `stop` was
-        set."""
+        """Wait until some bytes may be sent; return how many, at least 1. Raises StoppedError if `stop` was set."""
         if self._credit is None:
             return count_bytes
         with self._fifo.turn(lambda: self._delay_seconds(count_bytes), stop):
@@ -326,8 +317,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(options: Options) -> Traffic:
-    """Return the options' traffic limits and start to follow the cap's file. Raises ConfigError for unusable
-    credentials."""
+    """Return the options' limits; follow the cap's file. Raises ConfigError for unusable credentials."""
     mbps = options.egress_mbps or None
     egress = EgressBucket(mbps)
     if options.egress_file:

@@ -56,8 +56,7 @@ def use_congestion(sock: socket.socket, name: str) -> None:
 
 
 def connect_tcp(host: str, port: int, timeout_seconds: float) -> socket.socket:
-    """Return a socket connected to the first address of a host that answers, set up for a near peer. Raises OSError if
-    no address answers."""
+    """Return a socket connected to a host's first address that answers, tuned for a near peer; else raise OSError."""
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)

@@ -13,23 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from prfaas.errors import (
-    DamagedError,
-    InternalError,
-    PeerError,
-    PrfaasError,
-    ProtocolError,
-    UnreachableError,
-)
+from prfaas.errors import DamagedError, InternalError, PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.wire.frames import MAX_MESSAGE_BYTES, Kind
-from prfaas.wire.transfer import (
-    NO_PROGRESS_SECONDS,
-    Abort,
-    Hello,
-    Welcome,
-    decode_message,
-    message_frame,
-)
+from prfaas.wire.transfer import NO_PROGRESS_SECONDS, Abort, Hello, Welcome, decode_message, message_frame
 from prfaas_worker.transfer.compression import DECODABLE
 from prfaas_worker.transfer.layout import CacheLayout
 from prfaas_worker.transfer.limits import Traffic
@@ -183,8 +169,7 @@ class Pull:
         self._streams: dict[int, DataStream] = {}
 
     def run(self) -> None:
-        """Receive everything. After return or error, no thread touches the state's memory. Raises PeerError if the
-        transfer fails."""
+        """Receive everything; then no thread touches the state's memory. Raises PeerError if the transfer fails."""
         self._start_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._whole or self._failure)

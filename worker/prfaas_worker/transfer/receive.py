@@ -11,16 +11,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
-from prfaas.wire.frames import (
-    DATA_KINDS,
-    HEADER_BYTES,
-    MAX_HELLO_BYTES,
-    Address,
-    Codec,
-    FrameHeader,
-    Kind,
-    verify,
-)
+from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_HELLO_BYTES, Address, Codec, FrameHeader, Kind, verify
 from prfaas.wire.receive_ledger import CachePart, HiddenState, ReceiveLedger
 from prfaas.wire.transfer import HEARTBEAT_SECONDS, NO_PROGRESS_SECONDS, Abort, message_frame
 from prfaas_worker.cache.memory import bytes_of
@@ -83,8 +74,7 @@ class ReceiveState:
 
 
 class ReceiveLoop:
-    """Reads one connection of a transfer. `on_whole` is called when everything is there, perhaps by several
-    connections, from their threads."""
+    """Reads one connection of a transfer. Several may call `on_whole`, from their threads, when all is there."""
 
     def __init__(self, stream: DataStream, connection: int, state: ReceiveState, on_whole: Callable[[], None]):
         self._stream = stream

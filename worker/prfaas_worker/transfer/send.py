@@ -80,8 +80,8 @@ class WakeUp:
 
 
 class SendState:
-    """The send queue of a transfer. The engine's thread calls `put`, `finish` and `fail`, the connections the rest.
-    `address` holds transfer and epoch of every frame. `heard` is called at every sign of life of the peer."""
+    """The send queue of a transfer. The engine's thread calls `put`, `finish` and `fail`, the connections the rest;
+    `note_life` is called at every sign of life of the peer."""
 
     def __init__(self, address: Address, note_life: Callable[[], None]):
         self.address = address

@@ -116,8 +116,7 @@ class PeerAuth:
         return plain(sock)
 
     def connect(self, sock: socket.socket, _cluster: str, /) -> DataStream:
-        """Make a stream of a connection to a peer of this cluster (empty for any). With TLS, raises PeerError if the
-        peer is another, or proves nothing in time."""
+        """Make a stream of a connection to this cluster (empty: any). With TLS, raises PeerError if it is another."""
         return plain(sock)
 
     def check(self, stream: DataStream) -> None:

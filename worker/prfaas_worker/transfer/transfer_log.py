@@ -115,8 +115,7 @@ class TransferLog:
 
 
 class TransferCounters:
-    """Transfers by direction and outcome, and cache bytes over data connections, since the start. `on_end` is called
-    with every transfer that ended, from its thread."""
+    """Ended transfers by direction and outcome, and bytes. `on_end` gets every ended transfer, from its thread."""
 
     def __init__(self, on_end: Callable[[TransferEnded], None] = lambda _transfer: None):
         self._on_end = on_end

@@ -277,8 +277,7 @@ def tool_format(template_source: str) -> ToolFormat | None:
 
 
 def calls_grammar(known: ToolFormat, functions: list[Function], tokens: Mapping[str, int], most: int) -> str:
-    """Return the Lark rule `calls` of one to `most` calls of these functions, and its parts. `tokens` are the ids of
-    marks that are special tokens."""
+    """Return the Lark rule `calls` of one to `most` calls; `tokens` are the ids of marks that are special tokens."""
     return f"calls: {_mark(known.marks[0], tokens)} rest\n" + _rest(known, functions, tokens, most)
 
 

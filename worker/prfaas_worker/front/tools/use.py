@@ -47,8 +47,7 @@ class ToolUse(NamedTuple):
 
 
 def tool_use(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
-    """Return the use of tools in this request's answers, None without tools. Raises RequestError if the tools or the
-    choice are invalid, or the model's template has no tools."""
+    """Return the use of tools in the answers. Raises RequestError if tools or choice are invalid or not served."""
     tools = _tools(body)
     choice = _choice(body, [tool.name for tool in tools])
     if not tools or choice == "none":

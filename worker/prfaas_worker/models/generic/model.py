@@ -114,23 +114,13 @@ class GenericModel:
     @torch.inference_mode()
     def _probe(self) -> DynamicCache:
         """Run a few tokens with transformers' own cache, and compare our logits with the model's."""
-        cache = pattern_of(self._config)
+        cache, other = pattern_of(self._config), pattern_of(self._config)
         tokens = torch.arange(_PROBE_TOKENS, device=self.device).unsqueeze(0)
-        with _captured(self._decoder) as outputs:
-            theirs = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        if not torch.equal(self.logits(outputs[0].last_hidden_state[:, -1:]), theirs):
+        ours = self._decoder(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:]
+        theirs = self._model(input_ids=tokens, past_key_values=other, use_cache=True, logits_to_keep=1).logits
+        if not torch.equal(self.logits(ours), theirs):
             raise InternalError(f"{type(self._model).__name__} scales its logits in a way that we do not know")
         return cache
-
-
-@contextmanager
-def _captured(module: Any) -> Iterator[list[Any]]:
-    outputs: list[Any] = []
-    handle = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    try:
-        yield outputs
-    finally:
-        handle.remove()
 
 
 class _Group(NamedTuple):

@@ -15,6 +15,7 @@ import hashlib
 import json
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +155,8 @@ class SafetensorsCheckpoint:
                 self._stored[name] = where._replace(shape=expected[name])
         found = {name: (where.dtype, where.shape) for name, where in self._stored.items()}
         differences = describe_differences(expected, found)
-        differences += [f"{name}: in more than one file" for name in _repeated([name for name, _ in stored])]
+        counts = Counter(name for name, _ in stored)
+        differences += [f"{name}: in more than one file" for name in sorted(counts) if counts[name] > 1]
         if differences:
             raise ConfigError(f"{directory}: the weights do not fit config.json:\n  " + "\n  ".join(differences))
         self._maps: dict[Path, mmap.mmap] = {}
@@ -253,10 +255,6 @@ def _document(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
-def _repeated(names: list[str]) -> list[str]:
-    return sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-
-
 class Weights:
     """Tensors by public name, seen from one prefix: `weights["q_proj"]` is <prefix>q_proj.weight, fp32 on `device`.
 
@@ -291,13 +289,12 @@ class Weights:
 
     def product(self, names: Sequence[str], *, columns: Tensor | None = None) -> Tensor:
         """`joined` in the type of products."""
-        return self._joined(names, columns, self._products)
+        return self.joined(names, columns=columns, dtype=self._products)
 
-    def joined(self, names: Sequence[str], *, columns: Tensor | None = None) -> Tensor:
+    def joined(
+        self, names: Sequence[str], *, columns: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """Concatenate tensors along their first axis, with columns multiplied by `columns`."""
-        return self._joined(names, columns, torch.float32)
-
-    def _joined(self, names: Sequence[str], columns: Tensor | None, dtype: torch.dtype) -> Tensor:
         shapes = [self._shape(name) for name in names]
         joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=self.device)
         for name, part in zip(names, joined.split([shape[0] for shape in shapes]), strict=True):
@@ -330,11 +327,9 @@ class Weights:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         full = f"{self._prefix}{name}.weight"
-        return (
-            self._tensors.shape(full)
-            if isinstance(self._tensors, SafetensorsCheckpoint)
-            else tuple(self._tensors[full].shape)
-        )
+        if isinstance(self._tensors, SafetensorsCheckpoint):
+            return self._tensors.shape(full)
+        return tuple(self._tensors[full].shape)
 
     def _copy(self, name: str, target: Tensor) -> None:
         full = f"{self._prefix}{name}.weight"

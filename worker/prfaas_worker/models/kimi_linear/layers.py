@@ -18,14 +18,12 @@ _DENSE_BYTES = 1 << 20
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., D] times weight [E, D]; a bf16 weight is multiplied as such, and summed in fp32 by the device. Keeps x's
-    type."""
+    """x [..., D] times weight [E, D] in the weight's type, summed in fp32 by the device. Keeps x's type."""
     return F.linear(x.to(weight.dtype), weight).to(x.dtype)
 
 
 def unit_rms(x: Tensor, least: Tensor) -> Tensor:
-    """x / sqrt(sum x^2 + D eps): RMSNorm without its weight (see `norm_scale`); `least` is sqrt(D eps) (see
-    `least_norm`)."""
+    """x / sqrt(sum x^2 + D eps): RMSNorm without its weight (`norm_scale`); `least` is sqrt(D eps) (`least_norm`)."""
     return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)
 
 

@@ -31,14 +31,7 @@ from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint, W
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
 from prfaas_worker.models.kimi_linear.delta_rule import DeltaRule, choose_rule
 from prfaas_worker.models.kimi_linear.kda import DeltaAttention
-from prfaas_worker.models.kimi_linear.layers import (
-    DENSE_PAIRS,
-    MixtureOfExperts,
-    Mlp,
-    least_norm,
-    norm_scale,
-    unit_rms,
-)
+from prfaas_worker.models.kimi_linear.layers import DENSE_PAIRS, MixtureOfExperts, Mlp, least_norm, norm_scale, unit_rms
 from prfaas_worker.models.kimi_linear.mla import LatentAttention
 from prfaas_worker.models.kimi_linear.paged_batch import PagedBatch
 from prfaas_worker.models.kimi_linear.precision import (
