@@ -79,6 +79,8 @@ class Model(Protocol):
         states are those after the last tokens. Returns normed hidden states, fp32 [batch.outputs, hidden_size], which
         `logits` takes.
         """
+        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits fp32 [..., vocab_size] of normed hidden states [..., hidden_size]."""
+        ...
