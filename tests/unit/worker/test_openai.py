@@ -358,7 +358,7 @@ def test_what_clients_send_and_no_answer_depends_on_is_ignored_whatever_it_is(fu
 @pytest.mark.parametrize("function", [completion, chat])
 def test_an_unserved_field_is_refused_unless_it_asks_for_what_happens_anyway(function: Any, name: str):
     assert refused(function, **{name: "something else"}).param == name
-    assert function(seed=1, **{name: NEUTRAL.get(name)}).prompts == function(seed=1).prompts
+    assert function(seed=1, **{name: getattr(NEUTRAL, name)}).prompts == function(seed=1).prompts
 
 
 def test_every_parameter_of_the_openai_client_and_of_ours_is_served_ignored_or_refused_by_name():

@@ -62,57 +62,40 @@ class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class UnservedFields(IgnoredFields, frozen=True, kw_only=True):
-    """Fields that would change the answer and are not served."""
+    """Fields that would change the answer and are not served. Each may be null, or its default: what happens anyway."""
 
     adapter: Any = None
     adapters: Any = None
     allowed_token_ids: Any = None
     audio: Any = None
-    bad_words: Any = None
+    bad_words: Any = []
     chat_template: Any = None
-    detokenize: Any = None
-    documents: Any = None
+    detokenize: Any = True
+    documents: Any = []
     function_call: Any = None
-    functions: Any = None
-    include_stop_str_in_output: Any = None
-    length_penalty: Any = None
-    logits_processors: Any = None
+    functions: Any = []
+    include_stop_str_in_output: Any = False
+    length_penalty: Any = 1
+    logits_processors: Any = []
     lora: Any = None
     lora_path: Any = None
     lora_request: Any = None
-    modalities: Any = None
+    modalities: Any = msgspec.field(default_factory=lambda: ["text"])
     moderation: Any = None
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    suffix: Any = None
+    return_token_ids: Any = False
+    return_tokens_as_token_ids: Any = False
+    skip_special_tokens: Any = True
+    spaces_between_special_tokens: Any = True
+    suffix: Any = ""
     truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
-    verbosity: Any = None
+    use_beam_search: Any = False
+    verbosity: Any = "medium"
     web_search_options: Any = None
 
 
-NEUTRAL: Final[Mapping[str, object]] = {
-    "bad_words": [],
-    "detokenize": True,
-    "documents": [],
-    "functions": [],
-    "include_stop_str_in_output": False,
-    "length_penalty": 1,
-    "logits_processors": [],
-    "modalities": ["text"],
-    "return_token_ids": False,
-    "return_tokens_as_token_ids": False,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "suffix": "",
-    "use_beam_search": False,
-    "verbosity": "medium",
-}
-"""The value of an unserved field that is the default behaviour. Other fields accept only null."""
+NEUTRAL: Final = UnservedFields()
 
 
 class CommonFields(UnservedFields, frozen=True, kw_only=True):

@@ -265,7 +265,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[Any]]:
 def _refuse_unserved(body: CommonFields) -> None:
     for param in _UNSERVED:
         given = getattr(body, param)
-        if given is None or given == NEUTRAL.get(param):
+        if given is None or given == getattr(NEUTRAL, param):
             continue
         if param in _ADAPTERS:
             raise unsupported(param, f"{param} names a LoRA adapter, and adapters are not served here; leave it out")
