@@ -1,6 +1,8 @@
 """Finds a model's files: a directory of the user's, or one that ships with the package. Needs no torch."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from prfaas.errors import ConfigError
 
@@ -19,6 +21,19 @@ def model_directory(source: str) -> Path:
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model source {source!r}: no config.json in {directory}; {hint}")
     return directory
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read one of the JSON files. Raises ConfigError if it cannot be read, or holds no object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: holds a {type(raw).__name__}, not an object with a checkpoint's fields")
+    return raw
 
 
 def builtin_models() -> list[str]:

@@ -6,7 +6,6 @@ logits must be what `scale_logits` makes of the head's output, which loading com
 is not imported here: a refusal should not take seconds.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +14,7 @@ from torch import Tensor
 
 from prfaas.errors import ConfigError
 from prfaas.wire.kvevents import AttentionSpecKind
-
-
-def _as_they_are(logits: Tensor, _config: Any) -> Tensor:
-    return logits
-
-
-def _divided(logits: Tensor, config: Any) -> Tensor:
-    return logits / config.logits_scaling
-
-
-def _multiplied(logits: Tensor, config: Any) -> Tensor:
-    return logits * config.lm_head_multiplier
+from prfaas_worker.assets import read_object
 
 
 def _soft_capped(logits: Tensor, config: Any) -> Tensor:
@@ -39,15 +27,15 @@ class Family(NamedTuple):
     transformers' configuration of the text model."""
 
     attention_kind: AttentionSpecKind = "full_attention"
-    scale_logits: Callable[[Tensor, Any], Tensor] = _as_they_are
+    scale_logits: Callable[[Tensor, Any], Tensor] = lambda logits, _config: logits
 
 
 # By the model_type of config.json.
 FAMILIES: Mapping[str, Family] = {
     "bailing_hybrid": Family(attention_kind="mla_attention"),
-    "falcon_h1": Family(scale_logits=_multiplied),
+    "falcon_h1": Family(scale_logits=lambda logits, config: logits * config.lm_head_multiplier),
     "gemma3_text": Family(scale_logits=_soft_capped),
-    "granitemoehybrid": Family(scale_logits=_divided),
+    "granitemoehybrid": Family(scale_logits=lambda logits, config: logits / config.logits_scaling),
     "kimi_linear": Family(attention_kind="mla_attention"),
     "lfm2": Family(),
     "mimo_v2_flash": Family(),
@@ -70,16 +58,17 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 def read_model_type(directory: Path) -> Any:
     """The model_type in `directory`/config.json. Raises ConfigError if the file cannot be read."""
-    return read_document(directory).get("model_type")
+    return read_object(directory / "config.json").get("model_type")
 
 
 def read_family(directory: Path) -> Family:
     """The family of the checkpoint in `directory`. Raises ConfigError if it is unreadable or not served."""
-    raw = read_document(directory)
+    path = directory / "config.json"
+    raw = read_object(path)
     try:
         return family_of(raw)
     except ConfigError as error:
-        raise ConfigError(f"{directory / 'config.json'}: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
@@ -99,20 +88,6 @@ def family_of(raw: Mapping[str, Any]) -> Family:
         raise ConfigError(f"model_type is {name!r}; served are {', '.join(sorted(FAMILIES))}")
     _refuse_variants(raw)
     return family
-
-
-def read_document(directory: Path) -> dict[str, Any]:
-    """Read `directory`/config.json. Raises ConfigError if it cannot be read."""
-    path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: holds a {type(raw).__name__}, not an object with a checkpoint's fields")
-    return raw
 
 
 def _refuse_variants(raw: Mapping[str, Any]) -> None:

@@ -26,10 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from prfaas.errors import ConfigError, InternalError
 from prfaas.wire.kvevents import AttentionSpecKind
+from prfaas_worker.assets import read_object
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.models.base import Batch, Chunk
 from prfaas_worker.models.generic.cache import PagedCache, layer_specs, pattern_of
-from prfaas_worker.models.generic.families import Family, read_document, read_family
+from prfaas_worker.models.generic.families import Family, read_family
 
 # The least that takes the path of a prompt, not that of a decode.
 _PROBE_TOKENS = 2
@@ -204,7 +205,7 @@ def fingerprint(directory: Path, model: PreTrainedModel) -> str:
     family's cache in another way, so its fingerprint must differ. It finds accidents, not deliberate collisions.
     """
     digest = hashlib.sha256(b"transformers\n")
-    digest.update(json.dumps(read_document(directory), sort_keys=True).encode())
+    digest.update(json.dumps(read_object(directory / "config.json"), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         content = xxhash.xxh3_128_hexdigest(bytes_of(tensor.contiguous()))
         digest.update(f"\n{name} {list(tensor.shape)} {content}".encode())

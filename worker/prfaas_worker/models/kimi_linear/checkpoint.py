@@ -25,6 +25,7 @@ import xxhash
 from torch import Tensor
 
 from prfaas.errors import ConfigError, InternalError
+from prfaas_worker.assets import read_object
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
 
 Shape = tuple[int, ...]
@@ -186,7 +187,7 @@ class SafetensorsCheckpoint:
         """SHA-256, hex, of configuration and weights; every tensor must have been read."""
         if unread := self._stored.keys() - self._hashes.keys():
             raise InternalError(f"fingerprint of {self._directory} asked before {sorted(unread)[0]} was read")
-        digest = hashlib.sha256(json.dumps(_document(self._directory / "config.json"), sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(read_object(self._directory / "config.json"), sort_keys=True).encode())
         for name in sorted(self._stored):
             where = self._stored[name]
             digest.update(f"\n{name} {where.dtype} {list(where.shape)} {self._hashes[name]}".encode())
@@ -214,7 +215,7 @@ def _files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
-            files = sorted({directory / name for name in _document(index)["weight_map"].values()})
+            files = sorted({directory / name for name in read_object(index)["weight_map"].values()})
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index}: has no weight_map from tensors to files") from error
         if missing := [file.name for file in files if not file.is_file()]:
@@ -246,13 +247,6 @@ def _stored(file: Path, entry: dict[str, Any], begin: int, size: int) -> _Stored
     if (dtype := _DTYPES.get(entry["dtype"])) and end - start != torch.Size(shape).numel() * dtype.itemsize:
         raise ValueError(f"{end - start} bytes for a tensor of shape {list(shape)} and type {entry['dtype']}")
     return _Stored(file, entry["dtype"], shape, start, end)
-
-
-def _document(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 class Weights:

@@ -4,13 +4,13 @@ A field may change the computation and add no tensor. The headers of the weights
 looked for here.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from prfaas.errors import ConfigError
+from prfaas_worker.assets import read_object
 
 LayerKind = Literal["attention", "linear"]
 
@@ -88,23 +88,17 @@ class KimiLinearConfig:
 def read_config(directory: Path) -> KimiLinearConfig:
     """Read `directory`/config.json. Raises ConfigError if it is unreadable, incomplete, or has an unsupported value."""
     path = directory / "config.json"
+    raw = read_object(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
         return parse_config(raw)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: is not JSON: {error}") from error
     except KeyError as error:
         raise ConfigError(f"{path}: the field {error.args[0]!r} of a Kimi Linear checkpoint is missing") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse_config(raw: Any) -> KimiLinearConfig:
+def parse_config(raw: dict[str, Any]) -> KimiLinearConfig:
     """Turn config.json's document into sizes; raises KeyError for a missing field, ConfigError for a wrong one."""
-    if not isinstance(raw, dict):
-        raise ConfigError(f"holds a {type(raw).__name__}, not an object with a checkpoint's fields")
     if (family := raw.get("model_type")) != MODEL_TYPE:
         raise ConfigError(f"model_type is {family!r}; the engine runs {MODEL_TYPE!r}")
     for field, wanted in _REQUIRED.items():
