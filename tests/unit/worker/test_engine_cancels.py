@@ -168,7 +168,7 @@ class Crowd(Bench):
 
     def preempt(self) -> None:
         """Take the memory of somebody who runs, as the schedule does when pages are short."""
-        running = [one for one in self.engine.requests if one.phase is Phase.RUNNING]
+        running = [one for one in self.engine.requests.sequences() if one.phase is Phase.RUNNING]
         if running:
             self.engine._preempt(self.chance.choice(running))
 

@@ -121,7 +121,7 @@ def test_a_prefix_takes_no_slot_that_somebody_was_promised(models):
     teach(source, SYSTEM + b"x")
     handle = source.ask(b"some prompt", choices=3, max_tokens=3)
     source.engine._handle_events(wait=False)
-    source.engine._admit(next(iter(source.engine.requests)))  # two slots are free, for its other choices
+    source.engine._admit(next(source.engine.requests.sequences()))  # two slots are free, for its other choices
     answer = source.ask_prefix(SYSTEM + b"y")
     assert isinstance(answer, Failed)
     assert (answer.status, answer.code) == (503, "overloaded")
@@ -183,7 +183,7 @@ def test_a_prefill_that_is_on_its_way_keeps_its_pages_when_streams_want_them(mod
     while len(source.tokens(stream)) < 50:
         source.step()
     source.grant_prefill(list(b"x" * 200), 0)  # all pages but the next one of the stream
-    while list(source.engine.requests)[-1].phase is not Phase.DELIVERING:
+    while list(source.engine.requests.sequences())[-1].phase is not Phase.DELIVERING:
         source.step()
     assert source.engine.stats.preemptions == 0
     assert len(source.tokens(stream)) < 150, "the stream waits for a page"

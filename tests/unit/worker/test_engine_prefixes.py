@@ -247,7 +247,7 @@ def test_who_gives_its_memory_back_computes_lossy_rows_anew(model: Model):
     bring(model, bench.fetches[0], is_exact=False)
     bench.step()
     bench.step()
-    (sequence,) = bench.engine.requests
+    (sequence,) = bench.engine.requests.sequences()
     bench.engine._preempt(sequence)
     bench.run()
     assert len(bench.tokens(handle)) == 70

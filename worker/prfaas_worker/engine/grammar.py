@@ -124,23 +124,19 @@ class Grammars:
             self._kept.popitem(last=False)
         return future
 
-    def warm(self) -> None:
+    def warm(self) -> LLTokenizer:
         with self._building:
             if self._tokenizer is None:
                 self._tokenizer = build_tokenizer(self._load_vocabulary())
+            return self._tokenizer
 
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
-            return self._compile_checked(grammar)
+            prototype = LLMatcher(self.warm(), llguidance_text(grammar), log_level=0, limits=_LIMITS)
         except PrfaasError:
             raise
         except BaseException as error:  # a panic of the library's is no Exception
             raise InternalError(f"the grammar library failed on a {grammar.kind}: {error!r}") from error
-
-    def _compile_checked(self, grammar: Grammar) -> Compiled:
-        self.warm()
-        assert self._tokenizer is not None  # noqa: S101 - what `warm` is for
-        prototype = LLMatcher(self._tokenizer, llguidance_text(grammar), log_level=0, limits=_LIMITS)
         if prototype.is_error():
             raise refusal(grammar, prototype.get_error())
         return Compiled(grammar, prototype)

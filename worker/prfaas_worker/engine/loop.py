@@ -44,7 +44,7 @@ from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.runner import Runner, StepWork
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
-from prfaas_worker.engine.schedule import BUDGETS, Schedule, schedule
+from prfaas_worker.engine.schedule import BUDGETS, schedule
 from prfaas_worker.engine.sequences import (
     End,
     EngineRequest,
@@ -68,11 +68,8 @@ _LAST_STEP_SECONDS: Final = 1.0
 
 @dataclass(kw_only=True, eq=False)
 class EngineLoop:
-    """Owns all requests, of which at most `max_waiting` wait, and runs them.
-
-    `kv_events` holds the cache's events since the last step. `stats` holds the engine's counters after the last step:
-    it is replaced whole, so any thread may read it.
-    """
+    """Owns all requests, of which at most `max_waiting` wait. `kv_events` are the cache's since the last step. `stats`
+    are those after the last step, and replaced whole: any thread may read them."""
 
     inbox: queue.SimpleQueue[Event]
     runner: Runner
@@ -96,12 +93,8 @@ class EngineLoop:
         self._outputs = Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids)))
 
     def end(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Make `run` return once the cache is flushed to the disk, or after so many seconds; return True if it was
-        flushed.
-
-        Called from another thread; a second call with 0 cuts the flush short. Files are whole whenever the process
-        ends.
-        """
+        """Make `run` return once the cache is flushed, or after so many seconds; return True if it was flushed. Called
+        from another thread; a second call with 0 cuts the flush short. Files are whole at any time."""
         self._end_at = time.monotonic() + seconds
         self.inbox.put(End())
         return self._flushed.wait(seconds + _LAST_STEP_SECONDS)
@@ -124,7 +117,8 @@ class EngineLoop:
         for sequence in planned.admit:
             if not self._admit(sequence):
                 break
-        work = self._work(planned)
+        growing = [one for one in planned.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
+        work = StepWork(planned.chunks, growing)
         self._compute(work)
         if work.decodes and not work.chunks:
             self._count(decode_steps=1, decode_seconds=time.monotonic() - began)
@@ -185,7 +179,7 @@ class EngineLoop:
         chain.extend(token_ids)
         sequence = Sequence(request, choice, token_ids, chain, Phase.PREPARING)
         request.sequences.append(sequence)
-        self.requests.add(request)
+        self.requests[request.handle] = request
         self._prepare_grammar(request)
         self._prepare_cache(sequence)
         if not request.awaits:
@@ -299,10 +293,6 @@ class EngineLoop:
         sequence.release(self.cache)
         sequence.request.ran_alone = False
         self._count(preemptions=1)
-
-    def _work(self, planned: Schedule[Sequence]) -> StepWork:
-        ready = [one for one in planned.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
-        return StepWork(planned.chunks, ready)
 
     def _compute(self, work: StepWork) -> None:
         if not (work.chunks or work.decodes):
@@ -430,7 +420,7 @@ class EngineLoop:
             sequence.lease = None
         request.sequences.remove(sequence)
         if not request.sequences:
-            self.requests.remove(request.handle)
+            self.requests.pop(request.handle, None)
 
     def _count(self, **more: float) -> None:
         counts = {name: getattr(self.stats, name) + value for name, value in more.items()}

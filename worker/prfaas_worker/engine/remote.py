@@ -141,11 +141,8 @@ class RemoteCaches:
         return True
 
     def offer_prefix(self, sequence: Sequence, facts: ScheduleFacts[Sequence]) -> Granted | Failed:
-        """Offer the longest cached prefix of a sequence's tokens to another instance; return the front's answer.
-
-        A granted sequence is DELIVERING and holds the prefix until its offer ends. `facts` describes the other
-        requests.
-        """
+        """Offer the longest cached prefix of a sequence's tokens to another instance; return the front's answer. A
+        granted sequence is DELIVERING until its offer ends. `facts` describes the other requests."""
         request = sequence.request
         message, handle = request.message, request.handle
         if not isinstance(message, StartPrefix):

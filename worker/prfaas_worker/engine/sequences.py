@@ -168,35 +168,21 @@ class EngineRequest:
         return self.message.choices if isinstance(self.message, Generate) and not self.started else 1
 
 
-class Requests:
-    """All requests in order of arrival."""
+class Requests(dict[int, EngineRequest]):
+    """All requests by handle, in order of arrival."""
 
-    def __init__(self) -> None:
-        self._by_handle: dict[int, EngineRequest] = {}
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for request in self._by_handle.values() for sequence in request.sequences)
-
-    def get(self, handle: int) -> EngineRequest | None:
-        return self._by_handle.get(handle)
-
-    def add(self, request: EngineRequest) -> None:
-        self._by_handle[request.handle] = request
-
-    def remove(self, handle: int) -> None:
-        self._by_handle.pop(handle, None)
+    def sequences(self) -> Iterator[Sequence]:
+        return (sequence for request in self.values() for sequence in request.sequences)
 
     def counts(self) -> Counter[tuple[bool, bool]]:
         """Count requests by (for another instance, is waiting); preempted choices are not counted."""
-        return Counter(
-            (not request.is_generation, request.sequences[0].lease is None) for request in self._by_handle.values()
-        )
+        return Counter((not request.is_generation, request.sequences[0].lease is None) for request in self.values())
 
     def facts(self, cache: HybridCache) -> ScheduleFacts[Sequence]:
         waiting: list[WaitingSequence[Sequence]] = []
         running: list[RunningSequence[Sequence]] = []
         free_slots = cache.free_slots
-        for sequence in self:
+        for sequence in self.sequences():
             phase = sequence.phase
             if phase is Phase.WAITING:
                 if len(waiting) < cache.free_slots:  # more cannot be admitted
