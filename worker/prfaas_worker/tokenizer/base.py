@@ -12,6 +12,7 @@ from prfaas.errors import RequestError
 from prfaas_worker.tokenizer.chat_template import ChatTemplate, Conversation, Special, Specials
 
 BYTE_TOKENS = 256
+Frame = tuple[list[int], list[int]]  # Special tokens before and after a plain prompt.
 
 
 class TokenTable:
@@ -26,9 +27,6 @@ class TokenTable:
         self._ends, self._data = ends, b"".join(parts)
         self._last = len(ends) - 2
 
-    def __len__(self) -> int:
-        return self._last + 1
-
     def __getitem__(self, token_id: int) -> bytes:
         if not 0 <= token_id <= self._last:
             return b""  # a vocabulary padded beyond its tokenizer
@@ -36,13 +34,13 @@ class TokenTable:
 
 
 class Tokenizer(ABC):
-    """The tokenizer of one model directory. Safe to use from several threads.
+    """The tokenizer of one model directory, safe in several threads. `specials` are by their letters; `table` has each
+    token's bytes, none for a hidden special one; `template` is None for a model without chats."""
 
-    `specials` maps special tokens' letters to ids. `table` holds the bytes of each token; a hidden special token has
-    none. `template` is None for a model without a chat template.
-    """
-
-    def __init__(self, specials: Mapping[str, Special], table: TokenTable, template: ChatTemplate | None):
+    def __init__(
+        self, specials: Mapping[str, Special], table: TokenTable, template: ChatTemplate | None, frame: Frame = ([], [])
+    ):
+        self._before, self._after = frame
         self._specials = Specials(specials)
         self._texts = {special.token_id: text for text, special in specials.items()}
         self._table = table
@@ -53,10 +51,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
         """Token ids of each piece, as plain text; `at_start`: no text precedes the first one."""
-
-    @abstractmethod
-    def _frame(self, token_ids: list[int]) -> list[int]:
-        """Add the model's special tokens around a plain prompt, such as a beginning token."""
 
     @property
     def specials(self) -> Mapping[str, int]:
@@ -69,7 +63,7 @@ class Tokenizer(ABC):
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Token ids of a plain prompt; `framed` adds special tokens. Raises RequestError for invalid Unicode."""
         token_ids = self._token_ids(self._specials.split_plain(text))
-        return self._frame(token_ids) if framed else token_ids
+        return self._before + token_ids + self._after if framed else token_ids
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, up to the assistant's answer. Raises RequestError if the template refuses it."""
@@ -99,15 +93,12 @@ class ByteTokenizer(Tokenizer):
     """Ids 0..255 are bytes, higher ids special tokens. A plain prompt begins with `bos_id`."""
 
     def __init__(self, specials: Mapping[str, Special], bos_id: int | None, template: ChatTemplate | None):
-        super().__init__(specials, TokenTable(bytes([byte]) for byte in range(BYTE_TOKENS)), template)
-        self._bos = [] if bos_id is None else [bos_id]
+        table = TokenTable(bytes([byte]) for byte in range(BYTE_TOKENS))
+        super().__init__(specials, table, template, ([] if bos_id is None else [bos_id], []))
 
     def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
         del at_start
         return [list(utf8(piece)) for piece in pieces]
-
-    def _frame(self, token_ids: list[int]) -> list[int]:
-        return self._bos + token_ids
 
 
 def byte_tokenizer(config: Mapping[str, Any], template: ChatTemplate | None) -> ByteTokenizer:

@@ -175,11 +175,8 @@ class Specials:
         self._all = _pattern(self.by_text)
 
     def guard(self, value: Any, *, visible_too: bool = True) -> Any:
-        """Return JSON-like `value` with all its strings guarded, mapping keys included.
-
-        With `visible_too` it also guards the letters of tokens that appear in answers; the assistant's own words may
-        hold such letters. Raises RequestError if a string holds one of the two marker characters.
-        """
+        """Return JSON-like `value` with all strings guarded, keys included; with `visible_too` also the letters of
+        tokens that answers show, as the assistant's own may. Raises RequestError if a string holds a marker."""
         if isinstance(value, str):
             return self._guard_text(value, self._marks if visible_too else self._hidden)
         if isinstance(value, Mapping):

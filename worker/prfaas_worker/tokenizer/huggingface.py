@@ -50,18 +50,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(
         self, encoders: _Encoders, specials: Mapping[str, Special], table: TokenTable, template: ChatTemplate | None
     ):
-        super().__init__(specials, table, template)
+        super().__init__(specials, table, template, _frame(encoders.first))
         self._encoders = encoders
-        self._before, self._after = _frame(encoders.first)
 
     def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
         for piece in pieces:
             utf8(piece)
         cut = 1 if at_start else 0
         return _encode(self._encoders.first, pieces[:cut]) + _encode(self._encoders.inner, pieces[cut:])
-
-    def _frame(self, token_ids: list[int]) -> list[int]:
-        return self._before + token_ids + self._after
 
 
 def huggingface_tokenizer(path: Path, template: ChatTemplate | None) -> HuggingFaceTokenizer:

@@ -65,9 +65,6 @@ class RanksTokenizer(Tokenizer):
             token_ids += self._encoding.encode_ordinary(part)
         return token_ids
 
-    def _frame(self, token_ids: list[int]) -> list[int]:
-        return token_ids
-
 
 def ranks_tokenizer(path: Path, config: Mapping[str, Any], template: ChatTemplate | None) -> RanksTokenizer:
     """Read tiktoken.model with tokenizer_config.json. Raises ConfigError if ranks or the pattern are unusable."""
