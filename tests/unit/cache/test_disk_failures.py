@@ -29,7 +29,7 @@ def clock() -> Clock:
 @pytest.fixture
 def rig(new_rig, open_tiers, clock):
     rig = new_rig(tiers=open_tiers())
-    rig.tiers.disk._health._clock = clock
+    rig.tiers.disk.health._clock = clock
     return rig
 
 

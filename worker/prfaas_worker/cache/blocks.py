@@ -133,11 +133,8 @@ class Blocks:
         return count - len(shared) <= self.free_pages - idle
 
     def open(self, shared: Sequence[int], count: int, start: Key | None = None) -> Lease | None:
-        """Lend `count` pages, of which the first are these blocks of a fresh match; None if there are too few.
-
-        `start` names the checkpoint that the sequence starts from. Copy the state first: in a pool that is nearly full
-        its pages may be among those lent.
-        """
+        """Lend `count` pages, first these of a fresh match; None if there are too few. Copy the state of the checkpoint
+        `start` before: its pages may be among those lent."""
         if not self.can_open(shared, count):
             return None
         lease = Lease(-1, [*shared], published=len(shared), epoch=self._epoch)
@@ -169,11 +166,8 @@ class Blocks:
         return Lease(-1, pages, published=min(lease.published, shared), epoch=lease.epoch)
 
     def publish(self, lease: Lease, chain: Sequence[Key], blocks: int) -> list[int]:
-        """Name the lease's first `blocks` pages, whose rows are complete; return the indices of new blocks.
-
-        If a block exists already, the lease's page stays private. If only the cache holds the existing page, the
-        lease's page replaces it.
-        """
+        """Name the lease's first `blocks` pages, whose rows are complete; return the indices of new blocks. The page of
+        a block that exists stays private, unless only the cache holds the existing one."""
         new: list[int] = []
         if lease.epoch != self._epoch:
             return new
@@ -195,11 +189,8 @@ class Blocks:
     def checkpoint(
         self, lease: Lease, chain: Sequence[Key], blocks: int, *, rolling: bool = False
     ) -> tuple[int, ...] | None:
-        """Keep the lease's state, which covers its first `blocks` blocks, as a checkpoint.
-
-        Returns the pages to copy the state into now. Returns None if there is one already, its block is missing, or
-        pages are too few. A rolling checkpoint replaces the lease's previous one, unless a sequence started from that.
-        """
+        """Keep the state after `blocks` blocks. Return pages to copy it into now; None if it exists, its block is
+        missing, or there is no room. A rolling one replaces the lease's last, unless a sequence started from that."""
         if lease.epoch != self._epoch or not self.pages_per_state:
             return None
         key = chain[blocks - 1]

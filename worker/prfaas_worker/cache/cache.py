@@ -30,11 +30,8 @@ MIB: Final = 1 << 20
 
 
 class Opened(NamedTuple):
-    """Memory for a sequence, of which `cached_tokens` are filled.
-
-    `attention_tokens` is the match of a model without state. `checkpoints` are the lengths above `cached_tokens`,
-    ascending, at which the caller cuts its chunks and calls `checkpoint`.
-    """
+    """Memory for a sequence, of which `cached_tokens` are filled (`attention_tokens` without regard to state). The
+    caller cuts its chunks at `checkpoints`, ascending lengths above that, and calls `checkpoint` there."""
 
     lease: Lease
     cached_tokens: int

@@ -122,7 +122,7 @@ class DiskTier:
         self._serial = itertools.count()
         self.bytes = self.unwritten_bytes = self.corrupt_entries = self.failures = 0
         self._lock = _lock_directory(self._root)
-        self._health = DiskHealth(self._root, clock)
+        self.health = DiskHealth(self._root, clock)
         # `close` ends both: threads of an executor cannot be daemonic.
         self._writer = ThreadPoolExecutor(1, "cache-write")
         self._reader = ThreadPoolExecutor(1, "cache-read")
@@ -131,13 +131,9 @@ class DiskTier:
     def __contains__(self, name: EntryName) -> bool:
         return name in self._sizes
 
-    @property
-    def is_paused(self) -> bool:
-        return self._health.is_paused
-
     def accepts(self, size_bytes: int) -> bool:
         fits = size_bytes <= self.max_bytes and self.unwritten_bytes < MAX_UNWRITTEN_BYTES
-        return fits and self._health.can_write()
+        return fits and self.health.can_write()
 
     def touch(self, name: EntryName) -> bool:
         """Count an entry as used, if it is here or being written; return False if it is not."""
@@ -163,7 +159,7 @@ class DiskTier:
         disk. Digests reveal bytes that a power loss kept from the disk."""
         if self.touch(entry.name):
             return True
-        if not self._health.can_write():
+        if not self.health.can_write():
             return False
         self._record_write(entry, self._write(entry, used_at))
         return entry.name in self._sizes
@@ -211,9 +207,9 @@ class DiskTier:
     def _record_write(self, entry: CacheEntry, error: OSError | None) -> None:
         if error is not None:
             self.failures += 1
-            self._health.failed(self._path(entry.name), error)
+            self.health.failed(self._path(entry.name), error)
             return
-        self._health.succeeded()
+        self.health.succeeded()
         self._index(entry.name, entry.content, header_bytes(entry.content) + len(entry.payload))
 
     def _index(self, name: EntryName, content: BlockContent, size: int) -> None:

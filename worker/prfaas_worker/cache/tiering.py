@@ -15,6 +15,7 @@ blocks that it needs, beginning with the state that was used last.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 import msgspec
@@ -119,7 +120,7 @@ class Tiering:
             disk_bytes=disk.bytes,
             corrupt_entries=disk.corrupt_entries,
             disk_failures=disk.failures,
-            disk_paused=disk.is_paused,
+            disk_paused=disk.health.is_paused,
         )
 
     def flush(self, seconds_left: Callable[[], float]) -> FlushResult | None:
@@ -189,7 +190,7 @@ class Tiering:
 
     def _adopt(self, load: PrefixLoad, entries: dict[EntryName, CacheEntry]) -> None:
         blocks, chain = self._blocks, load.chain
-        reached = list(self._reached(chain, entries))
+        reached = list(takewhile(lambda key: blocks.page(key) is not None or EntryName(key) in entries, chain))
         here = [page for key in reached if (page := blocks.page(key)) is not None]
         # Held meanwhile, and the tail first: a chain's head must not be evicted for its tail, now or later.
         blocks.hold(here)
@@ -204,12 +205,6 @@ class Tiering:
             self._host_hit_tokens += gained_blocks * self._geometry.page_tokens
         else:
             self._disk_hit_tokens += gained_blocks * self._geometry.page_tokens
-
-    def _reached(self, chain: Sequence[BlockHash], entries: dict[EntryName, CacheEntry]) -> Iterator[BlockHash]:
-        for key in chain:
-            if self._blocks.page(key) is None and EntryName(key) not in entries:
-                return
-            yield key
 
     def _allocate(self, entry: CacheEntry | None) -> None:
         # Pages may have had another size when the entry was written.

@@ -32,8 +32,6 @@ from prfaas.wire.engine import (
 )
 
 Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet | EgressSet
-
-
 Reply = TypeVar("Reply")
 
 

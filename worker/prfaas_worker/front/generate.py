@@ -73,11 +73,8 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 class EngineCalls:
-    """The engine's calls of one request, as pieces of its choices. The counts grow with `pieces`.
-
-    `call` has a handle for each of `messages`, which are keyed by the index of their first choice. With `resume` an
-    answer continues. Raises RequestError if its tokens make another text than the one already sent.
-    """
+    """The engine's calls of one request, as pieces of its choices. `call` has a handle for each of `messages`, keyed by
+    their first choice. With `resume` an answer continues: RequestError if it makes another text."""
 
     def __init__(
         self, call: EngineCall, messages: Mapping[int, Generate], job: Job, resume: Resume | None, state: FrontState

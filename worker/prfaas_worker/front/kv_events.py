@@ -63,7 +63,7 @@ class TopicLog:
         self.topic = topic
         self.first_seq = 0  # The oldest batch in the log; `next_seq` while it is empty.
         self.next_seq = 0
-        self._limits = kept_batches, kept_bytes
+        self._kept_batches, self._kept_bytes = kept_batches, kept_bytes
         self._payloads: dict[int, bytes] = {}
         self._bytes = 0
 
@@ -72,8 +72,7 @@ class TopicLog:
         self._payloads[self.next_seq] = payload
         self._bytes += len(payload)
         self.next_seq += 1
-        kept_batches, kept_bytes = self._limits
-        while len(self._payloads) > kept_batches or (self._bytes > kept_bytes and len(self._payloads) > 1):
+        while len(self._payloads) > self._kept_batches or (self._bytes > self._kept_bytes and len(self._payloads) > 1):
             self._bytes -= len(self._payloads.pop(self.first_seq))
             self.first_seq += 1
         return entry

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partialmethod
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -138,15 +138,12 @@ class Histogram:
         self.total += value
 
 
-class _Stream:
+class _Stream(NamedTuple):
     """One call: its start, and the time of the last token of each running choice (None: none yet)."""
 
-    __slots__ = ("choices", "prompt_tokens", "sent_at")
-
-    def __init__(self, sent_at: float, prompt_tokens: int, choices: range):
-        self.sent_at = sent_at
-        self.prompt_tokens = prompt_tokens
-        self.choices: dict[int, float | None] = dict.fromkeys(choices)
+    sent_at: float
+    prompt_tokens: int
+    choices: dict[int, float | None]
 
 
 class LatencyMetrics:
@@ -170,7 +167,7 @@ class LatencyMetrics:
         match message:
             case Generate():
                 choices = range(message.choice, message.choice + message.choices)
-                self._streams[message.handle] = _Stream(self._clock(), len(message.token_ids), choices)
+                self._streams[message.handle] = _Stream(self._clock(), len(message.token_ids), dict.fromkeys(choices))
             case StartPrefill():
                 self._offered[message.handle] = len(message.request.token_ids)
             case Cancel(handle, choice):

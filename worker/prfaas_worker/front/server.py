@@ -43,11 +43,10 @@ GARBAGE_OBJECTS = 50_000  # So many more objects than before start a collection 
 def run(options: Options) -> int:
     """Serve until a signal; return the exit code."""
     try:
-        credentials = credentials_of(options)
+        return uvloop.run(_run(options, credentials_of(options)))
     except ConfigError as error:
         sys.stderr.write(f"prfaas-worker: {error}\n")
         return 1
-    return uvloop.run(_run(options, credentials))
 
 
 async def _run(options: Options, credentials: WorkerCredentials | None) -> int:
@@ -61,9 +60,6 @@ async def _run(options: Options, credentials: WorkerCredentials | None) -> int:
     try:
         state = FrontState(options, client, _tracing(options), credentials)
         return await _serve(state, engine, stop)
-    except ConfigError as error:
-        sys.stderr.write(f"prfaas-worker: {error}\n")
-        return 1
     finally:
         client.close()
         engine.cancel()

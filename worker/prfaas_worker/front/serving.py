@@ -96,18 +96,15 @@ class FrontState:
 
     @property
     def served(self) -> ServedModel:
-        return self._loaded()[0]
+        return self.require_loaded()[0]
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._loaded()[1]
+        return self.require_loaded()[1]
 
     def require_open(self) -> None:
         if self.draining:
             raise CapacityError("this instance is shutting down; send the request to another one")
-
-    def require_loaded(self) -> None:
-        self._loaded()
 
     async def idle(self) -> None:
         """Wait until no request runs and no prefill is undelivered."""
@@ -117,7 +114,7 @@ class FrontState:
                 return
             await asyncio.sleep(0.05)
 
-    def _loaded(self) -> tuple[ServedModel, Tokenizer]:
+    def require_loaded(self) -> tuple[ServedModel, Tokenizer]:
         if self._model is None:
             raise CapacityError("the model is still loading; try again in a moment")
         return self._model
@@ -190,12 +187,8 @@ def require_tokens(token_ids: list[Any], served: ServedModel, param: str = "prom
 async def read_request(
     request: web.Request, read: Callable[[bytes, ServedModel, Tokenizer], Read], beside_bytes: int = 0
 ) -> tuple[int, Read]:
-    """Return the length of a request's body, and the result of `read`; the body may have `beside_bytes` beside the
-    prompt.
-
-    Raises CapacityError if the model is not loaded yet, or too many bodies arrive at once, and RequestError if the body
-    is too long.
-    """
+    """Return the length of a request's body, and the result of `read`; `beside_bytes` may stand before the body. Raises
+    CapacityError while the model loads or too many arrive at once, RequestError if it is too long."""
     state = request.app[STATE]
     most = state.served.max_body_bytes + beside_bytes
     if (length := request.content_length) is not None and length > most:

@@ -24,7 +24,7 @@ from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.trace import NO_TRACE, TraceContext
-from prfaas.wire.transfer import Done, Manifest
+from prfaas.wire.transfer import Done
 from prfaas_worker.transfer.compression import DECODABLE
 from prfaas_worker.transfer.layout import CachePlace
 from prfaas_worker.transfer.pull import FetchContext, Pull, SourceAddress
@@ -182,8 +182,10 @@ class RemoteFetch:
         source = self._source = SourceAddress(
             urlsplit(self._wanted.url).hostname or "", grant.data_port, self._wanted.cluster
         )
-        ledger = ReceiveLedger(self._expected(grant), DECODABLE, guard=threading.Lock())
-        _, connections, counters, traffic = self._shared
+        layout, connections, counters, traffic = self._shared
+        address = Address(grant.transfer_id, grant.epoch)
+        expected = layout.manifest(address, self._body.start_token, grant.end_token, is_prefix=self._is_prefix)
+        ledger = ReceiveLedger(expected, DECODABLE, guard=threading.Lock())
         silent_seconds = partial(connections.silent_seconds, source)
         state = ReceiveState(ledger, self._place, counters.count_received, silent_seconds, traffic.memory)
         self._state = state
@@ -236,8 +238,3 @@ class RemoteFetch:
         self._socket = sock
         if self._over.is_set():  # `cancel` may have run before it could see the socket
             raise UnreachableError("cancelled")
-
-    def _expected(self, grant: PrefillGrant) -> Manifest:
-        address = Address(grant.transfer_id, grant.epoch)
-        layout, start_token = self._shared.layout, self._body.start_token
-        return layout.manifest(address, start_token, grant.end_token, is_prefix=self._is_prefix)

@@ -125,11 +125,8 @@ class Offers:
         )
 
     def connect(self, address: Address, hello: Hello, peer: str, stream: DataStream) -> Offer:
-        """Bind a connection to the offer whose token it presented; `disconnect` must follow in every case.
-
-        Raises PeerError for an unknown offer or a wrong token, epoch or cluster: one answer for all, so that a stranger
-        learns nothing. It is raised too if the destination's report of received frames is impossible.
-        """
+        """Bind a connection to the offer of its token; `disconnect` must follow. Raises PeerError for a wrong token,
+        epoch or cluster, with one answer for all: strangers learn nothing; also for an impossible report of frames."""
         with self._lock:
             offer = self._offers.get(address.transfer_id)
             known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())

@@ -33,13 +33,12 @@ from prfaas.wire.transfer import Buffer
 from prfaas_worker.credentials import WorkerCredentials
 from prfaas_worker.options import Options
 from prfaas_worker.transfer.compression import Packer
-from prfaas_worker.transfer.link_stats import LinkMonitor
+from prfaas_worker.transfer.link_stats import BYTES_PER_MBIT, LinkMonitor
 from prfaas_worker.transfer.net import Deadline
 from prfaas_worker.transfer.tls import PeerAuth, TlsAuth
 
 log = logging.getLogger(__name__)
 
-BYTES_PER_MBIT: Final = 125_000
 DEPTH_SECONDS: Final = 0.04
 GRANT_SECONDS: Final = 0.01
 ROUND_SECONDS: Final = 0.25
@@ -107,11 +106,8 @@ class Fifo:
 
     @contextmanager
     def turn(self, delay_seconds: Callable[[], float], stop: Stop, timeout_seconds: float = math.inf) -> Iterator[None]:
-        """Wait in the queue until first and allowed, then run the block under `lock`.
-
-        The first calls `delay_seconds` under `lock`: 0 lets it go, otherwise it calls again after that delay, with
-        infinity after a wake-up. Raises StoppedError if `stop` was set, TimeoutError after `timeout_seconds`.
-        """
+        """Wait until first and allowed, then run the block under `lock`. The first calls `delay_seconds` there: 0 lets
+        it go, else it asks again after that delay or a `wake`. Raises StoppedError if `stop` is set, TimeoutError."""
         place = threading.Condition(self.lock)
         with stop.waking(lambda: self._wake_place(place)), self.lock:
             self._places.append(place)

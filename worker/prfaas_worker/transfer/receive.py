@@ -26,12 +26,9 @@ STARVED_SECONDS = 5.0
 
 
 class ReceiveState:
-    """The received part of one transfer, shared by its connections.
-
-    `ledger` lists what has to arrive, `place` where it belongs. `received` is called with the bytes of every frame,
-    `source_silent_seconds` returns the shortest silence of the source's connections. Frames hold `memory` beside the
-    place.
-    """
+    """The received part of a transfer, shared by its connections: `ledger` lists what must arrive, `place` where.
+    `received` gets each frame's bytes, `source_silent_seconds` is the shortest silence, frames hold `memory`
+    meanwhile."""
 
     def __init__(
         self,
@@ -85,11 +82,8 @@ class ReceiveLoop:
         self._acknowledged = False
 
     def run(self) -> None:
-        """Receive until the source freed its copy; each connection acknowledges once everything is there.
-
-        The caller then calls the state's `lost`, also after a good end. Raises UnreachableError or DamagedError if
-        another connection may succeed, PeerError if the source gave up or broke the protocol.
-        """
+        """Receive until the source freed its copy; `leave` follows in every case. Raises UnreachableError or
+        DamagedError if another connection may succeed, PeerError if the source gave up or broke the protocol."""
         ledger = self._state.ledger
         try:
             while not self._receive():

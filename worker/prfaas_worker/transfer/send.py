@@ -37,11 +37,8 @@ from prfaas_worker.transfer.transfer_log import TransferTotals
 
 
 class Frame(NamedTuple):
-    """A frame to send. `load` returns its payload, in the thread that sends it.
-
-    The payload is the cache's own memory, which its lease keeps until the transfer ends, or a copy of `copied_bytes`:
-    `items` rows or states of each of these tensors, or bytes that no codec handles.
-    """
+    """A frame to send. Its payload, from `load` in the sending thread, is the cache's own memory, which the lease
+    keeps, or a copy of `copied_bytes`: `items` rows or states of `tensors`, or bytes that no codec handles."""
 
     header: FrameHeader
     load: Callable[[], tuple[memoryview, ...]]
@@ -187,11 +184,9 @@ class SendLoop:
         self._on_sent = on_sent
 
     def run(self) -> None:
-        """Send until the peer acknowledged everything, over whichever connection.
-
-        Raises UnreachableError or DamagedError if the connection is of no more use, PeerError if the peer gave up,
-        broke the protocol, or got our ABORT.
-        """
+        """Send until the peer acknowledged everything, over whichever connection. Raises UnreachableError or
+        DamagedError if this one is of no more use, PeerError if the peer gave up, broke the protocol, or got our
+        ABORT."""
         bell = self._state.enter()
         try:
             while not self._state.acknowledged:

@@ -24,11 +24,8 @@ ANSWER_SECONDS: Final = 2.0  # The API answers from a process that computes noth
 
 
 def accept_tls(sock: socket.socket, credentials: WorkerCredentials, seconds: float) -> TlsStream:
-    """Serve the handshake of a client that must prove its cluster. Closes the socket on failure.
-
-    Raises IdentityError without a valid certificate, ProtocolError for another protocol than TLS 1.3, UnreachableError
-    if the client left or took longer than `seconds`.
-    """
+    """Serve the handshake of a client that must prove its cluster; close the socket on failure. Raises IdentityError
+    without a valid certificate, ProtocolError for other protocols, UnreachableError after `seconds` or if it left."""
     contexts = credentials.now()
     return _prove(_shake(sock, contexts.data, seconds, server_side=True), credentials, contexts, "")
 
@@ -36,11 +33,9 @@ def accept_tls(sock: socket.socket, credentials: WorkerCredentials, seconds: flo
 def connect_tls(
     sock: socket.socket, credentials: WorkerCredentials, seconds: float, expected_cluster: str
 ) -> TlsStream:
-    """Do the client's handshake with an instance of `expected_cluster`, or of any cluster if that is empty.
-
-    A server that refuses our certificate is known only with its first bytes: see credentials.py. Raises IdentityError
-    if a certificate is invalid or names another cluster, else as `accept_tls`.
-    """
+    """Do the client's handshake with `expected_cluster`, or any if that is empty. A refusal of our certificate shows
+    only with the first bytes: see credentials.py. Raises IdentityError for a wrong certificate, else as
+    `accept_tls`."""
     contexts = credentials.now()
     credentials.require_valid()
     tls = _shake(sock, contexts.client, seconds, server_side=False)

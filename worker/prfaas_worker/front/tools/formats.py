@@ -24,7 +24,6 @@ from prfaas_worker.front.tools.base import (
 
 MOST_CALLS: Final = 16  # Calls in an answer that must call: the limit makes it end.
 
-
 _HERMES_CALL: Final = "<tool_call>"
 _HERMES_CALL_END: Final = "</tool_call>"
 _HERMES_MARKS: Final = (_HERMES_CALL, _HERMES_CALL_END)
