@@ -134,7 +134,7 @@ class Blocks:
 
     def open(self, shared: Sequence[int], count: int, start: Key | None = None) -> Lease | None:
         """Lend `count` pages, first these of a fresh match; None if there are too few. Copy the state of the checkpoint
-        `start` before: its pages may be among those lent."""
+        `start` before: its pages may be among those lent if the pool is nearly full."""
         if not self.can_open(shared, count):
             return None
         lease = Lease(-1, [*shared], published=len(shared), epoch=self._epoch)

@@ -123,7 +123,7 @@ class HybridCache:
         self._events.record_published(chain, self._blocks.publish(lease, chain.hashes, blocks))
 
     def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:
-        """Keep a copy of the slot's state after the first `blocks` blocks, see `Blocks`; False if it is not kept."""
+        """Keep a copy of the slot's state after `blocks` published blocks, see `Blocks`; False if it is not kept."""
         pages = self._blocks.checkpoint(lease, chain, blocks, rolling=rolling)
         if pages is not None:
             self._memory.save_state(lease.slot, pages)

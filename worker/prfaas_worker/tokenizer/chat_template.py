@@ -176,7 +176,7 @@ class Specials:
 
     def guard(self, value: Any, *, visible_too: bool = True) -> Any:
         """Return JSON-like `value` with all strings guarded, keys included; with `visible_too` also the letters of
-        tokens that answers show, as the assistant's own may. Raises RequestError if a string holds a marker."""
+        tokens that answers show, which the assistant's words may hold. Raises RequestError for a marker in a string."""
         if isinstance(value, str):
             return self._guard_text(value, self._marks if visible_too else self._hidden)
         if isinstance(value, Mapping):

@@ -107,7 +107,7 @@ class Fifo:
     @contextmanager
     def turn(self, delay_seconds: Callable[[], float], stop: Stop, timeout_seconds: float = math.inf) -> Iterator[None]:
         """Wait until first and allowed, then run the block under `lock`. The first calls `delay_seconds` there: 0 lets
-        it go, else it asks again after that delay or a `wake`. Raises StoppedError if `stop` is set, TimeoutError."""
+        it go, else it asks again after that or a `wake`. Raises StoppedError if `stop` was set, or TimeoutError."""
         place = threading.Condition(self.lock)
         with stop.waking(lambda: self._wake_place(place)), self.lock:
             self._places.append(place)

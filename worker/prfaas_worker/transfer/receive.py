@@ -27,8 +27,7 @@ STARVED_SECONDS = 5.0
 
 class ReceiveState:
     """The received part of a transfer, shared by its connections: `ledger` lists what must arrive, `place` where.
-    `received` gets each frame's bytes, `source_silent_seconds` is the shortest silence, frames hold `memory`
-    meanwhile."""
+    `received` gets each frame's bytes; `source_silent_seconds` is the shortest silence; frames hold `memory`."""
 
     def __init__(
         self,

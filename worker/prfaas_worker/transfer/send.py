@@ -184,9 +184,8 @@ class SendLoop:
         self._on_sent = on_sent
 
     def run(self) -> None:
-        """Send until the peer acknowledged everything, over whichever connection. Raises UnreachableError or
-        DamagedError if this one is of no more use, PeerError if the peer gave up, broke the protocol, or got our
-        ABORT."""
+        """Send until the peer acknowledged everything, over any connection. Raises UnreachableError or DamagedError if
+        this one is of no more use, PeerError if the peer gave up, broke the protocol, or got our ABORT."""
         bell = self._state.enter()
         try:
             while not self._state.acknowledged:
