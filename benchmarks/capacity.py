@@ -26,7 +26,7 @@ from prfaas.cli.simulate import SimulatedLoad
 from prfaas.simulate.arrivals import poisson
 from prfaas.simulate.outcome import Result, Tally
 from prfaas.simulate.run import simulate
-from prfaas.simulate.setup import Weather
+from prfaas.simulate.setup import LinkSetup
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LOADS = (0.5, 0.7, 0.9)
@@ -84,7 +84,7 @@ def recovery(load: float) -> Iterator[Figure]:
     low = msgspec.structs.replace(link, capacity_mbps=LOW_SHARE * link.capacity_mbps)
     plan = optimum.best(system, loaded.file.workload)
     left = optimum.plan_for(msgspec.structs.replace(system, links=(low,)), loaded.file.workload, plan.split)
-    falls = Weather(schedule=((FALL_SECONDS, low.capacity_mbps),))
+    falls = LinkSetup(schedule=((FALL_SECONDS, low.capacity_mbps),))
     results: list[Result] = []
     for seed in FALL_SEEDS:
         loaded.setup = msgspec.structs.replace(loaded.setup, seed=seed, bursts=None, links={link.name: falls})

@@ -23,7 +23,7 @@ from benchmarks.report import Figure, run
 from prfaas.cli.simulate import SimulatedLoad
 from prfaas.simulate.outcome import Result
 from prfaas.simulate.scenario import PolicyName
-from prfaas.simulate.setup import Setup, Weather, planned
+from prfaas.simulate.setup import LinkSetup, Setup, planned
 
 PAPER = Path(__file__).parents[1] / "examples" / "simulate.yaml"
 OF_PLANNED = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
@@ -93,9 +93,9 @@ class Runs:
             self._load.setup = before
 
 
-def _swinging(load: SimulatedLoad) -> dict[str, Weather]:
+def _swinging(load: SimulatedLoad) -> dict[str, LinkSetup]:
     return {
-        link.name: Weather(every_seconds=SWING_SECONDS, low_mbps=LOW_SHARE * link.capacity_mbps)
+        link.name: LinkSetup(every_seconds=SWING_SECONDS, low_mbps=LOW_SHARE * link.capacity_mbps)
         for link in load.file.system.links
     }
 

@@ -29,7 +29,7 @@ from prfaas.telemetry.tracing import Span
 from prfaas.wire import headers
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, read_deadline_seconds, read_preferences
 from prfaas.wire.profile import Profile
-from prfaas.wire.resume import Fixed
+from prfaas.wire.resume import ResumableHeader
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import Outcome
 from prfaas_gateway.openai import UNREADABLE, DeadlineError
@@ -155,7 +155,7 @@ class GatewayRequest:
         # A span of ours; without tracing, the context that came.
         self.headers.update(self.span.context.headers())
         # Facts that a second worker could not know if the first one dies.
-        self.headers[headers.RESUMABLE] = Fixed(secrets.randbits(63), int(time.time())).header()
+        self.headers[headers.RESUMABLE] = ResumableHeader(secrets.randbits(63), int(time.time())).encode()
 
     def leg(self) -> tuple[dict[str, str], bytes]:
         """Return headers and body of a leg that starts now: the request, or its resumption.

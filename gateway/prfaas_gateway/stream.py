@@ -14,7 +14,16 @@ from aiohttp import web
 
 from prfaas.errors import BadInputError
 from prfaas.wire import headers
-from prfaas.wire.resume import CUT, DONE, MAX_DOCUMENT_BYTES, Resume, Sent, comments_of, encode_resume, read_comments
+from prfaas.wire.resume import (
+    CUT,
+    DONE,
+    MAX_DOCUMENT_BYTES,
+    Resume,
+    SentChoice,
+    comments_of,
+    encode_resume,
+    read_comments,
+)
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.openai import error_body, read_error, relayed_headers
 from prfaas_gateway.upstream import Answer
@@ -224,12 +233,12 @@ class StreamLog:
     def resume(self) -> Resume:
         """Return the document of everything that the client has; raises as `document` does."""
         self._shorten()
-        choices: dict[int, Sent] = {}
+        choices: dict[int, SentChoice] = {}
         for told in read_comments(b"".join(self._comments)):
             before = choices.get(told.choice)
             token_ids = before.token_ids if before else []
             token_ids += told.token_ids
-            choices[told.choice] = Sent(token_ids, told.characters, told.reason)
+            choices[told.choice] = SentChoice(token_ids, told.characters, told.reason)
         return Resume(self._fingerprint, self._cached_tokens, choices)
 
     def _shorten(self) -> None:

@@ -18,7 +18,7 @@ class SchedulerMetrics:
             "prfaas_scheduler_bandwidth_scarce", "1 while bandwidth is Scarce, 0 while Abundant"
         )
         self.metrics_stale = self._gauge(
-            "prfaas_scheduler_metrics_stale", "1 while the threshold stands without measurements"
+            "prfaas_scheduler_metrics_stale", "1 while no fresh measurement moves the threshold"
         )
         self.utilisation_percent = self._link_gauge(
             "prfaas_scheduler_link_utilisation_percent", "Utilisation of a live link, of its effective capacity"

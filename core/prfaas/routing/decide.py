@@ -186,7 +186,7 @@ def _local(facts: RoutingFacts, reason: RouteReason) -> Decision:
 
 def _prefills_beside(facts: RoutingFacts, decode: Instance) -> list[Instance]:
     """Return the hub's prefill instances that a decode instance can talk to."""
-    return [one for one in _prefills(facts) if one.cluster == HUB and _speech(one) == _speech(decode)]
+    return [one for one in _prefills(facts) if one.cluster == HUB and _protocol(one) == _protocol(decode)]
 
 
 def _at_home(facts: RoutingFacts, reason: RouteReason, decode: Instance, prefill: Instance | None) -> Route:
@@ -219,7 +219,7 @@ def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
 def _prefix_source(facts: RoutingFacts, prefiller: Instance) -> Instance | None:
     """Return the instance to fetch a longer prefix from; None where that is not cheaper."""
     others = [*_usable(facts, "decode"), *_usable(facts, "prefill")]
-    alike = [one for one in others if _speech(one) == _speech(prefiller)]
+    alike = [one for one in others if _protocol(one) == _protocol(prefiller)]
     return prefix_source(facts, prefiller, alike, [cluster.name for cluster in _offload_clusters(facts)])
 
 
@@ -261,18 +261,18 @@ def _offload_instances(facts: RoutingFacts, clusters: Sequence[Cluster]) -> list
 
 def _prefills(facts: RoutingFacts) -> list[Instance]:
     """Return the prefill instances that some decode instance can talk to."""
-    kinds = {_speech(one) for one in _usable(facts, "decode")}
-    return [one for one in _usable(facts, "prefill") if _speech(one) in kinds]
+    kinds = {_protocol(one) for one in _usable(facts, "decode")}
+    return [one for one in _usable(facts, "prefill") if _protocol(one) in kinds]
 
 
 def _decode_for(facts: RoutingFacts, prefill: Instance | None) -> Instance | None:
     """Return the cheapest decode instance that can talk to a prefill instance."""
     if prefill is None:
         return None
-    return cheapest(facts, [one for one in _usable(facts, "decode") if _speech(one) == _speech(prefill)])
+    return cheapest(facts, [one for one in _usable(facts, "decode") if _protocol(one) == _protocol(prefill)])
 
 
-def _speech(instance: Instance) -> tuple[EngineName, bool]:
+def _protocol(instance: Instance) -> tuple[EngineName, bool]:
     """Return the engine and the use of TLS, which two instances must share to talk to each other."""
     return instance.engine, instance.url.startswith("https:")
 

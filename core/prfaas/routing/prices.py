@@ -136,10 +136,10 @@ def work_of(price: Price, lacking_tokens: int, crossing_tokens: int) -> Work:
     Figures that make no sense, which come from other processes, ask for infinitely much.
     """
     of = price.profile
-    seconds = _sane(of.fixed_seconds + lacking_tokens * (of.token_seconds + of.squared_seconds * lacking_tokens))
+    seconds = _or_inf(of.fixed_seconds + lacking_tokens * (of.token_seconds + of.squared_seconds * lacking_tokens))
     if price.cluster == HUB:
         return Work(seconds=seconds)
-    bits = _sane(8.0 * (of.state_bytes + of.token_bytes * crossing_tokens))
+    bits = _or_inf(8.0 * (of.state_bytes + of.token_bytes * crossing_tokens))
     return Work(seconds=seconds, link=price.cluster, bits=bits, mbps=price.link_mbps)
 
 
@@ -187,5 +187,5 @@ def _mean_profile(cluster: str, pools: Sequence[PoolFacts]) -> Profile | None:
     )
 
 
-def _sane(amount: float) -> float:
+def _or_inf(amount: float) -> float:
     return amount if math.isfinite(amount) and amount >= 0 else math.inf

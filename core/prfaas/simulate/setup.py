@@ -58,12 +58,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     short_interval_seconds: int
     chunk_tokens: int
     cache_bytes: dict[str, float]
-    links: dict[str, "Weather"]
+    links: dict[str, "LinkSetup"]
     failures: tuple[Failure, ...]
     conversion: ConversionPolicy | None
 
 
-class Weather(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The capacity of a link over time; a period of 0 never repeats."""
 
     round_trip_seconds: float = 0.0
@@ -128,7 +128,7 @@ def read(file: PlanFile) -> Setup:
         short_interval_seconds=section.whole("shortIntervalSeconds", 1),
         chunk_tokens=section.whole("chunkTokens", 8192),
         cache_bytes={name: gib * GIB for name, gib in section.section("cacheGib", numbers_of, {}).items()},
-        links=dict(section.sections("links", _weather)),
+        links=dict(section.sections("links", _link_setup)),
         failures=tuple(section.sections("failures", _failure)),
         conversion=section.section("longLoop", partial(_conversion, file)) if "longLoop" in section.keys else None,
     )
@@ -171,10 +171,10 @@ def _failure(section: Section) -> Failure:
     )
 
 
-def _weather(section: Section) -> tuple[str, Weather]:
+def _link_setup(section: Section) -> tuple[str, LinkSetup]:
     """Return the name of a link, and its capacity over time."""
     name, round_trip_seconds = section.text("name"), _at_least_0(section, "roundTripMillis", 0.0) / 1000
-    made = Weather(round_trip_seconds=round_trip_seconds)
+    made = LinkSetup(round_trip_seconds=round_trip_seconds)
     kinds = {"schedule", "diurnal", "flapping"} & set(section.keys)
     if kinds:
         kind = section.one_of("schedule", "diurnal", "flapping")

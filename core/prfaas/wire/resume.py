@@ -38,31 +38,31 @@ MAX_DOCUMENT_BYTES: Final = 16 << 20
 # Line ends come first instead of anchors: a search for letters is eight times as fast.
 _COMMENT: Final = re.compile(rb"\n: t (\d+) (\d+) ([\d,]+|-)(?: (\w+))?;")
 _ANY_COMMENT: Final = re.compile(rb"\n: t [^;]*;")
-_FIXED: Final = re.compile(r"([0-9]{1,19}) ([0-9]{1,12})")
+_HEADER: Final = re.compile(r"([0-9]{1,19}) ([0-9]{1,12})")
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
-class Fixed(NamedTuple):
+class ResumableHeader(NamedTuple):
     """The values that the gateway fixes for all workers of one request: 0 <= seed < 2**63, and unix seconds."""
 
     seed: int
     created: int
 
-    def header(self) -> str:
+    def encode(self) -> str:
         """Return the value of RESUMABLE."""
         return f"{self.seed} {self.created}"
 
     @classmethod
     def read(cls, header: str) -> Self:
         """Read the value of RESUMABLE; raises BadInputError for a malformed one."""
-        found = _FIXED.fullmatch(header)
+        found = _HEADER.fullmatch(header)
         if found is None or int(found[1]) >= 1 << 63:
             raise BadInputError(f"the header for a resumable stream is {header[:60]!r}: want a seed and a time")
         return cls(int(found[1]), int(found[2]))
 
 
-class Told(NamedTuple):
+class StreamComment(NamedTuple):
     """One comment: new tokens of a choice, its characters so far, and its finish reason, empty while it runs."""
 
     choice: int
@@ -71,7 +71,7 @@ class Told(NamedTuple):
     reason: str
 
 
-class Sent(msgspec.Struct, frozen=True, array_like=True):
+class SentChoice(msgspec.Struct, frozen=True, array_like=True):
     """The client's part of one choice: the tokens, the characters of text and of arguments, and its finish reason."""
 
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
@@ -86,7 +86,7 @@ class Resume(msgspec.Struct, frozen=True, array_like=True):
     """Fingerprint of the model that began the answer, from that answer's header RESUMABLE."""
     cached_tokens: Count
     """For the answer's usage: the counts of the worker that began."""
-    choices: dict[int, Sent]
+    choices: dict[int, SentChoice]
 
     @property
     def sent_tokens(self) -> int:
@@ -107,12 +107,12 @@ def comments_of(data: bytes) -> bytes:
     return b"".join(_ANY_COMMENT.findall(b"\n" + data))
 
 
-def read_comments(data: bytes) -> Iterator[Told]:
+def read_comments(data: bytes) -> Iterator[StreamComment]:
     """Yield the comments in a part of a stream; raises BadInputError for a number too large for a token or a count."""
     for choice, characters, ids, reason in _COMMENT.findall(b"\n" + data):
         try:
             tokens = array("I", map(int, ids.split(b",")) if ids != b"-" else ())
-            yield Told(int(choice), int(characters), tokens, reason.decode())
+            yield StreamComment(int(choice), int(characters), tokens, reason.decode())
         except (OverflowError, ValueError) as error:
             raise BadInputError(f"a comment of a stream is malformed: {error}") from error
 

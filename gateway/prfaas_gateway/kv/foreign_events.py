@@ -50,7 +50,7 @@ class ForeignEventStream:
         return self.reader.batches, 0, self.reader.gaps
 
     @property
-    def voids(self) -> int:
+    def cache_losses(self) -> int:
         """How often the instance lost its whole cache."""
         return self.reader.lives + self._events.emptied
 

@@ -160,7 +160,7 @@ class KvManager:
         else:
             stream = ForeignEventStream(instance, index)
             self._sent[instance.name] = SentPrompts(self._state.clock())
-        follower = Follower(instance, stream, self._upstream, self._turns, self._heard)
+        follower = Follower(instance, stream, self._upstream, self._turns, self._apply_news)
         self._followers[instance.name] = follower, asyncio.create_task(follower.run())
 
     def _drop(self, name: str) -> None:
@@ -169,7 +169,7 @@ class KvManager:
         self._sent.pop(name, None)
         self._profiles.pop(name, None)
 
-    def _heard(self, follower: "Follower") -> None:
+    def _apply_news(self, follower: "Follower") -> None:
         """Apply a follower's news to sent prompts and the index."""
         name, stream = follower.instance.name, follower.stream
         if follower is not self._followers.get(name, (None,))[0]:
@@ -179,8 +179,8 @@ class KvManager:
             counter.inc(new - old)
         follower.counted = stream.tally
         if isinstance(stream, ForeignEventStream):
-            if follower.voids != stream.voids:
-                follower.voids = stream.voids
+            if follower.cache_losses != stream.cache_losses:
+                follower.cache_losses = stream.cache_losses
                 self._sent[name] = SentPrompts(self._state.clock())
         elif follower.state == "silent":
             self._sent.setdefault(name, SentPrompts(self._state.clock()))
@@ -233,7 +233,7 @@ class Follower:
         self.profile: Profile | None = None
         self.counted: tuple[int, int, int] = (0, 0, 0)
         """The part of the stream's tally that the metrics have."""
-        self.voids = 0
+        self.cache_losses = 0
         """How often it was seen that a foreign instance lost its cache."""
         self._upstream = upstream
         self._turns = turns

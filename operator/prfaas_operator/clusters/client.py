@@ -82,7 +82,7 @@ class ServerClock:
         self._monotonic = monotonic
         self._ahead_seconds: float | None = None
 
-    def heard(self, headers: Mapping[str, str] | None) -> None:
+    def set_from(self, headers: Mapping[str, str] | None) -> None:
         """Set the clock from an answer's headers; some proxies send no date, which changes nothing."""
         text = next((value for name, value in (headers or {}).items() if name.lower() == "date"), "")
         try:
@@ -284,7 +284,7 @@ class ClusterClient:
         with self._translate(what), self._counted(method.lower()) as counted:
             answer = await self._session.ask(method, path, timeout_seconds=CALL_SECONDS, **sent)
             counted["code"] = str(answer.status)
-            self._clock.heard(answer.headers)
+            self._clock.set_from(answer.headers)
             return answer
 
     @contextlib.contextmanager
@@ -295,7 +295,7 @@ class ClusterClient:
             yield answer
         except StatusError as error:
             answer["code"] = str(error.status)
-            self._clock.heard(error.headers)
+            self._clock.set_from(error.headers)
             raise
         finally:
             metrics.API_REQUESTS.labels(self._label.removeprefix("cluster "), verb, answer["code"]).inc()

@@ -6,7 +6,7 @@ import json
 from aiohttp import web
 
 from prfaas.wire import headers
-from prfaas.wire.resume import DONE, Fixed, Resume, comment, decode_resume
+from prfaas.wire.resume import DONE, ResumableHeader, Resume, comment, decode_resume
 
 FINGERPRINT = "f"
 TOKENS = 12
@@ -19,7 +19,7 @@ def text_of(choice: int) -> str:
     return "".join(f"{choice}.{number} " for number in range(TOKENS))
 
 
-def said(resume: Resume, fixed: Fixed, tokens: int = TOKENS) -> bytes:
+def said(resume: Resume, fixed: ResumableHeader, tokens: int = TOKENS) -> bytes:
     """Return the stream from where `resume` stands, as one worker sends it; an event tells up to three tokens."""
     stream = b""
     sent = {choice: len(one.token_ids) for choice, one in resume.choices.items()}
@@ -63,7 +63,7 @@ class Speaker:
         resume = decode_resume(body[:size]) if size else None
         self.resumes.append(resume)
         assert resume is None or resume.fingerprint == FINGERPRINT
-        stream = said(resume or Resume(FINGERPRINT, 0, {}), Fixed.read(request.headers[headers.RESUMABLE]))
+        stream = said(resume or Resume(FINGERPRINT, 0, {}), ResumableHeader.read(request.headers[headers.RESUMABLE]))
         told = {"Content-Type": "text/event-stream", headers.RESUMABLE: FINGERPRINT, headers.CACHED_TOKENS: "7"}
         response = web.StreamResponse(headers=told)
         await response.prepare(request)
@@ -101,6 +101,6 @@ def read(body: bytes) -> dict[int, str]:
 
 
 WHOLE = {choice: text_of(choice) for choice in range(CHOICES)}
-_STREAM = said(Resume(FINGERPRINT, 0, {}), Fixed(1, 1_700_000_000))
+_STREAM = said(Resume(FINGERPRINT, 0, {}), ResumableHeader(1, 1_700_000_000))
 LENGTH = len(_STREAM)
 AFTER_AN_EVENT = _STREAM.index(b"\n\n", LENGTH // 2) + 2

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from prfaas.wire import headers
-from prfaas.wire.resume import Fixed
+from prfaas.wire.resume import ResumableHeader
 from prfaas_gateway.limits import Limits
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -109,7 +109,7 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
     got = dict(world.workers["d0"].seen[0].headers)
     request_id = got.pop("x-request-id")
     assert len(request_id) == 32
-    Fixed.read(got.pop(headers.RESUMABLE))  # raises where it is what the client sent
+    ResumableHeader.read(got.pop(headers.RESUMABLE))  # raises where it is what the client sent
     assert got == {
         "host": world.workers["d0"].url.removeprefix("http://"),
         "accept": "*/*",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import BadInputError
-from prfaas.wire.resume import CUT, DONE, Sent, comment, decode_resume
+from prfaas.wire.resume import CUT, DONE, SentChoice, comment, decode_resume
 from prfaas_gateway import stream
 from prfaas_gateway.state import RETRIES_PER_REQUEST, RETRIES_PER_SECOND, SAVED_RETRIES, RetryBudget
 from prfaas_gateway.stream import LOGGED_RAW_BYTES, StallTimer, StreamLog
@@ -37,7 +37,7 @@ def test_the_document_tells_what_passed_and_nothing_else():
     log.take(EVENT + comment(0, 1, [7]) + EVENT + comment(1, 2, [8, 9], "stop") + EVENT)
     resume = decode_resume(log.document())
     assert (resume.fingerprint, resume.cached_tokens) == ("f", 3)
-    assert resume.choices == {0: Sent([7], 1), 1: Sent([8, 9], 2, "stop")}
+    assert resume.choices == {0: SentChoice([7], 1), 1: SentChoice([8, 9], 2, "stop")}
     assert not log.is_whole
 
 
@@ -47,7 +47,7 @@ def test_a_log_goes_on_over_the_next_worker():
     log.worker_died()
     assert (log.error_event, log.is_refused) == (b"", False)
     log.take(EVENT + comment(0, 2, [8]))
-    assert decode_resume(log.document()).choices == {0: Sent([7, 8], 2)}
+    assert decode_resume(log.document()).choices == {0: SentChoice([7, 8], 2)}
 
 
 def test_a_long_stream_is_kept_as_its_comments_alone():

@@ -23,17 +23,17 @@ def test_the_servers_clock_goes_on_between_answers_whatever_ours_shows():
     seconds = Seconds()
     clock = ServerClock(seconds)
     assert abs(clock.now() - datetime.now(UTC)) < timedelta(minutes=1), "before an answer there is no other"
-    clock.heard(AT_NOON)
+    clock.set_from(AT_NOON)
     assert clock.now() == NOON
     seconds.now += 90
     assert clock.now() == NOON + timedelta(seconds=90)
-    clock.heard({"Date": "Fri, 01 May 2026 11:00:00 GMT"})
+    clock.set_from({"Date": "Fri, 01 May 2026 11:00:00 GMT"})
     assert clock.now() == NOON - timedelta(hours=1), "a server may put its clock back"
 
 
 @pytest.mark.parametrize("headers", [None, {}, {"Date": ""}, {"Date": "soon"}, {"Date": "Fri, 01 May 99999 12:00:00"}])
 def test_an_answer_without_a_date_tells_nothing(headers):
     clock = ServerClock(Seconds())
-    clock.heard(AT_NOON)
-    clock.heard(headers)
+    clock.set_from(AT_NOON)
+    clock.set_from(headers)
     assert clock.now() == NOON

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import BadInputError
-from prfaas.wire.resume import CUT, Fixed, Resume, Sent, comment, decode_resume, encode_resume, read_comments
+from prfaas.wire.resume import (
+    CUT,
+    ResumableHeader,
+    Resume,
+    SentChoice,
+    comment,
+    decode_resume,
+    encode_resume,
+    read_comments,
+)
 
 TOKENS = st.lists(st.integers(0, (1 << 32) - 1), max_size=9)
 TOLD = st.tuples(st.integers(0, 127), st.integers(0, 1 << 40), TOKENS, st.sampled_from(["", "stop", "tool_calls"]))
@@ -32,7 +41,7 @@ def test_a_comment_with_numbers_that_are_no_tokens_is_refused(ids: bytes):
         list(read_comments(b": t 0 5 " + ids + b";\n\n"))
 
 
-@given(st.dictionaries(st.integers(0, 127), st.builds(Sent, TOKENS, st.integers(0, 1 << 40), st.just("stop"))))
+@given(st.dictionaries(st.integers(0, 127), st.builds(SentChoice, TOKENS, st.integers(0, 1 << 40), st.just("stop"))))
 def test_a_document_comes_back(choices):
     resume = Resume("f", 3, choices)
     assert decode_resume(encode_resume(resume)) == resume
@@ -45,14 +54,17 @@ def test_a_document_of_strangers_is_refused_or_one(data: bytes):
 
 
 def test_a_document_counts_what_is_to_be_computed_again():
-    assert Resume("f", 0, {0: Sent([1, 2], 2), 1: Sent([1, 2, 3], 3, "stop")}).sent_tokens == 2
+    assert Resume("f", 0, {0: SentChoice([1, 2], 2), 1: SentChoice([1, 2, 3], 3, "stop")}).sent_tokens == 2
 
 
 @pytest.mark.parametrize("text", ["", "1", "1 2 3", "-1 2", "1 x", f"{1 << 63} 2", "1" * 30 + " 2", "\u0661 2"])
 def test_a_header_of_another_form_is_refused(text: str):
     with pytest.raises(BadInputError):
-        Fixed.read(text)
+        ResumableHeader.read(text)
 
 
 def test_a_header_comes_back():
-    assert Fixed.read(Fixed((1 << 63) - 1, 1_700_000_000).header()) == ((1 << 63) - 1, 1_700_000_000)
+    assert ResumableHeader.read(ResumableHeader((1 << 63) - 1, 1_700_000_000).encode()) == (
+        (1 << 63) - 1,
+        1_700_000_000,
+    )

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from prfaas.wire import headers
-from prfaas.wire.resume import CUT, DONE, Fixed, Resume, Sent, encode_resume, read_comments
+from prfaas.wire.resume import CUT, DONE, ResumableHeader, Resume, SentChoice, encode_resume, read_comments
 
-FIXED = {headers.RESUMABLE: Fixed(77, 1_700_000_000).header(), headers.REQUEST_ID: "r1"}
+FIXED = {headers.RESUMABLE: ResumableHeader(77, 1_700_000_000).encode(), headers.REQUEST_ID: "r1"}
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -57,10 +57,10 @@ def cuts(data: bytes) -> Iterator[int]:
 
 def document(told: dict[str, str], data: bytes) -> bytes:
     """Return what a gateway would make of a stream's beginning."""
-    choices: dict[int, Sent] = {}
+    choices: dict[int, SentChoice] = {}
     for one in read_comments(data):
         before = choices[one.choice].token_ids if one.choice in choices else []
-        choices[one.choice] = Sent(before + one.token_ids.tolist(), one.characters, one.reason)
+        choices[one.choice] = SentChoice(before + one.token_ids.tolist(), one.characters, one.reason)
     return encode_resume(Resume(told[headers.RESUMABLE], int(told[headers.CACHED_TOKENS]), choices))
 
 
@@ -153,13 +153,13 @@ def changed(resume: Resume, **fields: Any) -> bytes:
     ("fields", "status"),
     [
         ({"fingerprint": "another"}, 409),
-        ({"choices": {0: Sent([97, 98], 7)}}, 409),
-        ({"choices": {5: Sent([97], 1)}}, 409),
-        ({"choices": {0: Sent([99_999], 1)}}, 409),
-        ({"choices": {0: Sent([97], 1, "because")}}, 409),
-        ({"choices": {0: Sent([97] * 20, 20)}}, 409),
-        ({"choices": {0: Sent([97] * 21, 21, "length")}}, 409),
-        ({"choices": {0: Sent([97, 10, 10], 3)}}, 409),
+        ({"choices": {0: SentChoice([97, 98], 7)}}, 409),
+        ({"choices": {5: SentChoice([97], 1)}}, 409),
+        ({"choices": {0: SentChoice([99_999], 1)}}, 409),
+        ({"choices": {0: SentChoice([97], 1, "because")}}, 409),
+        ({"choices": {0: SentChoice([97] * 20, 20)}}, 409),
+        ({"choices": {0: SentChoice([97] * 21, 21, "length")}}, 409),
+        ({"choices": {0: SentChoice([97, 10, 10], 3)}}, 409),
     ],
 )
 async def test_what_cannot_be_gone_on_with_is_refused(client, pair, fields: dict[str, Any], status: int):
@@ -194,7 +194,7 @@ async def test_tokens_that_break_their_grammar_end_that_request_alone(client, pa
     fields = {"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 20, "guided_regex": "b+"}
     body = json.dumps(fields).encode()
     told, _ = await stream(client, pair[1], "/v1/completions", body, FIXED)
-    before = encode_resume(Resume(told[headers.RESUMABLE], 0, {0: Sent([97], 1)}))
+    before = encode_resume(Resume(told[headers.RESUMABLE], 0, {0: SentChoice([97], 1)}))
     told_again = FIXED | {headers.RESUME: str(len(before))}
     async with client.session.post(f"{pair[1].url}/v1/completions", data=before + body, headers=told_again) as answer:
         assert answer.status == 400, await answer.text()

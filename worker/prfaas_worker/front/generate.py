@@ -209,12 +209,12 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
 
     size, (job, resume) = await read_request(request, read, given.resume_bytes)
     state.require_open()
-    created = given.fixed.created if given.fixed else None
+    created = given.resumable.created if given.resumable else None
     formatter = ResponseFormatter(job, state.served.model_name, state.tokenizer, created)
     messages = remaining_messages(job, resume)
     with state.engine.call(len(messages)) as call:
         calls = EngineCalls(call, messages, job, resume, state)
-        reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if given.fixed else None)
+        reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if given.resumable else None)
         calls.send(spans)
         _teach(state, job, size)
         started = await calls.start()
@@ -223,7 +223,7 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         answer_headers = _headers(started, job.prompt_tokens, request_id)
         if not job.body.stream:
             return await reply.whole(answer_headers)
-        if given.fixed:
+        if given.resumable:
             answer_headers[headers.RESUMABLE] = state.served.fingerprint
         return await reply.stream(request, answer_headers)
 
@@ -235,14 +235,14 @@ def _request_id(request: web.Request) -> str:
 
 def _read_headers(request: web.Request, request_id: str) -> RequestHeaders:
     options, given = request.app[STATE].options, request.headers
-    fixed, resume_bytes = read_resume_headers(given)
+    resumable, resume_bytes = read_resume_headers(given)
     return RequestHeaders(
         request_id=request_id,
         prefill_url=require_instance(given.get(headers.PREFILL_URL, ""), options, headers.PREFILL_URL),
         prefill_cluster=given.get(headers.PREFILL_CLUSTER, ""),
         prefix_url=require_instance(given.get(headers.PREFIX_URL, ""), options, headers.PREFIX_URL),
         prefix_cluster=given.get(headers.PREFIX_CLUSTER, ""),
-        fixed=fixed,
+        resumable=resumable,
         resume_bytes=resume_bytes,
     )
 

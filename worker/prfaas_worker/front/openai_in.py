@@ -14,7 +14,7 @@ import msgspec
 
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Generate, Grammar, Sampling
-from prfaas.wire.resume import Fixed
+from prfaas.wire.resume import ResumableHeader
 from prfaas_worker.front.openai_bodies import (
     NEUTRAL,
     ChatBody,
@@ -50,7 +50,7 @@ _UNSERVED: Final = tuple(
 
 @dataclass(frozen=True)
 class RequestHeaders:
-    """The headers of a text request. `fixed` is None if the stream cannot be resumed; `resume_bytes` is the length of
+    """The headers of a text request. Without `resumable` the stream cannot be resumed; `resume_bytes` is the length of
     the document before the body."""
 
     request_id: str = ""
@@ -58,7 +58,7 @@ class RequestHeaders:
     prefill_cluster: str = ""
     prefix_url: str = ""
     prefix_cluster: str = ""
-    fixed: Fixed | None = None
+    resumable: ResumableHeader | None = None
     resume_bytes: int = 0
 
 
@@ -195,10 +195,10 @@ class RequestReader:
         return min(default if limit is None else limit, room)
 
     def _seed(self, body: CommonFields, place: int) -> int:
-        """Return the seed of prompt number `place`: the caller's, the fixed one, or a random one."""
+        """Return the seed of prompt number `place`: the caller's, the resumable header's, or a random one."""
         if body.seed is not None:
             return body.seed
-        fixed = self.headers.fixed
+        fixed = self.headers.resumable
         return secrets.randbits(63) if fixed is None else (fixed.seed + place * _SEED_STEP) % (1 << 63)
 
 

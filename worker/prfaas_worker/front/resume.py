@@ -12,7 +12,7 @@ import msgspec
 from prfaas.errors import BadInputError, RequestError
 from prfaas.wire import headers
 from prfaas.wire.engine import Generate
-from prfaas.wire.resume import MAX_DOCUMENT_BYTES, Fixed, Resume, Sent, comment, decode_resume
+from prfaas.wire.resume import MAX_DOCUMENT_BYTES, ResumableHeader, Resume, SentChoice, comment, decode_resume
 from prfaas_worker.front.openai_in import Job
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece
 from prfaas_worker.front.serving import ServedModel, require
@@ -41,15 +41,15 @@ class TokenComments:
         return event + comment(index, characters, token_ids, piece.reason or "")
 
 
-def read_resume_headers(given: Mapping[str, str]) -> tuple[Fixed | None, int]:
-    """Return the gateway's fixed facts (None: not resumable) and the length of the resume document. Raises RequestError
-    if the headers are invalid."""
+def read_resume_headers(given: Mapping[str, str]) -> tuple[ResumableHeader | None, int]:
+    """Return the header RESUMABLE (None: not resumable) and the length of the resume document. Raises RequestError if
+    the headers are invalid."""
     fixed, length = given.get(headers.RESUMABLE), given.get(headers.RESUME, "0")
     sound = length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= MAX_DOCUMENT_BYTES
     require(sound, headers.RESUME, f"is {length[:20]!r}: want a document's length, at most {MAX_DOCUMENT_BYTES}")
     require(fixed is not None or length == "0", headers.RESUME, f"needs {headers.RESUMABLE}")
     try:
-        return (None if fixed is None else Fixed.read(fixed)), int(length)
+        return (None if fixed is None else ResumableHeader.read(fixed)), int(length)
     except BadInputError as error:
         raise RequestError(str(error), param=headers.RESUMABLE) from error
 
@@ -88,7 +88,7 @@ def remaining_messages(job: Job, resume: Resume | None) -> dict[int, Generate]:
     return messages
 
 
-def replay(choice: ChoiceDetokenizer, sent: Sent) -> None:
+def replay(choice: ChoiceDetokenizer, sent: SentChoice) -> None:
     """Bring a choice to the end of its sent text. Raises RequestError if its tokens make another text."""
     piece = choice.replay(sent.token_ids)
     if piece.reason is not None or piece.characters != sent.characters:

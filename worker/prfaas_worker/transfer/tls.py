@@ -27,7 +27,7 @@ def accept_tls(sock: socket.socket, credentials: WorkerCredentials, seconds: flo
     """Serve the handshake of a client that must prove its cluster; close the socket on failure. Raises IdentityError
     without a valid certificate, ProtocolError for other protocols, UnreachableError after `seconds` or if it left."""
     contexts = credentials.now()
-    return _prove(_shake(sock, contexts.data, seconds, server_side=True), credentials, contexts, "")
+    return _prove(_handshake(sock, contexts.data, seconds, server_side=True), credentials, contexts, "")
 
 
 def connect_tls(
@@ -38,11 +38,11 @@ def connect_tls(
     `accept_tls`."""
     contexts = credentials.now()
     credentials.require_valid()
-    tls = _shake(sock, contexts.client, seconds, server_side=False)
+    tls = _handshake(sock, contexts.client, seconds, server_side=False)
     return _prove(tls, credentials, contexts, expected_cluster)
 
 
-def _shake(sock: socket.socket, context: ssl.SSLContext, seconds: float, *, server_side: bool) -> ssl.SSLSocket:
+def _handshake(sock: socket.socket, context: ssl.SSLContext, seconds: float, *, server_side: bool) -> ssl.SSLSocket:
     deadline = Deadline(seconds)
     try:
         tune(sock)
