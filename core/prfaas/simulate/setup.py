@@ -239,9 +239,7 @@ def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: 
             conversion=setup.conversion if policy in ("threshold", "price") else None,
         ),
         conditions={
-            name: weather.conditions(links[name], horizon_seconds)
-            for name, weather in setup.links.items()
-            if name in links
+            name: link.conditions(links[name], horizon_seconds) for name, link in setup.links.items() if name in links
         },
         cache_bytes={name: size for name, size in setup.cache_bytes.items() if name in {HUB, *links}},
         chunk_tokens=setup.chunk_tokens,
