@@ -118,8 +118,9 @@ def test_a_program_that_fails_is_named_with_its_reason():
 
 
 MAKER = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from benchmarks.transfer.link import link
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in a shell's background inherits that it is ignored
 with link(round_trip_seconds=0.001) as made:
     sleeper = made.source.start(["sleep", "1000"])
     children = open("/proc/thread-self/children").read()
