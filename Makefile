@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 6
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools browser demo kind kind-down test test-kind unit lint format lock crds charts clean
+.PHONY: help setup tools browser demo kind kind-down test test-kind compiled unit lint format lock crds charts clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -46,11 +46,16 @@ kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to 
 kind-down: $(STAMP) ## Remove the kind clusters and all they left; PURGE=1 removes the images, too
 	@prfaas kind down $(if $(PURGE),--purge,)
 
-test: lint tools browser ## Everything but kind: lint, types, unit, model parity, API server, whole system
+test: tools browser ## Everything but kind: lint, types, unit, model parity, API server, whole system
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint compiled
 	$(PYTEST) -m "not (e2e and kind)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-kind: tools ## The whole system once more, in containers on two kind clusters; says loudly where Docker is missing
 	$(PYTEST) -m "e2e and kind" tests/e2e -s
+
+# Else every process of a new clone's first run compiles all tests and all they import. What fails here fails there, too.
+compiled: $(STAMP)
+	@$(PYTEST) --collect-only -qq >/dev/null || true
 
 unit: $(STAMP) ## The tests that need no cluster
 	$(PYTEST) tests/unit

@@ -19,17 +19,25 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 LOGGERS = ("", *OURS)
 
-# Files that share something that takes long to start, and so run in one process of pytest-xdist.
-TOGETHER = ("tests/e2e/", "tests/sandbox/")
+# Files that share what takes long to start, and so run in one process of pytest-xdist.
+WORKER = "tests/unit/worker/test_"
+TOGETHER = {
+    "an installation": ("tests/e2e/",),
+    "a sandbox": ("tests/sandbox/",),
+    "transformers": ("tests/unit/generic/",),
+    "a pair of workers": tuple(WORKER + name for name in ("api", "prefix", "resuming", "two_workers.py")),
+}
 APART = ("tests/e2e/test_demo.py", "tests/sandbox/test_end.py")
 
 
 class Scheduler(LoadFileScheduling):
-    """Gives a process whole files; those that share a sandbox or an installation go to the same one."""
+    """Gives a process whole files; those that share something go to the same one."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return file if file in APART else next((folder for folder in TOGETHER if file.startswith(folder)), file)
+        if file in APART:
+            return file
+        return next((shared for shared, begins in TOGETHER.items() if file.startswith(begins)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -39,7 +47,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest: else one process works on it when the others have nothing left."""
-    first = ("tests/e2e/", "tests/clusters/", "tests/sandbox/", "tests/faults/")
+    first = (
+        "tests/e2e/",
+        "tests/clusters/",
+        "tests/sandbox/",
+        "tests/unit/worker/",
+        "tests/unit/generic/",
+        "tests/faults/",
+    )
 
     def place(item: pytest.Item) -> int:
         return next((index for index, folder in enumerate(first) if item.nodeid.startswith(folder)), len(first))
