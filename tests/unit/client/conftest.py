@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import web
-from tests.serving import serving
+from tests.serving import ENDS_WITH_US, serving
 
 from prfaas.client import AsyncClient, Client
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
@@ -136,7 +136,9 @@ def _table(worker: str) -> RoutingTable:
 def _started(command: list[str], log: Path) -> subprocess.Popen:
     with log.open("wb") as output:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        return subprocess.Popen(
+            [*ENDS_WITH_US, *command], stdout=output, stderr=output, env=environment, start_new_session=True
+        )
 
 
 def _is_ready(url: str) -> bool:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import aiohttp
 import pytest
+from tests.serving import ENDS_WITH_US
 
 from prfaas import identity
 
@@ -54,7 +55,9 @@ class Hybrid(NamedTuple):
 def start(output: Path, *flags: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with output.open("wb") as file:
-        return subprocess.Popen([*COMMAND, *flags], stdout=file, stderr=file, env=environment, start_new_session=True)
+        return subprocess.Popen(
+            [*ENDS_WITH_US, *COMMAND, *flags], stdout=file, stderr=file, env=environment, start_new_session=True
+        )
 
 
 @pytest.fixture
