@@ -111,3 +111,44 @@ def test_every_name_of_the_architecture_stands_in_its_file():
         missing += [f"{name} in {path}" for part in name.split(".") if not re.search(rf"\b(def|class) {part}\b", text)]
     assert len(NAMED.findall(page.read_text())) > 30
     assert missing == []
+
+
+MODULE: Final = re.compile(
+    r"(?<![\w./-])(prfaas(?:_(?:operator|gateway|scheduler|worker|sandbox))?)((?:\.[a-z_]+)+)(?![\w/:]|-|\.io)"
+)
+FOLDERS: Final = {"prfaas": "core"}
+SAID: Final = (
+    *DOCUMENTS,
+    *(
+        str(path.relative_to(ROOT))
+        for room in ("core", "operator", "gateway", "scheduler", "worker", "sandbox")
+        for path in (ROOT / room).rglob("*.py")
+    ),
+)
+
+
+def missing_modules(text: str) -> list[str]:
+    """Return the dotted names in a text whose second part is a folder of ours and that lead to no module or name."""
+    missing: list[str] = []
+    for package, rest in MODULE.findall(text):
+        folder, *parts = ROOT / FOLDERS.get(package, package.removeprefix("prfaas_")) / package, *rest[1:].split(".")
+        if not (folder / parts[0]).is_dir():
+            continue
+        while len(parts) > 1 and (folder / parts[0]).is_dir():
+            folder, *parts = folder / parts[0], *parts[1:]
+        own = folder / f"{parts[0]}.py"
+        init = folder / "__init__.py"
+        if not (own.exists() or (folder / parts[0]).is_dir() or re.search(rf"\b{parts[0]}\b", init.read_text())):
+            missing.append(package + rest)
+    return missing
+
+
+def test_every_module_that_a_page_or_a_docstring_names_exists():
+    gone = {one: missing_modules((ROOT / one).read_text()) for one in SAID}
+    assert {one: found for one, found in gone.items() if found} == {}
+
+
+def test_a_module_that_is_gone_would_be_found():
+    assert missing_modules("see `prfaas.routing.nowhere`, prfaas.routing.decide.decide and prfaas.io") == [
+        "prfaas.routing.nowhere"
+    ]

@@ -4,7 +4,7 @@
     x-prfaas-offload: auto | never | always
     x-prfaas-deadline-seconds: 2.5
 
-Preferences narrow the policy's permissions and never widen them (prfaas.routing.preferences). A malformed header is
+Preferences narrow the policy's permissions and never widen them (prfaas.routing.facts.narrow). A malformed header is
 refused, because an ignored misspelt `forbid` would send a prompt to a forbidden place.
 """
 
