@@ -199,3 +199,11 @@ def test_pod_monitors_scrape_every_named_port_and_give_the_labels_that_queries_s
     assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == {"api", "http", "metrics"}
     for endpoint in monitor["podMetricsEndpoints"]:
         assert {"cluster", "pool", "__scheme__"} <= {rule["targetLabel"] for rule in endpoint["relabelings"]}
+
+
+def test_the_page_of_metrics_names_every_metric():
+    page = (ROOT / "docs/metrics.md").read_text()
+    names = {re.sub(r"_(bucket|count|sum)$", "", name) for name in registered()}
+    ours = {name for name in names if name.startswith(("prfaas_", "vllm:"))}
+    assert len(ours) > 60
+    assert sorted(name for name in ours if not re.search(rf"{name.removesuffix('_total')}(_total)?\b", page)) == []
