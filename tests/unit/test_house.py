@@ -57,8 +57,12 @@ def imports_of(module: Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # `from .` is the room of the file
+                room = module.room.rsplit(".", node.level - 1)[0] if node.level > 1 else module.room
+                base = f"{room}.{base}".rstrip(".")
+            yield from ((base, alias.name) for alias in node.names)
 
 
 def targets_of(module: Module, names: set[str]) -> set[str]:
@@ -126,6 +130,14 @@ def test_no_modules_import_each_other():
 
 def test_a_circle_would_be_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_a_relative_import_counts_for_a_circle():
+    tree = ast.parse("from . import blocks\nfrom .tree import BlockTree\nfrom ..wire import frames")
+    module = Module("prfaas.kvindex.byte_maps", Path("core/prfaas/kvindex/byte_maps.py"), tree)
+
+    names = {"prfaas.kvindex.blocks", "prfaas.kvindex.tree", "prfaas.wire.frames"}
+    assert targets_of(module, names) == names
 
 
 def test_a_public_class_name_has_one_meaning():
