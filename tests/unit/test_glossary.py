@@ -48,14 +48,19 @@ def sources() -> tuple[Path, ...]:
     return tuple(path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")) if ".venv" not in path.parts)
 
 
+def forms(word: str) -> tuple[str, str, str]:
+    """Return a word and its plurals."""
+    return word, f"{word}s", f"{word}es"
+
+
 def banned_in_name(name: str) -> str | None:
     """Return what is wrong with a module's or a class's name."""
     parts = [part.lower() for piece in name.split("_") for part in _CAMEL.findall(piece)]
     for one in replaced():
         if one.scope == "whole names":
-            if parts in ([one.word], [one.word + "s"]):
+            if len(parts) == 1 and parts[0] in forms(one.word):
                 return f"{name}: {one.word} gives way to {one.use}"
-        elif one.word in parts or one.word + "s" in parts:
+        elif not set(forms(one.word)).isdisjoint(parts):
             return f"{name}: {one.word} gives way to {one.use}"
     return None
 
@@ -138,6 +143,7 @@ def test_strings_in_code_hold_no_replaced_word():
 def test_a_coined_name_and_a_replaced_word_are_found():
     assert banned_in_name("front_door")
     assert banned_in_name("TlsDoor")
+    assert banned_in_name("Wishes")
     assert banned_in_name("Line")
     assert not banned_in_name("CommandLine")
     assert banned_in_text("The takers ask first.")
