@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 CAMEL = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
 GIVERS = {"yes", "no", "ConditionState", "Verdict", "post"}
+"""Calls with a reason among their positional arguments; `reason=` is one in every call."""
 NO_REASONS = {"True", "False", "Unknown", "Normal", "Warning"}
 """Other arguments of the same calls: a condition's status, an Event's type."""
 
@@ -23,6 +24,7 @@ def reasons(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             values: list[ast.expr | None] = list(node.args) if name in GIVERS else []
+            values += [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
         elif isinstance(node, ast.AnnAssign) and (path.parent.name == "plan" or path.name == "errors.py"):
             values = [node.value]
         else:
@@ -33,13 +35,19 @@ def reasons(path: Path) -> Iterator[str]:
 
 
 def all_reasons() -> list[str]:
-    modules = [*(ROOT / "operator/prfaas_operator").rglob("*.py"), ROOT / "scheduler/prfaas_scheduler/status.py"]
+    modules = [
+        *(ROOT / "operator/prfaas_operator").rglob("*.py"),
+        ROOT / "scheduler/prfaas_scheduler/status.py",
+        ROOT / "core/prfaas/capacity/longloop.py",
+    ]
     found = {reason for path in modules for reason in reasons(path)} | set(WAITING_REASONS.values())
     return sorted(found - NO_REASONS)
 
 
 def test_the_search_finds_reasons_of_every_form():
-    assert {"AllReady", "TokenExpired", "InstancesNotReady", "TokenNotRenewed", "NotConfigured"} <= set(all_reasons())
+    assert {"AllReady", "TokenExpired", "InstancesNotReady", "TokenNotRenewed", "NotConfigured", "NotMeasured"} <= set(
+        all_reasons()
+    )
 
 
 @pytest.mark.parametrize("reason", all_reasons())
