@@ -129,6 +129,18 @@ def test_texts_for_users_hold_no_replaced_word():
     assert {page: found for page, found in wrong.items() if found} == {}
 
 
+LETTER: Final = re.compile(r"(?<![\w.`*/=+-])[PD](?:'s)?(?![\w`(*/=&+-]|\. [A-Z]|/)")
+"""P or D as the name of an instance; `PD` and formulas are other things."""
+
+
+def test_pages_call_the_two_ends_of_a_transfer_by_their_words():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    lines = {f"{page.name}: {line}" for page in pages for line in page.read_text().splitlines() if LETTER.search(line)}
+
+    assert sorted(lines) == []
+    assert LETTER.search("D, before the first byte")
+
+
 def test_strings_in_code_hold_no_replaced_word():
     """Errors, help texts, metric help, log lines and docstrings are strings."""
     wrong: dict[str, list[str]] = {}
