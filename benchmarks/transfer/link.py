@@ -26,7 +26,7 @@ from typing import Any
 
 from prfaas.errors import ConfigError
 
-GIVER, TAKER = "10.77.0.1", "10.77.0.2"
+SOURCE_ADDRESS, DESTINATION_ADDRESS = "10.77.0.1", "10.77.0.2"
 WIRE = "wire0"
 SIDES = ("source", "destination")
 QUEUE_MILLIS = 50
@@ -136,7 +136,7 @@ def link(
         if shutil.which(program) is None:
             raise ConfigError(f"a link needs the program {program}: install {package}")
     with ExitStack() as stack:
-        source, destination, middle = Namespace(GIVER), Namespace(TAKER), Namespace()
+        source, destination, middle = Namespace(SOURCE_ADDRESS), Namespace(DESTINATION_ADDRESS), Namespace()
         for namespace in (source, destination, middle):
             stack.callback(namespace.close)
         for side, end in zip(SIDES, (source, destination), strict=True):

@@ -1,6 +1,6 @@
 """A source or a destination in a process of its own, inside its namespace, asked in lines of JSON.
 
-    python -m benchmarks.transfer.process give|take ADDRESS_OF_THE_GIVER PLAN
+    python -m benchmarks.transfer.process give|take SOURCE_ADDRESS PLAN
 
 Ends when standard input does, and with the process that started it.
 """

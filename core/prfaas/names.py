@@ -52,6 +52,11 @@ KUBECONFIG_SECRET_SUFFIX: Final = "-kubeconfig"  # noqa: S105  # a name
 ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
 
 
+def scheduler_lease(policy: str) -> str:
+    """Return the name of the Lease of a policy's schedulers."""
+    return f"{policy}-scheduler"
+
+
 def routes_configmap(policy: str) -> str:
     """Return the name of the ConfigMap that carries a policy's routing table."""
     return f"{policy}-routes"

@@ -112,6 +112,10 @@ class LogOnce:
         if self._failing.pop(what, None) is not None:
             self._log.info("%s", message or f"{what} works again")
 
+    def forget(self, what: str) -> None:
+        """Forget a `what` that is gone, and log nothing."""
+        self._failing.pop(what, None)
+
     def keep_only(self, names: Iterable[str]) -> None:
         """Forget every `what` that is not in `names`."""
         kept = set(names)

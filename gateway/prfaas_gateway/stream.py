@@ -177,7 +177,7 @@ class StreamLog:
         self._held = b""
         self._last = b""
         self.pieces = 0
-        """Bytes passed on so far."""
+        """Pieces passed on so far."""
         self.error_event = b""
         """The last error event that a worker ended with."""
         self.is_refused = False

@@ -18,7 +18,7 @@ from prfaas.errors import ConfigError, PrfaasError, ProtocolError
 from prfaas.kube import KubeSession, ObjectRef, watch_object
 from prfaas.kube.session import CONFIG_MAP
 from prfaas.names import ROUTES_KEY, routes_configmap
-from prfaas.util import WatchedFiles
+from prfaas.util import LogOnce, WatchedFiles
 from prfaas.wire.routes import Instance, RoutingTable, decode
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.upstream import Upstream
@@ -99,6 +99,7 @@ class RoleTeller:
         self._state = state
         self._upstream = upstream
         self._told: dict[str, _Told] = {}
+        self._failures = LogOnce(log)
 
     async def run(self) -> None:
         while True:
@@ -110,6 +111,7 @@ class RoleTeller:
         table = self._state.table
         instances = [one for one in table.instances if one.convertible and one.state == "Ready"] if table else []
         self._told = {one.name: self._told[one.name] for one in instances if one.name in self._told}
+        self._failures.keep_only(one.name for one in instances)
         turn = asyncio.Semaphore(AT_ONCE)
         await asyncio.gather(*(self._tell(one, turn) for one in instances if self._is_due(one)))
 
@@ -126,8 +128,11 @@ class RoleTeller:
             except (PrfaasError, TimeoutError) as error:
                 failure = str(error)
         if failure:
-            log.warning("instance %s did not take its role %s: %s; will retry", one.name, one.role, failure)
-        elif known is None or known.role != one.role:
-            log.info("instance %s took its role: %s", one.name, one.role)
+            message = f"instance {one.name} did not take its role {one.role}: {failure}; will retry"
+            self._failures.failed(one.name, message)
+        else:
+            self._failures.worked(one.name, f"instance {one.name} takes roles again")
+            if known is None or known.role != one.role:
+                log.info("instance %s took its role: %s", one.name, one.role)
         pause_seconds = RETRY_SECONDS if failure else AGAIN_SECONDS
         self._told[one.name] = _Told(one.role, one.url, self._state.clock() + pause_seconds)

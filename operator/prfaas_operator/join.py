@@ -64,7 +64,6 @@ async def _make_account(member: ClusterClient) -> None:
                 continue  # another client was faster
         elif has_labels(live, service_account.LABELS):
             await member.apply(manifest)
-    await _delete_own(member, kinds.SECRET, service_account.OLD_TOKEN_SECRET)
 
 
 async def _authority(member: ClusterClient) -> str:

@@ -48,8 +48,10 @@ QUEUE_WAIT_SECONDS = Histogram(
     buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30),
 )
 QUEUE_DEPTH = Gauge("prfaas_operator_queue_depth", "Objects that wait for their reconcile.")
-DRIFT_HEALED = Counter(
-    "prfaas_operator_drift_healed_total", "Children that were restored after an external change or deletion.", ("kind",)
+DRIFT_REVERTED = Counter(
+    "prfaas_operator_drift_reverted_total",
+    "Children that were put right after an external edit or deletion.",
+    ("kind",),
 )
 TOKEN_EXPIRES = Gauge(
     "prfaas_operator_member_token_expires_timestamp_seconds",

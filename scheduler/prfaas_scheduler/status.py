@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from prfaas.errors import ConfigError, PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef, apply_status
-from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER
+from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER, scheduler_lease
 from prfaas.routing.controller import Step
 from prfaas.util import LogOnce
 from prfaas.wire.control import LinkReport
@@ -158,10 +158,6 @@ def body_of(said: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[
     return {**{name: value for name, value in said.figures.items() if value is not None}, "conditions": conditions}
 
 
-def lease_name(policy: str) -> str:
-    return f"{policy}-scheduler"
-
-
 class Publisher:
     """One candidate for writing the status of one policy; `latest` returns the report as it stands.
 
@@ -181,7 +177,12 @@ class Publisher:
         self._latest = latest
         self._clock = clock
         self._lease = LeaseHolder(
-            session, policy.namespace, lease_name(policy.name), identity, duration_seconds=LEASE_SECONDS, clock=clock
+            session,
+            policy.namespace,
+            scheduler_lease(policy.name),
+            identity,
+            duration_seconds=LEASE_SECONDS,
+            clock=clock,
         )
         self._failures = LogOnce(log)
         self._renew_at = float("-inf")

@@ -69,14 +69,14 @@ def _cheapest(facts: RoutingFacts, clusters: Sequence[Cluster]) -> Decision | No
     reachable = {cluster.name for cluster in clusters}
     away = _preferred(facts, clusters, [one for one in costs if one.cluster in reachable])
     there = _cheapest_of(facts, costs, away)
-    taker = _decode_for(facts, there)
-    if there is None or taker is None or costs[there] >= costs[home]:
+    destination = _decode_for(facts, there)
+    if there is None or destination is None or costs[there] >= costs[home]:
         return _at_home(facts, "Cheaper", decode, home if home is not decode else None)
     return Route(
         kind="offload",
         reason="Cheaper",
         incremental_tokens=incremental_tokens(facts, clusters),
-        decode=taker,
+        decode=destination,
         prefill=there,
         work=_work(facts, prices[there.cluster], there),
     )

@@ -30,7 +30,7 @@ _FORM: Final = "want `prefer NAME, NAME; forbid NAME`, or only one part, with na
 
 
 class Preferences(msgspec.Struct, frozen=True):
-    """A client's wishes for the prefill of one request.
+    """A client's preferences for the prefill of one request.
 
     A name covers the datacenter of that name and those within it: `us` covers us and us-east-1, but not usa.
     """

@@ -149,7 +149,7 @@ class Children:
             metrics.CHILD_WRITES.labels(child.key[0]).inc()
             if child.is_drift:
                 log.info("%s: %s %s was changed or deleted by somebody else; reverting", owner, *child.key)
-                metrics.DRIFT_HEALED.labels(child.key[0]).inc()
+                metrics.DRIFT_REVERTED.labels(child.key[0]).inc()
             await self._tell(owner, child)
         return [written.get(child.key) or child.live or {} for child in children]
 

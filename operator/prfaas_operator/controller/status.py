@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from prfaas.api import Condition
 from prfaas.errors import PrfaasError
 from prfaas.kube.session import ObjectKind
+from prfaas.util import LogOnce
 from prfaas_operator import metrics
 from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, POLICY, PREFILL_POOL, Object, manifest
 from prfaas_operator.controller import events
@@ -78,10 +79,10 @@ class StatusWriter:
 
     def __init__(self, hub: HubView):
         self._hub = hub
-        self._mismatches: dict[Ref, str] = {}
+        self._mismatches = LogOnce(log)
 
     def forget(self, ref: Ref) -> None:
-        self._mismatches.pop(ref, None)
+        self._mismatches.forget(str(ref))
 
     async def write(self, ref: Ref, live: Object, result: ReconcileResult) -> ReconcileResult:
         """Write the part of a status that the hub's CRD accepts; return that part, and when to come again.
@@ -107,14 +108,12 @@ class StatusWriter:
                 result = replace(result, fields=fields, again_seconds=again_seconds)
             else:
                 if not left_out:
-                    self._mismatches.pop(ref, None)
+                    self._mismatches.worked(str(ref), f"{ref}: the hub's CRD takes the whole status again")
                 return result
 
     async def _tell(self, ref: Ref, live: Object, message: str) -> None:
         """Post an Event once, until the problem changes."""
-        if self._mismatches.get(ref) != message:
-            self._mismatches[ref] = message
-            log.warning("%s: %s", ref, message)
+        if self._mismatches.failed(str(ref), f"{ref}: {message}"):
             await events.post(self._hub.client, live, "Warning", MISMATCH, message)
 
 

@@ -94,7 +94,7 @@ class PoolReconciler:
     async def _protect(self, ref: Ref, cluster: ClusterClient, budget: Manifest) -> None:
         try:
             await self.children.apply(ref, cluster, budget)
-        except ForbiddenError as error:  # a member's role of an earlier version: the pool works without a budget
+        except ForbiddenError as error:  # a member's role may grant less: the pool works without a budget
             log.info("%s has no PodDisruptionBudget: %s", ref, error)
 
     def _member(self, pool: plan.Pool) -> MemberCluster | None:

@@ -111,10 +111,6 @@ def service(policy: PrfaaSPolicy) -> Manifest:
     return child(policy, kinds.SERVICE, names.gateway_name(policy.metadata.name), spec=spec)
 
 
-def lease_name(policy: str) -> str:
-    return f"{policy}-scheduler"
-
-
 def service_account(policy: PrfaaSPolicy) -> Manifest:
     name = names.gateway_name(policy.metadata.name)
     return child(policy, kinds.SERVICE_ACCOUNT, name, automountServiceAccountToken=False)
@@ -126,7 +122,7 @@ def role(policy: PrfaaSPolicy) -> Manifest:
     rules = [
         rule("", "configmaps", ("get", "list", "watch"), names.routes_configmap(name)),
         rule(names.GROUP, "prfaaspolicies/status", ("get", "patch"), name),
-        rule("coordination.k8s.io", "leases", ("get", "update", "patch"), lease_name(name)),
+        rule("coordination.k8s.io", "leases", ("get", "update", "patch"), names.scheduler_lease(name)),
     ]
     return child(policy, kinds.ROLE, names.gateway_name(name), rules=rules)
 
@@ -138,7 +134,7 @@ def role_binding(policy: PrfaaSPolicy) -> Manifest:
 
 def lease(policy: PrfaaSPolicy) -> Manifest:
     """Return the Lease without a holder; its spec belongs to the scheduler that holds it."""
-    return child(policy, LEASE_KIND, lease_name(policy.metadata.name))
+    return child(policy, LEASE_KIND, names.scheduler_lease(policy.metadata.name))
 
 
 def config_map(policy: PrfaaSPolicy, table: routes.RoutingTable) -> Manifest:

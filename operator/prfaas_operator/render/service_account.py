@@ -14,8 +14,6 @@ from prfaas_operator.render import certificates
 from prfaas_operator.render.common import Manifest, binding, rule
 
 ACCOUNT: Final = "prfaas-operator"
-OLD_TOKEN_SECRET: Final = "prfaas-operator-token"  # noqa: S105  # a name
-"""Secret of a token without an expiry, which an earlier version made; `join` deletes it."""
 MADE_BY_JOIN: Final = "prfaas-cli"
 LABELS: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: MADE_BY_JOIN}
 

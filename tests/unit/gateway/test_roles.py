@@ -74,12 +74,15 @@ async def test_only_instances_that_convert_and_take_requests_are_told(telling):
 
 
 @pytest.mark.parametrize("answer", [503, UnreachableError("gone"), TimeoutError("slow")])
-async def test_what_failed_is_told_again_soon(telling, answer):
+async def test_what_failed_is_told_again_soon_and_logged_once(telling, answer, caplog):
     telling.workers.answer = answer
     assert await telling.look(instance("a")) == [("a", "decode")]
     assert await telling.look(instance("a")) == []
-    telling.workers.answer = 200
     telling.now_seconds = RETRY_SECONDS
+    assert await telling.look(instance("a")) == [("a", "decode")]
+    assert len(caplog.messages) == 1
+    telling.workers.answer = 200
+    telling.now_seconds += RETRY_SECONDS
     assert await telling.look(instance("a")) == [("a", "decode")]
     telling.now_seconds += RETRY_SECONDS
     assert await telling.look(instance("a")) == []

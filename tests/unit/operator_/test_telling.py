@@ -100,7 +100,7 @@ def test_a_line_of_kopf_names_the_object_that_kopf_attached():
 
 
 def counted(kind: str) -> float:
-    return metrics.DRIFT_HEALED.labels(kind)._value.get()  # pyright: ignore[reportAttributeAccessIssue]
+    return metrics.DRIFT_REVERTED.labels(kind)._value.get()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 async def test_a_change_of_our_own_is_no_drift_and_that_of_somebody_else_is():
