@@ -4,7 +4,10 @@ It needs neither torch nor a tokenizer: whether a schema, a regular expression o
 depend on the model. A grammar refused here costs no queue slot and no prefill.
 """
 
-from typing import Any, Final
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -15,6 +18,11 @@ MAX_GRAMMAR_BYTES: Final = 512 << 10  # Compiling takes up to a second per 100 K
 # JSON allows any number of spaces anywhere, and a small model that may write them does so until its tokens are spent:
 # what writers of JSON use is none, one, or a new line with its indentation.
 _SPACES: Final[dict[str, Any]] = {"x-guidance": {"whitespace_pattern": r"( |\n {0,16})?"}}
+STACK_BYTES: Final = 512 << 20
+"""The library follows references by recursion, and a usual stack ends before the library's own limits. Only what is
+used of it takes memory, 190 MB at most."""
+SHORT_BYTES: Final = 8 << 10  # Too few for references that a usual stack cannot follow.
+_stack_size: Final = threading.Lock()
 _PARAMS: Final = {"json_schema": "response_format", "regex": "guided_regex", "lark": "guided_grammar"}
 
 
@@ -38,6 +46,31 @@ def lark_of_schema(schema: str) -> str:
     return f"%json {_bounded(schema)}"
 
 
+Result = TypeVar("Result")
+
+
+def with_deep_stack(grammar: Grammar, work: Callable[[], Result]) -> Result:
+    """Return the result of the library's work on a grammar, which may need a deeper stack than a thread has."""
+    if len(grammar.text) <= SHORT_BYTES:
+        return work()
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # a panic of the library's is no Exception
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="deep-grammar", daemon=True)
+    with _stack_size:
+        usual_bytes = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual_bytes)
+    return future.result()
+
+
 def check_grammar(grammar: Grammar) -> None:
     """Raise RequestError for a grammar that is too long, invalid, unsupported, or matches nothing. Takes milliseconds,
     for the largest schemas seconds, mostly without the interpreter lock: call it in a thread."""
@@ -45,7 +78,8 @@ def check_grammar(grammar: Grammar) -> None:
 
     if (size := len(grammar.text.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
         raise refusal(grammar, f"it has {size} bytes, more than the {MAX_GRAMMAR_BYTES} allowed")
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(llguidance_text(grammar))
+    text = llguidance_text(grammar)
+    is_error, messages = with_deep_stack(grammar, lambda: LLMatcher.validate_grammar_with_warnings(text))
     if is_error:
         raise refusal(grammar, messages[0])
 

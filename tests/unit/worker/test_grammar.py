@@ -237,6 +237,38 @@ def test_checking_a_grammar_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+CHAIN = """
+import itertools, json, sys
+from prfaas.errors import RequestError
+from prfaas.wire.engine import Grammar
+from prfaas_worker.engine.grammar import Grammars, Vocabulary
+from prfaas_worker.grammars import check_grammar
+
+names = ["".join(name) for name in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=3)][: int(sys.argv[1])]
+chain = {one: {"oneOf": [{"$ref": f"#/$defs/{then}"}]} for one, then in itertools.pairwise(names)}
+schema = {"$ref": f"#/$defs/{names[0]}", "$defs": {**chain, names[-1]: {"type": "null"}}}
+grammar = Grammar("json_schema", json.dumps(schema))
+vocabulary = Vocabulary([bytes([i]) for i in range(256)] + [b"<eos>"], frozenset({256}), (256,), 257)
+for work in (lambda: check_grammar(grammar), lambda: Grammars(lambda: vocabulary).prepare(grammar).result()):
+    try:
+        work()
+        print("taken")
+    except RequestError as error:
+        print("refused")
+"""
+
+
+@pytest.mark.parametrize("length", [100, 2_000, 9_000])
+def test_a_chain_of_references_ends_neither_process(length: int):
+    ended = subprocess.run(
+        [sys.executable, "-c", CHAIN, str(length)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False
+    )
+    assert ended.returncode == 0, ended.stderr.decode()[-500:]
+    answers = ended.stdout.split()
+    assert len(answers) == 2
+    assert answers == [b"taken"] * 2 or length > 100
+
+
 def test_a_grammar_is_compiled_once_and_a_tokenizer_built_once():
     built = []
 

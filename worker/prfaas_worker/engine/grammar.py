@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from prfaas.errors import InternalError, PrfaasError
 from prfaas.wire.engine import Grammar
-from prfaas_worker.grammars import llguidance_text, refusal
+from prfaas_worker.grammars import llguidance_text, refusal, with_deep_stack
 from prfaas_worker.tokenizer import Tokenizer
 
 KEPT_GRAMMARS: Final = 32
@@ -132,7 +132,8 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
-            prototype = LLMatcher(self.warm(), llguidance_text(grammar), log_level=0, limits=_LIMITS)
+            tokenizer, text = self.warm(), llguidance_text(grammar)
+            prototype = with_deep_stack(grammar, lambda: LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS))
         except PrfaasError:
             raise
         except BaseException as error:  # a panic of the library's is no Exception
