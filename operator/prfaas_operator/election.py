@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from prfaas.errors import PeerError
+from prfaas.errors import ConfigError, PeerError
 from prfaas.kube import KubeSession, LeaseHolder
 from prfaas_operator import metrics
 
@@ -152,7 +152,7 @@ class Election:
         started = time.monotonic()
         try:
             held = await self._holder.acquire_or_renew(CALL_SECONDS)
-        except PeerError as error:
+        except (PeerError, ConfigError) as error:  # a server that fails, or a token that cannot be read
             log.warning("the Lease %s cannot be renewed: %s", LEASE, error)
             return False
         if held:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from prfaas.errors import PeerError
+from prfaas.errors import ConfigError, PeerError
 from prfaas.kube.session import KubeSession, ObjectKind, ObjectRef, StatusError
 
 LEASE_KIND: Final = ObjectKind("coordination.k8s.io/v1", "Lease", "leases")
@@ -75,7 +75,7 @@ class LeaseHolder:
             if spec.get("holderIdentity") == self._identity:
                 released = {**lease, "spec": {**spec, "holderIdentity": "", "leaseDurationSeconds": 1}}
                 await self._session.call("PUT", self._ref.path, body=released, timeout_seconds=timeout_seconds)
-        except PeerError:
+        except (PeerError, ConfigError):
             return
 
     def _may_take(self, lease: dict[str, Any]) -> bool:

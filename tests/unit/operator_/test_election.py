@@ -1,0 +1,70 @@
+"""Proves that a replica which cannot read its token for a moment goes on, and ends no work before its Lease does."""
+
+import asyncio
+
+import pytest
+
+from prfaas.errors import ConfigError
+from prfaas_operator import election
+
+
+class Session:
+    """An API server with one Lease; `fails` is raised instead of every answer."""
+
+    def __init__(self) -> None:
+        self.fails: Exception | None = None
+
+    async def call(self, method: str, path: str, **sent: object) -> dict:
+        if self.fails:
+            raise self.fails
+        return {"spec": {}} if method == "GET" else {}
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session()
+
+
+async def test_a_token_that_cannot_be_read_for_a_moment_costs_no_lease(session, monkeypatch):
+    monkeypatch.setattr(election, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(election, "STANDBY_SECONDS", 0.01)
+    ending, ready = election.Ending(), asyncio.Event()
+    led = asyncio.Event()
+
+    async def work(term: asyncio.Event) -> None:
+        session.fails = ConfigError("service account token /token cannot be read")
+        await asyncio.sleep(0.1)
+        session.fails = None
+        renewed_at = candidate._renewed_at
+        await asyncio.sleep(0.1)
+        assert candidate._renewed_at > renewed_at, "it is renewed again once the token can be read"
+        assert candidate.may_write()
+        assert not term.is_set()
+        led.set()
+
+    candidate = election.Election(session, "ns", ready)  # pyright: ignore[reportArgumentType]
+    await asyncio.wait_for(candidate.run(work, ending), 10)
+    assert led.is_set()
+
+
+async def test_a_candidate_without_a_token_stands_by(session, monkeypatch):
+    monkeypatch.setattr(election, "STANDBY_SECONDS", 0.01)
+    session.fails = ConfigError("service account token /token cannot be read")
+    ending, ready = election.Ending(), asyncio.Event()
+
+    async def work(_term: asyncio.Event) -> None:
+        return
+
+    running = asyncio.create_task(election.Election(session, "ns", ready).run(work, ending))  # pyright: ignore[reportArgumentType]
+    await asyncio.wait_for(ready.wait(), 5)
+    session.fails = None
+    await asyncio.wait_for(running, 5)
+
+
+async def test_a_token_that_is_gone_at_the_end_is_no_error(session):
+    ending, ready = election.Ending(), asyncio.Event()
+
+    async def work(_term: asyncio.Event) -> None:
+        session.fails = ConfigError("service account token /token cannot be read")
+
+    await asyncio.wait_for(election.Election(session, "ns", ready).run(work, ending), 10)  # pyright: ignore[reportArgumentType]
