@@ -59,14 +59,16 @@ class HubView:
 
     def put(self, kind: ObjectKind, body: Object) -> None:
         """Store the state of an object, unless a newer one is known; wake it and all that depends on it."""
-        name = body["metadata"]["name"]
-        ref = Ref(kind, name)
+        ref = Ref(kind, body["metadata"]["name"])
         known = self._objects.get(ref)
-        if known is not None and _version(known) >= _version(body):
-            return
+        if known is None or _version(known) < _version(body):
+            self._store(ref, body)
+
+    def _store(self, ref: Ref, body: Object) -> None:
+        known = self._objects.get(ref)
         self._objects[ref] = body
-        if kind == PREFILL_POOL:
-            self.sharers[name] = project_sharer(body)
+        if ref.kind == PREFILL_POOL:
+            self.sharers[ref.name] = project_sharer(body)
         self._wake(ref, changed=known is None or fingerprint(known) != fingerprint(body))
 
     def discard(self, kind: ObjectKind, name: str, uid: str) -> None:
@@ -84,12 +86,20 @@ class HubView:
         self.put(BY_NAME[written["kind"]], written)
 
     async def refresh(self, ref: Ref) -> None:
+        """Read an object again. Unless it changed meanwhile, this read counts, whatever its version is.
+
+        A server that was restored from a backup begins again with older versions.
+        """
         before = self._objects.get(ref)
         live = await self.client.get(ref.kind, ref.name)
-        if live is not None:
-            self.put(ref.kind, live)
-        elif before is not None and self._objects.get(ref) is before:
-            self.discard(ref.kind, ref.name, before["metadata"]["uid"])
+        if self._objects.get(ref) is not before:
+            if live is not None:
+                self.put(ref.kind, live)
+        elif live is None:
+            if before is not None:
+                self.discard(ref.kind, ref.name, before["metadata"]["uid"])
+        elif before is None or _identity(before) != _identity(live):
+            self._store(ref, live)
 
     def get(self, ref: Ref) -> Object | None:
         """Return an object of ours, None if there is none. Callers must not change it."""
@@ -157,6 +167,10 @@ def fingerprint(body: Object) -> tuple[Any, ...]:
     ]
     metadata = body["metadata"]
     return (metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp"), *ready)
+
+
+def _identity(body: Object) -> tuple[str, int]:
+    return body["metadata"]["uid"], _version(body)
 
 
 def _version(body: Object) -> int:

@@ -98,12 +98,12 @@ class Controller:
         try:
             with self._tracing.start("reconcile", NO_TRACE) as span:
                 span.set(kind=ref.kind.name, namespace=self.hub.client.namespace, name=ref.name, uid=uid)
-                if is_resync:
+                if is_resync or not self._is_known(ref, uid):
                     # kopf's watch may have a dead connection, and kopf does not report a deletion that happened
-                    # while it did not watch: this read finds both.
+                    # while it did not watch: this read finds both. No loop ends without it.
                     await self.hub.refresh(ref)
                 live = self.hub.get(ref)
-                if live is None or live["metadata"]["uid"] != uid:
+                if live is None or not self._is_known(ref, uid):
                     return ReconcileResult(gone=True)
                 logs.add(cluster=_cluster(ref, live))
                 result = await self._reconcile(ref, live)
@@ -121,6 +121,10 @@ class Controller:
         finally:
             metrics.RECONCILE_SECONDS.labels(ref.kind.name).observe(time.monotonic() - started)
         return result
+
+    def _is_known(self, ref: Ref, uid: str) -> bool:
+        live = self.hub.get(ref)
+        return live is not None and live["metadata"]["uid"] == uid
 
     async def _reconcile(self, ref: Ref, live: Object) -> ReconcileResult:
         """Call the kind's reconcile; its errors become the condition Ready."""

@@ -70,6 +70,23 @@ async def test_a_resync_finds_what_the_watch_has_missed(hub, server):
     assert hub.get(REF) is None
 
 
+async def test_a_resync_believes_a_server_whose_versions_went_back(hub, server):
+    hub.put(PREFILL_POOL, pool(900, replicas=3))
+    server.live = pool(50, replicas=2)  # restored from a backup
+    await hub.refresh(REF)
+    assert hub.sharers["far"].replicas == 2
+    hub.put(PREFILL_POOL, pool(51, replicas=4))
+    assert hub.sharers["far"].replicas == 4
+
+
+async def test_what_is_learned_during_a_resync_is_newer_than_what_it_reads(hub, server):
+    hub.put(PREFILL_POOL, pool(9))
+    server.live = pool(10, replicas=2)
+    server.during = lambda: hub.learn(pool(11, replicas=3))
+    await hub.refresh(REF)
+    assert hub.sharers["far"].replicas == 3
+
+
 async def test_an_object_made_while_its_predecessor_is_read_stays(hub, server):
     hub.put(PREFILL_POOL, pool(9))
     server.during = lambda: hub.put(PREFILL_POOL, pool(12, uid="u2"))

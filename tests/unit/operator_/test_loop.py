@@ -113,6 +113,14 @@ def ready(hub: MemoryCluster) -> dict[str, Any]:
     return hub.objects["DecodePool", "decode"]["status"]["conditions"][0]
 
 
+async def test_an_object_that_came_back_with_an_older_version_is_not_taken_for_gone():
+    hub = MemoryCluster(decode_pool(uid="restored"))
+    controller = controller_over(hub)
+    controller.hub.put(DECODE_POOL, decode_pool(uid="u", resourceVersion="1000000"))
+    assert not (await controller.reconcile(REF, "restored")).gone
+    assert ready(hub)
+
+
 async def test_a_second_look_at_an_unchanged_object_writes_nothing():
     hub = MemoryCluster(decode_pool())
     controller = controller_over(hub)
