@@ -24,6 +24,9 @@ MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
 DEFAULT_TIMEOUT_SECONDS = 10.0
 DEFAULT_CONNECTIONS = 8
+MAX_ANSWER_BYTES = 64 << 20
+"""Much more than a page of 500 pods. A hostile member's server must not fill this process's memory."""
+MAX_REFUSAL_BYTES = 1 << 20
 # What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -179,7 +182,11 @@ class KubeSession:
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": content_type} if data is not None else {}
         async with self.stream(method, path, data=data, headers=headers, timeout_seconds=timeout_seconds) as response:
-            found = decode_object(await response.read(), f"{method} {path}")
+            what = f"{method} {path}"
+            raw = await _read(response, MAX_ANSWER_BYTES)
+            if len(raw) > MAX_ANSWER_BYTES:
+                raise ProtocolError(f"{what} answered more than {MAX_ANSWER_BYTES} bytes")
+            found = decode_object(raw, what)
             return KubeAnswer(response.status, response.headers, found)
 
     @asynccontextmanager
@@ -201,10 +208,18 @@ class KubeSession:
         sent = {**(headers or {}), **({"Authorization": authorization} if authorization else {})}
         try:
             async with self._client.request(
-                method, f"{self._server}{path}", data=data, headers=sent, timeout=timeout, **self._options
+                method,
+                f"{self._server}{path}",
+                data=data,
+                headers=sent,
+                timeout=timeout,
+                # An API server does not send calls elsewhere; a hostile one would choose what this process reads.
+                allow_redirects=False,
+                **self._options,
             ) as response:
-                if response.status >= 400:
-                    raise StatusError(what, response.status, await response.read(), response.headers)
+                if response.status >= 300:
+                    refusal = await _read(response, MAX_REFUSAL_BYTES)
+                    raise StatusError(what, response.status, refusal, response.headers)
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError, EOFError) as error:
             raise UnreachableError(f"{what}: {type(error).__name__}: {error}; is the API server reachable?") from error
@@ -246,6 +261,16 @@ def with_query(path: str, query: Mapping[str, Any] | None) -> str:
     """Return a path with the parameters that have a value."""
     given = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
     return f"{path}?{urlencode(given)}" if given else path
+
+
+async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    """Return a body, or so much of a longer one that it exceeds the limit."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > limit_bytes:
+            break
+    return bytes(body)
 
 
 def decode_object(raw: bytes, what: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Proves that a call to an API server ends in time, under the present token, and that its errors tell causes apart."""
 
 import asyncio
+import gzip
 import json
 
 import pytest
@@ -34,6 +35,50 @@ async def test_errors_tell_who_failed(api, session):
         await session.call("GET", REF.path, timeout_seconds=0.05)
     api.dead = True
     with pytest.raises(UnreachableError):
+        await session.call("GET", REF.path)
+
+
+async def test_a_server_cannot_send_a_call_elsewhere(api, session):
+    async def elsewhere(_request):
+        return web.Response(status=307, headers={"Location": f"{api.url}/latest/meta-data"})
+
+    api.misbehave.append(elsewhere)
+    with pytest.raises(StatusError) as refusal:
+        await session.call("GET", REF.path)
+    assert refusal.value.status == 307
+    assert [path for _, path, _, _ in api.requests] == [REF.path]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_an_answer_without_an_end_fills_no_memory(api, session, status, monkeypatch):
+    monkeypatch.setattr("prfaas.kube.session.MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr("prfaas.kube.session.MAX_REFUSAL_BYTES", 1 << 16)
+    sent = 0
+
+    async def flood(request):
+        nonlocal sent
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        while sent < 1 << 26:
+            await response.write(b" " * (1 << 16))
+            sent += 1 << 16
+        return response
+
+    api.misbehave.append(flood)
+    with pytest.raises(ProtocolError if status == 200 else StatusError):
+        await session.call("GET", REF.path)
+    assert sent < 1 << 25
+
+
+async def test_an_answer_that_unpacks_to_too_much_is_refused(api, session, monkeypatch):
+    monkeypatch.setattr("prfaas.kube.session.MAX_ANSWER_BYTES", 1 << 20)
+
+    async def bomb(_request):
+        packed = gzip.compress(b" " * (1 << 24))
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip", "Content-Type": "application/json"})
+
+    api.misbehave.append(bomb)
+    with pytest.raises(ProtocolError):
         await session.call("GET", REF.path)
 
 
