@@ -49,7 +49,7 @@ def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONN
         tls = client_tls(ca_pem, certificate, key) if server.startswith("https") else None
         if tls is not None and cluster.get("insecure-skip-tls-verify"):
             tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         named = path or "of $KUBECONFIG or ~/.kube/config"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ConfigError(f"kubeconfig {named}: {kind}{error}") from error
@@ -74,7 +74,7 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
     found: dict[str, dict[str, Entry]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = context or ""
     for each in files:
-        document: dict[str, Any] = yaml.safe_load(each.read_text()) or {}
+        document: dict[str, Any] = _parsed(each.read_text())
         current = str(current or document.get("current-context") or "")
         for plural, entries in found.items():
             listed: list[dict[str, Any]] = document.get(plural) or []
@@ -88,7 +88,21 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
             f"it has no context {current!r} (it has: {known})" if current else "it names no current-context"
         )
     chosen = found["contexts"][current]
-    return found["clusters"][chosen["cluster"]], found["users"].get(chosen.get("user", ""), {})
+    user = chosen.get("user") or ""
+    if user and user not in found["users"]:
+        raise ValueError(f"its context {current!r} names the user {user!r}, which it does not have")
+    return found["clusters"][chosen["cluster"]], found["users"].get(user, {})
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Read YAML. An error names the line and does not repeat it: it may hold a token or a key."""
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ValueError(f"it is no YAML in line {line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {type(error).__name__}") from None
 
 
 def _content(entry: Entry, field: str) -> str:

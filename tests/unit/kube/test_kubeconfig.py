@@ -68,6 +68,24 @@ def test_several_files_are_merged_and_the_first_one_says_which_context(tmp_path,
     assert authorization(None, "two") == "Bearer two"
 
 
+@pytest.mark.parametrize(
+    "text", ['token: SECRET-OF-MINE: "x', "token: SECRET-OF-MINE\n\t- x", "token: [SECRET-OF-MINE"]
+)
+def test_a_damaged_file_is_named_with_the_line_and_not_repeated(tmp_path, text):
+    path = tmp_path / "config"
+    path.write_text(f"users:\n- name: u\n  user:\n    {text}\n")
+    with pytest.raises(ConfigError, match=r"config: .*line [456]") as refusal:
+        kubeconfig.load(path, None)
+    assert "SECRET" not in str(refusal.value)
+
+
+def test_a_user_that_is_missing_is_an_error_and_nobody_is_asked_without_a_name(tmp_path):
+    path = write(tmp_path / "config", {"token": "t"})
+    path.write_text(path.read_text().replace("user: c", "user: nobody"))
+    with pytest.raises(ConfigError, match="nobody"):
+        kubeconfig.load(path, None)
+
+
 def test_checking_may_be_switched_off_by_whoever_runs_this(tmp_path):
     found = kubeconfig.load(write(tmp_path / "config", {"token": "t"}, {"insecure-skip-tls-verify": True}), None)
     assert found.tls is not None
