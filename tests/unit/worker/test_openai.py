@@ -193,6 +193,7 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"min_p": 1.5}, "min_p", "must be 0 to 1"),
         ({"logit_bias": {"264": 1}}, "logit_bias", "want token ids of 0 to 263"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "holds 'a'"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "want token ids of 0 to 263"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "of token 5 must be -100 to 100"),
         ({"stop_token_ids": [264]}, "stop_token_ids", "want token ids of 0 to 263"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),

@@ -16,6 +16,7 @@ from prfaas.errors import RequestError
 from prfaas.wire.engine import Generate, Grammar, Sampling
 from prfaas.wire.resume import ResumableHeader
 from prfaas_worker.front.openai_bodies import (
+    MAX_NAME,
     NEUTRAL,
     ChatBody,
     ChatMessage,
@@ -42,6 +43,7 @@ MAX_SALT: Final = 256
 _SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd, so that no two prompts of a request have one seed
 _JSON_OBJECT: Final = Grammar("json_schema", '{"type":"object"}')
 _REGEX_SIGNS: Final = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
+_TOKEN_ID: Final = re.compile(r"[0-9]{1,18}")  # int() refuses thousands of digits
 _ADAPTERS: Final = frozenset({"adapter", "adapters", "lora", "lora_path", "lora_request"})
 _UNSERVED: Final = tuple(
     name for name in UnservedFields.__struct_fields__ if name not in IgnoredFields.__struct_fields__
@@ -384,8 +386,8 @@ def _text(schema: msgspec.Raw) -> str:
 def _biases(given: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
     require(len(given) <= MAX_BIASES, "logit_bias", f"may hold at most {MAX_BIASES} tokens")
     for token, bias in given.items():
-        known = token.isdecimal() and token.isascii() and int(token) < served.vocab_size
-        require(known, "logit_bias", f"holds {token!r}: want token ids of 0 to {served.vocab_size - 1}")
+        known = _TOKEN_ID.fullmatch(token) is not None and int(token) < served.vocab_size
+        require(known, "logit_bias", f"holds {token[:MAX_NAME]!r}: want token ids of 0 to {served.vocab_size - 1}")
         require(-100 <= bias <= 100, "logit_bias", f"of token {token} must be -100 to 100")
     return tuple((int(token), bias) for token, bias in given.items())
 
