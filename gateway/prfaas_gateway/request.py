@@ -277,9 +277,13 @@ async def _read_body(http: web.Request, limits: Limits, deadline_seconds: float 
     latest_seconds = asyncio.get_running_loop().time() + limits.idle_seconds
     try:
         async with asyncio.timeout_at(min(latest_seconds, deadline_seconds or latest_seconds)):
-            return await http.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise too_large from error
+            # aiohttp's own read() unpacks a compressed body in pieces as large as its limit.
+            body = bytearray()
+            async for piece in http.content.iter_any():
+                body += piece
+                if len(body) > limits.request_bytes:
+                    raise too_large
+            return bytes(body)
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise RequestError(f"the body does not match the encoding or length in its headers: {error}") from error
     except TimeoutError as error:

@@ -1,6 +1,7 @@
 """Proves the command itself: its mistakes, its memory, and that SIGTERM lets requests finish."""
 
 import asyncio
+import gzip
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from prfaas_gateway.limits import Limits
 from prfaas_gateway.server import KEPT_SECONDS
 
 RSS_LIMIT_BYTES = 100 * 1000 * 1000
@@ -148,6 +150,23 @@ async def test_memory_stays_below_its_limit_under_large_prompts(process, world, 
     await asyncio.gather(*(ask(world.client) for _ in range(16)))
     status = Path(f"/proc/{process.process.pid}/status").read_text()
     assert int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) * 1024 < RSS_LIMIT_BYTES
+
+
+async def test_memory_stays_below_its_limit_under_bodies_that_unpack_to_much(process, world):
+    bomb = gzip.compress(b" " * (1 << 28))
+
+    async def ask() -> None:
+        packed = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        async with world.client.post(f"{process.url}/v1/completions", data=bomb, headers=packed) as response:
+            assert response.status == 413
+
+    at_once = 8
+    await asyncio.gather(*(ask() for _ in range(at_once)))
+    status = Path(f"/proc/{process.process.pid}/status").read_text()
+    assert (
+        int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) * 1024
+        < RSS_LIMIT_BYTES + at_once * Limits().request_bytes
+    )
 
 
 @pytest.mark.parametrize(
