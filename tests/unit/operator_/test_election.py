@@ -14,7 +14,7 @@ class Session:
     def __init__(self) -> None:
         self.fails: Exception | None = None
 
-    async def call(self, method: str, path: str, **sent: object) -> dict:
+    async def call(self, method: str, _path: str, **_sent: object) -> dict:
         if self.fails:
             raise self.fails
         return {"spec": {}} if method == "GET" else {}

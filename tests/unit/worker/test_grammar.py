@@ -260,9 +260,7 @@ for work in (lambda: check_grammar(grammar), lambda: Grammars(lambda: vocabulary
 
 @pytest.mark.parametrize("length", [100, 2_000, 9_000])
 def test_a_chain_of_references_ends_neither_process(length: int):
-    ended = subprocess.run(
-        [sys.executable, "-c", CHAIN, str(length)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", CHAIN, str(length)], capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr.decode()[-500:]
     answers = ended.stdout.split()
     assert len(answers) == 2
