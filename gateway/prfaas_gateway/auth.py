@@ -207,7 +207,7 @@ class KeyRing:
         found: dict[str, Stamp | None] = {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if entry.name.startswith(".") or not entry.is_file():
+                if entry.name.startswith(".") or not _may_be_file(entry):
                     continue
                 found[entry.name] = file_stamp(entry)
                 if len(found) > MAX_FILES:
@@ -223,6 +223,13 @@ class _KeyFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     max_in_flight: Limit | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
+
+
+def _may_be_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link in a circle: a file that cannot be used, and no reason to ignore the others
+        return True
 
 
 def _read(path: Path) -> _KeyFile:

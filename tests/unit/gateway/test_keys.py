@@ -182,3 +182,16 @@ async def test_a_strangers_body_is_not_read(world, keys):
 
     got = await world.post(endless())
     assert got.status == 401
+
+
+def test_a_link_in_a_circle_stops_no_other_file_from_being_read(tmp_path, caplog):
+    now = 0.0
+    (tmp_path / "a").write_text("k" * 20)
+    ring = KeyRing(tmp_path, lambda: now)
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "a").write_text("n" * 21)
+    now = 5.0
+    assert ring.client(b"k" * 20) is None, "a key that was taken away is not valid any more"
+    assert ring.client(b"n" * 21) is not None
+    assert "'circle' in --keys-dir admits no client" in caplog.text
+    assert KeyRing(tmp_path).client(b"n" * 21) is not None
