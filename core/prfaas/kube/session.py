@@ -233,9 +233,12 @@ def bearer(token: str) -> Authorization:
 def token_of_file(path: Path) -> Authorization:
     def read() -> str:
         try:
-            return f"Bearer {path.read_text(encoding='ascii').strip()}"
+            token = path.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"service account token {path} cannot be read: {error}") from error
+        if not token.isprintable():
+            raise ConfigError(f"service account token {path} holds characters that no token has")
+        return f"Bearer {token}"
 
     return read
 

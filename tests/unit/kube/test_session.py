@@ -90,6 +90,10 @@ async def test_the_token_is_read_again_for_every_call(api, tmp_path):
             token.write_text(text)
             await session.call("GET", REF.path)
         assert [headers["Authorization"] for _, _, headers, _ in api.requests] == ["Bearer first", "Bearer second"]
+        for damaged in (b"two\nlines", b"a\0b", b"\xff"):
+            token.write_bytes(damaged)
+            with pytest.raises(ConfigError):
+                await session.call("GET", REF.path)
         token.unlink()
         with pytest.raises(ConfigError):
             await session.call("GET", REF.path)
