@@ -1,8 +1,12 @@
 """A container's environment and command line follow Kubernetes' rules for references and $(NAME)."""
 
+from pathlib import Path
+from typing import Any, cast
+
 import pytest
 
 from prfaas.errors import ConfigError
+from prfaas_sandbox.node.pod import Node
 from prfaas_sandbox.node.variables import ConfigSource, command_line, environment, expand, field, sources
 
 CONFIG, SECRET = ConfigSource("configmaps", "conf"), ConfigSource("secrets", "sec")
@@ -87,3 +91,12 @@ def test_fields_of_a_pod():
     assert value("metadata.labels") == 'app="we\\"b"\nprfaas.io/role="decode"'
     with pytest.raises(ConfigError, match=r"status.phase"):
         value("status.phase")
+
+
+def test_containers_see_no_gpu_of_the_machine_unless_they_name_one():
+    nothing = cast("Any", None)
+    node = Node("n", "10.0.0.1", 6443, nothing, nothing, Path("run"), Path("logs"))
+    base = node.environment("pod")
+    assert base["CUDA_VISIBLE_DEVICES"] == ""
+    chosen = {"env": [{"name": "CUDA_VISIBLE_DEVICES", "value": "0"}]}
+    assert environment(chosen, base, {}, str)["CUDA_VISIBLE_DEVICES"] == "0"

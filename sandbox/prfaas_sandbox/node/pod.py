@@ -52,6 +52,9 @@ class Node:
             "PATH": f"{sys.prefix}/bin:{SYSTEM_PATH}",
             "HOME": "/tmp",  # noqa: S108  # an image's user has a home; here every user has this one
             "HOSTNAME": hostname,
+            # As on a node whose pods ask for no GPU: several workers share this machine, and each would take most of
+            # one GPU's memory. A pod's own variable wins.
+            "CUDA_VISIBLE_DEVICES": "",
             "KUBERNETES_SERVICE_HOST": self.address,
             "KUBERNETES_SERVICE_PORT": str(self.api_port),
         }
