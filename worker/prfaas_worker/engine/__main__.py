@@ -46,17 +46,15 @@ def _end_with_front(front: socket.socket) -> None:
 
 def _run(options: Options, front: socket.socket) -> None:
     # Imported here: torch takes seconds, and by then the process must be tied to the front.
-    from prfaas_worker.engine.assembly import assemble, max_context
+    from prfaas_worker.engine.assembly import load_and_assemble, max_context
     from prfaas_worker.engine.ipc import FrontMessages, Outbox, serve_front
-    from prfaas_worker.models import load_model
     from prfaas_worker.transfer.data_port import DataPort, listen
     from prfaas_worker.transfer.limits import traffic_of
 
     try:
-        model, directory = load_model(options.model_source, options.threads or None, options.device, options.dtype)
         outbox = Outbox(front)
         traffic = traffic_of(options)
-        engine, offers = assemble(model, directory, options, outbox, traffic)
+        model, directory, engine, offers = load_and_assemble(options, outbox, traffic)
         listener = listen(options.host, options.data_port)
     except ConfigError as error:
         with contextlib.suppress(OSError):  # the front may have failed for the same reason, and be gone

@@ -1,12 +1,13 @@
 """Builds an engine: the model's memory and cache, the step loop, and its transfers and grammars."""
 
+import logging
 import queue
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from prfaas.errors import ConfigError
+from prfaas.errors import CapacityError, ConfigError
 from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
@@ -21,6 +22,7 @@ from prfaas_worker.engine.remote import Fetcher, RemoteCaches
 from prfaas_worker.engine.runner import Runner, prefill_seconds
 from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.engine.sequences import Event, OfferEnded
+from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer
@@ -30,10 +32,30 @@ from prfaas_worker.transfer.limits import Traffic
 from prfaas_worker.transfer.pull import Connections, FetchContext
 from prfaas_worker.transfer.transfer_log import TransferCounters
 
+log = logging.getLogger(__name__)
+
 MIB = 1 << 20
 CPU_CACHE_MIB = 1024
 LARGE_VOCABULARY = 10_000
 """With more tokens the trie is built at the start: the first grammar would delay every stream for most of a second."""
+
+
+def load_and_assemble(options: Options, outbox: Outbox, traffic: Traffic) -> tuple[Model, Path, EngineLoop, Offers]:
+    """Load the model; return it, its tokenizer's directory, its step loop and its offers.
+
+    With `--device auto` the CPU runs a model whose weights fit the GPU and whose cache does not. Raises ConfigError if
+    the options name what cannot be had.
+    """
+    model, directory = load_model(options.model_source, options.threads or None, options.device, options.dtype)
+    try:
+        return model, directory, *assemble(model, directory, options, outbox, traffic)
+    except (ConfigError, CapacityError) as error:
+        if options.device != "auto" or model.device.type == "cpu":
+            raise
+        log.warning("the model runs on the CPU, not on the GPU: %s", error)
+    del model  # its memory on the GPU is needed no more
+    model, directory = load_model(options.model_source, options.threads or None, "cpu", options.dtype)
+    return model, directory, *assemble(model, directory, options, outbox, traffic)
 
 
 def assemble(
@@ -87,9 +109,15 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
     cache_mib = options.cache_mib or _default_cache_mib(model)
     num_pages = cache_mib * MIB // geometry.page_bytes
     if num_pages < (wanted := geometry.pages_for(context)):
+        least_mib = -(-wanted * geometry.page_bytes // MIB)
+        if model.device.type == "cuda" and not options.cache_mib:
+            raise ConfigError(
+                f"the weights leave {cache_mib} MiB of the GPU's memory for the cache, and one sequence of {context} "
+                f"tokens needs {least_mib}: give a smaller --max-context, or --device cpu"
+            )
         raise ConfigError(
             f"--cache-mib {cache_mib} is too little for one sequence of {context} tokens: give "
-            f"--cache-mib {-(-wanted * geometry.page_bytes // MIB)} or more, or a smaller --max-context"
+            f"--cache-mib {least_mib} or more, or a smaller --max-context"
         )
     try:
         return CacheMemory(
