@@ -19,8 +19,11 @@ class DemoClient:
 
     def __init__(self, url: str, model: str):
         self.model = model
-        # The gateway ends failures by itself: a client that retried would hide them.
-        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120.0)
+        # The gateway ends failures by itself: a client that retried would hide them. It is on this machine: no proxy.
+        direct = openai.DefaultAsyncHttpxClient(trust_env=False)
+        self._openai = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120.0, http_client=direct
+        )
 
     async def close(self) -> None:
         await self._openai.close()

@@ -192,7 +192,7 @@ class ThresholdSampler:
         self.link_mbps = 0
         self._on_sample = on_sample
         self._started = time.monotonic()
-        self._http = httpx.AsyncClient(base_url=prometheus_url, timeout=2.0)
+        self._http = httpx.AsyncClient(base_url=prometheus_url, timeout=2.0, trust_env=False)  # no proxy
 
     async def query(self, promql: str) -> float | None:
         """Return the one value of an instant query, or None if there is none (yet)."""

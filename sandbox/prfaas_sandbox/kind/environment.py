@@ -196,7 +196,7 @@ def _warn_of_inotify(report: Report) -> None:
 
 
 async def _answered(url: str) -> None:
-    async with httpx.AsyncClient(timeout=ANSWER_SECONDS) as http:
+    async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as http:
         with suppress(TimeoutError):
             async with asyncio.timeout(OUTSIDE_SECONDS):
                 while True:
