@@ -1,4 +1,4 @@
-"""Reads the user's kubeconfig as kubectl does: merged files, contexts, file references, and exec plugins.
+"""Reads the user's kubeconfig as kubectl does: merged files, contexts, file references, exec plugins, and proxies.
 
 Use it only for the kubeconfig of the process's own user: a kubeconfig may run commands and read files. The operator
 checks other kubeconfigs against an allow-list.
@@ -6,15 +6,19 @@ checks other kubeconfigs against an allow-list.
 
 import base64
 import binascii
+import ipaddress
 import json
 import os
 import ssl
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -59,9 +63,33 @@ def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONN
         tls=tls,
         tls_server_name=cluster.get("tls-server-name", ""),
         connections=connections,
-        proxy=cluster.get("proxy-url"),
+        proxy=cluster.get("proxy-url") or _proxy_of_environment(server),
     )
     return KubeconfigAccess(session, server, ca_pem, tls)
+
+
+def _proxy_of_environment(server: str) -> str | None:
+    """Return the proxy that $HTTPS_PROXY or $HTTP_PROXY names for a server; NO_PROXY and this machine need none."""
+    parts, proxies = urlsplit(server), urllib.request.getproxies_environment()
+    proxy, host = proxies.get(parts.scheme, ""), parts.hostname or ""
+    # typeshed does not know this function, which no platform replaces by its own.
+    is_left_out: bool = urllib.request.proxy_bypass_environment(host, proxies)  # pyright: ignore
+    if not proxy or host == "localhost" or is_left_out or _is_near(host, proxies):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _is_near(host: str, proxies: Mapping[str, str]) -> bool:
+    """Return true for an address of this machine, or in one of NO_PROXY's networks."""
+    with suppress(ValueError):  # a name
+        address = ipaddress.ip_address(host)
+        if address.is_loopback:
+            return True
+        for one in proxies.get("no", "").split(","):
+            with suppress(ValueError):  # no network
+                if address in ipaddress.ip_network(one.strip(), strict=False):
+                    return True
+    return False
 
 
 def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:

@@ -140,3 +140,27 @@ def test_no_kubeconfig_is_no_traceback(tmp_path, document):
     path.write_text(document)
     with pytest.raises(ConfigError, match="kubeconfig"):
         kubeconfig.load(path, None)
+
+
+@pytest.mark.parametrize(
+    ("server", "cluster", "no_proxy", "proxy"),
+    [
+        ("https://api.example:6443", {}, "", "http://proxy.example:3128"),
+        ("https://api.example:6443", {"proxy-url": "http://own:1"}, "", "http://own:1"),
+        ("https://api.example:6443", {}, ".example", None),
+        ("https://10.1.2.3:6443", {}, "", "http://proxy.example:3128"),
+        ("https://10.1.2.3:6443", {}, "localhost, 10.0.0.0/8", None),
+        ("https://127.0.0.1:6443", {}, "", None),
+        ("https://[::1]:6443", {}, "", None),
+        ("https://localhost:6443", {}, "", None),
+    ],
+)
+def test_a_proxy_of_the_environment_is_used_as_kubectl_uses_it(tmp_path, monkeypatch, server, cluster, no_proxy, proxy):
+    for name in ("https_proxy", "no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "proxy.example:3128")
+    if no_proxy:
+        monkeypatch.setenv("NO_PROXY", no_proxy)
+    inline = {"certificate-authority-data": base64.b64encode(AUTHORITY.certificate).decode()}
+    path = write(tmp_path / "config", {}, {**inline, "server": server, **cluster})
+    assert kubeconfig.load(path, None).session._options["proxy"] == proxy
