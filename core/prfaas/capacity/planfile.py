@@ -192,8 +192,10 @@ class Section:
         self._asked[key] = None
         value = self._fields.get(key, default)
         if value is _REQUIRED:
-            hint = next((f"; {_advice(other, [key])}" for other in self._fields if _alike(other, key)), "")
-            raise ConfigError(f"{self._path(key)} is missing{hint or '; add it'}")
+            for other in self._fields:
+                if _alike(other, key):
+                    raise ConfigError(f"{self._path(key)} is missing; the file has {other}: {_advice(other, [key])}")
+            raise ConfigError(f"{self._path(key)} is missing; add it")
         return value
 
     def _list(self, key: str, default: object = _REQUIRED) -> list[Any]:

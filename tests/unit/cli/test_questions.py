@@ -76,7 +76,8 @@ def test_a_name_with_underscores_is_told_the_right_one(answer, tmp_path):
     document["workload"]["output_tokens"] = document["workload"].pop("outputTokens")
     file = tmp_path / "x.yaml"
     file.write_text(yaml.safe_dump(document))
-    assert "workload.outputTokens is missing; it is outputTokens" in prfaas("plan", "-f", str(file)).stderr
+    said = "workload.outputTokens is missing; the file has output_tokens: it is outputTokens"
+    assert said in prfaas("plan", "-f", str(file)).stderr
 
 
 def test_policies_that_carry_no_more_than_arrives_are_marked(answer):
