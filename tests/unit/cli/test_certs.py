@@ -1,7 +1,10 @@
 """Proves that `prfaas certs` writes what workers use, keeps keys to their owner and overwrites nothing unasked."""
 
 import json
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,21 @@ def test_an_output_format_that_does_not_exist_is_a_usage_error():
     ended = certs("show", "nowhere", "-o", "yaml")
     assert ended.exit_code == 2
     assert "'yaml' is not one of 'text', 'json'" in ended.stderr
+
+
+def test_the_commands_of_the_tls_page_run_one_after_the_other(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/tls.md").read_text()
+    lines = [line.strip() for line in page.splitlines() if line.startswith(("    prfaas certs", "    cp ", "    cat "))]
+    script = "set -e\n" + "\n".join(lines)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert len(lines) > 5
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "both.crt").read_text().count("BEGIN CERTIFICATE") == 2
