@@ -18,6 +18,7 @@ from prfaas.errors import ConfigError, PeerError
 from prfaas_sandbox.api import connect
 from prfaas_sandbox.credentials import read_kubeconfig
 from prfaas_sandbox.environment import ClusterAccess
+from prfaas_sandbox.network import checked_rate
 from prfaas_sandbox.processes import tail
 from prfaas_sandbox.progress import console, progress
 from prfaas_sandbox.sandbox import DEFAULT_LINK_MBPS, Description, Sandbox, change_link, link_rate
@@ -51,6 +52,7 @@ def up(
     link_mbps: Annotated[float, typer.Option("--link-mbps", help="Rate of the link, each way.")] = DEFAULT_LINK_MBPS,
 ) -> None:
     """Start both clusters and keep them until Ctrl-C. Example: prfaas sandbox up --link-mbps 200."""
+    checked_rate(link_mbps)
     with progress() as report:
         ensure_tools(report)  # before asyncio takes the signals over, so that Ctrl-C also ends a build
     asyncio.run(_up(state, link_mbps))

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.errors import ConfigError, PeerError
+from prfaas.errors import BadInputError, ConfigError, PeerError
 from prfaas_sandbox import tools
+from prfaas_sandbox.cli import up
 from prfaas_sandbox.tools import (
     CACHE_VARIABLE,
     MODULES,
@@ -128,3 +129,9 @@ def test_servers_are_stamped_with_their_version():
     flags = build_flags(MODULES[0], "1.34.4")
     assert "-X k8s.io/component-base/version.gitVersion=v1.34.4" in flags[-1]
     assert "-X k8s.io/client-go/pkg/version.gitVersion=v1.34.4" in flags[-1]
+
+
+def test_a_wrong_rate_is_refused_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr("prfaas_sandbox.cli.ensure_tools", lambda _: pytest.fail("it builds for minutes first"))
+    with pytest.raises(BadInputError, match=r"a link of -5.0 Mbit/s is not possible"):
+        up(link_mbps=-5.0)
