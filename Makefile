@@ -38,13 +38,13 @@ browser: ## Chromium, for the tests of the live page (Debian's package; elsewher
 		|| echo "Chromium could not be installed: the tests of the live page will be skipped"
 
 demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leaves it running
-	@prfaas demo $(if $(KEEP),--keep,)
+	@prfaas demo $(if $(filter-out 0,$(KEEP)),--keep,)
 
 kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to try; again reuses what is there
 	@prfaas kind up
 
 kind-down: $(STAMP) ## Remove the kind clusters and all they left; PURGE=1 removes the images, too
-	@prfaas kind down $(if $(PURGE),--purge,)
+	@prfaas kind down $(if $(filter-out 0,$(PURGE)),--purge,)
 
 test: tools browser ## Everything but kind: lint, types, unit, model parity, API server, whole system
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint compiled

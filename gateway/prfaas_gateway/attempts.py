@@ -57,7 +57,7 @@ class Attempts:
         request, facts = self._request, self._state.facts(self._request)
         if request.model != facts.table.model:
             raise RequestError(
-                f"the model {request.model!r} is not served here; GET /v1/models lists the served models",
+                f"the model {request.model[:100]!r} is not served here; GET /v1/models lists the served models",
                 status=404,
                 code="model_not_found",
                 param="model",

@@ -223,7 +223,7 @@ class PublicApp:
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if self._state.table is None or name != self._state.table.model:
-            message = f"the model {name!r} is not served here"
+            message = f"the model {name[:100]!r} is not served here"
             return error_response(RequestError(message, status=404, code="model_not_found", param="model"))
         return _json(model_card(name))
 

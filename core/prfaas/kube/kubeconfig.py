@@ -103,6 +103,8 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
     current = context or ""
     for each in files:
         document: dict[str, Any] = _parsed(each.read_text())
+        if type(document) is not dict:
+            raise ConfigError(f"{each} is no kubeconfig: it holds no clusters, users and contexts")
         current = str(current or document.get("current-context") or "")
         for plural, entries in found.items():
             listed: list[dict[str, Any]] = document.get(plural) or []

@@ -71,8 +71,10 @@ async def list_and_watch(
                 if event.type != BOOKMARK:
                     yield event
             backoff.succeeded()
-        except ExpiredError:
-            version = ""
+        except ExpiredError as error:  # once is usual; a server that never has the version is failing
+            version, pause_seconds = "", backoff.failed()
+            await asyncio.sleep(failed(error, pause_seconds) if backoff.failures > 1 else pause_seconds)
+            continue
         except (PeerError, ConfigError) as error:
             # A version from a server that was restored from a backup since would never be reached again.
             version = ""

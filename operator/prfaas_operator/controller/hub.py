@@ -82,8 +82,10 @@ class HubView:
                 del self.sharers[name]
 
     def learn(self, written: Object) -> None:
-        """Store an object of ours that was just written, as the API server answered."""
-        self.put(BY_NAME[written["kind"]], written)
+        """Store an object of ours that was just written, as the API server answered, unless it is gone meanwhile."""
+        kind = BY_NAME[written["kind"]]
+        if Ref(kind, written["metadata"]["name"]) in self._objects:
+            self.put(kind, written)
 
     async def refresh(self, ref: Ref) -> None:
         """Read an object again. Unless it changed meanwhile, this read counts, whatever its version is.

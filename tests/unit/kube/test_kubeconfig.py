@@ -164,3 +164,10 @@ def test_a_proxy_of_the_environment_is_used_as_kubectl_uses_it(tmp_path, monkeyp
     inline = {"certificate-authority-data": base64.b64encode(AUTHORITY.certificate).decode()}
     path = write(tmp_path / "config", {}, {**inline, "server": server, **cluster})
     assert kubeconfig.load(path, None).session._options["proxy"] == proxy
+
+
+def test_a_file_that_is_no_kubeconfig_is_named(tmp_path):
+    path = tmp_path / "passwd"
+    path.write_text("root:x:0:0")
+    with pytest.raises(ConfigError, match=r"passwd is no kubeconfig: it holds no clusters, users and contexts"):
+        kubeconfig.load(path, None)

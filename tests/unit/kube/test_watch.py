@@ -9,6 +9,8 @@ from aiohttp import web
 
 from prfaas.kube import KubeSession, ObjectRef, watch_object
 from prfaas.kube.session import CONFIG_MAP
+from prfaas.kube.watch import ExpiredError, WatchEvent, list_and_watch
+from prfaas.util import Backoff
 
 REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
 DAMAGED_EVENTS = [
@@ -119,6 +121,28 @@ async def test_an_expired_version_is_answered_by_reading_again(api, watching):
     await until(lambda: api.open_watches)
     api.put(REF, value=2)
     await watching.until(2)
+
+
+async def test_a_server_that_says_expired_each_time_is_asked_ever_more_seldom():
+    reads, pauses = 0, []
+
+    async def read() -> tuple[int, str]:
+        nonlocal reads
+        reads += 1
+        return reads, "7"
+
+    async def watch(version: str) -> AsyncIterator[WatchEvent]:
+        raise ExpiredError(f"{version} is too old")
+        yield
+
+    def failed(error: Exception, pause_seconds: float) -> float:
+        pauses.append(pause_seconds)
+        return 0.0
+
+    async for found in list_and_watch(read, watch, failed, Backoff(0.001, 8.0, jitter=False)):
+        if found == 6:
+            break
+    assert pauses == [0.002, 0.004, 0.008, 0.016]
 
 
 @pytest.mark.parametrize("line", DAMAGED_EVENTS)

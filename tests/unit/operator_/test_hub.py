@@ -50,6 +50,13 @@ def test_an_older_state_never_takes_the_place_of_a_newer_one(hub):
     assert hub.sharers["far"].replicas == 3
 
 
+def test_the_answer_to_a_write_brings_nothing_back_that_is_gone(hub):
+    hub.put(PREFILL_POOL, pool(9))
+    hub.discard(PREFILL_POOL, "far", "u")
+    hub.learn(pool(10))
+    assert hub.get(REF) is None
+
+
 def test_what_goes_takes_no_namesake_along(hub):
     hub.put(PREFILL_POOL, pool(9))
     hub.put(PREFILL_POOL, pool(12, uid="u2"))

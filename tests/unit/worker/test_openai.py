@@ -333,6 +333,12 @@ def test_a_parameter_that_no_endpoint_knows_is_refused_by_its_name(
     assert str(error).endswith(f"did you mean {meant}?" if meant else "leave it out")
 
 
+@pytest.mark.parametrize("name", ["x" * 1_000_000, "x - at `$." + "y" * 1_000_000])
+def test_an_error_repeats_no_more_than_the_beginning_of_what_was_sent(name: str):
+    error = refused(completion, **{name: 1})
+    assert len(str(error)) + len(str(error.param)) < 1_000
+
+
 @pytest.mark.parametrize(
     ("function", "param"),
     [

@@ -209,7 +209,7 @@ _NESTED: Final[Mapping[str, type[msgspec.Struct]]] = {
     "response_format.json_schema": JsonSchema,
     "structured_outputs": StructuredOutputs,
 }
-MAX_NAME: Final = 100  # An unknown field's name is cut to so many characters.
+MAX_NAME: Final = 100  # What a client wrote is cut to so many characters in an error.
 _NOT_SUGGESTED: Final = frozenset(UnservedFields.__struct_fields__)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -235,7 +235,7 @@ def read_messages(messages: list[dict[str, Any]]) -> list[ChatMessage]:
 
 def _refusal(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> RequestError:
     text, _, path = str(error).partition(" - at `$.")
-    path = path.rstrip("`")
+    text, path = text[: 2 * MAX_NAME], path.rstrip("`")[:MAX_NAME]
     if text.startswith("Object contains unknown field"):
         return _unknown(text.partition("`")[2].removesuffix("`")[:MAX_NAME], path, kind)
     param = path.split("[")[0].split(".")[0] or None

@@ -21,6 +21,7 @@ from prfaas_worker.credentials import WorkerCredentials
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.kv_events import KvEventPublisher
 from prfaas_worker.front.metrics import WorkerMetrics
+from prfaas_worker.front.openai_bodies import MAX_NAME
 from prfaas_worker.front.spans import TransferSpans
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import Tokenizer
@@ -138,9 +139,9 @@ def require_model(model: str, served: ServedModel) -> None:
     if model == served.model_name:
         return
     if model.startswith(f"{served.model_name}:"):
-        raise unsupported("model", f"model {model!r} names a LoRA adapter, and adapters are not served here")
+        raise unsupported("model", f"model {model[:MAX_NAME]!r} names a LoRA adapter, and adapters are not served here")
     raise RequestError(
-        f"model {model!r} is not served here; this instance serves {served.model_name!r}",
+        f"model {model[:MAX_NAME]!r} is not served here; this instance serves {served.model_name!r}",
         status=404,
         code="model_not_found",
         param="model",
