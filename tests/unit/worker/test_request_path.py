@@ -1,7 +1,8 @@
 """The way of one offloaded request is short: how many files of ours it enters, counted where the request runs.
 
-A gateway, a source and a destination run as processes of their own, each under a profiler of function calls. What the
-idle system enters anyway (heartbeats, polling, metrics) is not counted. docs/architecture.md describes the way.
+A gateway, a source and a destination run as processes of their own, each under a profiler of function calls. A file
+counts if the request enters a function of it that the idle system (heartbeats, polling, metrics) does not enter.
+docs/architecture.md describes the way.
 """
 
 import asyncio
@@ -20,11 +21,12 @@ from prfaas.wire import headers
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 ROOT: Final = Path(__file__).parents[3]
-BUDGET: Final = 90
-"""Files of ours that one offloaded request enters, in all five processes together, the model's and core's included."""
+BUDGET: Final = 94
+"""Files of ours that one offloaded request enters, in all five processes together, the model's and core's included. It is
+as many as there are: a new file on the way takes the place of another."""
 WINDOW_SECONDS: Final = 3.0
 PROFILER: Final = '''
-"""Notes which files of ours this process enters while the file `window` says so."""
+"""Notes which functions of ours this process enters while the file `window` says so."""
 import os, sys, threading, time
 from pathlib import Path
 
@@ -33,7 +35,7 @@ phase, entered = "", {}
 
 def profile(frame, event, argument):
     if phase and event == "call" and frame.f_code.co_name != "<module>":
-        entered.setdefault(phase, set()).add(frame.f_code.co_filename)
+        entered.setdefault(phase, set()).add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
 def watch():
     global phase
@@ -44,8 +46,8 @@ def watch():
         except OSError:
             phase = ""
         if phase != seen:
-            for name, files in list(entered.items()):
-                ours = sorted(one for one in tuple(files) if "/prfaas" in one)
+            for name, functions in list(entered.items()):
+                ours = sorted(f"{file} {function}" for file, function in tuple(functions) if "/prfaas" in file)
                 (folder / f"{name}-{os.getpid()}").write_text("\\n".join(ours))
             seen = phase
             (folder / f"seen-{os.getpid()}").write_text(seen)
@@ -64,7 +66,7 @@ class Profiled:
         self._folder = folder
 
     async def phase(self, name: str, during: Callable[[], Awaitable[None]] | None = None) -> set[str]:
-        """Return the files that all processes enter within a window, in which `during` is awaited."""
+        """Return FILE FUNCTION of all that processes enter within a window, in which `during` is awaited."""
         window = self._folder / "window"
         window.write_text(name)
         await self._until_seen(name)
@@ -73,8 +75,8 @@ class Profiled:
         await asyncio.sleep(WINDOW_SECONDS)
         window.unlink()
         await self._until_seen("")
-        files = (line for one in self._folder.glob(f"{name}-*") for line in one.read_text().splitlines())
-        return {str(Path(one).relative_to(ROOT)) for one in files if one.startswith(str(ROOT))}
+        lines = (line for one in self._folder.glob(f"{name}-*") for line in one.read_text().splitlines())
+        return {line.removeprefix(f"{ROOT}/") for line in lines if line.startswith(str(ROOT))}
 
     async def _until_seen(self, phase: str) -> None:
         async with asyncio.timeout(60):
@@ -151,7 +153,8 @@ async def test_an_offloaded_request_enters_few_files(launch, profiled: Profiled,
 
         await ask("first " * 200)  # connections, caches of compiled things
         idle = await profiled.phase("idle")
-        entered = await profiled.phase("request", lambda: ask("then " * 200)) - idle
+        functions = await profiled.phase("request", lambda: ask("then " * 200)) - idle
+    entered = {one.partition(" ")[0] for one in functions}
 
     for way in (
         "prfaas_gateway/dispatch",
