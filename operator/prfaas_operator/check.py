@@ -43,8 +43,7 @@ class Finding(NamedTuple):
 async def check(hub: KubeContext, name: str | None) -> dict[str, list[Finding]]:
     """Check the hub, and one member or all; return the findings by cluster.
 
-    Raises:
-        ConfigError: there is no such MemberCluster, or the hub refuses what a check has to read.
+    Raises ConfigError: there is no such MemberCluster, or the hub refuses what a check has to read.
     """
     async with open_context(hub) as here:
         found = [read(MemberCluster, one) for one in await here.cluster.list_all(kinds.MEMBER_CLUSTER)]

@@ -101,8 +101,7 @@ def ready_condition(live: Object) -> Condition | None:
 async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_seconds: float) -> None:
     """Delete a MemberCluster and its Secret; with `member`, also the account that `join` made there.
 
-    Raises:
-        ConfigError: there is no such MemberCluster, or pools still need it after `wait_seconds`.
+    Raises ConfigError: there is no such MemberCluster, or pools still need it after `wait_seconds`.
     """
     async with open_context(hub) as here:
         live = await here.cluster.get(kinds.MEMBER_CLUSTER, name)

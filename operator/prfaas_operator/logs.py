@@ -51,8 +51,7 @@ def drop_traceback(record: logging.LogRecord) -> bool:
 def configure(place: str, log_format: LogFormat) -> None:
     """Configure logging as in every process, with each line's object; kopf logs only what our lines lack.
 
-    Raises:
-        ConfigError: PRFAAS_LOG_LEVEL is no level.
+    Raises ConfigError: PRFAAS_LOG_LEVEL is no level.
     """
     configure_logs(place, log_format, keys_of).addFilter(drop_traceback)
     logging.getLogger("kopf").setLevel(logging.WARNING)

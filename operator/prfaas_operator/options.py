@@ -59,10 +59,6 @@ class OperatorOptions(NamedTuple):
     log_format: LogFormatOption = "text"
 
     def certificate_terms(self) -> Terms:
-        """Return the terms of certificates.
-
-        Raises:
-            ConfigError: the flags about certificates do not fit together.
-        """
+        """Return the terms of certificates. Raises ConfigError: the flags about certificates do not fit together."""
         hours = (self.certificate_hours, self.authority_hours)
         return terms_of(self.certificates, self.certificate_issuer, *hours, self.certificate_settle_seconds)

@@ -27,9 +27,8 @@ MAX_NAMED: Final = 10
 def read(kubeconfig: Path | None, context: str | None, namespace: str, policy: str | None) -> PlanFile:
     """Return the system of a policy's pools, and its load; by default of the only policy there is.
 
-    Raises:
-        ConfigError: there is no such policy, or measurements are missing; the message names them.
-        PeerError: the API server is not reached, or refuses.
+    Raises ConfigError: there is no such policy, or measurements are missing; the message names them.
+    Raises PeerError: the API server is not reached, or refuses.
     """
     return asyncio.run(_read(KubeContext(kubeconfig, context, namespace), policy))
 

@@ -65,8 +65,7 @@ async def open_context(given: KubeContext) -> AsyncIterator[Terminal]:
 async def connect_member(name: str, namespace: str, access: Access, may_write: MayWrite = always) -> ClusterClient:
     """Connect to a member cluster with the access that its kubeconfig was reduced to.
 
-    Raises:
-        KubeconfigRefusedError: a TLS library cannot load the CA, certificate or key.
+    Raises KubeconfigRefusedError: a TLS library cannot load the CA, certificate or key.
     """
     try:
         # Building a TLS context reads files and parses certificates.

@@ -124,9 +124,8 @@ class Children:
 
         Existing objects change only if the API server would accept the changes of all existing objects.
 
-        Raises:
-            ChildConflictError: an object of that name exists and is not ours: taking it over could break its owner.
-            PrfaasError: the API server refuses one of them.
+        Raises ChildConflictError: an object of that name exists and is not ours: taking it over could break its owner.
+        Raises PrfaasError: the API server refuses one of them.
         """
         known = self._applied.setdefault(owner, {})
         children = [await self._observe(owner, cluster, manifest) for manifest in manifests]

@@ -113,8 +113,7 @@ class HubView:
     def named(self, kind: ObjectKind, model: type[R], names: Iterable[str]) -> dict[str, R]:
         """Return some objects of a kind by their names, as read; missing ones are left out.
 
-        Raises:
-            InvalidObjectError: one of them cannot be read; the caller depends on all of them.
+        Raises InvalidObjectError: one of them cannot be read; the caller depends on all of them.
         """
         found = {name: self._objects.get(Ref(kind, name)) for name in sorted(set(names))}
         return {name: read(model, body) for name, body in found.items() if body is not None}

@@ -87,8 +87,7 @@ class StatusWriter:
     async def write(self, ref: Ref, live: Object, result: ReconcileResult) -> ReconcileResult:
         """Write the part of a status that the hub's CRD accepts; return that part, and when to come again.
 
-        Raises:
-            PrfaasError: nothing could be written.
+        Raises PrfaasError: nothing could be written.
         """
         left_out: set[str] = set()
         while True:

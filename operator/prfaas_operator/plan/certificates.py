@@ -269,8 +269,7 @@ def terms_of(
 ) -> Terms:
     """Return the terms of the command line; `issuer` is KIND.GROUP/NAME.
 
-    Raises:
-        ConfigError: the flags do not fit together.
+    Raises ConfigError: the flags do not fit together.
     """
     if (mode is CertificateMode.ISSUER) != bool(issuer):
         raise ConfigError("--certificate-issuer names the issuer of --certificates Issuer: give both or neither")

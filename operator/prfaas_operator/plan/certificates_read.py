@@ -72,8 +72,7 @@ def content(secret: Secret, name: str) -> bytes:
 def read_store(secret: Secret, now: datetime) -> Store:
     """Read the Secret of authorities.
 
-    Raises:
-        AuthorityDamagedError: it holds no authority, or a key that is not its certificate's.
+    Raises AuthorityDamagedError: it holds no authority, or a key that is not its certificate's.
     """
     texts = {name: content(secret, name) for name in (CERTIFICATE, KEY, NEXT, NEXT_KEY, PREVIOUS)}
     try:
@@ -143,11 +142,7 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> Held:
 
 
 def read_issued(secret: Secret, now: datetime) -> Leaf:
-    """Read an issuer's certificate for a cluster.
-
-    Raises:
-        PrfaasError: it cannot be used.
-    """
+    """Read an issuer's certificate for a cluster. Raises PrfaasError: it cannot be used."""
     return _leaf(secret, content(secret, TRUSTED), now)
 
 

@@ -61,8 +61,7 @@ class Access(NamedTuple):
 def parse_kubeconfig(document: bytes) -> Access:
     """Read a kubeconfig.
 
-    Raises:
-        KubeconfigRefusedError: it is no kubeconfig, or holds a refused field; the message names the field.
+    Raises KubeconfigRefusedError: it is no kubeconfig, or holds a refused field; the message names the field.
     """
     if len(document) > MAX_BYTES:
         raise _refuse(f"is larger than {MAX_BYTES} bytes")

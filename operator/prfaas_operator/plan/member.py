@@ -99,8 +99,7 @@ RESERVED: Final = re.compile(
 def check_secrets(template: PodTemplate, kubeconfigs: Collection[str]) -> None:
     """Refuse a template that reads a Secret of the operator; `kubeconfigs` are Secrets that MemberClusters name.
 
-    Raises:
-        ForbiddenSecretError: the template names such a Secret; the message has the Secret and the field.
+    Raises ForbiddenSecretError: the template names such a Secret; the message has the Secret and the field.
     """
     for name, where in _read_by(template):
         if name in kubeconfigs or RESERVED.fullmatch(name):

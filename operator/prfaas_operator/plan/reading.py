@@ -23,11 +23,7 @@ R = TypeVar("R", bound=Resource)
 
 
 def read(model: type[R], body: Object) -> R:
-    """Read an object of the hub.
-
-    Raises:
-        InvalidObjectError: this version does not know a part of it.
-    """
+    """Read an object of the hub. Raises InvalidObjectError: this version does not know a part of it."""
     try:
         return model.model_validate(body)
     except ValidationError as error:

@@ -131,8 +131,7 @@ class Certificates:
 
         Gateways change first: a gateway without TLS would lose every instance that uses it.
 
-        Raises:
-            CertificateNotReadyError: the Secret does not exist, and a pod that mounts it could not start.
+        Raises CertificateNotReadyError: the Secret does not exist, and a pod that mounts it could not start.
         """
         if self._terms.mode is CertificateMode.DISABLED:
             return False
@@ -142,8 +141,7 @@ class Certificates:
     async def wait_delivered(self, cluster: str) -> None:
         """Request a cluster's Secret, and wait a moment for it.
 
-        Raises:
-            CertificateNotReadyError: it does not exist yet.
+        Raises CertificateNotReadyError: it does not exist yet.
         """
         if self._terms.mode is CertificateMode.DISABLED:
             return
@@ -243,8 +241,7 @@ class Certificates:
     async def _ask_issuer(self, targets: Sequence[_Target]) -> Sequence[_Target]:
         """Request a certificate for each cluster from the issuer, if there is one, and add the issued ones.
 
-        Raises:
-            InvalidObjectError: cert-manager is not installed.
+        Raises InvalidObjectError: cert-manager is not installed.
         """
         hub, issuer = self._hub.client, self._terms.issuer
         if issuer is None:

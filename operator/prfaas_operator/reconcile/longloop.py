@@ -111,8 +111,7 @@ class PolicyBalancer:
     async def _write(self, one: PoolSeen, count: int) -> None:
         """Write a pool's replicas, unless they were written since the read.
 
-        Raises:
-            ConflictError: they were, or the pool is gone.
+        Raises ConflictError: they were, or the pool is gone.
         """
         kind = DECODE_POOL if isinstance(one.pool, DecodePool) else PREFILL_POOL
         live, owner = one.live, ownership.owner(one.live)

@@ -133,19 +133,14 @@ class Members:
     async def owned(self, name: str) -> Owned:
         """Return the children of pools in a member that was just contacted.
 
-        Raises:
-            PrfaasError: it does not answer any more.
+        Raises PrfaasError: it does not answer any more.
         """
         connection = self._connections[name]
         lists = [(kind, await connection.cluster.list_all(kind, selector=connection.selector)) for kind in OWNED_KINDS]
         return [(kind, one) for kind, found in lists for one in found]
 
     async def cluster(self, name: str) -> ClusterClient:
-        """Return the client of a member.
-
-        Raises:
-            PrfaasError: the problem that the last contact found.
-        """
+        """Return the client of a member. Raises PrfaasError: the problem that the last contact found."""
         async with self._contacted:
             try:
                 async with asyncio.timeout(FIRST_CONTACT_SECONDS):
@@ -203,9 +198,8 @@ class Members:
 def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Access:
     """Read a member's credentials from its Secret.
 
-    Raises:
-        SecretNotFoundError: the Secret or the key does not exist.
-        KubeconfigRefusedError: see `plan.credentials`.
+    Raises SecretNotFoundError: the Secret or the key does not exist.
+    Raises KubeconfigRefusedError: see `plan.credentials`.
     """
     reference = member.spec.kubeconfig_secret_ref
     if secret is None:
