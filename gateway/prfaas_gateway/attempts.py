@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from prfaas.errors import CapacityError, RequestError
+from prfaas.errors import CapacityError
 from prfaas.routing.decide import Overload, decide, decide_again, find_overload
 from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.telemetry.tracing import OFF, Tracing
@@ -22,7 +22,7 @@ from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics, Outcome
-from prfaas_gateway.openai import LateError, SaturatedError, read_error, relayed_headers
+from prfaas_gateway.openai import LateError, SaturatedError, model_not_found, read_error, relayed_headers
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.stream import AnswerStream, BrokenOffError, begin_answer
@@ -56,12 +56,7 @@ class Attempts:
         """
         request, facts = self._request, self._state.facts(self._request)
         if request.model != facts.table.model:
-            raise RequestError(
-                f"the model {request.model[:100]!r} is not served here; GET /v1/models lists the served models",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
+            raise model_not_found(request.model)
         decision = decide(facts)
         if isinstance(decision, Refusal):
             decision = await self._until_served(decide, self._state.clock() + self._limits.hold_seconds)

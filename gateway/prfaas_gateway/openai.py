@@ -25,6 +25,7 @@ HOP_BY_HOP = frozenset(
 )
 CODE_DEADLINE = "deadline_exceeded"
 CODE_LATE = "slo_exceeded"
+MAX_NAME = 100
 # What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -52,6 +53,12 @@ class LateError(CapacityError):
 
 class DeadlineError(TimeoutError):
     """The request's own deadline has passed."""
+
+
+def model_not_found(name: str) -> RequestError:
+    """Return the error for a model that this gateway does not serve; it repeats the beginning of a long name."""
+    text = f"the model {name[:MAX_NAME]!r} is not served here; GET /v1/models lists the served models"
+    return RequestError(text, status=404, code="model_not_found", param="model")
 
 
 def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list[tuple[str, str]]:

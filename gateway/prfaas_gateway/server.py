@@ -26,7 +26,7 @@ from prfaas_gateway.dispatch import Dispatcher
 from prfaas_gateway.engines import Engines
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.metrics import GatewayMetrics
-from prfaas_gateway.openai import UNREADABLE, error_response, model_card
+from prfaas_gateway.openai import UNREADABLE, error_response, model_card, model_not_found
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.table import RoleTeller, follow_configmap, follow_file, read_file
@@ -223,8 +223,7 @@ class PublicApp:
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if self._state.table is None or name != self._state.table.model:
-            message = f"the model {name[:100]!r} is not served here"
-            return error_response(RequestError(message, status=404, code="model_not_found", param="model"))
+            return error_response(model_not_found(name))
         return _json(model_card(name))
 
     async def _openapi(self, _request: web.Request) -> web.Response:

@@ -4,14 +4,11 @@ CONTRIBUTING.md states these rules. Each exception below names its reason.
 """
 
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
-
-import pytest
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = (
@@ -166,13 +163,3 @@ def test_what_other_rooms_use_has_a_docstring():
                     bare.add(f"{base}.{name}")
 
     assert bare == set()
-
-
-NO_LEFTOVERS: Final = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_nothing_is_left_for_later_without_a_place(package: str):
-    found = [one for one in (ROOT / package).rglob("*.py") if NO_LEFTOVERS.search(one.read_text())]
-
-    assert found == []

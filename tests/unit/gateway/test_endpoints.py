@@ -39,6 +39,13 @@ async def test_an_unknown_model_is_404(world):
     assert await world.metric('prfaas_gateway_requests_total{decision="none",outcome="invalid"}') == 1
 
 
+async def test_an_error_repeats_only_the_beginning_of_a_long_model_name(world):
+    await world.start("d0")
+    got = await world.post({"model": "m" * 1_000_000})
+    assert (got.status, got.json["error"]["code"]) == (404, "model_not_found")
+    assert len(got.json["error"]["message"]) < 300
+
+
 @pytest.mark.parametrize("announced", [True, False])
 async def test_a_body_over_the_limit_is_refused(world, announced):
     await world.start("d0", limits=Limits(request_bytes=1000))
