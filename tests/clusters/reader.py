@@ -1,4 +1,4 @@
-"""Reads objects of one API server over a connection that stays open, under the names that kubectl takes.
+"""Reads and creates objects of one API server over a connection that stays open, under the names that kubectl takes.
 
 Tests ask ten times a second whether something has come about. A kubectl process for each question costs more than all
 that the question is about: a tenth of a second of a core.
@@ -9,13 +9,14 @@ import json
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from prfaas.kube.session import client_tls
 from prfaas_sandbox.credentials import read_kubeconfig
 
 TIMEOUT_SECONDS = 30.0
 NOT_FOUND = 404
+WRONG_OBJECT = (400, 422)
 
 Object = dict[str, Any]
 
@@ -34,8 +35,12 @@ class UnansweredError(Exception):
     """The server has no such kind, or did not answer as it should: kubectl may know why."""
 
 
+class RefusedError(Exception):
+    """The server refused an object; the text is what kubectl shows of it."""
+
+
 class Reader:
-    """Gets and patches namespaced objects as the administrator; usable from several threads.
+    """Gets, creates and patches namespaced objects as the administrator; usable from several threads.
 
     Every method raises `UnansweredError` for whatever is neither an object nor its absence.
     """
@@ -58,19 +63,49 @@ class Reader:
         """Return an object; None where there is none."""
         return self._request("GET", f"{_path(self._kind(name_of_kind), namespace)}/{quote(name)}")
 
-    def list_all(self, namespace: str, names_of_kinds: str, selector: str) -> list[Object]:
-        """Return the objects of several kinds that a label selector chooses."""
+    def list_all(self, namespace: str, names_of_kinds: str, labels: str = "", fields: str = "") -> list[Object]:
+        """Return the objects of several kinds that selectors of labels and of fields choose."""
         found: list[Object] = []
+        query = urlencode({"labelSelector": labels, "fieldSelector": fields})
         for kind in map(self._kind, names_of_kinds.split(",")):
-            listed = self._request("GET", f"{_path(kind, namespace)}?labelSelector={quote(selector)}")
+            listed = self._request("GET", f"{_path(kind, namespace)}?{query}")
             items = listed["items"] if listed else []
             found += [{"apiVersion": kind.version, "kind": kind.kind, **item} for item in items]
         return found
+
+    def create(self, body: Object, *, is_dry_run: bool = False) -> Object | None:
+        """Create an object as strictly as kubectl does; raises `RefusedError` when the server finds it wrong."""
+        kind, namespace = self._kind(body["kind"].lower()), body["metadata"]["namespace"]
+        query = "fieldValidation=Strict" + ("&dryRun=All" if is_dry_run else "")
+        return self._request("POST", f"{_path(kind, namespace)}?{query}", body)
+
+    def apply(self, namespace: str, body: Object) -> None:
+        """Make an object be as `body` says, and take what others say of these fields."""
+        path = f"{_path(self._kind(body['kind'].lower()), namespace)}/{body['metadata']['name']}"
+        query = "fieldManager=tests&force=true&fieldValidation=Strict"
+        self._request("PATCH", f"{path}?{query}", body, "application/apply-patch+yaml")
+
+    def patch(self, namespace: str, name_of_kind: str, name: str, body: Object, manager: str = "tests") -> None:
+        """Merge `body` into an object, as `manager`."""
+        path = f"{_path(self._kind(name_of_kind), namespace)}/{name}?fieldManager={quote(manager)}"
+        self._request("PATCH", path, body)
 
     def patch_status(self, namespace: str, name_of_kind: str, name: str, status: Object) -> Object | None:
         """Merge a status into an object's; return None where there is none."""
         path = f"{_path(self._kind(name_of_kind), namespace)}/{quote(name)}/status"
         return self._request("PATCH", path, {"status": status})
+
+    def token(self, namespace: str, account: str, seconds: int) -> str:
+        """Return a new token of a ServiceAccount."""
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"expirationSeconds": seconds},
+        }
+        made = self._request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token", body)
+        if made is None:
+            raise UnansweredError(f"no ServiceAccount {account}")
+        return made["status"]["token"]
 
     def _kind(self, name: str) -> Kind:
         for is_fresh in (False, True):
@@ -93,9 +128,10 @@ class Reader:
             if each["namespaced"] and "/" not in each["name"]
         ]
 
-    def _request(self, method: str, path: str, body: Object | None = None) -> Object | None:
+    def _request(self, method: str, path: str, body: Object | None = None, form: str = "") -> Object | None:
         data = None if body is None else json.dumps(body)
-        headers = {"Content-Type": "application/merge-patch+json"} if body else {}
+        usual = {"POST": "application/json", "PATCH": "application/merge-patch+json"}
+        headers = {"Content-Type": form or usual[method]} if body else {}
         for is_new in (False, True):  # the server may have closed a connection that was kept
             connection = self._connection(is_new=is_new)
             try:
@@ -109,6 +145,8 @@ class Reader:
             # A path that is not served is told as text, an object that is not there as a Status.
             if answer.status == NOT_FOUND and text.startswith(b"{"):
                 return None
+            if method == "POST" and answer.status in WRONG_OBJECT:
+                raise RefusedError(json.loads(text)["message"])
             break
         raise UnansweredError(f"{method} {path}")
 

@@ -59,7 +59,7 @@ class Installed:
 
     def member_token(self) -> str:
         """Return a token of the member's account, as `prfaas cluster join` asks for one."""
-        return self.kubectl("-n", MEMBER, "create", "token", "prfaas-operator", "--duration=1h").strip()
+        return self.cluster.reader.token(MEMBER, "prfaas-operator", 3600)
 
 
 @pytest.fixture(scope="module")
@@ -229,16 +229,15 @@ def exist(installed: Installed, namespace: str, *objects: str) -> None:
 
 def pools_with_deployments(installed: Installed, namespace: str) -> set[str]:
     selector = "app.kubernetes.io/managed-by=prfaas-operator,prfaas.io/pool"
-    listed = json.loads(installed.kubectl("-n", namespace, "get", "deployments", "-l", selector, "-o", "json"))
-    return {item["metadata"]["labels"]["prfaas.io/pool"] for item in listed["items"]}
+    listed = installed.cluster.reader.list_all(namespace, "deployments", selector)
+    return {item["metadata"]["labels"]["prfaas.io/pool"] for item in listed}
 
 
 def admitted(installed: Installed, namespace: str) -> set[str]:
     """Return the Deployments of a namespace, all of whose pods exist: that is, were admitted."""
-    listed = json.loads(installed.kubectl("-n", namespace, "get", "deployments", "-o", "json"))
     return {
         item["metadata"]["name"]
-        for item in listed["items"]
+        for item in installed.cluster.reader.list_all(namespace, "deployments")
         if item.get("status", {}).get("replicas", 0) == item["spec"]["replicas"]
     }
 

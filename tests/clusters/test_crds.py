@@ -102,13 +102,12 @@ def manifest(kind: str, name: str, spec: dict[str, Any]) -> str:
 
 
 def create(cluster, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(
-        cluster.kubectl("-n", "crds", "create", "-o", "json", "-f", "-", stdin=manifest(kind, name, spec))
-    )
+    body = json.loads(manifest(kind, name, spec))
+    return cluster.reader.create(body | {"metadata": {"name": name, "namespace": "crds"}})
 
 
 def read(cluster, kind: str, name: str) -> dict[str, Any]:
-    return json.loads(cluster.kubectl("-n", "crds", "get", kind, name, "-o", "json"))
+    return cluster.reader.get("crds", kind.lower(), name)
 
 
 def refusal(cluster, *arguments: str, stdin: str | None = None) -> str:
@@ -199,8 +198,7 @@ def test_scale_reads_and_writes_replicas(crds, kind):
 
 
 def patch_status(cluster, kind: str, name: str, status: dict[str, Any]) -> None:
-    patch = json.dumps({"status": status})
-    cluster.kubectl("-n", "crds", "patch", kind, name, "--subresource=status", "--type=merge", "-p", patch)
+    assert cluster.reader.patch_status("crds", kind.lower(), name, status)
 
 
 def condition(status: str = "True", reason: str = "AllReady", **fields: Any) -> dict[str, Any]:

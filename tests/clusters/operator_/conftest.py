@@ -75,7 +75,14 @@ class Namespace:
         return self.cluster.kubectl("-n", self.name, *arguments, stdin=stdin)
 
     def apply(self, *bodies: dict[str, Any]) -> None:
-        self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(bodies)}))
+        for body in bodies:
+            try:
+                self.cluster.reader.apply(self.name, body)
+            except UnansweredError:  # kubectl tells why
+                self.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(body))
+
+    def patch(self, kind: str, name: str, change: dict[str, Any], manager: str = "tests") -> None:
+        self.cluster.reader.patch(self.name, kind, name, change, manager)
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self.find(kind, name) or json.loads(self.kubectl("get", kind, name, "-o", "json"))
@@ -93,6 +100,19 @@ class Namespace:
         with contextlib.suppress(UnansweredError):
             return self.cluster.reader.list_all(self.name, kinds, selector)
         return json.loads(self.kubectl("get", kinds, "-l", selector, "-o", "json"))["items"]
+
+    def events(self, name: str = "", reason: str = "", type_: str = "") -> list[dict[str, Any]]:
+        """Return the Events about an object, of a reason and a type where these are given."""
+        chosen = {"involvedObject.name": name, "reason": reason, "type": type_}
+        fields = ",".join(f"{field}={value}" for field, value in chosen.items() if value)
+        return self.cluster.reader.list_all(self.name, "events", fields=fields)
+
+    def told(self, name: str, reason: str, type_: str = "") -> list[str]:
+        """Return the messages of such Events."""
+        return [event["message"] for event in self.events(name, reason, type_)]
+
+    def token(self, account: str, hours: int = 1) -> str:
+        return self.cluster.reader.token(self.name, account, hours * 3600)
 
     def condition(self, kind: str, name: str, type_: str = "Ready") -> dict[str, Any]:
         conditions = self.get(kind, name).get("status", {}).get("conditions", [])
@@ -161,7 +181,7 @@ class World:
 
     def kubeconfig(self, server: str | None = None) -> dict[str, Any]:
         """Return a kubeconfig for the member that is accepted: the chart's account, by token."""
-        token = self.member.kubectl("create", "token", "prfaas-operator", "--duration=2h").strip()
+        token = self.member.token("prfaas-operator", hours=2)
         cluster = yaml.safe_load(self.member.cluster.kubeconfig.read_text())["clusters"][0]["cluster"]
         return {
             "apiVersion": "v1",
@@ -291,7 +311,7 @@ def render(tools: Any, chart: str, namespace: str, *templates: str) -> str:
 def operator_kubeconfig(hub: Namespace, path: Path) -> Path:
     """Write a kubeconfig with a token of the operator's ServiceAccount: the rights of the chart and no more."""
     config = yaml.safe_load(hub.cluster.kubeconfig.read_text())
-    token = hub.kubectl("create", "token", "prfaas-operator", "--duration=1h").strip()
+    token = hub.token("prfaas-operator")
     config["users"][0]["user"] = {"token": token}
     path.write_text(json.dumps(config))
     return path

@@ -31,9 +31,7 @@ def joined(world):
 
 def events(world, name: str, reason: str) -> list[str]:
     """Return the messages of the Warnings with a reason about an object of the hub."""
-    chosen = f"involvedObject.name={name},reason={reason},type=Warning"
-    listing = json.loads(world.hub.kubectl("get", "events", "--field-selector", chosen, "-o", "json"))
-    return [event["message"] for event in listing["items"]]
+    return world.hub.told(name, reason, "Warning")
 
 
 def told(world, kind: str, name: str, reason: str) -> str:
@@ -77,7 +75,7 @@ def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_
     binding = {"kind": "RoleBinding", "metadata": {"name": "guest"}, "roleRef": role, "subjects": [subject]}
     joined.member.apply(account, {"apiVersion": "rbac.authorization.k8s.io/v1", **binding})
     borrowed = joined.kubeconfig()
-    borrowed["users"][0]["user"]["token"] = joined.member.kubectl("create", "token", "guest").strip()
+    borrowed["users"][0]["user"]["token"] = joined.member.token("guest")
     joined.hub.apply(
         joined.secret("guest", borrowed),
         joined.member_cluster("guest", "guest"),
@@ -140,8 +138,8 @@ def test_an_image_that_cannot_be_pulled_is_told_and_a_better_one_heals(joined):
         joined.hub.kubectl("patch", "pod", pod, "--subresource=status", "--type=merge", "-p", patch)
         assert "nowhere/worker:1: not found" in told(joined, "dcpool", "typo", "ImagePullFailed")
     assert len(events(joined, "typo", "ImagePullFailed")) == 1, "the kubelet's back and forth is no news"
-    image = json.dumps({"spec": {"engine": {"image": "somewhere/worker:1"}}})
-    joined.hub.kubectl("patch", "dcpool", "typo", "--type=merge", "-p", image)
+    image = {"spec": {"engine": {"image": "somewhere/worker:1"}}}
+    joined.hub.patch("dcpool", "typo", image)
     fresh = joined.eventually(lambda: [one for one in joined.hub.pods("typo") if one != pod], "a pod of the new image")
     joined.hub.set_pod(fresh[0], address="10.6.2.1")
     joined.hub.wait_reason("dcpool", "typo", "AllReady")

@@ -46,18 +46,16 @@ def usable(place, cluster: str) -> bool:
 
 
 def patch(place, name: str, data: dict[str, str | None]) -> None:
-    place.kubectl("patch", "secret", name, "--type=merge", "-p", json.dumps({"data": data}))
+    place.patch("secret", name, {"data": data})
 
 
 def events(place) -> set[str]:
-    return {event["reason"] for event in json.loads(place.kubectl("get", "events", "-o", "json"))["items"]}
+    return {event["reason"] for event in place.events()}
 
 
 def warnings(place, name: str, reason: str) -> list[str]:
     """Return the messages of the Warnings with a reason about an object."""
-    chosen = f"involvedObject.name={name},reason={reason},type=Warning"
-    listing = json.loads(place.kubectl("get", "events", "--field-selector", chosen, "-o", "json"))
-    return [event["message"] for event in listing["items"]]
+    return place.told(name, reason, "Warning")
 
 
 def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays_in_the_hub(joined):
@@ -205,8 +203,7 @@ def test_of_two_that_are_registered_at_once_for_one_namespace_one_is_served_and_
         f"{other} shares its namespace with MemberCluster {served}"
         in joined.hub.wait_reason("pfpool", f"{other}-pool", "CertificateNotReady")["message"]
     )
-    issued = joined.hub.kubectl("get", "events", "--field-selector", "reason=CertificateIssued", "-o", "json")
-    subjects = [event["involvedObject"]["name"] for event in json.loads(issued)["items"]]
+    subjects = [event["involvedObject"]["name"] for event in joined.hub.events(reason="CertificateIssued")]
     assert other not in subjects, "nothing was ever overwritten"
     joined.hub.kubectl("delete", "pfpool", "north-pool", "south-pool", "--timeout=60s")
     joined.hub.kubectl("delete", "pmc", *names, "--timeout=60s")

@@ -23,22 +23,12 @@ def home(world):
     return world.hub
 
 
-def patch(home, kind: str, name: str, change: dict, *arguments: str) -> None:
-    home.kubectl("patch", kind, name, "--type=merge", "-p", json.dumps(change), *arguments)
-
-
-def events(home, name: str, reason: str) -> list[str]:
-    chosen = f"involvedObject.name={name},reason={reason}"
-    listing = json.loads(home.kubectl("get", "events", "--field-selector", chosen, "-o", "json"))
-    return [event["message"] for event in listing["items"]]
-
-
 def test_an_edit_is_put_back_and_told_with_its_author(world, home):
     change = {"spec": {"template": {"spec": {"enableServiceLinks": True}}}}
-    patch(home, "deployment", "decode", change, "--field-manager=somebody")
+    home.patch("deployment", "decode", change, "somebody")
     links = lambda: home.get("deployment", "decode")["spec"]["template"]["spec"]["enableServiceLinks"]  # noqa: E731
     world.eventually(lambda: links() is False, "the Deployment is as rendered again")
-    message = world.eventually(lambda: events(home, "decode", "ChildEdited"), "an Event")[0]
+    message = world.eventually(lambda: home.told("decode", "ChildEdited"), "an Event")[0]
     assert message == ("Deployment decode: somebody changed spec.template.spec.enableServiceLinks; reverted")
 
 
@@ -52,7 +42,7 @@ def test_who_takes_a_field_over_by_apply_loses_it_again_and_keeps_what_is_theirs
     command = ("apply", "--server-side", "--force-conflicts", "--field-manager=another", "-f", "-")
     home.kubectl(*command, stdin=json.dumps(theirs))
     world.eventually(lambda: home.get("deployment", "decode")["spec"]["replicas"] == 1, "one replica again")
-    told = lambda: any("another changed spec.replicas" in one for one in events(home, "decode", "ChildEdited"))  # noqa: E731
+    told = lambda: any("another changed spec.replicas" in one for one in home.told("decode", "ChildEdited"))  # noqa: E731
     world.eventually(told, "an Event names the other manager")
     assert home.get("deployment", "decode")["metadata"]["annotations"]["example.com/team"] == "a"
 
@@ -61,10 +51,11 @@ def test_two_who_correct_each_other_bring_no_storm(world, home):
     writes = world.metrics().get('prfaas_operator_child_writes_total{kind="Deployment"}', 0)
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        patch(home, "deployment", "local", {"spec": {"replicas": 3}}, "--field-manager=rival")
+        home.patch("deployment", "local", {"spec": {"replicas": 3}}, "rival")
+        time.sleep(0.1)
     after = world.metrics()['prfaas_operator_child_writes_total{kind="Deployment"}']
     assert 1 <= after - writes <= 6
-    assert 1 <= len(events(home, "local", "ChildEdited")) <= 6
+    assert 1 <= len(home.told("local", "ChildEdited")) <= 6
 
 
 def test_somebody_elses_object_is_taken_over_when_it_says_so(world, home):
@@ -80,7 +71,7 @@ def test_somebody_elses_object_is_taken_over_when_it_says_so(world, home):
     home.kubectl("annotate", "configmap", "given-settings", "prfaas.io/adopt=true")
     home.wait_reason("pfpool", "given", "AllReady")
     assert home.get("configmap", "given-settings")["data"]["egress-mbps"] == "20"
-    assert events(home, "given", "ChildAdopted") == ["ConfigMap given-settings was taken over, as annotated"]
+    assert home.told("given", "ChildAdopted") == ["ConfigMap given-settings was taken over, as annotated"]
 
 
 def test_an_owner_may_claim_what_has_its_childrens_names(world, home):
@@ -144,14 +135,14 @@ def test_a_refused_child_leaves_the_whole_set_as_it_was(world, home, no_bad_imag
     home.wait_reason("pfpool", "held", "AllReady")
     before = home.get("networkpolicy", "kimi-gateway")["spec"]
     url = {"prometheusUrl": "http://prometheus:19090"}
-    patch(home, "prfaas", "kimi", {"spec": {"gateway": {"image": "bad/gateway"}, "metrics": url}})
-    patch(home, "pfpool", "held", {"spec": {"engine": {"image": "bad/worker"}, "egressMbps": 30}})
+    home.patch("prfaas", "kimi", {"spec": {"gateway": {"image": "bad/gateway"}, "metrics": url}})
+    home.patch("pfpool", "held", {"spec": {"engine": {"image": "bad/worker"}, "egressMbps": 30}})
     for kind, name in (("prfaas", "kimi"), ("pfpool", "held")):
         assert "images from bad/ are not for us" in home.wait_reason(kind, name, "Invalid")["message"]
     assert home.get("networkpolicy", "kimi-gateway")["spec"] == before
     assert home.get("configmap", "held-settings")["data"] == {"egress-mbps": "10"}
-    patch(home, "prfaas", "kimi", {"spec": {"gateway": {"image": "good/gateway"}}})
-    patch(home, "pfpool", "held", {"spec": {"engine": {"image": "good/worker"}}})
+    home.patch("prfaas", "kimi", {"spec": {"gateway": {"image": "good/gateway"}}})
+    home.patch("pfpool", "held", {"spec": {"engine": {"image": "good/worker"}}})
     home.wait_reason("pfpool", "held", "AllReady")
     assert home.get("configmap", "held-settings")["data"] == {"egress-mbps": "30"}
     world.eventually(lambda: home.get("networkpolicy", "kimi-gateway")["spec"] != before, "the rest lands as well")
@@ -163,7 +154,7 @@ def test_a_paused_object_changes_nothing_until_it_is_resumed(world, home, kind, 
     assert home.wait_reason(kind, name, "Paused")["status"] == "Unknown"
     deployment = "decode" if kind == "dcpool" else "kimi-gateway"
     change = {"spec": {"replicas": 2}} if kind == "dcpool" else {"spec": {"gateway": {"replicas": 2}}}
-    patch(home, kind, name, change)
+    home.patch(kind, name, change)
     generation = home.get(kind, name)["metadata"]["generation"]
     seen = lambda: home.condition(kind, name).get("observedGeneration") == generation  # noqa: E731
     world.eventually(seen, "the change is seen")

@@ -93,7 +93,7 @@ def test_what_is_written_carries_the_servers_time(joined):
     assert is_close(status["lastContactTime"])
     for kind, name in (("pmc", "eu"), ("pfpool", "away"), ("dcpool", "home")):
         assert is_close(joined.hub.condition(kind, name)["lastTransitionTime"])
-    found = json.loads(joined.hub.kubectl("get", "events", "-o", "json"))["items"]
+    found = joined.hub.events()
     ours = [event for event in found if event["source"].get("component") == "prfaas-operator"]
     assert ours
     assert all(is_close(event["lastTimestamp"]) for event in ours)

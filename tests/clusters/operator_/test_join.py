@@ -37,9 +37,7 @@ def test_a_cluster_joins_carries_a_pool_and_leaves_without_a_trace(world):
     assert world.hub.get("pmc", "fresh")["spec"]["link"]["capacityMbps"] == 300
     world.hub.apply(world.pool("PrefillPool", "fresh-pool", clusterName="fresh"))
     member = world.member.cluster
-    world.eventually(
-        lambda: member.kubectl("-n", namespace, "get", "deployments", "-o", "name").strip(), "the pool runs there"
-    )
+    world.eventually(lambda: member.reader.list_all(namespace, "deployments"), "the pool runs there")
     assert json.loads(run(world, "list", "-o", "json").stdout)[0]["pools"] == ["fresh-pool"]
     stays = run(world, "leave", "fresh", "--wait-seconds", "2")
     assert stays.returncode == 1

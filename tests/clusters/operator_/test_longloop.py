@@ -78,8 +78,7 @@ def measured(world, arrivals_milli: int, age_seconds: int = 0) -> None:
 def look(world, **spec) -> int:
     """Change the policy, so that the operator looks at once; return the generation that it will have seen."""
     turn = world.hub.get("prfaas", "kimi")["spec"]["gateway"].get("drainSeconds", 60) % 100 + 1
-    patch = {"spec": {**spec, "gateway": {"drainSeconds": turn}}}
-    world.hub.kubectl("patch", "prfaas", "kimi", "--type=merge", "-p", json.dumps(patch))
+    world.hub.patch("prfaas", "kimi", {"spec": {**spec, "gateway": {"drainSeconds": turn}}})
     return world.hub.get("prfaas", "kimi")["metadata"]["generation"]
 
 
@@ -131,9 +130,7 @@ def owners(world) -> set[str]:
 
 
 def told(world, subject: str, reason: str) -> list[str]:
-    selector = f"involvedObject.name={subject},reason={reason}"
-    found = json.loads(world.hub.kubectl("get", "events", "--field-selector", selector, "-o", "json"))
-    return [event["message"] for event in found["items"]]
+    return world.hub.told(subject, reason)
 
 
 def test_a_policy_that_measures_nothing_may_neither_convert_nor_scale(balanced):

@@ -63,7 +63,7 @@ def test_a_credential_that_is_refused_or_too_weak_is_told_apart_from_an_unreacha
     unknown, weak = world.kubeconfig(), world.kubeconfig()
     unknown["users"][0]["user"]["token"] = "nobody"
     world.member.kubectl("create", "serviceaccount", "weak")
-    weak["users"][0]["user"]["token"] = world.member.kubectl("create", "token", "weak").strip()
+    weak["users"][0]["user"]["token"] = world.member.token("weak")
     for name, document in (("unknown", unknown), ("weak", weak)):
         world.hub.apply(world.secret(name, document), world.member_cluster(name, name))
     world.hub.wait_reason("pmc", "unknown", "Unauthorized")
@@ -160,8 +160,7 @@ def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_i
 
     world.eventually(waiting, "the deadline is said")
     world.eventually(lambda: not world.hub.exists("pfpool", "cut-pool"), "the pool goes at its deadline")
-    chosen = "reason=ChildrenLeftBehind,involvedObject.name=cut-pool"
-    assert world.hub.kubectl("get", "events", "--field-selector", chosen, "-o", "name").strip()
+    assert world.hub.events("cut-pool", "ChildrenLeftBehind")
     assert world.member.exists("deployment", "cut-pool")
     tap.thaw()
     world.eventually(lambda: not world.member.exists("deployment", "cut-pool"), "what was left is swept up")

@@ -88,8 +88,7 @@ def joined(world):
 
 def told(world, name: str, reason: str) -> list[dict[str, Any]]:
     """Return the Warnings with a reason about an object of the hub."""
-    chosen = f"involvedObject.name={name},reason={reason},type=Warning"
-    return json.loads(world.hub.kubectl("get", "events", "--field-selector", chosen, "-o", "json"))["items"]
+    return world.hub.events(name, reason, "Warning")
 
 
 def looks(world, kind: str) -> float:
@@ -105,7 +104,7 @@ def is_left_in_peace(world, name: str, turn: int) -> bool:
 
     before, count = written(), looks(world, "PrefillPool")
     # A label, since an annotation would begin a new generation of the Deployment.
-    world.member.kubectl("label", "deployment", name, f"turn=t{turn}", "--overwrite")
+    world.member.patch("deployment", name, {"metadata": {"labels": {"turn": f"t{turn}"}}})
     world.eventually(lambda: looks(world, "PrefillPool") > count, "another look")
     return written() == before
 

@@ -184,11 +184,8 @@ def test_conditions_keep_the_moment_they_turned(joined):
         return found if found["observedGeneration"] > before["observedGeneration"] and found["status"] == "True" else {}
 
     after = joined.eventually(seen, "the new generation is observed")
-    turned = joined.hub.kubectl(
-        "get", "events", "--field-selector", "involvedObject.name=decode,reason=AllReady", "-o", "name"
-    )
     assert after["lastTransitionTime"] >= before["lastTransitionTime"]
-    assert turned.strip(), "an Event tells when a condition turned"
+    assert joined.hub.events("decode", "AllReady"), "an Event tells when a condition turned"
 
 
 def test_deleting_pools_and_cluster_leaves_nothing(joined):

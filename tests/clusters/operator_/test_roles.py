@@ -144,8 +144,7 @@ def convert(world, changes) -> None:
     (changed,) = (name for name in before if before[name] != after[name])
     message = f"instance {changed} converts from {before[changed]} to {after[changed]}"
     for subject in ("decode", "swing"):
-        told = world.hub.kubectl("get", "events", "--field-selector", f"involvedObject.name={subject}", "-o", "json")
-        assert message in {event["message"] for event in json.loads(told)["items"]}
+        assert message in {event["message"] for event in world.hub.events(subject)}
 
 
 def test_scaling_one_pool_down_takes_an_instance_of_its_role(shared):

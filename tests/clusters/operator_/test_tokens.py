@@ -58,9 +58,8 @@ def test_a_renewal_that_is_refused_is_an_event_and_changes_nothing_else(world):
     without = [rule for rule in rules if "serviceaccounts/token" not in rule["resources"]]
     world.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": without}))
     world.hub.apply(secret_with(world, "kept", -3600, 900, MADE_BY_JOIN), world.member_cluster("kept", "kept"))
-    chosen = "reason=TokenNotRenewed,involvedObject.name=kept"
-    told = lambda: world.hub.kubectl("get", "events", "--field-selector", chosen, "-o", "jsonpath={..message}")  # noqa: E731
-    assert "prfaas cluster join kept" in world.eventually(told, "an Event")
+    told = world.eventually(lambda: world.hub.told("kept", "TokenNotRenewed"), "an Event")
+    assert "prfaas cluster join kept" in told[0]
     world.hub.wait_reason("pmc", "kept", "AllReady")
     world.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": rules}))
 
