@@ -40,6 +40,8 @@ _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class Validity(NamedTuple):
+    """The time in which a certificate is valid."""
+
     not_before: datetime.datetime
     not_after: datetime.datetime
 
@@ -166,6 +168,7 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> str
 
 
 def signing_certificate(authority: KeyPair) -> x509.Certificate:
+    """Return the authority's certificate that belongs to its key; raise ConfigError if none does."""
     public = _signing_key(authority.key).public_key()
     for certificate in _load_all(authority.certificate):
         if certificate.public_key() == public:
@@ -176,6 +179,7 @@ def signing_certificate(authority: KeyPair) -> x509.Certificate:
 
 
 def validity_of(certificate: x509.Certificate) -> Validity:
+    """Return the time in which a certificate is valid."""
     return Validity(certificate.not_valid_before_utc, certificate.not_valid_after_utc)
 
 

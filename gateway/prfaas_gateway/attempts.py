@@ -13,7 +13,7 @@ from aiohttp import web
 
 from prfaas.errors import CapacityError
 from prfaas.routing.decide import Overload, decide, decide_again, find_overload
-from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
+from prfaas.routing.facts import Refusal, Route, RoutingDecision, RoutingFacts
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas_gateway.auth import Auth
@@ -21,7 +21,7 @@ from prfaas_gateway.dashboard import RequestHistory
 from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.metrics import GatewayMetrics, Outcome
+from prfaas_gateway.metrics import GatewayMetrics, RequestOutcome
 from prfaas_gateway.openai import LateError, SaturatedError, model_not_found, read_error, relayed_headers
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
@@ -70,7 +70,7 @@ class Attempts:
         with self._state.counted(decision):
             return await self._try_routes(decision)
 
-    async def _try_routes(self, decision: Decision) -> web.StreamResponse:
+    async def _try_routes(self, decision: RoutingDecision) -> web.StreamResponse:
         """Follow decisions until one is served or refused, or too many have failed."""
         request = self._request
         began_seconds = self._state.clock()
@@ -189,17 +189,19 @@ class Attempts:
             request.fell_back = True
             self._state.offload_failed()
 
-    async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> Decision:
+    async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> RoutingDecision:
         if failure.leg == "decode" and not failure.eject:
             name = route.decode.name
             self._state.saturation.refused(name, self._state.load(name), self._state.clock())
 
-        def again(facts: RoutingFacts) -> Decision:
+        def again(facts: RoutingFacts) -> RoutingDecision:
             return decide_again(facts, route, failure.leg, facts.table.on_offload_failure)
 
         return await self._until_served(again, until_seconds)
 
-    async def _until_served(self, choose: Callable[[RoutingFacts], Decision], until_seconds: float) -> Decision:
+    async def _until_served(
+        self, choose: Callable[[RoutingFacts], RoutingDecision], until_seconds: float
+    ) -> RoutingDecision:
         """Return a route; wait a while for an ejected instance if there is no other."""
         request = self._request
         while True:
@@ -232,7 +234,7 @@ class Attempts:
             self._state.ejections.succeeded(one.name)
 
 
-def _outcome_of(status: int, fell_back: bool) -> Outcome:
+def _outcome_of(status: int, fell_back: bool) -> RequestOutcome:
     if status >= 500:
         return "failed"
     if status >= 400:

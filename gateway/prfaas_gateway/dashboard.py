@@ -8,13 +8,14 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.resources import files
 from itertools import islice
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from prfaas.errors import RequestError
 from prfaas.names import HUB
@@ -38,8 +39,7 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Part = dict[str, Any]
+PagePart = dict[str, Any]
 """A part of the document. Times are seconds since 1970 and durations in seconds."""
 
 
@@ -77,8 +77,8 @@ class RequestHistory:
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self.now = clock
-        self._placed: deque[Part] = deque(maxlen=REQUESTS)
-        self._moments: deque[Part] = deque(maxlen=MOMENTS)
+        self._placed: deque[PagePart] = deque(maxlen=REQUESTS)
+        self._moments: deque[PagePart] = deque(maxlen=MOMENTS)
         self.count = 0
         self.started = clock()
 
@@ -115,17 +115,17 @@ class RequestHistory:
     def add_moment(self, state: GatewayState) -> None:
         self._moments.append({"at": self.now(), **_load(state), "links": state.links})
 
-    def placed_after(self, number: int) -> list[Part]:
+    def placed_after(self, number: int) -> list[PagePart]:
         """Return the requests with a greater number, oldest first."""
         known = len(self._placed) - (self.count - number) if number <= self.count else 0
         return list(islice(self._placed, max(0, known), None))
 
-    def moments_after(self, at: float) -> list[Part]:
+    def moments_after(self, at: float) -> list[PagePart]:
         """Return the later moments, oldest first."""
         return [moment for moment in self._moments if moment["at"] > at]
 
 
-def _document(state: GatewayState, history: RequestHistory, after_number: int, after_moment: float) -> Part:
+def _document(state: GatewayState, history: RequestHistory, after_number: int, after_moment: float) -> PagePart:
     """Return everything that the page draws; `placed` and `moments` hold only entries newer than the request's."""
     table = state.table
     return {
@@ -144,7 +144,7 @@ def _document(state: GatewayState, history: RequestHistory, after_number: int, a
     }
 
 
-def _load(state: GatewayState) -> Part:
+def _load(state: GatewayState) -> PagePart:
     """Return the threshold in force, None before the first table, and the requests so far."""
     rule, counters = state.rule(), state.counters
     return {
@@ -156,7 +156,7 @@ def _load(state: GatewayState) -> Part:
     }
 
 
-def _clusters(state: GatewayState) -> list[Part]:
+def _clusters(state: GatewayState) -> list[PagePart]:
     """Return each cluster with its instances; the hub has no link of its own."""
     rule, table = state.rule(), state.table
     if table is None or rule is None:
@@ -177,7 +177,7 @@ def _clusters(state: GatewayState) -> list[Part]:
     return [{**one, "instances": _instances(state, table, one["name"])} for one in (hub, *members)]
 
 
-def _instances(state: GatewayState, table: RoutingTable, cluster: str) -> list[Part]:
+def _instances(state: GatewayState, table: RoutingTable, cluster: str) -> list[PagePart]:
     now_seconds, until = state.clock(), state.ejections.until_seconds
     return [
         {

@@ -9,7 +9,7 @@ from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.telemetry.logs import line
 from prfaas.wire.trace import read_trace
 from prfaas_gateway.attempts import Attempts, GatewayParts
-from prfaas_gateway.metrics import Outcome
+from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_response
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.stream import STARTED, ClientGoneError, end_in_error
@@ -74,7 +74,7 @@ class Dispatcher:
             return response
 
 
-def _outcome_of(error: Exception) -> Outcome:
+def _outcome_of(error: Exception) -> RequestOutcome:
     if isinstance(error, RequestError) and not isinstance(error, LimitError):
         return "invalid"
     return "rejected" if isinstance(error, (CapacityError, LimitError)) else "failed"

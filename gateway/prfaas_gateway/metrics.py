@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-Outcome = Literal["ok", "fallback", "resumed", "invalid", "rejected", "failed", "aborted"]
+RequestOutcome = Literal["ok", "fallback", "resumed", "invalid", "rejected", "failed", "aborted"]
 
 SECONDS_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 TOKEN_BUCKETS: Final = tuple(2**power for power in range(4, 21))

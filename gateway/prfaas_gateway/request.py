@@ -31,7 +31,7 @@ from prfaas.wire.preferences import NO_PREFERENCES, Preferences, read_deadline_s
 from prfaas.wire.profile import Profile
 from prfaas.wire.resume import ResumableHeader
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.metrics import Outcome
+from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import UNREADABLE, DeadlineError
 from prfaas_gateway.stream import AnswerStream
 from prfaas_gateway.upstream import Answer
@@ -113,7 +113,7 @@ class GatewayRequest:
     """Its answer, after the first byte was sent to the client."""
 
     # Its outcome.
-    outcome: Outcome = "failed"
+    outcome: RequestOutcome = "failed"
     status: int | None = None
     """None: the client left before there was one."""
     reason: str = ""

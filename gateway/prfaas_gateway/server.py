@@ -6,12 +6,13 @@ The public application serves the OpenAI endpoints. The control socket serves th
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from prfaas.errors import ConfigError, RequestError
@@ -38,8 +39,6 @@ RELAYED: Final = ("/v1/chat/completions", "/v1/completions")
 KEPT_SECONDS: Final = 1.0
 """A client sends its next request on the same kept connection right after a stream."""
 LOOK_SECONDS: Final = 0.05
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RunningGateway(NamedTuple):

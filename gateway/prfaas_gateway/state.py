@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from prfaas.errors import CapacityError, InternalError
-from prfaas.routing.facts import Kind, Route, RoutingFacts, RoutingRule, cached_by_cluster, narrow, rule_in_force
+from prfaas.routing.facts import Route, RouteKind, RoutingFacts, RoutingRule, cached_by_cluster, narrow, rule_in_force
 from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.routing.prices import Backlog
 from prfaas.util import RateBucket, backoff_seconds
@@ -50,8 +50,8 @@ class GatewayState:
         self._in_flight: Tally[str] = Tally()
         self._queued_tokens: Tally[str] = Tally()
         self._backlog = Backlog()
-        self._in_flight_decisions: Tally[Kind] = Tally()
-        self._decided: Tally[Kind] = Tally()
+        self._in_flight_decisions: Tally[RouteKind] = Tally()
+        self._decided: Tally[RouteKind] = Tally()
         self._lengths = Lengths()
         self._failed_offloads = 0
 

@@ -29,9 +29,11 @@ class Addressing(StrEnum):
     HOST_IP = "HostIP"
 
 
-MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the member cluster; by default the hub's.")]
-Context = Annotated[str | None, typer.Option(help="Kubeconfig context of the member cluster.")]
-Kubeconfig = Annotated[Path | None, typer.Option(help="Kubeconfig file of the member cluster.")]
+MemberNamespaceOption = Annotated[
+    str | None, typer.Option(help="Namespace in the member cluster; by default the hub's.")
+]
+ContextOption = Annotated[str | None, typer.Option(help="Kubeconfig context of the member cluster.")]
+KubeconfigOption = Annotated[Path | None, typer.Option(help="Kubeconfig file of the member cluster.")]
 TokenDays = Annotated[
     int,
     typer.Option(
@@ -47,12 +49,12 @@ WaitSeconds = Annotated[float, typer.Option(min=0, help="Longest wait for the op
 def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     name: Annotated[str, typer.Argument(help="Name for pools' spec.clusterName.")],
     link_mbps: Annotated[int, typer.Option(min=1, help="Capacity of the link to the hub in Mbit/s.")],
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    context: ContextOption = None,
+    kubeconfig: KubeconfigOption = None,
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    member_namespace: MemberNamespace = None,
+    member_namespace: MemberNamespaceOption = None,
     server: Annotated[
         str | None, typer.Option(help="Address of the member's API server as the hub reaches it, if not the context's.")
     ] = None,
@@ -155,12 +157,12 @@ def check_members(
 @app.command("leave")
 def leave(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     name: Annotated[str, typer.Argument(help="Name of the MemberCluster.")],
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
+    context: ContextOption = None,
+    kubeconfig: KubeconfigOption = None,
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    member_namespace: MemberNamespace = None,
+    member_namespace: MemberNamespaceOption = None,
     wait_seconds: WaitSeconds = 30,
 ) -> None:
     """Remove a member cluster from the hub, with --context also its account there. Example: prfaas cluster leave eu."""

@@ -43,7 +43,7 @@ HARD_END_CODE: Final = 70
 GRACE_SECONDS: Final = 25.0
 """An orderly end takes half of this at most; a pod is killed 30 s after it was asked to end."""
 
-Work = Callable[[asyncio.Event], Awaitable[None]]
+LeaderWork = Callable[[asyncio.Event], Awaitable[None]]
 """Works until the event is set."""
 
 
@@ -92,7 +92,7 @@ class Election:
         """Return true while no other replica can hold the Lease."""
         return self._holder.is_holder
 
-    async def run(self, work: Work, ending: Ending) -> None:
+    async def run(self, work: LeaderWork, ending: Ending) -> None:
         """Work whenever this replica leads, until the process is asked to end; then release the Lease."""
         watched = threading.Event()
         threading.Thread(target=self._watch, args=(watched,), name="lease-watch", daemon=True).start()
@@ -121,7 +121,7 @@ class Election:
                     await ending.asked.wait()
         return False
 
-    async def _lead(self, work: Work, ending: Ending) -> bool:
+    async def _lead(self, work: LeaderWork, ending: Ending) -> bool:
         """Work while the Lease is renewed; return true if the Lease was lost, false if the process was asked to end."""
         log.info("leading: this replica holds the Lease %s", LEASE)
         ending.term = asyncio.Event()

@@ -100,6 +100,7 @@ def forget_object(kind: str, name: str) -> None:
 
 
 def forget_member(cluster: str) -> None:
+    """Remove the metrics of a member cluster that no longer exists."""
     CONTACT_AGE.remove(cluster)
     TOKEN_EXPIRES.remove(cluster)
 

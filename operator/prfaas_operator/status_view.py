@@ -19,7 +19,7 @@ from prfaas.api import Condition, MemberCluster, PrefillPool, PrfaaSPolicy
 from prfaas.api.base import Resource
 from prfaas_operator.plan.conditions import READY
 from prfaas_operator.plan.member import users_of
-from prfaas_operator.plan.pool_status import Pool, role_of
+from prfaas_operator.plan.pool_status import PoolObject, role_of
 
 NOT_SEEN: Final = "NotSeenYet"
 """The cause shown for an object that no operator has reconciled."""
@@ -91,7 +91,7 @@ class Overview:
 def overview(
     namespace: str,
     members: Sequence[MemberCluster],
-    pools: Sequence[Pool],
+    pools: Sequence[PoolObject],
     policies: Sequence[PrfaaSPolicy],
     now: datetime,
 ) -> Overview:
@@ -120,7 +120,7 @@ def _readiness(one: Resource) -> tuple[bool, str]:
     return (ready.status == "True", ready.reason) if ready else (False, NOT_SEEN)
 
 
-def _pools(pools: Iterable[Pool], cluster: str) -> tuple[PoolView, ...]:
+def _pools(pools: Iterable[PoolObject], cluster: str) -> tuple[PoolView, ...]:
     return tuple(
         PoolView(
             pool.kind_name,
@@ -137,7 +137,7 @@ def _pools(pools: Iterable[Pool], cluster: str) -> tuple[PoolView, ...]:
 
 
 def _member(
-    member: MemberCluster, pools: Sequence[Pool], policies: Sequence[PrfaaSPolicy], now: datetime
+    member: MemberCluster, pools: Sequence[PoolObject], policies: Sequence[PrfaaSPolicy], now: datetime
 ) -> ClusterSummary:
     name, contact = member.metadata.name, member.status.last_contact_time
     here = users_of(name, [pool for pool in pools if isinstance(pool, PrefillPool)])

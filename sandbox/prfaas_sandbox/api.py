@@ -2,10 +2,9 @@
 
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas.kube.session import KubeSession, client_tls, with_query
+from prfaas.kube.session import KubeSession, Object, client_tls, with_query
 from prfaas.kube.watch import WatchEvent, list_and_watch, version_of, watch_events
 from prfaas.util import Backoff
 from prfaas_sandbox.credentials import Kubeconfig
@@ -15,8 +14,6 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 240.0
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.5, 2.0
 UNLIMITED = 0  # a node's pods ask all at once
-
-Object = dict[str, Any]
 
 
 def connect(kubeconfig: Kubeconfig) -> KubeSession:

@@ -16,9 +16,9 @@ from prfaas_sandbox.api import Object
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_SECONDS = 5.0
 CHUNK_BYTES = 256 * 1024
-Address = tuple[str, int]
-Resolve = Callable[[], Awaitable[Sequence[Address]]]
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+HostPort = tuple[str, int]
+Resolve = Callable[[], Awaitable[Sequence[HostPort]]]
+_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 
 
@@ -68,7 +68,7 @@ async def serve_connections(socket: Path) -> AsyncIterator[None]:
             await connections.end()
 
 
-async def connect_inside(socket: Path, address: Address) -> Stream:
+async def connect_inside(socket: Path, address: HostPort) -> _Stream:
     """On the host: return a connection to an address inside; raise UnreachableError with the reason if it fails."""
     host, port = address
     try:
@@ -118,7 +118,7 @@ class Forwards:
         await self._connections.end()
 
 
-async def _first(socket: Path, addresses: Sequence[Address]) -> Stream:
+async def _first(socket: Path, addresses: Sequence[HostPort]) -> _Stream:
     reason = UnreachableError("this forward has no ready pod")
     for address in addresses:
         try:
@@ -128,7 +128,7 @@ async def _first(socket: Path, addresses: Sequence[Address]) -> Stream:
     raise reason
 
 
-async def _join(one: Stream, other: Stream) -> None:
+async def _join(one: _Stream, other: _Stream) -> None:
     """Pass bytes both ways until both sides have ended, or one is broken."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -156,7 +156,7 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-def endpoints(service: Object, slices: list[Object], port: int | str) -> list[Address]:
+def endpoints(service: Object, slices: list[Object], port: int | str) -> list[HostPort]:
     """Return the ready (address, port) pairs behind a port, by number or name, of a Service.
 
     Raises UnreachableError if the Service has no such port.

@@ -23,8 +23,6 @@ SMALLEST_BURST_BYTES = 8 * 1024
 LARGEST_MBPS = 100_000
 SMALLEST_MBPS = 0.1
 
-Command = list[str]
-
 
 @dataclass(frozen=True)
 class ClusterNetwork:
@@ -58,18 +56,18 @@ MEMBER = ClusterNetwork("member", "10.245", "10.97.0")
 CLUSTERS = (HUB, MEMBER)
 
 
-def enter(namespace: Path, command: Command) -> Command:
+def enter(namespace: Path, command: list[str]) -> list[str]:
     """Return a command that runs `command` in the network namespace of a file."""
     return ["nsenter", f"--net={namespace}", *command]
 
 
-def create_link(hub: Path, member: Path) -> list[Command]:
+def create_link(hub: Path, member: Path) -> list[list[str]]:
     """Return the commands that join two empty namespaces and make each cluster's addresses local."""
     join = ["ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(member)]
     return [enter(hub, join), *_own_side(hub, HUB, MEMBER), *_own_side(member, MEMBER, HUB)]
 
 
-def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> list[Command]:
+def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> list[list[str]]:
     commands = [
         ["ip", "link", "set", "lo", "up"],
         # Without an address that is not loopback's, name resolution by AI_ADDRCONFIG finds nothing.
@@ -83,13 +81,13 @@ def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> li
     return [enter(namespace, command) for command in commands]
 
 
-def cut_link(hub: Path, member: Path, *, cut: bool) -> list[Command]:
+def cut_link(hub: Path, member: Path, *, cut: bool) -> list[list[str]]:
     """Return the commands that drop all traffic between the ends, or undo it."""
     ends = ((hub, MEMBER), (member, HUB))
     return [enter(end, command) for end, other in ends for command in lose(other.address, LINK, lost=cut)]
 
 
-def lose(address: str, device: str, *, lost: bool) -> list[Command]:
+def lose(address: str, device: str, *, lost: bool) -> list[list[str]]:
     """Return the commands that drop all traffic to a neighbour, or undo it.
 
     They set an unused hardware address, so that no sender gets an error, as on a broken line.
@@ -98,7 +96,7 @@ def lose(address: str, device: str, *, lost: bool) -> list[Command]:
     return [wrong] if lost else [wrong, ["ip", "neighbour", "del", address, "dev", device]]
 
 
-def shape_link(namespaces: tuple[Path, ...], mbps: float) -> list[Command]:
+def shape_link(namespaces: tuple[Path, ...], mbps: float) -> list[list[str]]:
     """Return the commands that limit the outgoing rate of each end; they also change an existing limit."""
     return [enter(namespace, token_bucket(mbps)) for namespace in namespaces]
 
@@ -110,7 +108,7 @@ def checked_rate(mbps: Any) -> float:
     return mbps
 
 
-def token_bucket(mbps: float, device: str = LINK) -> Command:
+def token_bucket(mbps: float, device: str = LINK) -> list[str]:
     """Return the tc command that limits a device's outgoing rate in Mbit/s."""
     burst_bytes = min(max(_bytes_in(mbps, BURST_MILLIS), SMALLEST_BURST_BYTES), LARGEST_BURST_BYTES)
     burst_bytes = max(burst_bytes, _bytes_in(mbps, 1))

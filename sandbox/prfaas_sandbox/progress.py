@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from rich.console import Console
 
-Report = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 QUIET_SECONDS = 15.0
 TICK_SECONDS = 1.0
@@ -16,7 +16,7 @@ console = Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def progress() -> Iterator[Report]:
+def progress() -> Iterator[OnProgress]:
     """Yield the function that shows a line; a log keeps few of the many `building` lines."""
     if console.is_terminal:
         with console.status("") as status:
@@ -34,7 +34,7 @@ def progress() -> Iterator[Report]:
 
 
 @asynccontextmanager
-async def ticking(report: Report, what: Callable[[], str]) -> AsyncIterator[None]:
+async def ticking(report: OnProgress, what: Callable[[], str]) -> AsyncIterator[None]:
     """Report `building WHAT` with its duration, once a second, while the block runs."""
     started = time.monotonic()
 

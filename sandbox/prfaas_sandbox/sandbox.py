@@ -27,7 +27,7 @@ from prfaas_sandbox.api import connect
 from prfaas_sandbox.cluster import API_PORT
 from prfaas_sandbox.credentials import read_kubeconfig
 from prfaas_sandbox.environment import ClusterAccess, Images, run_in
-from prfaas_sandbox.forward import Address, Forwards, endpoints
+from prfaas_sandbox.forward import Forwards, HostPort, endpoints
 from prfaas_sandbox.network import CLUSTERS, HUB, ClusterNetwork, checked_rate
 from prfaas_sandbox.processes import tail
 from prfaas_sandbox.state import Description, InsideMessage, SandboxPlan, StateFolder
@@ -101,7 +101,7 @@ class Sandbox:
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
         kubeconfig = read_kubeconfig(cluster.kubeconfig)
 
-        async def resolve() -> list[Address]:
+        async def resolve() -> list[HostPort]:
             selector = f"kubernetes.io/service-name={service}"
             slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
             async with connect(kubeconfig) as api:
@@ -228,7 +228,7 @@ async def _open_prometheus(state: StateFolder, forwards: Forwards) -> str:
 
 
 async def _forward(state: StateFolder, network: ClusterNetwork, port: int, forwards: Forwards) -> int:
-    async def resolve() -> list[Address]:
+    async def resolve() -> list[HostPort]:
         return [(network.address, port)]
 
     return await forwards.add(state.cluster(network.name).forward, resolve)

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from prfaas.errors import BadInputError, InternalError, PeerError
 from prfaas_sandbox import prometheus
-from prfaas_sandbox.network import CLUSTERS, HUB, Command, checked_rate, create_link, cut_link, enter, shape_link
+from prfaas_sandbox.network import CLUSTERS, HUB, checked_rate, create_link, cut_link, enter, shape_link
 from prfaas_sandbox.processes import ChildProcess
 from prfaas_sandbox.state import InsideMessage, SandboxPlan, StateFolder
 
@@ -84,7 +84,7 @@ class Supervisor:
         await asyncio.sleep(POLL_SECONDS)
 
     async def _lay_network(self) -> None:
-        commands: list[Command] = [["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(self._state.run)]]
+        commands: list[list[str]] = [["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(self._state.run)]]
         for path in self._namespaces.values():
             commands += [["touch", str(path)], ["unshare", f"--net={path}", "true"]]
         commands += create_link(self._namespaces["hub"], self._namespaces["member"])
@@ -137,7 +137,7 @@ class Supervisor:
         await web.UnixSite(runner, str(self._state.link)).start()
 
 
-async def _run(commands: list[Command]) -> None:
+async def _run(commands: list[list[str]]) -> None:
     for command in commands:
         done = await asyncio.to_thread(
             subprocess.run, command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_SECONDS, check=False

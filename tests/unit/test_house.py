@@ -137,23 +137,59 @@ def test_a_relative_import_counts_for_a_circle():
     assert targets_of(module, names) == names
 
 
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the public names of classes and of type aliases: a name in CamelCase that a module binds is a type."""
+    for node in tree.body:
+        names: list[str] = []
+        if isinstance(node, ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign):
+            names = [one.id for one in node.targets if isinstance(one, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names = [node.target.id]
+        elif type(node).__name__ == "TypeAlias":  # `type A = B`, of Python 3.12
+            names = [ast.unparse(node).split()[1]]
+        yield from (name for name in names if name[0].isupper() and not name.isupper())
+
+
 def test_a_public_class_name_has_one_meaning():
     defined: dict[str, list[str]] = defaultdict(list)
     for module in modules():
-        for node in module.tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                defined[node.name].append(module.name)
+        for name in types_of(module.tree):
+            defined[name].append(module.name)
 
     assert {name: where for name, where in defined.items() if len(where) > 1 and name not in SAME_NAME} == {}
     assert [name for name in SAME_NAME if len(defined[name]) < 2] == [], "these exceptions are no longer needed"
 
 
-def test_what_other_rooms_use_has_a_docstring():
-    """Helpers within a folder need none."""
-    by_name = {one.name: one for one in modules()}
+def test_an_alias_counts_as_a_type():
+    source = "A = 1\nB_C: Final = 2\n_D = int\nRole = Literal['a']\nKey: TypeAlias = Any\nclass Leg: ...\nx = Role\n"
+
+    assert list(types_of(ast.parse(source))) == ["Role", "Key", "Leg"]
+
+
+def uses_of(module: Module, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) for what a module imports from modules of ours, and for what it reads as `module.name`."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    yield from imports_of(module)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            owner = bound.get(ast.unparse(node.value), "")
+            if owner in names:
+                yield owner, node.attr
+
+
+def undocumented(all_modules: tuple[Module, ...]) -> set[str]:
+    """Return the classes and functions without a docstring that a module of another room uses."""
+    by_name = {one.name: one for one in all_modules}
     bare: set[str] = set()
-    for module in modules():
-        for base, name in imports_of(module):
+    for module in all_modules:
+        for base, name in uses_of(module, set(by_name)):
             owner = by_name.get(base)
             if owner is None or owner.room == module.room:
                 continue
@@ -161,5 +197,20 @@ def test_what_other_rooms_use_has_a_docstring():
                 is_definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
                 if is_definition and node.name == name and not ast.get_docstring(node):
                     bare.add(f"{base}.{name}")
+    return bare
 
-    assert bare == set()
+
+def test_what_other_rooms_use_has_a_docstring():
+    """Helpers within a folder need none."""
+    assert undocumented(modules()) == set()
+
+
+def test_a_use_through_its_module_counts():
+    owner = Module("a.one", Path("a/one.py"), ast.parse("def bare(): ...\ndef unused(): ...\nclass Told: 'Yes.'"))
+    for source in (
+        "from a import one\none.bare(one.Told)",
+        "import a.one\na.one.bare()",
+        "from a import one as other\nother.bare()",
+    ):
+        user = Module("b.two", Path("b/two.py"), ast.parse(source))
+        assert undocumented((owner, user)) == {"a.one.bare"}

@@ -46,14 +46,14 @@ def lark_of_schema(schema: str) -> str:
     return f"%json {_bounded(schema)}"
 
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
-def with_deep_stack(grammar: Grammar, work: Callable[[], Result]) -> Result:
+def with_deep_stack(grammar: Grammar, work: Callable[[], _Result]) -> _Result:
     """Return the result of the library's work on a grammar, which may need a deeper stack than a thread has."""
     if len(grammar.text) <= SHORT_BYTES:
         return work()
-    future: Future[Result] = Future()
+    future: Future[_Result] = Future()
 
     def run() -> None:
         try:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from prfaas.api.base import ApiModel, Conditions, Count, DnsLabel, Generation, Timestamp, keyed_by
 
-Tokens = Annotated[int, Field(ge=0, le=16_777_216)]
+TokenCount = Annotated[int, Field(ge=0, le=16_777_216)]
 Large = Annotated[int, Field(ge=0, le=1_000_000_000_000_000)]
 MilliPerSecond = Annotated[int, Field(ge=0, le=1_000_000_000_000)]
 MAX_SLICES = 32
@@ -19,7 +19,7 @@ MAX_SLICES = 32
 class ProfilePoint(ApiModel):
     """The cost of a prefill of one length."""
 
-    tokens: Tokens
+    tokens: TokenCount
     """Length of the prompt."""
     prefill_micros: Large
     """Time of its prefill on one instance, in microseconds."""
@@ -58,7 +58,7 @@ class Observed(ApiModel):
     """Prompts that one gateway routed, from which the lengths come."""
     gateway_arrival_milli_per_second: MilliPerSecond = 0
     """Requests that arrive at one gateway, in thousandths a second; each of several gateways receives a share."""
-    length_tokens: Annotated[list[Tokens], Field(max_length=MAX_SLICES)] = []
+    length_tokens: Annotated[list[TokenCount], Field(max_length=MAX_SLICES)] = []
     """Mean incremental length of each of several slices with equally many prompts, shortest first."""
     output_milli_tokens: Large | None = None
     """Mean length of an answer, in thousandths of a token."""
@@ -118,7 +118,7 @@ class PrfaaSPolicyStatus(ApiModel):
 
     observed_generation: Generation = 0
     """The metadata.generation that this status was computed from."""
-    threshold_tokens: Tokens | None = None
+    threshold_tokens: TokenCount | None = None
     """Threshold in force, in tokens of incremental length."""
     bandwidth: Literal["Scarce", "Abundant"] | None = None
     """True if the link's bandwidth is scarce."""

@@ -12,7 +12,7 @@ ClusterName = Annotated[
     StringConstraints(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63),
     Says("must be the name of a MemberCluster (lower-case letters, digits and '-'), or empty for the hub"),
 ]
-Share = Annotated[
+IntOrPercent = Annotated[
     int | str,
     Field(json_schema_extra={"x-kubernetes-int-or-string": True, "maxLength": 4}),
     Rule(
@@ -100,11 +100,11 @@ class Rollout(ApiModel):
         ),
     )
 
-    max_surge: Share = "25%"
+    max_surge: IntOrPercent = "25%"
     """Instances that may exist beyond replicas, rounded up; each needs room on a node, and an accelerator. Use 0 if a
     cluster has no room. Always 0 in a cluster with addressing HostIP.
     """
-    max_unavailable: Share = 0
+    max_unavailable: IntOrPercent = 0
     """Instances that may be missing meanwhile, rounded down. At least 1 in a cluster with addressing HostIP, because
     the old instance must free its node's port first.
     """

@@ -16,7 +16,7 @@ from prfaas.api.base import (
     Resource,
     Rule,
 )
-from prfaas.api.policystatus import PrfaaSPolicyStatus, Tokens
+from prfaas.api.policystatus import PrfaaSPolicyStatus, TokenCount
 from prfaas.api.template import Resources
 
 Percent = Annotated[int, Field(ge=1, le=100)]
@@ -44,11 +44,11 @@ class ThresholdSpec(ApiModel):
     """Auto moves the threshold with the measured link. Priced decides each request by its price on either side, and
     moves the threshold for requests without a known price. Fixed keeps it at tokens. Disabled offloads nothing.
     """
-    tokens: Tokens = 2048
+    tokens: TokenCount = 2048
     """The threshold in mode Fixed. In other modes the start value, and the fallback when metrics are stale."""
-    min: Tokens = 256
+    min: TokenCount = 256
     """Lowest threshold that modes Auto and Priced may choose, in tokens."""
-    max: Tokens = 131_072
+    max: TokenCount = 131_072
     """Highest threshold that modes Auto and Priced may choose, in tokens."""
 
 

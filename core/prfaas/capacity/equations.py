@@ -36,7 +36,7 @@ _GAP: Final = 1e-4
 """The bound is at most this share above what routing can reach."""
 _MOST_ROUTINGS: Final = 200
 _EPSILON: Final = 1e-12
-Column = list[float]
+_Column = list[float]
 """The share of each resource, for a second, that one request takes."""
 
 
@@ -148,7 +148,7 @@ def find_bound(system: System, workload: Workload) -> Bound:
     decodes = [1 / (pool.instances * pool.decode_rate(system.output_tokens)) for pool in system.hub]
     weights = [weight for _, weight in workload.items()]
     prices = [1.0] * len(resources)
-    columns: list[Column] = []
+    columns: list[_Column] = []
     upper, reached, best_prices = float("inf"), 0.0, prices
     for _ in range(_MOST_ROUTINGS):
         column = _cheapest(options, decodes, weights, prices)
@@ -192,7 +192,7 @@ def _options(system: System, workload: Workload) -> list[_Option]:
 
 def _cheapest(
     options: Sequence[_Option], decodes: Sequence[float], weights: Sequence[float], prices: Sequence[float]
-) -> Column:
+) -> _Column:
     """Return what the cheapest routing takes at these prices."""
     column = [0.0] * len(prices)
     decode = min(range(len(decodes)), key=lambda place: prices[place] * decodes[place])
@@ -213,7 +213,7 @@ def _costs(option: _Option, prices: Sequence[float]) -> list[float]:
     return [sum(parts) for parts in zip(first, *others, strict=True)] if others else first
 
 
-def _pack(columns: Sequence[Column]) -> tuple[float, list[float]]:
+def _pack(columns: Sequence[_Column]) -> tuple[float, list[float]]:
     """Solve: maximise sum(y) such that the columns times y stay at or below 1; return it and the prices of the rows.
 
     The simplex method on a dense tableau, from y = 0. Bland's rule picks the pivots, so that it always ends.

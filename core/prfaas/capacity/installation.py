@@ -16,9 +16,9 @@ from prfaas.capacity.optimum import Plan
 from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Role, Threshold
+from prfaas.wire.routes import PoolRole, Threshold
 
-Counts = Mapping[str, int]
+InstanceCounts = Mapping[str, int]
 """Instances by pool."""
 NEVER_PREFILLS: Final = Profile(state_bytes=1, token_bytes=1, fixed_seconds=1.0)
 """Stands for the profile of instances that only decode, which no equation asks for."""
@@ -28,7 +28,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """A pool of instances."""
 
     name: str
-    role: Role
+    role: PoolRole
     replicas: int
     link: str = ""
     """Of an offload pool, to the hub; empty in the hub."""
@@ -81,7 +81,7 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
         """Instances that there are to be."""
         return {pool.name: pool.replicas for pool in self.pools}
 
-    def hub_prefill(self, counts: Counts) -> int:
+    def hub_prefill(self, counts: InstanceCounts) -> int:
         """N_p: instances in the hub that prefill."""
         return sum(counts[pool.name] for pool in self.pools if pool.role == "prefill" and not pool.link)
 
@@ -126,7 +126,9 @@ def _share(arrivals: float, capacity: float) -> float:
     return arrivals / capacity if capacity > 0 else math.inf
 
 
-def system_of(installation: Installation, load: MeasuredLoad, counts: Counts, *, divided: bool = True) -> System:
+def system_of(
+    installation: Installation, load: MeasuredLoad, counts: InstanceCounts, *, divided: bool = True
+) -> System:
     """Return the system that so many instances make; pools without instances, profile or link are left out.
 
     If `divided`, shared instances stay divided as `counts` say; else they may be divided anew.
@@ -167,7 +169,7 @@ def system_of(installation: Installation, load: MeasuredLoad, counts: Counts, *,
     )
 
 
-def outlook(installation: Installation, counts: Counts) -> Outlook:
+def outlook(installation: Installation, counts: InstanceCounts) -> Outlook:
     """Return what so many instances carry at their best threshold, or at the policy's own where it is fixed."""
     load = installation.load
     if load is None or not counts[installation.decode.name]:

@@ -33,7 +33,7 @@ from typing import Final, Literal
 import msgspec
 
 from prfaas.capacity.installation import Installation, Outlook, Pool, outlook, ttft_p90_seconds
-from prfaas.wire.routes import Role
+from prfaas.wire.routes import PoolRole
 
 MIN_GAIN: Final = 0.1
 """A gain that is worth a change: profiles, lengths and steps are hardly known better than that."""
@@ -360,7 +360,7 @@ def find_first_instance(rules: Rules, installation: Installation) -> Proposal | 
     """Add the first instance of a role without any, when requests come; that needs no measurement."""
     if not rules.scales:
         return None
-    roles: tuple[Role, ...] = ("decode", "prefill")
+    roles: tuple[PoolRole, ...] = ("decode", "prefill")
     for role in roles:
         if any(pool.replicas for pool in installation.pools if pool.role == role):
             continue
@@ -371,7 +371,7 @@ def find_first_instance(rules: Rules, installation: Installation) -> Proposal | 
     return None
 
 
-def _growing(installation: Installation, role: Role) -> list[Pool]:
+def _growing(installation: Installation, role: PoolRole) -> list[Pool]:
     return [
         pool
         for pool in installation.pools

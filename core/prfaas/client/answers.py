@@ -136,12 +136,12 @@ class Models(msgspec.Struct, frozen=True):
     data: list[_Card] = []
 
 
-Answer = TypeVar("Answer", Completion, ChatCompletion, CompletionChunk, ChatCompletionChunk, Models)
+_Answer = TypeVar("_Answer", Completion, ChatCompletion, CompletionChunk, ChatCompletionChunk, Models)
 Whole = TypeVar("Whole", Completion, ChatCompletion)
-Chunk = TypeVar("Chunk", CompletionChunk, ChatCompletionChunk)
+ChunkT = TypeVar("ChunkT", CompletionChunk, ChatCompletionChunk)
 
 
-def read_answer(body: bytes, kind: type[Answer]) -> Answer:
+def read_answer(body: bytes, kind: type[_Answer]) -> _Answer:
     """Return an answer's body as a type; raises ProtocolError where it does not fit."""
     try:
         return msgspec.json.decode(body, type=kind)

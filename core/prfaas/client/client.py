@@ -16,8 +16,8 @@ import httpx
 from prfaas.client.answers import (
     ChatCompletion,
     ChatCompletionChunk,
-    Chunk,
     ChunkReader,
+    ChunkT,
     Completion,
     CompletionChunk,
     Models,
@@ -71,20 +71,20 @@ class _AsyncClosing(ABC):
         await self.close()
 
 
-class _BaseStream(Generic[Chunk]):
-    def __init__(self, response: httpx.Response, kind: type[Chunk]):
+class _BaseStream(Generic[ChunkT]):
+    def __init__(self, response: httpx.Response, kind: type[ChunkT]):
         self.decision = read_decision(response.headers)
         self._response = response
         self._chunks = ChunkReader(kind)
 
 
-class Stream(_BaseStream[Chunk], _Closing):
+class Stream(_BaseStream[ChunkT], _Closing):
     """Iterates over the chunks of an answer as they come. `decision` is known from the start.
 
     Leaving early (`break` inside a `with` block, or close) aborts the request at the gateway and its workers.
     """
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[ChunkT]:
         try:
             with _reading_stream():
                 for piece in self._response.iter_bytes():
@@ -98,10 +98,10 @@ class Stream(_BaseStream[Chunk], _Closing):
         self._response.close()
 
 
-class AsyncStream(_BaseStream[Chunk], _AsyncClosing):
+class AsyncStream(_BaseStream[ChunkT], _AsyncClosing):
     """`Stream` for asynchronous code; leaving early in an `async with` block aborts the request, too."""
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncIterator[ChunkT]:
         try:
             with _reading_stream():
                 async for piece in self._response.aiter_bytes():

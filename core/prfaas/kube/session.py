@@ -30,6 +30,9 @@ MAX_REFUSAL_BYTES = 1 << 20
 # What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+Object = dict[str, Any]
+"""An object of the API server's, as JSON has it."""
+
 Authorization = Callable[[], str]
 """Returns the header Authorization of the next call, empty for none; may raise ConfigError."""
 

@@ -16,8 +16,8 @@ from prfaas.wire.preferences import NO_PREFERENCES, Preferences, covers
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
-Kind = Literal["offload", "local"]
-Leg = Literal["prefill", "decode"]
+RouteKind = Literal["offload", "local"]
+LegName = Literal["prefill", "decode"]
 RouteReason = Literal[
     "AboveThreshold",  # l > t and an offload pool can serve
     "WithinThreshold",  # l <= t
@@ -71,7 +71,7 @@ class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Serve the request on `decode`, prefilled by `prefill`; None: the decode instance prefills the prompt itself."""
 
-    kind: Kind
+    kind: RouteKind
     reason: RouteReason
     incremental_tokens: int
     decode: Instance
@@ -90,7 +90,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     reason: RefusalReason
 
 
-Decision = Route | Refusal
+RoutingDecision = Route | Refusal
 
 
 def cached_by_cluster(table: RoutingTable, on: Mapping[str, int]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from prfaas.simulate.scenario import Scenario
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance
 
-Key = tuple[str, int]
+CacheKey = tuple[str, int]
 
 
 class PrefixCache:
@@ -28,7 +28,7 @@ class PrefixCache:
         self._capacity_bytes = capacity_bytes
         self._block_tokens = block_tokens
         self._bytes = {"attention": block_tokens * token_bytes, "state": state_bytes}
-        self._used: OrderedDict[Key, None] = OrderedDict()
+        self._used: OrderedDict[CacheKey, None] = OrderedDict()
         self.used_bytes = 0
 
     def match(self, blocks: Sequence[int], tokens: int) -> int:
@@ -63,7 +63,7 @@ class PrefixCache:
         full = min(len(blocks), (tokens - 1) // self._block_tokens)
         return bisect_left(blocks, True, hi=full, key=lambda block: ("attention", block) not in self._used)
 
-    def _touch(self, key: Key) -> None:
+    def _touch(self, key: CacheKey) -> None:
         if key in self._used:
             self._used.move_to_end(key)
         else:

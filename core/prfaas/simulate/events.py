@@ -43,24 +43,24 @@ class EventQueue:
         return True
 
 
-Job = TypeVar("Job", bound=Hashable)
+_Job = TypeVar("_Job", bound=Hashable)
 _ROUNDING_SECONDS = 1e-8
 """Less time than this is rounding, and counts as served: the clock is no finer on long runs."""
 
 
-class FairShare(Generic[Job]):
+class FairShare(Generic[_Job]):
     """One shared resource.
 
     `rate_each` returns the units a second that each of n > 0 jobs gets; 0 stops all of them. `done` is called with a
     job when all that it was given is served; it has left by then.
     """
 
-    def __init__(self, events: EventQueue, rate_each: Callable[[int], float], done: Callable[[Job], None]):
+    def __init__(self, events: EventQueue, rate_each: Callable[[int], float], done: Callable[[_Job], None]):
         self._events = events
         self._rate_each = rate_each
         self._done = done
-        self._ends: dict[Job, float] = {}
-        self._heap: list[tuple[float, int, Job]] = []
+        self._ends: dict[_Job, float] = {}
+        self._heap: list[tuple[float, int, _Job]] = []
         self._said = 0
         self._each = 0.0  # units that every job present got since the resource was last idle
         self._rate = 0.0
@@ -73,7 +73,7 @@ class FairShare(Generic[Job]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[_Job]:
         return iter(self._ends)
 
     def __contains__(self, job: object) -> bool:
@@ -96,7 +96,7 @@ class FairShare(Generic[Job]):
         self._advance()
         return max(0.0, self._sum_of_ends - len(self._ends) * self._each)
 
-    def add(self, job: Job, units: float) -> None:
+    def add(self, job: _Job, units: float) -> None:
         """Give a job work, or more of it."""
         self._advance()
         end = self._ends.get(job)
@@ -109,7 +109,7 @@ class FairShare(Generic[Job]):
             self._ends[job] = end + units
             self._sum_of_ends += units
 
-    def remove(self, job: Job) -> float:
+    def remove(self, job: _Job) -> float:
         """Take a job out before its end, and return what was left of it; 0 if it is not here."""
         self._advance()
         end = self._ends.pop(job, None)
@@ -142,7 +142,7 @@ class FairShare(Generic[Job]):
                 self._served += self._rate * seconds * count
                 self._busy_seconds += seconds
 
-    def _push(self, job: Job) -> None:
+    def _push(self, job: _Job) -> None:
         self._said += 1
         heappush(self._heap, (self._ends[job], self._said, job))
 
@@ -161,7 +161,7 @@ class FairShare(Generic[Job]):
         self._due = float("inf")
         self._advance()
         reached = self._each + self._rate * _ROUNDING_SECONDS
-        ended: list[Job] = []
+        ended: list[_Job] = []
         while self._heap and self._heap[0][0] <= reached:
             entry, _, job = heappop(self._heap)
             end = self._ends.get(job)

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from prfaas.routing.decide import decide, decide_again
-from prfaas.routing.facts import Decision, Leg, Route, RoutingFacts, RoutingRule, cached_by_cluster, rule_in_force
+from prfaas.routing.facts import (
+    LegName,
+    Route,
+    RoutingDecision,
+    RoutingFacts,
+    RoutingRule,
+    cached_by_cluster,
+    rule_in_force,
+)
 from prfaas.routing.prices import Backlog
 from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import EventQueue
@@ -72,10 +80,10 @@ class Gateway:
             ),
         )
 
-    def decide(self, request: Request) -> Decision:
+    def decide(self, request: Request) -> RoutingDecision:
         return decide(self._facts(request))
 
-    def decide_again(self, request: Request, failed: Route, leg: Leg) -> Decision:
+    def decide_again(self, request: Request, failed: Route, leg: LegName) -> RoutingDecision:
         """Note that a leg failed, and decide where the request goes next."""
         at_fault = failed.prefill if leg == "prefill" and failed.prefill else failed.decode
         request.tried.add(at_fault.name)

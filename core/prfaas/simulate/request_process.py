@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.names import HUB
 from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, fetched_bytes, fetching_seconds
-from prfaas.routing.facts import Decision, Leg, Refusal, Route
+from prfaas.routing.facts import LegName, Refusal, Route, RoutingDecision
 from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import EventQueue
@@ -25,7 +25,7 @@ from prfaas.simulate.gateway import Gateway, routing_table
 from prfaas.simulate.outcome import Outcome, Tally
 from prfaas.simulate.plant import HubServer, PrefillServer, SharedLink
 from prfaas.simulate.request import Arrival, PrefixFetch, Request
-from prfaas.simulate.scenario import Conditions, Scenario
+from prfaas.simulate.scenario import LinkConditions, Scenario
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
@@ -35,7 +35,7 @@ class _Attempt(NamedTuple):
 
     request: Request
     run: int
-    leg: Leg = "prefill"
+    leg: LegName = "prefill"
 
 
 class RequestProcess:
@@ -53,7 +53,7 @@ class RequestProcess:
             link.name: SharedLink(
                 self.events,
                 link.capacity_mbps,
-                scenario.conditions.get(link.name, Conditions()).round_trip_seconds,
+                scenario.conditions.get(link.name, LinkConditions()).round_trip_seconds,
                 self._crossed,
             )
             for link in scenario.system.links
@@ -92,7 +92,7 @@ class RequestProcess:
     def living(self) -> Iterable[Instance]:
         return (one for one in self.table.instances if one.name not in self.dead)
 
-    def doom(self, request: Request, leg: Leg) -> None:
+    def doom(self, request: Request, leg: LegName) -> None:
         """Have the request's present route fail, by this leg, as soon as that is noticed."""
         self.events.after(self.scenario.detection_seconds, self._fail, _Attempt(request, request.run, leg))
 
@@ -115,7 +115,7 @@ class RequestProcess:
 
     # A route, and its end.
 
-    def _follow(self, request: Request, decision: Decision) -> None:
+    def _follow(self, request: Request, decision: RoutingDecision) -> None:
         if isinstance(decision, Refusal) or request.attempts == self.scenario.attempts:
             self._end(request, "refused")
             return

@@ -14,7 +14,7 @@ from prfaas.capacity.system import HubPool, System, check
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Instance, LinkWatermarks, OnOffloadFailure, Role, Threshold
+from prfaas.wire.routes import Instance, LinkWatermarks, OnOffloadFailure, PoolRole, Threshold
 
 PolicyName = Literal["threshold", "price", "static", "naive", "homogeneous"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -22,7 +22,7 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 naive: everything is offloaded. homogeneous: nothing is."""
 
 
-class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+class LinkConditions(msgspec.Struct, frozen=True, kw_only=True):
     """The real behaviour of a link, whatever capacity was declared for it."""
 
     round_trip_seconds: float = 0.0
@@ -69,7 +69,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     prefill_instances: Mapping[str, int]
     """Instances of each hub pool that prefill at first; the rest decode."""
     policy: Policy
-    conditions: Mapping[str, Conditions] = {}
+    conditions: Mapping[str, LinkConditions] = {}
     """By link."""
     cache_bytes: Mapping[str, float] = {}
     """Memory for prefix blocks and states by cluster: a link's name, or `hub`."""
@@ -144,7 +144,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 def instances_of(scenario: Scenario) -> Iterable[Instance]:
     """Yield the instances at the start, each in its role."""
 
-    def made(pool: str, cluster: str, role: Role, name: str) -> Instance:
+    def made(pool: str, cluster: str, role: PoolRole, name: str) -> Instance:
         return Instance(name=name, pool=pool, cluster=cluster, role=role, url="")
 
     for pool in scenario.system.hub:

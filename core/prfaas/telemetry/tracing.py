@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Attribute = str | int | float | bool
-Kind = Literal["internal", "server"]
+SpanKind = Literal["internal", "server"]
 ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -77,7 +77,7 @@ class Tracing:
         self._tracer = tracer
         self.is_on = tracer is not None
 
-    def start(self, name: str, parent: TraceContext, kind: Kind = "internal", at: float | None = None, /) -> Span:
+    def start(self, name: str, parent: TraceContext, kind: SpanKind = "internal", at: float | None = None, /) -> Span:
         """Begin a span of this name, parent and kind, now or at a moment in unix seconds."""
         if self._tracer is None:
             return Span(parent)

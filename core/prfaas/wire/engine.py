@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 Direction = Literal["send", "receive"]
 Cached = Literal["prefill", "prefix"]
 """The content of a transfer: a prefill that was computed for it, or a prefix from the cache."""
-Outcome = Literal["delivered", "cancelled", "expired", "failed"]
+TransferOutcome = Literal["delivered", "cancelled", "expired", "failed"]
 Role = Literal["prefill", "decode", "mixed"]
 ALL_CHOICES: Final = -1
 
@@ -308,7 +308,7 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     handle: int
     direction: Direction
-    outcome: Outcome
+    outcome: TransferOutcome
     request_id: str
     transfer_id: str
     peer: str

@@ -40,7 +40,7 @@ _COMMENT: Final = re.compile(rb"\n: t (\d+) (\d+) ([\d,]+|-)(?: (\w+))?;")
 _ANY_COMMENT: Final = re.compile(rb"\n: t [^;]*;")
 _HEADER: Final = re.compile(r"([0-9]{1,19}) ([0-9]{1,12})")
 
-Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+ResumeCount = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class ResumableHeader(NamedTuple):
@@ -75,7 +75,7 @@ class SentChoice(msgspec.Struct, frozen=True, array_like=True):
     """The client's part of one choice: the tokens, the characters of text and of arguments, and its finish reason."""
 
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
-    characters: Count
+    characters: ResumeCount
     reason: Annotated[str, Meta(max_length=32)] = ""
 
 
@@ -84,7 +84,7 @@ class Resume(msgspec.Struct, frozen=True, array_like=True):
 
     fingerprint: Annotated[str, Meta(max_length=256)]
     """Fingerprint of the model that began the answer, from that answer's header RESUMABLE."""
-    cached_tokens: Count
+    cached_tokens: ResumeCount
     """For the answer's usage: the counts of the worker that began."""
     choices: dict[int, SentChoice]
 

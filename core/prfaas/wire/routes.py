@@ -12,7 +12,7 @@ import msgspec
 
 from prfaas.errors import ProtocolError
 
-Role = Literal["prefill", "decode"]
+PoolRole = Literal["prefill", "decode"]
 EngineName = Literal["prfaas", "vllm-nixl", "vllm-mooncake", "sglang"]
 InstanceState = Literal["Ready", "Draining"]
 ThresholdMode = Literal["Auto", "Priced", "Fixed", "Disabled"]
@@ -30,7 +30,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     pool: str
     cluster: str
-    role: Role
+    role: PoolRole
     url: str
     state: InstanceState = "Ready"
     convertible: bool = False

@@ -143,10 +143,10 @@ class Abort(msgspec.Struct, frozen=True):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-Message = TypeVar("Message", Hello, Welcome, Done, Abort)
+_Message = TypeVar("_Message", Hello, Welcome, Done, Abort)
 
 
-def decode_message(header: FrameHeader, payload: Buffer, kind: type[Message]) -> Message:
+def decode_message(header: FrameHeader, payload: Buffer, kind: type[_Message]) -> _Message:
     """Read a JSON payload as `kind`; raises ProtocolError where it is no such message."""
     try:
         return msgspec.json.decode(payload, type=kind)

@@ -13,8 +13,7 @@ import msgspec
 
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
-from prfaas.routing.facts import Leg as LegName
-from prfaas.routing.facts import Route
+from prfaas.routing.facts import LegName, Route
 from prfaas.wire.routes import Instance
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream

@@ -16,9 +16,9 @@ from prfaas.wire.kvevents import (
     MEDIUM_HOST,
     STATE_SPEC_KIND,
     AllBlocksCleared,
-    BlockHash,
     BlockRemoved,
     BlockStored,
+    ExternalBlockHash,
     read_events,
 )
 
@@ -124,6 +124,6 @@ def medium_of(name: str | None) -> int:
     return _MEDIUMS.get(name, _OTHER_MEDIUM)
 
 
-def portions_of(names: list[BlockHash]) -> Iterator[list[int]]:
+def portions_of(names: list[ExternalBlockHash]) -> Iterator[list[int]]:
     for start in range(0, len(names), PORTION_BLOCKS):
         yield keys_of(names[start : start + PORTION_BLOCKS])

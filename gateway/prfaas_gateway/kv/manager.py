@@ -57,7 +57,7 @@ MAX_BODY_BYTES: Final = 4 << 20
 MAX_TOKEN_BLOCKS: Final = 1 << 14
 """The most blocks of a prompt of token ids to match: a million tokens in blocks of 64."""
 _value = msgspec.json.Decoder()
-State = Literal["followed", "silent", "lost"]
+StreamState = Literal["followed", "silent", "lost"]
 
 
 class KvManager:
@@ -229,7 +229,7 @@ class Follower:
     ):
         self.instance = instance
         self.stream = stream
-        self.state: State = "lost"
+        self.state: StreamState = "lost"
         self.profile: Profile | None = None
         self.counted: tuple[int, int, int] = (0, 0, 0)
         """The part of the stream's tally that the metrics have."""
@@ -280,7 +280,7 @@ class Follower:
         except (PrfaasError, TimeoutError) as error:
             log.debug("instance %s has no profile: %s", self.instance.name, error)
 
-    def _becomes(self, state: State, why: str) -> None:
+    def _becomes(self, state: StreamState, why: str) -> None:
         if state != self.state:
             log.info("instance %s: its cache is %s%s", self.instance.name, state, f": {why}" if why else "")
         self.state = state

@@ -8,10 +8,8 @@ from typing import Any, Final
 
 from prfaas import api
 from prfaas.kube.lease import LEASE_KIND
-from prfaas.kube.session import CONFIG_MAP, ObjectKind
+from prfaas.kube.session import CONFIG_MAP, Object, ObjectKind
 from prfaas.names import API_VERSION
-
-Object = dict[str, Any]
 
 
 def manifest(kind: ObjectKind, metadata: Object, **fields: Any) -> Object:

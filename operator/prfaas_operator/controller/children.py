@@ -24,7 +24,6 @@ from prfaas_operator.controller.queue import Ref
 from prfaas_operator.errors import ChildConflictError
 from prfaas_operator.plan import drift, ownership
 from prfaas_operator.plan.drift import Applied, needs_apply, view
-from prfaas_operator.render.common import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class _Child(NamedTuple):
     `is_as_left`: it has the version that the last reconcile left, so only part of it is at hand.
     """
 
-    manifest: Manifest
+    manifest: Object
     live: Object | None
     last: Applied | None
     is_as_left: bool = False
@@ -115,11 +114,11 @@ class Children:
         cache = self._cache_of(cluster)
         return cache is not None and cache.follows_all()
 
-    async def apply(self, owner: Ref, cluster: ClusterClient, manifest: Manifest) -> Object:
+    async def apply(self, owner: Ref, cluster: ClusterClient, manifest: Object) -> Object:
         """Apply the manifest of one child, as `apply_all` does; return the live child."""
         return (await self.apply_all(owner, cluster, [manifest]))[0]
 
-    async def apply_all(self, owner: Ref, cluster: ClusterClient, manifests: Sequence[Manifest]) -> list[Object]:
+    async def apply_all(self, owner: Ref, cluster: ClusterClient, manifests: Sequence[Object]) -> list[Object]:
         """Apply the manifests of children that differ; return the live children.
 
         Existing objects change only if the API server would accept the changes of all existing objects.
@@ -152,7 +151,7 @@ class Children:
             await self._tell(owner, child)
         return [written.get(child.key) or child.live or {} for child in children]
 
-    async def _observe(self, owner: Ref, cluster: ClusterClient, manifest: Manifest) -> _Child:
+    async def _observe(self, owner: Ref, cluster: ClusterClient, manifest: Object) -> _Child:
         kind, name = BY_NAME[manifest["kind"]], manifest["metadata"]["name"]
         last, cache = self._applied.get(owner, {}).get((kind.name, name)), self._cache_of(cluster)
         seen = cache.version(kind, name) if cache is not None else ""
@@ -200,7 +199,7 @@ async def remove(cluster: ClusterClient, kinds: Iterable[ObjectKind], selector: 
     return remaining
 
 
-def is_ours(live: Object, manifest: Manifest) -> bool:
+def is_ours(live: Object, manifest: Object) -> bool:
     """Return true if a live object was made for the owner of the manifest."""
     labels = manifest["metadata"]["labels"]
     return ownership.has_labels(live, {label: labels[label] for label in IDENTITY_LABELS if label in labels})

@@ -63,6 +63,7 @@ class Store(NamedTuple):
 
 
 def content(secret: Secret, name: str) -> bytes:
+    """Return one entry of a Secret's data, empty if it is missing or no base64."""
     try:
         return base64.b64decode((secret.get("data") or {}).get(name, ""), validate=True)
     except (binascii.Error, TypeError, ValueError):
@@ -116,6 +117,7 @@ def advance(store: Store, step: RotationStep, newcomers: Mapping[str, bytes], ke
 
 
 def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:
+    """Return a new authority that is valid for as long as the flags say."""
     return identity.make_authority(name, identity.valid_for(now, terms.authority_life / DAY))
 
 
@@ -128,6 +130,7 @@ def issue(store: Store, cluster: str, now: datetime, terms: Terms) -> identity.K
 
 
 def read_held(secret: Secret | None, store: Store, now: datetime) -> Held:
+    """Return the content of a cluster's Secret; what cannot be read is left out."""
     if secret is None:
         return Held()
     try:

@@ -18,7 +18,7 @@ LIST_KEYS = ("name", "containerPort", "port", "mountPath", "type", "uid")
 """Fields that name an element of a list of objects, in the order in which they are tried."""
 MAX_PATHS: Final = 4
 KEPT_METADATA: Final = ("name", "namespace", "uid", "generation", "resourceVersion", "labels")
-Path = tuple[str | tuple[str, Any], ...]
+FieldPath = tuple[str | tuple[str, Any], ...]
 """The path of a field: names of fields, and (key, value) for the element of a list that it names."""
 
 
@@ -111,7 +111,7 @@ def edit(live: Mapping[str, Any], last: Applied) -> Edit | None:
     return Edit(_editor(live, paths), tuple(_text(path) for path in paths)) if paths else None
 
 
-def _differences(before: Any, now: Any, manifest: Any, path: Path = ()) -> Iterator[Path]:
+def _differences(before: Any, now: Any, manifest: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
     """Yield the paths at which two views through one manifest differ, as deep as both have values."""
     if isinstance(manifest, Mapping) and isinstance(before, Mapping) and isinstance(now, Mapping):
         for key, part in manifest.items():
@@ -123,12 +123,12 @@ def _differences(before: Any, now: Any, manifest: Any, path: Path = ()) -> Itera
         yield path
 
 
-def _text(path: Path) -> str:
+def _text(path: FieldPath) -> str:
     """Return a path in its usual form, such as spec.containers[worker].image."""
     return "".join(f".{step}" if isinstance(step, str) else f"[{step[1]}]" for step in path).removeprefix(".")
 
 
-def _editor(live: Mapping[str, Any], paths: Sequence[Path]) -> str:
+def _editor(live: Mapping[str, Any], paths: Sequence[FieldPath]) -> str:
     """Return the present manager of one of the fields; for a removed field, the last writer."""
     entries = [
         entry
@@ -140,7 +140,7 @@ def _editor(live: Mapping[str, Any], paths: Sequence[Path]) -> str:
     return next((str(entry.get("manager", "")) for entry in (*owners, *entries)), "")
 
 
-def _owns(fields: Mapping[str, Any], path: Path) -> bool:
+def _owns(fields: Mapping[str, Any], path: FieldPath) -> bool:
     """Return true if a managedFields entry names a field; a leaf above the field owns it too."""
     for step in path:
         below = fields.get(f"f:{step}") if isinstance(step, str) else _element(fields, *step)

@@ -16,8 +16,7 @@ from prfaas.capacity.workload import MIN_PROMPTS, workload_of
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Threshold
 from prfaas_operator.plan.policy import PolicyFacts
-from prfaas_operator.plan.pool_status import Pool as AnyPool
-from prfaas_operator.plan.pool_status import role_of
+from prfaas_operator.plan.pool_status import PoolObject, role_of
 
 
 def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installation:
@@ -69,7 +68,7 @@ def unknown(found: Installation, facts: PolicyFacts) -> str:
     return ""
 
 
-def _pool(pool: AnyPool, decode_pool: str, seen: Observed | None, refusal: str) -> Pool:
+def _pool(pool: PoolObject, decode_pool: str, seen: Observed | None, refusal: str) -> Pool:
     spec = pool.spec
     home = pool.spec.share_with if isinstance(pool, PrefillPool) else ""
     return Pool(

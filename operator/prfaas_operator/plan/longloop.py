@@ -17,7 +17,7 @@ from prfaas_operator.plan import installation as installed
 from prfaas_operator.plan import ownership
 from prfaas_operator.plan.conditions import READY, ConditionState
 from prfaas_operator.plan.policy import PolicyFacts
-from prfaas_operator.plan.pool_status import Pool
+from prfaas_operator.plan.pool_status import PoolObject
 
 BALANCED: Final = "Balanced"
 METRICS_FRESH: Final = "MetricsFresh"
@@ -59,15 +59,17 @@ class Balance(NamedTuple):
 class PoolSeen(NamedTuple):
     """One of the policy's pools: as read, and as the API server returned it."""
 
-    pool: Pool
+    pool: PoolObject
     live: Mapping[str, Any]
 
 
 def acts(policy: PrfaaSPolicy) -> bool:
+    """Return true if the policy lets the long loop change replicas."""
     return policy.spec.conversion.enabled or policy.spec.scaling.mode == "Auto"
 
 
 def rules(policy: PrfaaSPolicy) -> Rules:
+    """Return the long loop's rules that a policy's spec sets."""
     conversion, scaling, slo = policy.spec.conversion, policy.spec.scaling, policy.spec.slo
     return Rules(
         converts=conversion.enabled,
@@ -139,7 +141,7 @@ def _age_seconds(time: str, now: datetime) -> float:
     return (now.astimezone(UTC) - datetime.fromisoformat(time)).total_seconds()
 
 
-def _unsettled(pool: Pool) -> tuple[str, str] | None:
+def _unsettled(pool: PoolObject) -> tuple[str, str] | None:
     """Return a pool's name and its lack; None if it matches its spec and serves."""
     name, status = pool.metadata.name, pool.status
     ready = next((one for one in status.conditions if one.type == READY), None)
@@ -169,6 +171,7 @@ def unfinished(policy: PrfaaSPolicy, pools: Iterable[PoolSeen]) -> dict[str, int
 
 
 def condition(decision: LongLoopDecision) -> ConditionState:
+    """Return the long loop's decision as a condition; Unknown while a change is under way."""
     passing = decision.reason in {"Converting", "Scaling", "PoolsNotSettled"}
     return ConditionState("Unknown" if passing else decision.status, decision.reason, decision.message)
 

@@ -16,7 +16,7 @@ from prfaas.wire.routes import RoutingTable
 from prfaas_operator.errors import reason_of
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
-from prfaas_operator.plan.pool_status import Counts, Pool, engine_name, role_of
+from prfaas_operator.plan.pool_status import Counts, PoolObject, engine_name, role_of
 from prfaas_operator.plan.roles import refusal, sharer_of
 
 
@@ -29,18 +29,18 @@ class PolicyFacts(NamedTuple):
     clusters: Mapping[str, MemberCluster]
 
     @property
-    def named_pools(self) -> tuple[Pool, ...]:
+    def named_pools(self) -> tuple[PoolObject, ...]:
         """The policy's existing pools, decode pool first."""
         spec = self.policy.spec
         decode = (self.decode_pools[spec.decode_pool],) if spec.decode_pool in self.decode_pools else ()
         return decode + tuple(self.prefill_pools[name] for name in spec.prefill_pools if name in self.prefill_pools)
 
     @property
-    def routed_pools(self) -> tuple[Pool, ...]:
+    def routed_pools(self) -> tuple[PoolObject, ...]:
         """The pools that serve the policy's model; no request ever goes to another model."""
         return tuple(pool for pool in self.named_pools if pool.spec.model.name == self.policy.spec.model)
 
-    def home_uid(self, pool: Pool) -> str:
+    def home_uid(self, pool: PoolObject) -> str:
         """Return the uid in the labels of a routed pool's pods: its own, or its DecodePool's if it shares instances."""
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
             return self.decode_pools[pool.spec.share_with].metadata.uid
@@ -211,12 +211,14 @@ def _instances(
     return tuple(sorted(found, key=lambda instance: (instance.cluster, instance.pool, instance.name)))
 
 
-def _carried(pool: Pool, cluster: str, previous: routes.RoutingTable | None) -> list[routes.Instance]:
+def _carried(pool: PoolObject, cluster: str, previous: routes.RoutingTable | None) -> list[routes.Instance]:
     wanted = (pool.metadata.name, cluster, role_of(pool))
     return [one for one in (previous.instances if previous else ()) if (one.pool, one.cluster, one.role) == wanted]
 
 
-def _of_pool(pool: Pool, cluster: str, pods: Iterable[PodFacts], member: MemberCluster | None) -> list[routes.Instance]:
+def _of_pool(
+    pool: PoolObject, cluster: str, pods: Iterable[PodFacts], member: MemberCluster | None
+) -> list[routes.Instance]:
     by_host = member is not None and member.spec.addressing == "HostIP"
     instances: list[routes.Instance] = []
     for pod in pods:
@@ -243,6 +245,6 @@ def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def ready_by_role(table: routes.RoutingTable, role: routes.Role) -> int:
+def ready_by_role(table: routes.RoutingTable, role: routes.PoolRole) -> int:
     """Return how many instances of a role take new requests."""
     return sum(instance.role == role and instance.state == "Ready" for instance in table.instances)

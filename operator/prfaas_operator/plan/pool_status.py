@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from prfaas.api import DecodePool, PrefillPool
-from prfaas.wire.routes import EngineName, Role
+from prfaas.wire.routes import EngineName, PoolRole
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
 
-Pool = PrefillPool | DecodePool
+PoolObject = PrefillPool | DecodePool
 INSTANCES_NOT_READY: Final = "InstancesNotReady"
 ROLLING_OUT: Final = "RollingOut"
 QUOTA_EXCEEDED: Final = "QuotaExceeded"
@@ -26,7 +26,7 @@ class Counts(NamedTuple):
     failure: str = ""
 
 
-def engine_name(pool: Pool) -> EngineName:
+def engine_name(pool: PoolObject) -> EngineName:
     """Return the protocol of a pool's instances."""
     engine = pool.spec.engine
     if engine.type == "vllm":
@@ -34,12 +34,12 @@ def engine_name(pool: Pool) -> EngineName:
     return engine.type
 
 
-def role_of(pool: Pool) -> Role:
+def role_of(pool: PoolObject) -> PoolRole:
     """Return the role of a pool's instances."""
     return "decode" if isinstance(pool, DecodePool) else "prefill"
 
 
-def egress_share_mbps(pool: Pool) -> int | None:
+def egress_share_mbps(pool: PoolObject) -> int | None:
     """Return each instance's share of a pool's egress cap, None without a cap.
 
     The share divides by the wanted instances instead of the present ones. While some are missing, their share is
@@ -67,7 +67,8 @@ def counts(deployment: Mapping[str, Any]) -> Counts:
     )
 
 
-def readiness(pool: Pool, deployment: Mapping[str, Any], pods: Iterable[PodFacts]) -> ConditionState:
+def readiness(pool: PoolObject, deployment: Mapping[str, Any], pods: Iterable[PodFacts]) -> ConditionState:
+    """Return the condition Ready of a pool from its Deployment and its pods."""
     seen, wanted = counts(deployment), pool.spec.replicas
     if seen.observed_generation < deployment["metadata"].get("generation", 0):
         return no(INSTANCES_NOT_READY, "the cluster's Deployment controller has not seen the last change yet")

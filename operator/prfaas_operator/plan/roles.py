@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from prfaas.api import DecodePool, PrefillPool
-from prfaas.wire.routes import Role
+from prfaas.wire.routes import PoolRole
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import INSTANCES_NOT_READY
@@ -36,7 +36,7 @@ class RoleCounts(NamedTuple):
     def total(self) -> int:
         return self.prefill + self.decode
 
-    def of(self, role: Role) -> int:
+    def of(self, role: PoolRole) -> int:
         return self.prefill if role == "prefill" else self.decode
 
 
@@ -44,7 +44,7 @@ class Assignment(NamedTuple):
     """The labels of one pod. Without a role its gate stays shut; a cheap pod is deleted first."""
 
     pod: PodFacts
-    role: Role | None
+    role: PoolRole | None
     cheap: bool
 
     @property
@@ -88,7 +88,7 @@ def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple
     )
 
 
-def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, Role]) -> PodFacts | None:
+def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, PoolRole]) -> PodFacts | None:
     """Return a ready pod that must decode because no other ready pod does; a surplus pod, if there is any.
 
     In a rollout an older pod decodes in addition to the new pods, which would wait for a role otherwise. Every other
@@ -102,7 +102,7 @@ def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, Role]) -> PodFacts | 
 
 def _roles(
     present: Sequence[PodFacts], older: Sequence[PodFacts], wanted: RoleCounts, rescuer: PodFacts | None = None
-) -> dict[str, Role]:
+) -> dict[str, PoolRole]:
     """Return roles by pod, in the order of the module's docstring; the rescuer decodes in any case."""
     plan = _Plan(wanted)
     if rescuer is not None:
@@ -126,7 +126,7 @@ def _first_to_go(pods: Sequence[PodFacts], too_many: int) -> set[str]:
     return set(unready[max(0, len(unready) - too_many) :]) if too_many > 0 else set()
 
 
-def _role_of(pod: PodFacts) -> Role | None:
+def _role_of(pod: PodFacts) -> PoolRole | None:
     return "prefill" if pod.role == "prefill" else "decode" if pod.role == "decode" else None
 
 
@@ -134,9 +134,9 @@ class _Plan:
     """The assigned roles by pod, and the missing roles."""
 
     def __init__(self, wanted: RoleCounts):
-        self.roles: dict[str, Role] = {}
+        self.roles: dict[str, PoolRole] = {}
         self._wanted = wanted
-        self._missing: dict[Role, int] = {"decode": wanted.decode, "prefill": wanted.prefill}
+        self._missing: dict[PoolRole, int] = {"decode": wanted.decode, "prefill": wanted.prefill}
 
     def keep(self, pods: Iterable[PodFacts]) -> None:
         """Let pods keep their role as far as it is wanted."""
@@ -158,7 +158,7 @@ class _Plan:
         for pod in sorted(pods, key=_worth, reverse=True):
             self.give(pod, "decode" if self._missing["decode"] else "prefill")
 
-    def give(self, pod: PodFacts, role: Role) -> None:
+    def give(self, pod: PodFacts, role: PoolRole) -> None:
         """Give a role to a pod without one, if the role is missing."""
         if self._missing[role] and pod.name not in self.roles:
             self._missing[role] -= 1
@@ -261,6 +261,7 @@ def resolved(pools: Iterable[PrefillPool], decode_pools: Mapping[str, DecodePool
 
 
 def sharer_of(pool: PrefillPool) -> Sharer:
+    """Return the part of a PrefillPool that the other pools of its Deployment depend on."""
     metadata, spec = pool.metadata, pool.spec
     deleting = metadata.deletion_timestamp is not None
     return Sharer(metadata.creation_timestamp, metadata.name, metadata.uid, spec.share_with, spec.replicas, deleting)
@@ -274,7 +275,7 @@ def _with_model(pool: PrefillPool, decode_pool: DecodePool) -> PrefillPool:
 class Side(NamedTuple):
     """One role of a shared Deployment: its instances that are not ending, and the number of ready ones."""
 
-    role: Role
+    role: PoolRole
     wanted: int
     pods: tuple[PodFacts, ...]
 
@@ -283,7 +284,7 @@ class Side(NamedTuple):
         return sum(pod.ready for pod in self.pods)
 
 
-def side(role: Role, wanted_: RoleCounts, pods: Iterable[PodFacts]) -> Side:
+def side(role: PoolRole, wanted_: RoleCounts, pods: Iterable[PodFacts]) -> Side:
     """Return one side of a shared Deployment; `pods` are all of its pods."""
     mine = tuple(pod for pod in pods if pod.role == role and not pod.terminating and not pod.shared.over)
     return Side(role, wanted_.of(role), mine)

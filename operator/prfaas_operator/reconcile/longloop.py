@@ -26,7 +26,7 @@ from prfaas_operator.plan import installation, longloop, ownership
 from prfaas_operator.plan.conditions import ConditionState, no, rfc3339
 from prfaas_operator.plan.longloop import BALANCED, Balance, PoolSeen
 from prfaas_operator.plan.policy import PolicyFacts
-from prfaas_operator.plan.pool_status import Pool
+from prfaas_operator.plan.pool_status import PoolObject
 from prfaas_operator.plan.reading import read_each
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class PolicyBalancer:
         seen = self._summaries.get(policy.metadata.uid)
         return seen.age_seconds + time.monotonic() - seen.seen_at_seconds if seen else 0.0
 
-    def _read(self, pool: Pool) -> PoolSeen | None:
+    def _read(self, pool: PoolObject) -> PoolSeen | None:
         """Return a pool's present state; None if it is gone."""
         kind = DECODE_POOL if isinstance(pool, DecodePool) else PREFILL_POOL
         live = self._hub.get(Ref(kind, pool.metadata.name))

@@ -28,7 +28,6 @@ from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.longloop import PolicyBalancer
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.render import certificates, gateway, protection
-from prfaas_operator.render.common import Manifest
 
 CHILD_KINDS: Final = (
     kinds.DEPLOYMENT,
@@ -106,7 +105,7 @@ class PolicyReconciler:
         observed = {name: self.members.observed(name) for name in facts.clusters} | {names.HUB: self.hub.observed()}
         return plan.routing_table(facts, observed, gateway.read_config_map(present))
 
-    async def _apply(self, policy: PrfaaSPolicy, manifests: Iterable[Manifest]) -> tuple[Counts, list[PrfaasError]]:
+    async def _apply(self, policy: PrfaaSPolicy, manifests: Iterable[Object]) -> tuple[Counts, list[PrfaasError]]:
         """Apply all children; return the gateway's instances and the errors of children.
 
         The routing table comes first and alone: a problem with the gateway's other children does not delay it.
@@ -134,7 +133,7 @@ def _again_seconds(ready: ConditionState, balance: Balance) -> float | None:
     return min(left_seconds, RESYNC_SECONDS if ready.good else RETRY_SECONDS)
 
 
-def _manifests(policy: PrfaaSPolicy, table: RoutingTable, *, tls: bool) -> list[Manifest]:
+def _manifests(policy: PrfaaSPolicy, table: RoutingTable, *, tls: bool) -> list[Object]:
     """Return the routing table, then the other children in the order of their dependencies.
 
     `tls`: workers may use TLS.

@@ -26,7 +26,6 @@ from prfaas_operator.reconcile.members import Members
 from prfaas_operator.reconcile.roles import SharedRoles
 from prfaas_operator.render import certificates, protection
 from prfaas_operator.render import pool_deployment as render
-from prfaas_operator.render.common import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class PoolReconciler:
     async def reconcile_decode(self, live: Object) -> ReconcileResult:
         return await self._reconcile(Ref(DECODE_POOL, live["metadata"]["name"]), read(DecodePool, live), live)
 
-    async def _reconcile(self, ref: Ref, pool: plan.Pool, live: Object) -> ReconcileResult:
+    async def _reconcile(self, ref: Ref, pool: plan.PoolObject, live: Object) -> ReconcileResult:
         if pool.metadata.deletion_timestamp:
             return await self._remove(pool, live)
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
@@ -91,13 +90,13 @@ class PoolReconciler:
             return None
         return SEEN_RESYNC_SECONDS if ready.good and not self.children.edits.holds_back() else RESYNC_SECONDS
 
-    async def _protect(self, ref: Ref, cluster: ClusterClient, budget: Manifest) -> None:
+    async def _protect(self, ref: Ref, cluster: ClusterClient, budget: Object) -> None:
         try:
             await self.children.apply(ref, cluster, budget)
         except ForbiddenError as error:  # a member's role may grant less: the pool works without a budget
             log.info("%s has no PodDisruptionBudget: %s", ref, error)
 
-    def _member(self, pool: plan.Pool) -> MemberCluster | None:
+    def _member(self, pool: plan.PoolObject) -> MemberCluster | None:
         name = pool.spec.cluster_name
         if not name:
             return None
@@ -109,7 +108,7 @@ class PoolReconciler:
             )
         return read(MemberCluster, found)
 
-    async def _remove(self, pool: plan.Pool, live: Object) -> ReconcileResult:
+    async def _remove(self, pool: plan.PoolObject, live: Object) -> ReconcileResult:
         """Delete the Deployment of a pool that is being deleted; after the deadline, release the pool without that."""
         if isinstance(pool, DecodePool):
             self.roles.wake_sharers(pool.metadata.name)
@@ -128,7 +127,7 @@ class PoolReconciler:
         return result if result.gone else await self._until_deadline(pool, live, member, result)
 
     async def _until_deadline(
-        self, pool: plan.Pool, live: Object, member: MemberCluster, result: ReconcileResult
+        self, pool: plan.PoolObject, live: Object, member: MemberCluster, result: ReconcileResult
     ) -> ReconcileResult:
         since, deadline_seconds = pool.metadata.deletion_timestamp or "", member.spec.deletion_deadline_seconds
         left_seconds = plan.seconds_left(since, deadline_seconds, self.hub.client.now())
@@ -142,7 +141,7 @@ class PoolReconciler:
         return ReconcileResult({READY: explained}, again_seconds=min(left_seconds, RETRY_SECONDS))
 
 
-async def _remove_from(cluster: ClusterClient, pool: plan.Pool) -> ReconcileResult:
+async def _remove_from(cluster: ClusterClient, pool: plan.PoolObject) -> ReconcileResult:
     selector = f"{names.LABEL_POOL_UID}={pool.metadata.uid}"
     if not await remove(cluster, (DEPLOYMENT, CONFIG_MAP), selector):
         return ReconcileResult(gone=True)

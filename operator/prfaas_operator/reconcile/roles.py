@@ -23,11 +23,11 @@ from prfaas_operator.plan import ownership
 from prfaas_operator.plan import roles as plan
 from prfaas_operator.plan.conditions import READY, no, rfc3339
 from prfaas_operator.plan.pod_facts import PodFacts
-from prfaas_operator.plan.pool_status import Pool
+from prfaas_operator.plan.pool_status import PoolObject
 from prfaas_operator.plan.reading import read
 from prfaas_operator.plan.roles import Assignment, RoleCounts, assign
 from prfaas_operator.render import pool_deployment as render
-from prfaas_operator.render.common import Manifest, selector_text
+from prfaas_operator.render.common import selector_text
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SharedRoles:
         self._hub = hub
         self._settling: dict[str, plan.Settling] = {}
 
-    def shared(self, pool: Pool) -> SharedDeployment | None:
+    def shared(self, pool: PoolObject) -> SharedDeployment | None:
         """Return the shared Deployment of a pool; None for a pool whose Deployment runs one role."""
         if isinstance(pool, PrefillPool):
             return None
@@ -76,7 +76,7 @@ class SharedRoles:
     def _pods(self, pool_uid: str) -> tuple[PodFacts, ...]:
         return tuple(pod for pod in self._hub.pods.items.values() if pod.pool_uid == pool_uid)
 
-    async def give_out(self, shared: SharedDeployment, deployment: Manifest, live: Object) -> list[PrfaasError]:
+    async def give_out(self, shared: SharedDeployment, deployment: Object, live: Object) -> list[PrfaasError]:
         """Set every pod's role, its deletion cost and its gate; return the errors.
 
         This precedes the Deployment's scale-down, whose controller reads the deletion costs. A pod that is gone

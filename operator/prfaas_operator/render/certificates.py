@@ -12,10 +12,11 @@ from typing import Any, Final
 from prfaas import names
 from prfaas.identity import URI_PREFIX, KeyPair
 from prfaas_operator.clusters import kinds
+from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.plan.certificates import Issuer
 from prfaas_operator.plan.certificates_read import CERTIFICATE, KEY, TRUSTED, WRITTEN_AT
 from prfaas_operator.plan.conditions import rfc3339
-from prfaas_operator.render.common import LABEL_CLUSTER_UID, PART_OF, Manifest
+from prfaas_operator.render.common import LABEL_CLUSTER_UID, PART_OF
 
 SECRET: Final = names.TLS_SECRET
 AUTHORITY_SECRET: Final = names.AUTHORITY_SECRET
@@ -25,7 +26,8 @@ MODE: Final = 0o440  # the pods' group only: the container is not root
 PURPOSES: Final = ("client auth", "server auth", "digital signature")
 
 
-def worker_in_tls(deployment: Manifest) -> Manifest:
+def worker_in_tls(deployment: Object) -> Object:
+    """Return a worker's Deployment with the certificate mounted and HTTPS probes."""
     changed = gateway_in_tls(deployment)
     container = changed["spec"]["template"]["spec"]["containers"][0]
     for probe in ("readinessProbe", "livenessProbe"):
@@ -33,7 +35,7 @@ def worker_in_tls(deployment: Manifest) -> Manifest:
     return changed
 
 
-def gateway_in_tls(deployment: Manifest) -> Manifest:
+def gateway_in_tls(deployment: Object) -> Object:
     """Return a gateway's Deployment whose router reaches workers over TLS with the hub's certificate."""
     changed = deepcopy(deployment)
     template = changed["spec"]["template"]
@@ -52,18 +54,19 @@ def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
     return mine | ({LABEL_CLUSTER_UID: member_uid} if member_uid else {})
 
 
-def cluster_secret(wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Manifest:
+def cluster_secret(wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Object:
+    """Return the Secret that holds a cluster's certificate, key and trusted authorities."""
     metadata = {"name": SECRET, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
     return _secret(metadata, {CERTIFICATE: pair.certificate, KEY: pair.key, TRUSTED: trusted})
 
 
-def authority_secret(data: Mapping[str, bytes], live: Mapping[str, Any] | None) -> Manifest:
+def authority_secret(data: Mapping[str, bytes], live: Mapping[str, Any] | None) -> Object:
     """Return the hub's Secret of authorities, which replaces only the version that was read."""
     version = {key: live["metadata"][key] for key in ("uid", "resourceVersion")} if live is not None else {}
     return _secret({"name": AUTHORITY_SECRET, "labels": dict(PART_OF), **version}, data)
 
 
-def _secret(metadata: Manifest, data: Mapping[str, bytes]) -> Manifest:
+def _secret(metadata: Object, data: Mapping[str, bytes]) -> Object:
     encoded = {entry: base64.b64encode(content).decode() for entry, content in data.items()}
     return kinds.manifest(kinds.SECRET, metadata, data=encoded)
 
@@ -73,7 +76,8 @@ def issued_secret(cluster: str) -> str:
     return f"prfaas-{cluster}-issued"
 
 
-def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Manifest:
+def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Object:
+    """Return the cert-manager Certificate of a cluster."""
     spec = {
         "secretName": issued_secret(cluster),
         "uris": [URI_PREFIX + cluster],

@@ -8,9 +8,7 @@ from prfaas.api import PrfaaSPolicy
 from prfaas.api.base import Resource
 from prfaas.api.template import Resources
 from prfaas.kube.session import ObjectKind
-from prfaas_operator.clusters.kinds import manifest
-
-Manifest = dict[str, Any]
+from prfaas_operator.clusters.kinds import Object, manifest
 
 PART_OF: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: names.MANAGED_BY}
 LABEL_CLUSTER_UID: Final = f"{names.GROUP}/cluster-uid"
@@ -21,14 +19,14 @@ deletes only orphans with the uid of its own MemberCluster.
 USER_ID: Final = 65532  # the images' own; stated here so that the kubelet can check runAsNonRoot
 GROUP_MANAGED: Final = f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY}"
 
-POD_SECURITY: Final[Manifest] = {
+POD_SECURITY: Final[Object] = {
     "runAsNonRoot": True,
     "runAsUser": USER_ID,
     "runAsGroup": USER_ID,
     "fsGroup": USER_ID,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-CONTAINER_SECURITY: Final[Manifest] = {
+CONTAINER_SECURITY: Final[Object] = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
@@ -46,7 +44,7 @@ POD_FIELDS: Final = (
 )
 
 
-def owner_reference(owner: Resource) -> Manifest:
+def owner_reference(owner: Resource) -> Object:
     """Return the reference by which the hub's garbage collector deletes a child with its owner."""
     return {
         "apiVersion": names.API_VERSION,
@@ -57,7 +55,7 @@ def owner_reference(owner: Resource) -> Manifest:
     }
 
 
-def pod_environment() -> list[Manifest]:
+def pod_environment() -> list[Object]:
     """Return the downward API variables that every process reads its own address and names from."""
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS]
 
@@ -72,7 +70,7 @@ def grace_seconds(drain_seconds: int) -> int:
     return notice(drain_seconds) + drain_seconds + GRACE_MARGIN_SECONDS
 
 
-def on_leaving(drain_seconds: int) -> Manifest:
+def on_leaving(drain_seconds: int) -> Object:
     """Return a container's `lifecycle`: SIGTERM arrives only after the notice; nothing without a notice.
 
     It uses exec, because the kind `sleep` needs Kubernetes 1.30.
@@ -86,7 +84,7 @@ def words(flags: Mapping[str, str]) -> list[str]:
     return [word for flag in flags.items() for word in flag]
 
 
-def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> Manifest:
+def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> Object:
     return {
         "httpGet": {"path": path, "port": port},
         "periodSeconds": period_seconds,
@@ -95,7 +93,7 @@ def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> M
     }
 
 
-def resources(wanted: Resources) -> Manifest:
+def resources(wanted: Resources) -> Object:
     """Return the `resources` field of a container, or nothing without requests and limits."""
     parts = {"requests": dict(wanted.requests), "limits": dict(wanted.limits)}
     given = {name: part for name, part in parts.items() if part}
@@ -117,7 +115,7 @@ def gateway_selector(policy: PrfaaSPolicy) -> dict[str, str]:
     return {names.LABEL_COMPONENT: "gateway", names.LABEL_POLICY: policy.metadata.name}
 
 
-def child(policy: PrfaaSPolicy, kind: ObjectKind, name: str, **fields: Any) -> Manifest:
+def child(policy: PrfaaSPolicy, kind: ObjectKind, name: str, **fields: Any) -> Object:
     """Return a child of a policy: with the policy's labels, deleted with it."""
     metadata = {"name": name, "labels": policy_labels(policy), "ownerReferences": [owner_reference(policy)]}
     return manifest(kind, metadata, **fields)
@@ -126,13 +124,13 @@ def child(policy: PrfaaSPolicy, kind: ObjectKind, name: str, **fields: Any) -> M
 RBAC_GROUP: Final = "rbac.authorization.k8s.io"
 
 
-def rule(group: str, resource: str, verbs: Iterable[str], name: str = "") -> Manifest:
+def rule(group: str, resource: str, verbs: Iterable[str], name: str = "") -> Object:
     """Return a rule of a Role; with `name` for that one object only."""
     only = {"resourceNames": [name]} if name else {}
     return {"apiGroups": [group], "resources": [resource], **only, "verbs": list(verbs)}
 
 
-def binding(name: str, namespace: str) -> Manifest:
+def binding(name: str, namespace: str) -> Object:
     """Return the fields of a RoleBinding that gives a ServiceAccount the Role of the same name."""
     return {
         "roleRef": {"apiGroup": RBAC_GROUP, "kind": "Role", "name": name},

@@ -9,8 +9,9 @@ import json
 from typing import Final, NamedTuple
 
 from prfaas import names
-from prfaas_operator.plan.pool_status import Pool, engine_name, role_of
-from prfaas_operator.render.common import TMP_PATH, Manifest, words
+from prfaas_operator.clusters.kinds import Object
+from prfaas_operator.plan.pool_status import PoolObject, engine_name, role_of
+from prfaas_operator.render.common import TMP_PATH, words
 
 REPLAY_PORT: Final = names.KV_EVENTS_PORT + 1
 SHM_VOLUME: Final = "prfaas-shm"
@@ -28,17 +29,17 @@ class Start(NamedTuple):
     health_path: str = "/health"
 
 
-def start(pool: Pool) -> Start:
+def start(pool: PoolObject) -> Start:
     return _sglang(pool) if engine_name(pool) == "sglang" else _vllm(pool)
 
 
-def volumes() -> tuple[list[Manifest], list[Manifest]]:
+def volumes() -> tuple[list[Object], list[Object]]:
     """Return volumes and mounts of these engines: memory that their processes share."""
     volume = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
     return [volume], [{"name": SHM_VOLUME, "mountPath": "/dev/shm"}]  # noqa: S108
 
 
-def _vllm(pool: Pool) -> Start:
+def _vllm(pool: PoolObject) -> Start:
     spec = pool.spec
     flags = {
         "--served-model-name": spec.model.name,
@@ -68,7 +69,7 @@ def _vllm(pool: Pool) -> Start:
     )
 
 
-def _sglang(pool: Pool) -> Start:
+def _sglang(pool: PoolObject) -> Start:
     spec = pool.spec
     flags = {
         "--model-path": spec.model.source,
@@ -87,7 +88,7 @@ def _sglang(pool: Pool) -> Start:
     )
 
 
-def _events(pool: Pool) -> dict[str, str]:
+def _events(pool: PoolObject) -> dict[str, str]:
     return {
         "publisher": "zmq",
         "endpoint": f"tcp://*:{names.KV_EVENTS_PORT}",

@@ -10,9 +10,10 @@ from prfaas.errors import ProtocolError
 from prfaas.kube.lease import LEASE_KIND
 from prfaas.wire import routes
 from prfaas_operator.clusters import kinds
+from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.render import common
 from prfaas_operator.render.certificates import MODE
-from prfaas_operator.render.common import Manifest, child, http_probe, rule
+from prfaas_operator.render.common import child, http_probe, rule
 
 SHARED_VOLUME: Final = "run"
 SHARED_PATH: Final = "/run/prfaas"
@@ -22,7 +23,8 @@ KEYS_PATH: Final = "/etc/prfaas/keys"
 TMP_VOLUME: Final = "tmp"
 
 
-def deployment(policy: PrfaaSPolicy) -> Manifest:
+def deployment(policy: PrfaaSPolicy) -> Object:
+    """Return the gateway's Deployment: the router and the scheduler in one pod."""
     name = names.gateway_name(policy.metadata.name)
     pod = {
         "serviceAccountName": name,
@@ -42,15 +44,15 @@ def deployment(policy: PrfaaSPolicy) -> Manifest:
     return child(policy, kinds.DEPLOYMENT, name, spec=spec)
 
 
-def _volumes(policy: PrfaaSPolicy) -> list[Manifest]:
-    volumes: list[Manifest] = [{"name": SHARED_VOLUME, "emptyDir": {}}, {"name": TMP_VOLUME, "emptyDir": {}}]
+def _volumes(policy: PrfaaSPolicy) -> list[Object]:
+    volumes: list[Object] = [{"name": SHARED_VOLUME, "emptyDir": {}}, {"name": TMP_VOLUME, "emptyDir": {}}]
     if keys := policy.spec.gateway.api_keys_secret_ref:
         # Not optional: a gateway that must ask for keys must not start without them.
         volumes.append({"name": KEYS_VOLUME, "secret": {"secretName": keys.name, "defaultMode": MODE}})
     return volumes
 
 
-def _router(policy: PrfaaSPolicy) -> Manifest:
+def _router(policy: PrfaaSPolicy) -> Object:
     arguments = {
         "--host": "$(POD_IP)",
         "--port": str(names.GATEWAY_PORT),
@@ -73,7 +75,7 @@ def _router(policy: PrfaaSPolicy) -> Manifest:
     return container | common.on_leaving(spec.drain_seconds) | common.resources(spec.resources)
 
 
-def _scheduler(policy: PrfaaSPolicy) -> Manifest:
+def _scheduler(policy: PrfaaSPolicy) -> Object:
     arguments = {
         "--control-socket": CONTROL_SOCKET,
         "--policy": policy.metadata.name,
@@ -88,7 +90,7 @@ def _scheduler(policy: PrfaaSPolicy) -> Manifest:
     return container
 
 
-def _container(policy: PrfaaSPolicy, name: str, command: str, arguments: dict[str, str]) -> Manifest:
+def _container(policy: PrfaaSPolicy, name: str, command: str, arguments: dict[str, str]) -> Object:
     return {
         "name": name,
         "image": policy.spec.gateway.image,
@@ -103,7 +105,8 @@ def _container(policy: PrfaaSPolicy, name: str, command: str, arguments: dict[st
     }
 
 
-def service(policy: PrfaaSPolicy) -> Manifest:
+def service(policy: PrfaaSPolicy) -> Object:
+    """Return the gateway's Service."""
     spec = {
         "selector": common.gateway_selector(policy),
         "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}],
@@ -111,12 +114,13 @@ def service(policy: PrfaaSPolicy) -> Manifest:
     return child(policy, kinds.SERVICE, names.gateway_name(policy.metadata.name), spec=spec)
 
 
-def service_account(policy: PrfaaSPolicy) -> Manifest:
+def service_account(policy: PrfaaSPolicy) -> Object:
+    """Return the gateway's service account."""
     name = names.gateway_name(policy.metadata.name)
     return child(policy, kinds.SERVICE_ACCOUNT, name, automountServiceAccountToken=False)
 
 
-def role(policy: PrfaaSPolicy) -> Manifest:
+def role(policy: PrfaaSPolicy) -> Object:
     """Return the rights of gateway pods; every rule names one object."""
     name = policy.metadata.name
     rules = [
@@ -127,17 +131,19 @@ def role(policy: PrfaaSPolicy) -> Manifest:
     return child(policy, kinds.ROLE, names.gateway_name(name), rules=rules)
 
 
-def role_binding(policy: PrfaaSPolicy) -> Manifest:
+def role_binding(policy: PrfaaSPolicy) -> Object:
+    """Return the RoleBinding of the gateway's service account."""
     name = names.gateway_name(policy.metadata.name)
     return child(policy, kinds.ROLE_BINDING, name, **common.binding(name, policy.metadata.namespace))
 
 
-def lease(policy: PrfaaSPolicy) -> Manifest:
+def lease(policy: PrfaaSPolicy) -> Object:
     """Return the Lease without a holder; its spec belongs to the scheduler that holds it."""
     return child(policy, LEASE_KIND, names.scheduler_lease(policy.metadata.name))
 
 
-def config_map(policy: PrfaaSPolicy, table: routes.RoutingTable) -> Manifest:
+def config_map(policy: PrfaaSPolicy, table: routes.RoutingTable) -> Object:
+    """Return the ConfigMap that holds the routing table."""
     document = base64.b64encode(routes.encode(table)).decode("ascii")
     name = names.routes_configmap(policy.metadata.name)
     return child(policy, kinds.CONFIG_MAP, name, binaryData={names.ROUTES_KEY: document})

@@ -17,12 +17,12 @@ from prfaas import names
 from prfaas.api import MemberCluster, PrefillPool
 from prfaas.api.template import PodTemplate, Spread
 from prfaas_operator.clusters import kinds
-from prfaas_operator.clusters.kinds import manifest
+from prfaas_operator.clusters.kinds import Object, manifest
 from prfaas_operator.plan.pod_facts import CHEAP, DELETION_COST, ROLE_GATE, TEMPLATE_ANNOTATION
-from prfaas_operator.plan.pool_status import Pool, egress_share_mbps, engine_name, role_of
+from prfaas_operator.plan.pool_status import PoolObject, egress_share_mbps, engine_name, role_of
 from prfaas_operator.plan.roles import Assignment
 from prfaas_operator.render import common, engines
-from prfaas_operator.render.common import Manifest, http_probe
+from prfaas_operator.render.common import http_probe
 from prfaas_operator.render.engines import Start
 
 SETTINGS_VOLUME: Final = "prfaas-settings"
@@ -33,25 +33,25 @@ SPREAD: Final = (Spread(topology_key="topology.kubernetes.io/zone"), Spread(topo
 TMP_VOLUME: Final = "prfaas-tmp"
 
 
-def selector(pool: Pool) -> dict[str, str]:
+def selector(pool: PoolObject) -> dict[str, str]:
     """Return the labels that select the pods of a pool's Deployment; without their role, which may change."""
     return {names.LABEL_POOL_UID: pool.metadata.uid}
 
 
-def scale_selector(pool: Pool) -> str:
+def scale_selector(pool: PoolObject) -> str:
     """Return the selector of status.selector for /scale and autoscalers."""
     return common.selector_text({**selector(pool), names.LABEL_ROLE: role_of(pool)})
 
 
-def deployment(pool: Pool, member: MemberCluster | None) -> Manifest:
+def deployment(pool: PoolObject, member: MemberCluster | None) -> Object:
     """Return the Deployment of a pool, for the hub when `member` is None."""
     by_host = member is not None and member.spec.addressing == "HostIP"
     metadata = _metadata(pool, member, pool.metadata.name)
     template = pool.spec.template
-    pod_metadata: Manifest = {"labels": {**template.labels, **metadata["labels"]}}
+    pod_metadata: Object = {"labels": {**template.labels, **metadata["labels"]}}
     if template.annotations:
         pod_metadata["annotations"] = dict(template.annotations)
-    spec: Manifest = {
+    spec: Object = {
         "replicas": pool.spec.replicas,
         "selector": {"matchLabels": selector(pool)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(pool, by_host=by_host)},
@@ -60,7 +60,7 @@ def deployment(pool: Pool, member: MemberCluster | None) -> Manifest:
     return manifest(kinds.DEPLOYMENT, metadata, spec=spec)
 
 
-def _rolling_update(pool: Pool, *, by_host: bool) -> Manifest:
+def _rolling_update(pool: PoolObject, *, by_host: bool) -> Object:
     rollout = pool.spec.rollout
     if by_host:
         # A node's port is taken until the old pod is gone, so an extra pod could never be scheduled beside it.
@@ -68,7 +68,7 @@ def _rolling_update(pool: Pool, *, by_host: bool) -> Manifest:
     return {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable}
 
 
-def settings(pool: PrefillPool, member: MemberCluster | None) -> Manifest:
+def settings(pool: PrefillPool, member: MemberCluster | None) -> Object:
     """Return the ConfigMap of a pool's settings, for the hub when `member` is None; unset values have no key."""
     share_mbps = egress_share_mbps(pool)
     data = {} if share_mbps is None else {EGRESS_KEY: str(share_mbps)}
@@ -76,7 +76,7 @@ def settings(pool: PrefillPool, member: MemberCluster | None) -> Manifest:
     return manifest(kinds.CONFIG_MAP, metadata, data=data)
 
 
-def _metadata(pool: Pool, member: MemberCluster | None, name: str) -> Manifest:
+def _metadata(pool: PoolObject, member: MemberCluster | None, name: str) -> Object:
     labels = {
         **common.PART_OF,
         names.LABEL_COMPONENT: "worker",
@@ -90,10 +90,10 @@ def _metadata(pool: Pool, member: MemberCluster | None, name: str) -> Manifest:
     return {"name": name, "labels": {**labels, common.LABEL_CLUSTER_UID: member.metadata.uid}}
 
 
-def _pod(pool: Pool, *, by_host: bool) -> Manifest:
+def _pod(pool: PoolObject, *, by_host: bool) -> Object:
     template = pool.spec.template
     volumes, mounts = _volumes(pool)
-    pod: Manifest = {
+    pod: Object = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": common.grace_seconds(pool.spec.drain_seconds),
@@ -119,7 +119,7 @@ def _pod(pool: Pool, *, by_host: bool) -> Manifest:
     return pod | {key: value for key, value in optional.items() if value}
 
 
-def _affinity(template: PodTemplate) -> Manifest:
+def _affinity(template: PodTemplate) -> Object:
     """Return the node affinity: one term with all requirements."""
     if not template.node_affinity:
         return {}
@@ -127,11 +127,11 @@ def _affinity(template: PodTemplate) -> Manifest:
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
 
 
-def _worker(pool: Pool, mounts: list[Manifest], *, by_host: bool) -> Manifest:
+def _worker(pool: PoolObject, mounts: list[Object], *, by_host: bool) -> Object:
     host_port = (lambda port: {"hostPort": port}) if by_host else (lambda _: {})
     start = _own_start(pool) if engine_name(pool) == "prfaas" else engines.start(pool)
     variables = [{"name": name, "value": value} for name, value in start.env.items()]
-    container: Manifest = {
+    container: Object = {
         "name": "worker",
         "image": pool.spec.engine.image,
         "command": start.command,
@@ -149,12 +149,12 @@ def _worker(pool: Pool, mounts: list[Manifest], *, by_host: bool) -> Manifest:
     return container | common.resources(pool.spec.template.resources)
 
 
-def _own_start(pool: Pool) -> Start:
+def _own_start(pool: PoolObject) -> Start:
     ports = {"api": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT}
     return Start(["prfaas-worker"], _arguments(pool), {}, ports, health_path="")
 
 
-def _probes(start: Start) -> Manifest:
+def _probes(start: Start) -> Object:
     if not start.health_path:
         return {
             "readinessProbe": http_probe("/readyz", "api", period_seconds=1, failures=2),
@@ -169,7 +169,7 @@ def _probes(start: Start) -> Manifest:
     }
 
 
-def _arguments(pool: Pool) -> list[str]:
+def _arguments(pool: PoolObject) -> list[str]:
     spec = pool.spec
     flags = {
         "--model-source": spec.model.source,
@@ -188,7 +188,7 @@ def _arguments(pool: Pool) -> list[str]:
     return [*common.words(flags), *spec.engine.args]
 
 
-def _volumes(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
+def _volumes(pool: PoolObject) -> tuple[list[Object], list[Object]]:
     """Return volumes and mounts: the owner's, scratch space at /tmp unless the owner mounts one there, and settings."""
     template = pool.spec.template
     volumes = [_dump(volume) for volume in template.volumes]
@@ -207,7 +207,7 @@ def _volumes(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
     return volumes, mounts
 
 
-def _dump(part: Any) -> Manifest:
+def _dump(part: Any) -> Object:
     """Return a part of the template in Kubernetes' form; the models use core/v1's own field names."""
     return part.model_dump(by_alias=True, exclude_none=True)
 
@@ -215,7 +215,7 @@ def _dump(part: Any) -> Manifest:
 DIGEST_CHARS: Final = 10
 
 
-def shared_deployment(unshared: Manifest) -> Manifest:
+def shared_deployment(unshared: Object) -> Object:
     """Return a DecodePool's Deployment in the form that both roles share."""
     shared = copy.deepcopy(unshared)
     template = shared["spec"]["template"]
@@ -227,7 +227,7 @@ def shared_deployment(unshared: Manifest) -> Manifest:
     return shared
 
 
-def template_of(shared: Manifest) -> str:
+def template_of(shared: Object) -> str:
     """Return the template digest that pods of a shared Deployment carry."""
     return shared["spec"]["template"]["metadata"]["annotations"][TEMPLATE_ANNOTATION]
 
@@ -236,13 +236,14 @@ def _digest(template: Any) -> str:
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:DIGEST_CHARS]
 
 
-def role(assignment: Assignment, namespace: str) -> Manifest:
+def role(assignment: Assignment, namespace: str) -> Object:
+    """Return the part of a pod that says its role and which pod is deleted first."""
     labels = {names.LABEL_ROLE: assignment.role} if assignment.role else {}
     annotations = {DELETION_COST: CHEAP} if assignment.cheap else {}
     return _pod_part(assignment, namespace, {"labels": labels, "annotations": annotations})
 
 
-def open_gate(assignment: Assignment, namespace: str, now: str) -> Manifest:
+def open_gate(assignment: Assignment, namespace: str, now: str) -> Object:
     """Return the status that lets an instance become ready; `now` is the transition time, RFC 3339."""
     condition = {
         "type": ROLE_GATE,
@@ -254,7 +255,7 @@ def open_gate(assignment: Assignment, namespace: str, now: str) -> Manifest:
     return _pod_part(assignment, namespace, {}, status={"conditions": [condition]})
 
 
-def _pod_part(assignment: Assignment, namespace: str, metadata: Manifest, **fields: Any) -> Manifest:
+def _pod_part(assignment: Assignment, namespace: str, metadata: Object, **fields: Any) -> Object:
     # The uid keeps an apply to a deleted pod from creating a new one.
     identity = {"name": assignment.pod.name, "namespace": namespace, "uid": assignment.pod.shared.uid}
     return manifest(kinds.POD, {**identity, **metadata}, **fields)

@@ -6,14 +6,14 @@ from urllib.parse import urlsplit
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
 from prfaas.wire.routes import EngineName
-from prfaas_operator.clusters.kinds import DISRUPTION_BUDGET, NETWORK_POLICY, manifest
-from prfaas_operator.render.common import Manifest, child, gateway_selector
+from prfaas_operator.clusters.kinds import DISRUPTION_BUDGET, NETWORK_POLICY, Object, manifest
+from prfaas_operator.render.common import child, gateway_selector
 
 DNS_PORT = 53
 API_SERVER_PORTS = (443, 6443)  # in front of and behind the `kubernetes` Service; its address differs everywhere
 
 
-def disruption_budget(policy: PrfaaSPolicy) -> Manifest | None:
+def disruption_budget(policy: PrfaaSPolicy) -> Object | None:
     """Return the budget that keeps all but one gateway pod up; a single pod has none: its node could never drain."""
     if policy.spec.gateway.replicas <= 1:
         return None
@@ -21,7 +21,7 @@ def disruption_budget(policy: PrfaaSPolicy) -> Manifest | None:
     return child(policy, DISRUPTION_BUDGET, names.gateway_name(policy.metadata.name), spec=spec)
 
 
-def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
+def pool_budget(deployment: Object, live: Object) -> Object:
     """Return the budget by which a drain or an upgrade may take a tenth of a pool at a time, at least one instance.
 
     It blocks no drain: the only instance of a pool may go too. The live Deployment owns it, so it is deleted with that
@@ -39,7 +39,7 @@ def pool_budget(deployment: Manifest, live: Manifest) -> Manifest:
     return manifest(DISRUPTION_BUDGET, own, spec=spec)
 
 
-def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset()) -> Manifest:
+def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset()) -> Object:
     """Return the permitted traffic of gateway pods by port: clients, DNS, API server, workers and Prometheus.
 
     `engines` are those of its instances: vLLM and SGLang have more ports than ours.
@@ -58,7 +58,7 @@ def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset())
     return child(policy, NETWORK_POLICY, names.gateway_name(policy.metadata.name), spec=spec)
 
 
-def _tcp(port: int) -> Manifest:
+def _tcp(port: int) -> Object:
     return {"protocol": "TCP", "port": port}
 
 

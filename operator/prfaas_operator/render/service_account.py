@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 
 from prfaas import names
 from prfaas_operator.clusters import kinds
-from prfaas_operator.clusters.kinds import manifest
+from prfaas_operator.clusters.kinds import Object, manifest
 from prfaas_operator.render import certificates
-from prfaas_operator.render.common import Manifest, binding, rule
+from prfaas_operator.render.common import binding, rule
 
 ACCOUNT: Final = "prfaas-operator"
 MADE_BY_JOIN: Final = "prfaas-cli"
@@ -30,7 +30,7 @@ class Registration(NamedTuple):
     region: str
 
 
-def member_account(namespace: str) -> list[Manifest]:
+def member_account(namespace: str) -> list[Object]:
     """Return namespace, account and rights in the member cluster, in the order of their dependencies."""
     metadata = {"name": ACCOUNT, "namespace": namespace, "labels": LABELS}
     rules = [
@@ -71,12 +71,14 @@ def secret_name(member: str) -> str:
     return member + names.KUBECONFIG_SECRET_SUFFIX
 
 
-def secret(member: str, document: str) -> Manifest:
+def secret(member: str, document: str) -> Object:
+    """Return the Secret that holds a member's kubeconfig."""
     data = {"kubeconfig": base64.b64encode(document.encode()).decode()}
     return manifest(kinds.SECRET, {"name": secret_name(member), "labels": LABELS}, type="Opaque", data=data)
 
 
-def member_cluster(registration: Registration) -> Manifest:
+def member_cluster(registration: Registration) -> Object:
+    """Return the MemberCluster that a registration describes."""
     spec = {
         "kubeconfigSecretRef": {"name": secret_name(registration.name), "key": "kubeconfig"},
         "namespace": registration.namespace,

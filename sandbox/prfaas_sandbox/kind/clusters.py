@@ -19,7 +19,7 @@ from prfaas_sandbox.kind.images import NodeImage
 from prfaas_sandbox.kind.layout import KindCluster, Layout
 from prfaas_sandbox.network import lose, token_bucket
 from prfaas_sandbox.processes import Command, run
-from prfaas_sandbox.progress import Report, ticking
+from prfaas_sandbox.progress import OnProgress, ticking
 
 CREATE_TIMEOUT_SECONDS = 1200.0
 READY_SECONDS = 240
@@ -39,7 +39,7 @@ class Clusters:
     layout: Layout
     kind: Path
     kubectl: Path
-    report: Report
+    report: OnProgress
 
     async def ensure(self, image: NodeImage) -> None:
         """Create missing and broken clusters, and open the link between the two."""

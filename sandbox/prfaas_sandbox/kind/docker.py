@@ -18,7 +18,7 @@ from pathlib import Path
 from prfaas.errors import ConfigError, PeerError
 from prfaas_sandbox.kind.layout import Layout
 from prfaas_sandbox.processes import Command, run, tail
-from prfaas_sandbox.progress import Report
+from prfaas_sandbox.progress import OnProgress
 
 INSTALL_ADVICE = (
     "install it (on Debian `apt-get install docker.io debootstrap`, elsewhere see docs.docker.com), or use the "
@@ -83,7 +83,7 @@ async def remove_all(kind: Sequence[str], label: str) -> None:
         await docker(*removing.split(), *found)
 
 
-async def ensure_daemon(layout: Layout, report: Report) -> None:
+async def ensure_daemon(layout: Layout, report: OnProgress) -> None:
     """Return when a Docker daemon answers that can run kind's nodes.
 
     Raises ConfigError, with the cure, if Docker is missing or we may not start it; PeerError, with the log's end, if

@@ -26,7 +26,7 @@ from prfaas_sandbox.kind.images import (
 )
 from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
 from prfaas_sandbox.network import checked_rate
-from prfaas_sandbox.progress import Report
+from prfaas_sandbox.progress import OnProgress
 from prfaas_sandbox.tools import HELM, KIND, ensure_modules, ensure_tools
 
 INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
@@ -44,7 +44,7 @@ class Programs:
     kubectl: Path
 
 
-def programs(report: Report) -> Programs:
+def programs(report: OnProgress) -> Programs:
     """Return the programs, built if needed; any kubectl on PATH is accepted."""
     found = ensure_modules((KIND, HELM), report)
     kubectl = shutil.which("kubectl")
@@ -64,7 +64,7 @@ class KindEnvironment:
         self._programs = used
 
     @classmethod
-    async def up(cls, layout: Layout, *, link_mbps: float, report: Report) -> Self:
+    async def up(cls, layout: Layout, *, link_mbps: float, report: OnProgress) -> Self:
         """Start all that does not run: Docker's daemon, images, clusters, link and Prometheus.
 
         Raises ConfigError, with the cure, if this machine lacks something; PeerError, with the last output, after a
@@ -93,7 +93,7 @@ class KindEnvironment:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, layout: Layout, *, link_mbps: float, report: Report) -> AsyncIterator[Self]:
+    async def running(cls, layout: Layout, *, link_mbps: float, report: OnProgress) -> AsyncIterator[Self]:
         """Start a pair for the block, and remove it at the end, even after errors."""
         try:
             yield await cls.up(layout, link_mbps=link_mbps, report=report)
@@ -187,7 +187,7 @@ async def down(layout: Layout, *, purge: bool = False) -> None:
     await asyncio.to_thread(shutil.rmtree, layout.state, ignore_errors=True)
 
 
-def _warn_of_inotify(report: Report) -> None:
+def _warn_of_inotify(report: OnProgress) -> None:
     """Warn of the cause of `too many open files` in a node, before it happens."""
     if INOTIFY.exists() and (limit := int(INOTIFY.read_text())) < ENOUGH_INOTIFY:
         report(

@@ -20,7 +20,7 @@ from prfaas_sandbox.environment import Images
 from prfaas_sandbox.kind.docker import INSTALL_ADVICE, docker, free_bytes, has_image, inspect
 from prfaas_sandbox.kind.layout import Layout
 from prfaas_sandbox.processes import Command, run, run_logged
-from prfaas_sandbox.progress import Report, ticking
+from prfaas_sandbox.progress import OnProgress, ticking
 from prfaas_sandbox.tools import (
     COREDNS,
     KIND,
@@ -56,7 +56,7 @@ class ImageBuilder:
     """Builds images and reports progress."""
 
     layout: Layout
-    report: Report
+    report: OnProgress
 
     async def pulls(self, reference: str) -> bool:
         """Return whether Docker has an image or can pull it from its registry."""

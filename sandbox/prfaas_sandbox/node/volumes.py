@@ -22,7 +22,7 @@ NOT_FOUND = 404
 KINDS = ("emptyDir", "hostPath", "configMap", "secret", "projected", "downwardAPI")
 CONTENT_KINDS = ("configMap", "secret", "downwardAPI", "serviceAccountToken")
 
-Files = dict[str, tuple[bytes, int]]  # relative path -> (content, mode)
+VolumeFiles = dict[str, tuple[bytes, int]]  # relative path -> (content, mode)
 
 
 def unsupported_volumes(pod: Object) -> list[str]:
@@ -70,12 +70,12 @@ class PodVolumes:
         """Return the content of ConfigMaps and Secrets, None for missing ones."""
         return {source: await self._read(source) for source in sources}
 
-    async def _files(self, volume: Object) -> Files:
+    async def _files(self, volume: Object) -> VolumeFiles:
         projected = volume.get("projected")
         if projected is None:
             kind = next(kind for kind in CONTENT_KINDS if kind in volume)
             return await self._content(kind, volume[kind], volume[kind].get("defaultMode", DEFAULT_MODE))
-        files: Files = {}
+        files: VolumeFiles = {}
         for source in projected.get("sources", []):
             kind = next((kind for kind in CONTENT_KINDS if kind in source), None)
             if kind is None:
@@ -83,7 +83,7 @@ class PodVolumes:
             files |= await self._content(kind, source[kind], projected.get("defaultMode", DEFAULT_MODE))
         return files
 
-    async def _content(self, kind: str, source: Object, mode: int) -> Files:
+    async def _content(self, kind: str, source: Object, mode: int) -> VolumeFiles:
         if kind == "serviceAccountToken":
             return {source["path"]: (await self._token(source), mode)}
         if kind == "downwardAPI":
@@ -141,11 +141,11 @@ def decode(found: Object, kind: SourceKind) -> dict[str, bytes]:
     return result
 
 
-def choose_items(source: ConfigSource, found: dict[str, bytes], spec: Object, mode: int) -> Files:
+def choose_items(source: ConfigSource, found: dict[str, bytes], spec: Object, mode: int) -> VolumeFiles:
     """Return all keys as files, or only those of spec.items under their paths."""
     if not spec.get("items"):
         return {key: (value, mode) for key, value in found.items()}
-    files: Files = {}
+    files: VolumeFiles = {}
     for item in spec["items"]:
         if item["key"] in found:
             files[item["path"]] = (found[item["key"]], item.get("mode", mode))
@@ -154,7 +154,7 @@ def choose_items(source: ConfigSource, found: dict[str, bytes], spec: Object, mo
     return files
 
 
-def write_files(folder: Path, files: Files) -> None:
+def write_files(folder: Path, files: VolumeFiles) -> None:
     """Make the folder hold exactly `files`; a reader sees each file whole, old or new."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (content, mode) in files.items():

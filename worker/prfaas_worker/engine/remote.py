@@ -38,7 +38,7 @@ from prfaas_worker.transfer.layout import prefix_frames
 from prfaas_worker.transfer.leases import Offers
 from prfaas_worker.transfer.pull import FetchContext
 
-Outcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
+FetchOutcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
 """The ways in which a request for a prefix ends."""
 
 
@@ -84,7 +84,7 @@ class RemoteCaches:
         self._runner, self._cache, self._offers = runner, cache, offers
         self._fetcher, self._post = fetcher, post
         self._prefix_fetches: dict[int, _PrefixFetch] = {}  # by the handle of the request that fetches
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[FetchOutcome] = Counter()
         self.prefix_tokens = 0  # Tokens of fetched prefixes.
 
     def join_prefix_fetch(self, sequence: Sequence) -> bool:
@@ -170,7 +170,7 @@ class RemoteCaches:
         offer.finish_computing(0.0)
         return Granted(handle, grant)
 
-    def _wake(self, fetch: _PrefixFetch, outcome: Outcome) -> None:
+    def _wake(self, fetch: _PrefixFetch, outcome: FetchOutcome) -> None:
         for waiter in fetch.waiting:
             request = waiter.request
             request.awaits.discard("prefix")
@@ -192,7 +192,7 @@ def _overloaded(handle: int, text: str) -> Failed:
     return Failed(handle, 503, CODE_OVERLOADED, text)
 
 
-def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> Outcome:
+def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> FetchOutcome:
     if sequence.phase is Phase.ENDING:
         return "cancelled"
     if isinstance(result, AbsentError):

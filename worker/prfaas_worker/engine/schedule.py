@@ -16,18 +16,18 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas.wire.engine import Role
 
-Key = TypeVar("Key", bound=Hashable)  # The caller's reference to a sequence.
+_Key = TypeVar("_Key", bound=Hashable)  # The caller's reference to a sequence.
 
 
-class WaitingSequence(NamedTuple, Generic[Key]):
+class WaitingSequence(NamedTuple, Generic[_Key]):
     """A sequence without memory. It needs `slots` state slots and `pages` pages to be admitted."""
 
-    key: Key
+    key: _Key
     slots: int
     pages: int
 
 
-class RunningSequence(NamedTuple, Generic[Key]):
+class RunningSequence(NamedTuple, Generic[_Key]):
     """A sequence that holds memory and has `remaining_tokens` >= 1 to compute.
 
     If it `decodes`, it takes one token of the step, otherwise a chunk, which may not go beyond `until_cut_tokens`.
@@ -35,7 +35,7 @@ class RunningSequence(NamedTuple, Generic[Key]):
     be preempted, since others read from its memory.
     """
 
-    key: Key
+    key: _Key
     remaining_tokens: int
     until_cut_tokens: int
     held_pages: int
@@ -44,11 +44,11 @@ class RunningSequence(NamedTuple, Generic[Key]):
     pinned: bool = False
 
 
-class ScheduleFacts(NamedTuple, Generic[Key]):
+class ScheduleFacts(NamedTuple, Generic[_Key]):
     """The engine's state. Both lists are in order of arrival."""
 
-    waiting: Sequence[WaitingSequence[Key]]
-    running: Sequence[RunningSequence[Key]]
+    waiting: Sequence[WaitingSequence[_Key]]
+    running: Sequence[RunningSequence[_Key]]
     free_slots: int
     free_pages: int
 
@@ -68,18 +68,18 @@ BUDGETS: Final[dict[Role, Budgets]] = {
 """Step budgets by role: a decode instance keeps its streams smooth, a prefill instance has none."""
 
 
-class ScheduledChunk(NamedTuple, Generic[Key]):
-    key: Key
+class ScheduledChunk(NamedTuple, Generic[_Key]):
+    key: _Key
     tokens: int
 
 
-class Schedule(NamedTuple, Generic[Key]):
+class Schedule(NamedTuple, Generic[_Key]):
     """One step: sequences to preempt, then to admit in this order as far as memory goes, then what to compute."""
 
-    preempt: tuple[Key, ...] = ()
-    admit: tuple[Key, ...] = ()
-    chunks: tuple[ScheduledChunk[Key], ...] = ()
-    decodes: tuple[Key, ...] = ()
+    preempt: tuple[_Key, ...] = ()
+    admit: tuple[_Key, ...] = ()
+    chunks: tuple[ScheduledChunk[_Key], ...] = ()
+    decodes: tuple[_Key, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -87,7 +87,7 @@ class Schedule(NamedTuple, Generic[Key]):
         return not (self.preempt or self.admit or self.chunks or self.decodes)
 
 
-def schedule(facts: ScheduleFacts[Key], budgets: Budgets) -> Schedule[Key]:
+def schedule(facts: ScheduleFacts[_Key], budgets: Budgets) -> Schedule[_Key]:
     """Return the next step. What is admitted in it computes from the next one on."""
     decodes, preempted, free_pages = _choose_decodes(facts)
     prompts = [sequence for sequence in facts.running if not sequence.decodes and sequence.key not in preempted]
@@ -97,10 +97,10 @@ def schedule(facts: ScheduleFacts[Key], budgets: Budgets) -> Schedule[Key]:
     return Schedule(tuple(preempted), admit, chunks, tuple(decodes))
 
 
-def _choose_decodes(facts: ScheduleFacts[Key]) -> tuple[list[Key], list[Key], int]:
+def _choose_decodes(facts: ScheduleFacts[_Key]) -> tuple[list[_Key], list[_Key], int]:
     """Return the decoding sequences, those preempted for them, and the pages left then."""
-    decodes: list[Key] = []
-    preempted: list[Key] = []
+    decodes: list[_Key] = []
+    preempted: list[_Key] = []
     free_pages, last = facts.free_pages, len(facts.running)
     for place, sequence in enumerate(facts.running):
         if place >= last:
@@ -120,8 +120,8 @@ def _choose_decodes(facts: ScheduleFacts[Key]) -> tuple[list[Key], list[Key], in
 
 
 def _choose_chunks(
-    prompts: list[RunningSequence[Key]], num_decodes: int, budgets: Budgets
-) -> tuple[ScheduledChunk[Key], ...]:
+    prompts: list[RunningSequence[_Key]], num_decodes: int, budgets: Budgets
+) -> tuple[ScheduledChunk[_Key], ...]:
     left = budgets.step_tokens - num_decodes
     if num_decodes:
         left = min(left, budgets.prompt_tokens_beside_decodes)
@@ -140,7 +140,7 @@ def _choose_chunks(
     return tuple(ScheduledChunk(key, tokens) for key, tokens in taken.items() if tokens)
 
 
-def _admit(facts: ScheduleFacts[Key], free_pages: int) -> tuple[Key, ...]:
+def _admit(facts: ScheduleFacts[_Key], free_pages: int) -> tuple[_Key, ...]:
     """Admit in order of arrival: a large request is not overtaken for ever by small ones."""
     admitted, free_slots = [], facts.free_slots
     for sequence in facts.waiting:

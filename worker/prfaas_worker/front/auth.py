@@ -10,12 +10,11 @@ is wrong with its certificate, where asyncio would close the connection before O
 import asyncio
 import logging
 import ssl
-from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from prfaas.errors import ConfigError, IdentityError, InternalError
 from prfaas_worker.credentials import WorkerCredentials, explain
@@ -42,8 +41,6 @@ OPEN_PATHS: Final = frozenset(
 """Paths for clients, probes and Prometheus, which have no certificates of ours."""
 CALLER_CLUSTER: Final = web.RequestKey("caller_cluster", str)
 """The cluster of a request's certificate, empty if none was required."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def credentials_of(options: Options) -> WorkerCredentials | None:

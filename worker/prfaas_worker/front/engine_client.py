@@ -31,7 +31,7 @@ from prfaas.wire.engine import (
     encode_batch,
 )
 
-Answer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet | EgressSet
+EngineAnswer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet | EgressSet
 Reply = TypeVar("Reply")
 
 
@@ -60,7 +60,7 @@ class EngineCall:
     def __init__(self, client: "EngineClient", handles: range):
         self.handles = handles
         self._client = client
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[EngineAnswer] = deque()
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Future[None] | None = None
         self._open = set(handles)
@@ -85,14 +85,14 @@ class EngineCall:
         else:
             self._open.discard(handle)
 
-    def put(self, answer: Answer) -> None:
+    def put(self, answer: EngineAnswer) -> None:
         self._answers.append(answer)
         if self._arrived is not None:
             if not self._arrived.done():
                 self._arrived.set_result(None)
             self._arrived = None
 
-    async def next(self) -> Answer:
+    async def next(self) -> EngineAnswer:
         """Wait for the next answer. Raises EngineError if the engine cannot serve the call."""
         while not self._answers:
             self._arrived = self._loop.create_future()
@@ -103,7 +103,7 @@ class EngineCall:
             raise EngineError(answer)
         return answer
 
-    async def next_all(self) -> list[Answer]:
+    async def next_all(self) -> list[EngineAnswer]:
         """Wait for answers, and take all: a slow reader sends them together. Raises EngineError as `next`, but only
         after earlier answers were taken."""
         taken = [await self.next()]

@@ -29,7 +29,7 @@ from prfaas.wire.engine import Cancel, Generate, Started, Tokens
 from prfaas.wire.kvevents import ByteBlock
 from prfaas.wire.resume import Resume
 from prfaas.wire.trace import read_trace
-from prfaas_worker.front.engine_client import Answer, EngineCall, EngineError
+from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
 from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece, ResponseFormatter, error_body, sse, usage_body
@@ -85,7 +85,7 @@ class EngineCalls:
         self._prompt_tokens = job.prompt_tokens
         self._choices: dict[tuple[int, int], ChoiceDetokenizer] = {}
         self._running: dict[int, int] = {}
-        self._early: list[Answer] = []
+        self._early: list[EngineAnswer] = []
         self._cached_tokens = 0
         self._resumed_cached_tokens = resume.cached_tokens if resume else None
         self._completion_tokens = sum(len(sent.token_ids) for sent in resume.choices.values()) if resume else 0
@@ -131,7 +131,7 @@ class EngineCalls:
             self._prompt_tokens, self._completion_tokens, self._cached_tokens if resumed is None else resumed
         )
 
-    def _piece(self, answer: Answer) -> Piece | None:
+    def _piece(self, answer: EngineAnswer) -> Piece | None:
         if not isinstance(answer, Tokens) or (choice := self._choices.get((answer.handle, answer.choice))) is None:
             return None
         self._completion_tokens += len(answer.token_ids)

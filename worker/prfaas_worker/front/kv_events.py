@@ -22,12 +22,12 @@ from uuid import uuid4
 from prfaas.wire.engine import KvEvents, ToEngine, ToFront
 from prfaas.wire.kvevents import (
     AllBlocksCleared,
-    BlockHash,
     BlockRemoved,
     BlockStored,
     ByteBlock,
     ByteMapBatch,
     EventBatch,
+    ExternalBlockHash,
     KvEvent,
     encode_byte_map,
     encode_events,
@@ -170,19 +170,19 @@ class BlockLocation(NamedTuple):
 
 
 class CachedBlock(NamedTuple):
-    parent: BlockHash | None
+    parent: ExternalBlockHash | None
     token_ids: array
     locations: frozenset[BlockLocation]
 
 
-CachedBlocks: TypeAlias = Mapping[BlockHash, CachedBlock]
+CachedBlocks: TypeAlias = Mapping[ExternalBlockHash, CachedBlock]
 
 
 class CacheSnapshot:
     """The blocks that are cached after all events so far. A block is kept once for all tiers."""
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockHash, CachedBlock] = {}
+        self._blocks: dict[ExternalBlockHash, CachedBlock] = {}
         # There are few sets of locations, and many blocks that have each.
         self._sets: dict[frozenset[BlockLocation], frozenset[BlockLocation]] = {}
 
@@ -225,7 +225,7 @@ class CacheSnapshot:
             else:
                 del self._blocks[key]
 
-    def _put(self, key: BlockHash, block: CachedBlock) -> None:
+    def _put(self, key: ExternalBlockHash, block: CachedBlock) -> None:
         self._blocks[key] = block._replace(locations=self._sets.setdefault(block.locations, block.locations))
 
 
@@ -245,7 +245,7 @@ def snapshot_batches(blocks: CachedBlocks) -> Iterator[list[KvEvent]]:
     yield batch
 
 
-def _stored(key: BlockHash, block: CachedBlock) -> Iterator[BlockStored]:
+def _stored(key: ExternalBlockHash, block: CachedBlock) -> Iterator[BlockStored]:
     token_ids = block.token_ids.tolist()
     for location in sorted(block.locations, key=lambda location: (location.group or 0, location.medium or "")):
         yield BlockStored(
@@ -259,11 +259,11 @@ def _stored(key: BlockHash, block: CachedBlock) -> Iterator[BlockStored]:
         )
 
 
-def _parents_first(blocks: CachedBlocks) -> Iterator[BlockHash]:
-    done: set[BlockHash] = set()
+def _parents_first(blocks: CachedBlocks) -> Iterator[ExternalBlockHash]:
+    done: set[ExternalBlockHash] = set()
     for key in blocks:
-        path: list[BlockHash] = []
-        above: BlockHash | None = key
+        path: list[ExternalBlockHash] = []
+        above: ExternalBlockHash | None = key
         while above is not None and above in blocks and above not in done:
             done.add(above)
             path.append(above)

@@ -9,12 +9,13 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import uvloop
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, ConfigError, RequestError
@@ -33,7 +34,6 @@ from prfaas_worker.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLOSE_SECONDS = 1.0  # For each of two phases: requests end by themselves, then they end after a cancel.
 ENGINE_END_SECONDS = 5.0

@@ -12,7 +12,7 @@ from prfaas.errors import RequestError
 from prfaas_worker.tokenizer.chat_template import ChatTemplate, Conversation, Special, Specials
 
 BYTE_TOKENS = 256
-Frame = tuple[list[int], list[int]]  # Special tokens before and after a plain prompt.
+PromptFrame = tuple[list[int], list[int]]  # Special tokens before and after a plain prompt.
 
 
 class TokenTable:
@@ -38,7 +38,11 @@ class Tokenizer(ABC):
     token's bytes, none for a hidden special one; `template` is None for a model without chats."""
 
     def __init__(
-        self, specials: Mapping[str, Special], table: TokenTable, template: ChatTemplate | None, frame: Frame = ([], [])
+        self,
+        specials: Mapping[str, Special],
+        table: TokenTable,
+        template: ChatTemplate | None,
+        frame: PromptFrame = ([], []),
     ):
         self._before, self._after = frame
         self._specials = Specials(specials)

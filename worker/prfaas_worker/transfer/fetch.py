@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
-from prfaas.wire.engine import Cached, Outcome
+from prfaas.wire.engine import Cached, TransferOutcome
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
@@ -142,7 +142,7 @@ class RemoteFetch:
                 log.debug("fetch of %s: was disconnected already", self._body.request_id)
 
     def _run(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
-        outcome: Outcome | None = "failed"
+        outcome: TransferOutcome | None = "failed"
         result: Fetched | PrfaasError
         reason = ""
         try:

@@ -21,7 +21,7 @@ from prfaas.wire.transfer import Hello, Manifest
 from prfaas_worker.transfer.layout import CacheLayout
 from prfaas_worker.transfer.net import DataStream, Deadline
 from prfaas_worker.transfer.send import Frame, SendState
-from prfaas_worker.transfer.transfer_log import Outcome, TransferCounters, TransferLog, TransferSubject
+from prfaas_worker.transfer.transfer_log import TransferCounters, TransferLog, TransferOutcome, TransferSubject
 
 LEASE_SECONDS = 10
 RESUME_SECONDS = 5.0
@@ -154,7 +154,7 @@ class Offers:
         if released:
             self._on_end(offer.message.handle)
 
-    def end(self, offer: Offer, outcome: Outcome, reason: str = "") -> None:
+    def end(self, offer: Offer, outcome: TransferOutcome, reason: str = "") -> None:
         """End an offer; `reason` is empty after a delivery or an earlier failure. Only the first call counts."""
         with self._lock:
             if self._offers.pop(offer.manifest.transfer_id, None) is None:

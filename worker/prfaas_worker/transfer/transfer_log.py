@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from prfaas.telemetry.logs import line
-from prfaas.wire.engine import Cached, Direction, Outcome, TransferEnded
+from prfaas.wire.engine import Cached, Direction, TransferEnded, TransferOutcome
 from prfaas.wire.frames import Codec
 from prfaas.wire.trace import NO_TRACE, TraceContext
 
 log = logging.getLogger(__name__)
 
-Mark = Literal["granted", "computing", "connected", "first_byte", "computed"]
+TransferMark = Literal["granted", "computing", "connected", "first_byte", "computed"]
 _ENDS = {"send": "transfer sent", "receive": "transfer received"}
 
 
@@ -52,7 +52,7 @@ class TransferLog:
         self._began = time.monotonic()
         self._marks: dict[str, float] = {}
 
-    def mark(self, name: Mark, **fields: int) -> None:
+    def mark(self, name: TransferMark, **fields: int) -> None:
         self._marks.setdefault(name, time.monotonic() - self._began)
         log.debug(self._line(f"transfer {name}", **fields))
 
@@ -62,7 +62,7 @@ class TransferLog:
             self.breaks = breaks
             log.info(self._line("transfer resumes", breaks=breaks, reason=reason))
 
-    def end(self, outcome: Outcome, reason: str, carried: TransferTotals) -> TransferEnded:
+    def end(self, outcome: TransferOutcome, reason: str, carried: TransferTotals) -> TransferEnded:
         """Record the outcome, and return the whole; `reason` is empty after a delivery."""
         seconds, (payload_bytes, flow_seconds, codecs) = time.monotonic() - self._began, carried
         if flow_seconds:
@@ -120,7 +120,7 @@ class TransferCounters:
     def __init__(self, on_end: Callable[[TransferEnded], None] = lambda _transfer: None):
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._ended: Counter[tuple[Direction, Outcome]] = Counter()
+        self._ended: Counter[tuple[Direction, TransferOutcome]] = Counter()
         self._sent_bytes = 0
         self._received_bytes = 0
 

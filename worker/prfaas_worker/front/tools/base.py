@@ -102,7 +102,7 @@ class Function(NamedTuple):
     parameters: dict
 
 
-Mark = Callable[[str], str]  # A mark in a grammar: the special token, or its letters if the tokenizer has none.
+RenderMark = Callable[[str], str]  # A mark in a grammar: the special token, or its letters if the tokenizer has none.
 
 
 def arguments_rule(function: Function) -> str:

@@ -12,8 +12,8 @@ import msgspec
 from prfaas_worker.front.tools.base import (
     ArgumentsDelta,
     Function,
-    Mark,
     NewId,
+    RenderMark,
     ToolEvent,
     ToolParser,
     alternatives,
@@ -128,7 +128,7 @@ class HermesParser(ToolParser):
         return []
 
 
-def _hermes_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
+def _hermes_lark(functions: Sequence[Function], mark: RenderMark, most: int) -> str:
     separator = f"{literal(chr(10))} {mark(_HERMES_CALL)}"
     return alternatives(
         f"rest: {repeated(separator, most)}",
@@ -192,7 +192,7 @@ class KimiParser(ToolParser):
         return []  # between calls, or between the marks of one
 
 
-def _kimi_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
+def _kimi_lark(functions: Sequence[Function], mark: RenderMark, most: int) -> str:
     begin, between, end = mark(_KIMI_CALL), mark(_KIMI_ARGUMENTS), mark(_KIMI_CALL_END)
     calls = [
         f"{begin} {literal(f'functions.{function.name}:')} NUMBER {between} {arguments_rule(function)} {end}"
@@ -245,7 +245,7 @@ class TurnsParser(ToolParser):
         return self._said(text)
 
 
-def _turns_lark(functions: Sequence[Function], mark: Mark, most: int) -> str:
+def _turns_lark(functions: Sequence[Function], mark: RenderMark, most: int) -> str:
     return alternatives(
         f"rest: {repeated(mark(_TURNS_CALL), most)}",
         [f"{literal(function.name + chr(10))} {arguments_rule(function)}" for function in functions],
@@ -259,7 +259,7 @@ class ToolFormat(NamedTuple):
     name: str
     marks: tuple[str, ...]
     parser: Callable[[NewId], ToolParser]
-    lark: Callable[[Sequence[Function], Mark, int], str]
+    lark: Callable[[Sequence[Function], RenderMark, int], str]
 
 
 # By the mark that a template of that format writes; more particular ones first.

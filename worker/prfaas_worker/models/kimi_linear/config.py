@@ -14,7 +14,7 @@ from prfaas_worker.assets import read_object
 
 LayerKind = Literal["attention", "linear"]
 
-Kind = TypeVar("Kind")
+_Kind = TypeVar("_Kind")
 
 MODEL_TYPE = "kimi_linear"
 
@@ -140,13 +140,13 @@ def _refuse_switched_on(raw: dict[str, Any], names: Iterable[str], prefix: str) 
             raise ConfigError(f"{prefix}{name} is {value!r}; it changes the computation and is not implemented")
 
 
-def _field(raw: dict[str, Any], name: str, kind: type[Kind]) -> Kind:
+def _field(raw: dict[str, Any], name: str, kind: type[_Kind]) -> _Kind:
     """The field's value, of this type; an integer is a valid float, but a boolean is no number."""
     value = raw[name]
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; it must be {_WORDS[kind]}")
-    return cast("Kind", value)
+    return cast("_Kind", value)
 
 
 def _size(raw: dict[str, Any], name: str) -> int:
