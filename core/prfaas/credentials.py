@@ -128,5 +128,5 @@ def load(context: ssl.SSLContext, files: Files) -> None:
 
 
 def utc_now() -> datetime.datetime:
-    """Return the time that certificates are judged by."""
+    """Return the time at which certificates are checked."""
     return datetime.datetime.now(datetime.UTC)

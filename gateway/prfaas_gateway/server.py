@@ -30,7 +30,7 @@ from prfaas_gateway.metrics import GatewayMetrics
 from prfaas_gateway.openai import UNREADABLE, error_response, model_card, model_not_found
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.state import GatewayState
-from prfaas_gateway.table import RoleTeller, follow_configmap, follow_file, read_file
+from prfaas_gateway.table import RolePublisher, follow_configmap, follow_file, read_file
 from prfaas_gateway.upstream import GatewayCredentials, Upstream
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
         )
         async with (
             _following(config, state),
-            _background(RoleTeller(state, upstream).run()),
+            _background(RolePublisher(state, upstream).run()),
             _background(parts.kv.run()),
             _background(history.watch(state)),
         ):

@@ -25,7 +25,7 @@ from prfaas_gateway.request import GatewayRequest
 RETRIES_PER_REQUEST: Final = 0.2
 RETRIES_PER_SECOND: Final = 10.0
 SAVED_RETRIES: Final = 1000.0
-BELIEVED_SECONDS: Final = 0.5
+FULL_SECONDS: Final = 0.5
 """For how long a refusal counts."""
 INITIAL_BYTES_PER_TOKEN: Final = 4.0  # usual for text and code with vocabularies of 100 K and more
 PRIOR_TOKENS: Final = 64.0  # how much the initial ratio weighs: about one short request
@@ -288,7 +288,7 @@ class Saturation:
 
     def refused(self, name: str, in_flight: int, now_seconds: float) -> None:
         """Record that an instance refused a request while `in_flight` of ours ran there."""
-        self._full[name] = _Full(in_flight, now_seconds + BELIEVED_SECONDS)
+        self._full[name] = _Full(in_flight, now_seconds + FULL_SECONDS)
 
     def full(self, in_flight: Mapping[str, int], now_seconds: float) -> Set[str]:
         """Return the full instances; forget expired refusals."""

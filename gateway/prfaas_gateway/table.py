@@ -87,7 +87,7 @@ class _Told(NamedTuple):
     until_seconds: float
 
 
-class RoleTeller:
+class RolePublisher:
     """Sends convertible instances their role in the routing table: PUT /v1/role at each.
 
     Routing does not wait for the calls, because any worker serves any leg: a role only changes how an engine divides
@@ -103,10 +103,10 @@ class RoleTeller:
 
     async def run(self) -> None:
         while True:
-            await self.tell_due()
+            await self.send_due()
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def tell_due(self) -> None:
+    async def send_due(self) -> None:
         """Send the role to every instance without it, or to which it was sent long ago."""
         table = self._state.table
         instances = [one for one in table.instances if one.convertible and one.state == "Ready"] if table else []

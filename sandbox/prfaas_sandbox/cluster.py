@@ -20,7 +20,7 @@ from prfaas_sandbox.controlplane import ADMIN_GROUP, ControlPlane, Placement
 from prfaas_sandbox.forward import serve_connections
 from prfaas_sandbox.network import CLUSTERS, ClusterNetwork
 from prfaas_sandbox.node.agent import Folders, NodeAgent
-from prfaas_sandbox.state import ClusterFolder, InsideMessage, SandboxPlan, StateFolder
+from prfaas_sandbox.state import ClusterFolder, NamespaceMessage, SandboxPlan, StateFolder
 from prfaas_sandbox.tools import Tools
 
 API_PORT = 6443
@@ -39,7 +39,7 @@ def main() -> None:
     try:
         asyncio.run(run(network, state.cluster(name), tools))
     except* (PeerError, OSError) as group:
-        InsideMessage(name, "failed", "; ".join(str(error) for error in group.exceptions)).send()
+        NamespaceMessage(name, "failed", "; ".join(str(error) for error in group.exceptions)).send()
         sys.exit(1)
 
 
@@ -48,7 +48,7 @@ async def run(network: ClusterNetwork, folder: ClusterFolder, tools: Tools) -> N
     placement = Placement(network.address, network.address, network.service_prefix, API_PORT, ETCD_PORTS)
     async with ControlPlane.start(network.name, tools, folder.run / "plane", placement, logs=folder.logs) as plane:
         plane.user("admin", ADMIN_GROUP).write(folder.internal_kubeconfig)
-        InsideMessage(network.name, "progress", "control plane ready").send()
+        NamespaceMessage(network.name, "progress", "control plane ready").send()
         folders = Folders(folder.run / "pods", folder.logs / "pods")
         async with (
             NodeAgent.start(plane, network, folders) as agent,
@@ -59,7 +59,7 @@ async def run(network: ClusterNetwork, folder: ClusterFolder, tools: Tools) -> N
             await _admit_prometheus(api)
             plane.user(PROMETHEUS_USER).write(folder.prometheus_kubeconfig)
             await _wait_for_node(api, agent.name)
-            InsideMessage(network.name, "ready").send()
+            NamespaceMessage(network.name, "ready").send()
             while True:
                 plane.check_running()
                 await asyncio.sleep(CHECK_SECONDS)

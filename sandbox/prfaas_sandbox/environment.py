@@ -68,7 +68,7 @@ class Environment(Protocol):
         """Drop all traffic of the link silently; connections do not notice. Repeating is harmless."""
         ...
 
-    async def heal_link(self) -> None:
+    async def restore_link(self) -> None:
         """Undo `cut_link`. Repeating is harmless."""
         ...
 

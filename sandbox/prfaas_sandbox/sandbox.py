@@ -30,7 +30,7 @@ from prfaas_sandbox.environment import ClusterAccess, Images, run_in
 from prfaas_sandbox.forward import Forwards, HostPort, endpoints
 from prfaas_sandbox.network import CLUSTERS, HUB, ClusterNetwork, checked_rate
 from prfaas_sandbox.processes import tail
-from prfaas_sandbox.state import Description, InsideMessage, SandboxPlan, StateFolder
+from prfaas_sandbox.state import Description, NamespaceMessage, SandboxPlan, StateFolder
 from prfaas_sandbox.tools import Tools, ensure_tools
 
 DEFAULT_LINK_MBPS = 100
@@ -118,7 +118,7 @@ class Sandbox:
     async def cut_link(self) -> None:
         await _call(self._state.link, "PUT", "/link/cut", {"cut": True})
 
-    async def heal_link(self) -> None:
+    async def restore_link(self) -> None:
         await _call(self._state.link, "PUT", "/link/cut", {"cut": False})
 
     async def kill_pod(self, cluster: ClusterAccess, namespace: str, pod: str) -> None:
@@ -169,14 +169,14 @@ class _Inside:
                 process.kill()  # --kill-child takes the rest along
                 await process.wait()
 
-    async def next_message(self) -> InsideMessage:
+    async def next_message(self) -> NamespaceMessage:
         """Return the next message of the inside; raise PeerError if a part failed or the inside ended."""
         line = await self._process.stdout.readline() if self._process.stdout is not None else b""
         if not line:
             raise PeerError(f"the sandbox ended; the end of its log:\n{tail(self.state.logs / 'sandbox.log')}")
-        message = InsideMessage.parse(line)
+        message = NamespaceMessage.parse(line)
         if message.kind == "failed":
-            raise PeerError(f"{message.sender}: {message.text}")
+            raise PeerError(f"{message.process}: {message.text}")
         return message
 
     async def wait_ready(self, report: Callable[[str], None]) -> None:
@@ -186,9 +186,9 @@ class _Inside:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
                 while missing:
                     message = await self.next_message()
-                    report(f"{message.sender}: {message.text or message.kind}")
+                    report(f"{message.process}: {message.text or message.kind}")
                     if message.kind == "ready":
-                        missing.discard(message.sender)
+                        missing.discard(message.process)
         except TimeoutError as error:
             names, logs = ", ".join(sorted(missing)), self.state.logs
             reason = f"not ready within {START_TIMEOUT_SECONDS:.0f} s: {names} (logs: {logs})"

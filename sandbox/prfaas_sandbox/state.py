@@ -118,13 +118,13 @@ class StateFolder:
 
 
 @dataclass(frozen=True)
-class InsideMessage:
+class NamespaceMessage:
     """A message from a process inside to the host: one JSON object a line, on the common standard output.
 
-    `sender` is hub, member or sandbox; `kind` is `progress`, `ready` or `failed`.
+    `process` is hub, member or sandbox; `kind` is `progress`, `ready` or `failed`.
     """
 
-    sender: str
+    process: str
     kind: str
     text: str = ""
 

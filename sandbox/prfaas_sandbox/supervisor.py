@@ -22,7 +22,7 @@ from prfaas.errors import BadInputError, InternalError, PeerError
 from prfaas_sandbox import prometheus
 from prfaas_sandbox.network import CLUSTERS, HUB, checked_rate, create_link, cut_link, enter, shape_link
 from prfaas_sandbox.processes import ChildProcess
-from prfaas_sandbox.state import InsideMessage, SandboxPlan, StateFolder
+from prfaas_sandbox.state import NamespaceMessage, SandboxPlan, StateFolder
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
@@ -54,7 +54,7 @@ def supervise(state: StateFolder) -> None:
     try:
         asyncio.run(Supervisor(state, SandboxPlan.read(state.plan)).run())
     except (PeerError, InternalError, OSError) as error:
-        InsideMessage("sandbox", "failed", str(error)).send()
+        NamespaceMessage("sandbox", "failed", str(error)).send()
         sys.exit(1)
 
 
@@ -67,7 +67,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Start everything and watch over it; return only by an exception."""
-        await self._lay_network()
+        await self._create_network()
         await self._name_prometheus()
         await self._serve_link()
         clusters = [self._start_cluster(network.name) for network in CLUSTERS]
@@ -83,7 +83,7 @@ class Supervisor:
             child.check_running()
         await asyncio.sleep(POLL_SECONDS)
 
-    async def _lay_network(self) -> None:
+    async def _create_network(self) -> None:
         commands: list[list[str]] = [["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(self._state.run)]]
         for path in self._namespaces.values():
             commands += [["touch", str(path)], ["unshare", f"--net={path}", "true"]]

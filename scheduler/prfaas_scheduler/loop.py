@@ -36,7 +36,7 @@ RETRY_SECONDS = 1.0
 MAX_QUERY_SECONDS = 5.0
 
 
-class Known(NamedTuple):
+class LearnedState(NamedTuple):
     """The controller's state, and the configuration that it was learned under."""
 
     config: Config
@@ -59,7 +59,7 @@ class Loop:
         self._clock = clock
         self._failures = LogOnce(log)
         self._history = observe.CounterHistory()
-        self._known: Known | None = None
+        self._known: LearnedState | None = None
         self._observed: Mapping[str, Any] | None = None
         self._observe_at = float("-inf")
         self.report: status.Report | None = None
@@ -119,7 +119,7 @@ class Loop:
             self._complain((error,))
             return None
         self._observe_at = self._clock() + observe.OBSERVE_SECONDS
-        seen = observe.Seen(self._history.lengths(), arrivals, step.links, measured.profiles)
+        seen = observe.SummaryInputs(self._history.lengths(), arrivals, step.links, measured.profiles)
         return observe.summarise(seen, figures, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     def _complain(self, errors: tuple[PrfaasError, ...]) -> None:
@@ -133,7 +133,7 @@ class Loop:
         config = config_of(table)
         known = self._known
         if known is None or known.config.threshold != config.threshold:  # a changed policy starts from its own tokens
-            known = Known(config, controller.initial_state(config))
+            known = LearnedState(config, controller.initial_state(config))
         now_seconds = self._clock()
         facts = ControllerFacts(
             now_seconds=now_seconds,
@@ -145,7 +145,7 @@ class Loop:
         step = controller.step(config, known.state, facts)
         if self.report is None or self.report.figures["thresholdTokens"] != step.tokens:
             log.info("threshold %d tokens, bandwidth %s: %s", step.tokens, step.bandwidth, step.reason)
-        self._known = Known(config, step.state)
+        self._known = LearnedState(config, step.state)
         return step
 
     def _offered(self, table: RoutingTable, measured: Measurements) -> Offered | None:
@@ -189,9 +189,9 @@ def links_of(table: RoutingTable, measured: Measurements) -> tuple[LinkFacts, ..
 
 def pools_of(table: RoutingTable, measured: Measurements) -> tuple[PoolFacts, ...]:
     """Return every prefill pool that was measured; instances that two pools share are measured as the decode pool's."""
-    home = next((one.pool for one in table.instances if one.convertible and one.role == "decode"), "")
+    decode_pool = next((one.pool for one in table.instances if one.convertible and one.role == "decode"), "")
     ready = Counter(
-        (one.cluster, home if one.convertible and home else one.pool)
+        (one.cluster, decode_pool if one.convertible and decode_pool else one.pool)
         for one in table.instances
         if one.role == "prefill" and one.state == "Ready"
     )

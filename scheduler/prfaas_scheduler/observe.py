@@ -112,7 +112,7 @@ FIGURES: Final[Mapping[str, str]] = {
 }
 
 
-class Seen(NamedTuple):
+class SummaryInputs(NamedTuple):
     """The inputs of a summary beside the query's own figures."""
 
     lengths: Sequence[int]
@@ -137,7 +137,7 @@ def query_of(table: RoutingTable) -> str:
     return " or ".join(f'label_replace({text}, "{FIGURE_LABEL}", "{name}", "", "")' for name, text in filled.items())
 
 
-def summarise(seen: Seen, figures: Sequence[Figure], now: str) -> dict[str, Any]:
+def summarise(seen: SummaryInputs, figures: Sequence[Figure], now: str) -> dict[str, Any]:
     """Return the policy's status.observed; `now` in RFC 3339. Figures that are not known are left out."""
     values = {figure.labels.get(FIGURE_LABEL, ""): figure.value for figure in figures if "pool" not in figure.labels}
     waiting = {figure.labels["pool"]: figure.value for figure in figures if "pool" in figure.labels}

@@ -73,7 +73,7 @@ async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_it
         await eventually(is_told, "the MemberCluster says that it is not reachable", 180.0)
         pool = await condition(installation, "pfpool", OFFLOAD_POOL)
     finally:
-        await environment.heal_link()
+        await environment.restore_link()
 
     async def is_back() -> bool:
         return await ready() == "True"

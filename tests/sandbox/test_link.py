@@ -74,6 +74,6 @@ async def test_a_link_that_is_cut_carries_nothing_until_it_is_healed(sandbox, hu
         assert await hub.output("fetch-cut", *attempt, addresses["member"], "1000") == "lost\n"
         assert float(await hub.output("fetch-within", "python3", "-c", FETCH, addresses["hub"], "1000")) > 0
     finally:
-        await sandbox.heal_link()
-    await sandbox.heal_link()
+        await sandbox.restore_link()
+    await sandbox.restore_link()
     assert float(await hub.output("fetch-healed", "python3", "-c", FETCH, addresses["member"], "1000")) > 0

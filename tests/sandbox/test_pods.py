@@ -207,13 +207,13 @@ async def test_a_command_that_does_not_exist_is_a_reason_to_wait(hub):
 async def test_what_the_node_does_not_offer_is_refused_by_name(hub):
     volumes = [{"name": "disk", "persistentVolumeClaim": {"claimName": "disk"}}]
     init = [{"name": "first", "image": "none", "command": ["true"]}]
-    claim = {
+    volume = {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
         "metadata": {"name": "disk"},
         "spec": {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"], "hostPath": {"path": "/tmp"}},
     }
-    preference = {
+    claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": "disk"},
@@ -223,7 +223,7 @@ async def test_what_the_node_does_not_offer_is_refused_by_name(hub):
             "resources": {"requests": {"storage": "1Gi"}},
         },
     }
-    await hub.apply(claim, preference)
+    await hub.apply(volume, claim)
     await hub.run("fancy", "true", spec={"volumes": volumes, "initContainers": init})
 
     async def waiting():

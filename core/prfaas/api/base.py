@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Says:
+class Hint:
     """The error message for a string that breaks its pattern.
 
     The API server would print the bare regular expression, so the pattern becomes a CEL rule with this message.
@@ -61,34 +61,34 @@ class Says:
 DnsLabel = Annotated[
     str,
     StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63),
-    Says("must be lower-case letters, digits and '-', and start and end with a letter or digit"),
+    Hint("must be lower-case letters, digits and '-', and start and end with a letter or digit"),
 ]
 """A name that becomes part of a label value or of a child's name."""
 DnsName = Annotated[
     str,
     StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253),
-    Says("must be the name of an object: lower-case letters, digits, '-' and '.', with a letter or digit at both ends"),
+    Hint("must be the name of an object: lower-case letters, digits, '-' and '.', with a letter or digit at both ends"),
 ]
 DataKey = Annotated[
     str,
     StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253),
-    Says("must be a key of the object's data: letters, digits, '-', '_' and '.'"),
+    Hint("must be a key of the object's data: letters, digits, '-', '_' and '.'"),
 ]
 LongText = Annotated[str, StringConstraints(max_length=4096)]
 DatacenterName = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", max_length=63),
-    Says("must be letters, digits, '-', '_' and '.', and start and end with a letter or digit"),
+    Hint("must be letters, digits, '-', '_' and '.', and start and end with a letter or digit"),
 ]
 ModelName = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253),
-    Says("must be letters, digits, '.', '_', '/' and '-', and start with a letter or digit"),
+    Hint("must be letters, digits, '.', '_', '/' and '-', and start with a letter or digit"),
 ]
 Image = Annotated[
     str,
     StringConstraints(pattern=r"^\S+$", max_length=512),
-    Says("must be an image reference without spaces, such as registry.example/prfaas/worker:1.0"),
+    Hint("must be an image reference without spaces, such as registry.example/prfaas/worker:1.0"),
 ]
 Count = Annotated[int, Field(ge=0, le=2_147_483_647)]
 Generation = Annotated[int, Field(ge=0)]

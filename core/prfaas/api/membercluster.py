@@ -12,9 +12,9 @@ from prfaas.api.base import (
     DnsLabel,
     DnsName,
     Generation,
+    Hint,
     Resource,
     Rule,
-    Says,
     Timestamp,
 )
 
@@ -24,7 +24,7 @@ DEFAULT_UTILISATION_QUERY = 'sum(rate(prfaas_link_sent_bytes_total{cluster="$clu
 Place = Annotated[
     str,
     StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63),
-    Says("must be letters, digits, '-', '_' and '.', and start and end with a letter or digit"),
+    Hint("must be letters, digits, '-', '_' and '.', and start and end with a letter or digit"),
 ]
 NAMESPACE_IS_FIXED = Rule(
     "self == oldSelf",

@@ -4,13 +4,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import ApiModel, Column, Image, ModelName, Rule, Says
+from prfaas.api.base import ApiModel, Column, Hint, Image, ModelName, Rule
 from prfaas.api.template import PodTemplate
 
 ClusterName = Annotated[
     str,
     StringConstraints(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63),
-    Says("must be the name of a MemberCluster (lower-case letters, digits and '-'), or empty for the hub"),
+    Hint("must be the name of a MemberCluster (lower-case letters, digits and '-'), or empty for the hub"),
 ]
 IntOrPercent = Annotated[
     int | str,
@@ -38,7 +38,7 @@ class ModelRef(ApiModel):
     source: Annotated[
         str,
         StringConstraints(pattern=r"^(builtin:[a-z0-9][a-z0-9._-]*|/.+)$", max_length=1024),
-        Says("must be an absolute directory such as /models/kimi, or builtin:NAME such as builtin:kimi-linear-tiny"),
+        Hint("must be an absolute directory such as /models/kimi, or builtin:NAME such as builtin:kimi-linear-tiny"),
     ]
     """A directory in the container (mount it through template.volumes), or builtin:NAME for a model that ships with the
     worker."""

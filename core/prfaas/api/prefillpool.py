@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
 
-from prfaas.api.base import ApiModel, Column, PoolStatus, Resource, Rule, Says, add_rules
+from prfaas.api.base import ApiModel, Column, Hint, PoolStatus, Resource, Rule, add_rules
 from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, ModelRef, PoolSpec
 
 # The default makes the field present in every stored object, so that the rule also sees a move from or to the hub.
@@ -27,7 +27,7 @@ SHARING_IS_FIXED = Rule(
 DecodePoolName = Annotated[
     str,
     StringConstraints(pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$", max_length=50),
-    Says("must be the name of a DecodePool, or empty for instances of the pool's own"),
+    Hint("must be the name of a DecodePool, or empty for instances of the pool's own"),
 ]
 NO_MODEL: Final = ModelRef.model_construct(name="", source="")
 """The model of a pool without instances of its own; no request names it."""

@@ -14,16 +14,16 @@ from prfaas.api.base import (
     DataKey,
     DnsLabel,
     DnsName,
+    Hint,
     LongText,
     Rule,
-    Says,
     keyed_by,
 )
 
 EnvName = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=253),
-    Says("must be letters, digits and '_', and not start with a digit"),
+    Hint("must be letters, digits and '_', and not start with a digit"),
 ]
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=317)]
 KEY_PATTERN = "^([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
@@ -36,7 +36,7 @@ LABEL_KEYS = Rule(f"self.all(key, key.matches('{KEY_PATTERN}'))", f"keys {KEY_RU
 LabelValue = Annotated[
     str,
     StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63),
-    Says("must be a label value: letters, digits, '-', '_' and '.', with a letter or digit at both ends"),
+    Hint("must be a label value: letters, digits, '-', '_' and '.', with a letter or digit at both ends"),
 ]
 Quantity = Annotated[
     int | str,
@@ -51,7 +51,7 @@ QuantityMap = Annotated[dict[LabelKey, Quantity], Field(max_length=16), LABEL_KE
 MountPath = Annotated[
     str,
     StringConstraints(pattern=r"^/[^:]+$", max_length=1024),
-    Says("must be an absolute path other than /, without ':'"),
+    Hint("must be an absolute path other than /, without ':'"),
 ]
 
 

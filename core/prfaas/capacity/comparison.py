@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from prfaas.capacity import equations, optimum, ttft
-from prfaas.capacity.optimum import Carried, Plan
+from prfaas.capacity.optimum import Plan, Throughput
 from prfaas.capacity.planfile import SYSTEMS, PlanFile
 from prfaas.capacity.system import HubPool, OffloadPool, System
 from prfaas.capacity.ttft import FirstToken
@@ -36,14 +36,14 @@ _MOST: Final = 1e18
 """Instances that any budget buys at most: an absurd price must not make them infinite."""
 
 
-class Figures(Carried, frozen=True, kw_only=True):
+class Figures(Throughput, frozen=True, kw_only=True):
     """One system's column of Table 6. The times are the paper's: prefill and transfer, and nothing waits."""
 
     ttft_mean_seconds: float
     ttft_p90_seconds: float
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+class TtftUnderLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The time to the first token, with waits, at a share of lambda_max."""
 
     load: float
@@ -54,7 +54,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_seconds: float
 
 
-class Bought(msgspec.Struct, frozen=True, kw_only=True):
+class BudgetedSystem(msgspec.Struct, frozen=True, kw_only=True):
     """One system within the budget."""
 
     instances: dict[str, int]
@@ -69,9 +69,9 @@ class Bought(msgspec.Struct, frozen=True, kw_only=True):
 class EqualCost(msgspec.Struct, frozen=True, kw_only=True):
     """The described system beside those of the same cost, and its gain over the hub only."""
 
-    described: Bought
-    homogeneous: Bought
-    best_mix: Bought
+    described: BudgetedSystem
+    homogeneous: BudgetedSystem
+    best_mix: BudgetedSystem
     gain: float
     """Lambda_max of the described system over that of the homogeneous one, less 1."""
     gain_of_best_mix: float
@@ -93,7 +93,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """No policy carries more (a linear programme's bound)."""
     prices: dict[str, float]
     """The worth of each pool and link, in requests a second; together they are the bound."""
-    queueing: dict[str, list[Loaded]]
+    queueing: dict[str, list[TtftUnderLoad]]
     arrivals_within_slo: dict[str, float | None] | None = None
     """By system; None: it keeps slo.ttftMillis at no rate."""
     equal_cost: EqualCost | None = None
@@ -133,7 +133,7 @@ def compare(file: PlanFile) -> Comparison:
 
 def _figures(system: System, workload: Workload, plan: Plan) -> Figures:
     first = ttft.unloaded(system, workload, plan)
-    carried = {name: getattr(plan, name) for name in Carried.__struct_fields__}
+    carried = {name: getattr(plan, name) for name in Throughput.__struct_fields__}
     for name in ("n_p", "n_d"):
         carried[name] = int(carried[name]) if carried[name].is_integer() else carried[name]
     return Figures(
@@ -143,13 +143,13 @@ def _figures(system: System, workload: Workload, plan: Plan) -> Figures:
     )
 
 
-def _loaded(system: System, workload: Workload, plan: Plan) -> list[Loaded]:
-    found: list[Loaded] = []
+def _loaded(system: System, workload: Workload, plan: Plan) -> list[TtftUnderLoad]:
+    found: list[TtftUnderLoad] = []
     for load in LOADS:
         arrivals = load * plan.lambda_max
         first = ttft.queued(system, workload, plan, arrivals)
         times = {f"ttft_{name}": getattr(first, name) for name in FirstToken.__struct_fields__}
-        found.append(Loaded(load=load, arrivals_per_second=arrivals, **times))
+        found.append(TtftUnderLoad(load=load, arrivals_per_second=arrivals, **times))
     return found
 
 
@@ -213,9 +213,9 @@ def compare_costs(system: System, workload: Workload) -> EqualCost | None:
                 f"costPerHour is given for {priced[0].name} and missing for {pool.name}; "
                 "give it for every pool, of one instance and in one currency, or for none"
             )
-    described = _bought(system, optimum.best(system, workload))
+    described = _budgeted(system, optimum.best(system, workload))
     alone = _alone(system, described.cost_per_hour)
-    homogeneous = _bought(alone, optimum.best(alone, workload))
+    homogeneous = _budgeted(alone, optimum.best(alone, workload))
     best_mix = _best_mix(system, workload, max(homogeneous, described, key=_worth))
     per_instance = homogeneous.lambda_max / alone.hub_instances
     return EqualCost(
@@ -242,18 +242,18 @@ def _alone(system: System, budget: float) -> System:
     return lone
 
 
-def _best_mix(system: System, workload: Workload, best: Bought) -> Bought:
+def _best_mix(system: System, workload: Workload, best: BudgetedSystem) -> BudgetedSystem:
     """Return the best of what is given and of every mix that costs no more than the system."""
     budget = sum(_cost(pool) * pool.instances for pool in (*system.offload, *system.hub))
     bounds = [(optimum.fractional(mix, workload).lambda_max, mix) for mix in _mixes(system, budget)]
     for bound, mix in sorted(bounds, key=operator.itemgetter(0), reverse=True):
         if bound <= best.lambda_max:
             break
-        best = max(best, _bought(mix, optimum.best(mix, workload)), key=_worth)
+        best = max(best, _budgeted(mix, optimum.best(mix, workload)), key=_worth)
     return best
 
 
-def _worth(one: Bought) -> tuple[float, float]:
+def _worth(one: BudgetedSystem) -> tuple[float, float]:
     return one.lambda_max, -one.cost_per_hour
 
 
@@ -287,9 +287,9 @@ def _sized(pool: HubPool, instances: int) -> HubPool:
     return msgspec.structs.replace(pool, instances=instances, min_prefill=0, min_decode=0)
 
 
-def _bought(system: System, plan: Plan) -> Bought:
+def _budgeted(system: System, plan: Plan) -> BudgetedSystem:
     pools = (*system.offload, *system.hub)
-    return Bought(
+    return BudgetedSystem(
         instances={pool.name: pool.instances for pool in pools},
         cost_per_hour=sum(_cost(pool) * pool.instances for pool in pools),
         lambda_max=plan.lambda_max,

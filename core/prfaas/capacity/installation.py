@@ -91,7 +91,7 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
         return [pool.name for pool in prefilling if not (self.decode if pool.shares else pool).profile]
 
 
-class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The requests a second that given numbers of instances carry."""
 
     counts: dict[str, int]
@@ -169,16 +169,16 @@ def system_of(
     )
 
 
-def outlook(installation: Installation, counts: InstanceCounts) -> Outlook:
+def forecast(installation: Installation, counts: InstanceCounts) -> Forecast:
     """Return what so many instances carry at their best threshold, or at the policy's own where it is fixed."""
     load = installation.load
     if load is None or not counts[installation.decode.name]:
-        return Outlook(counts=dict(counts), arrivals_per_second=load.arrivals_per_second if load else 0.0)
+        return Forecast(counts=dict(counts), arrivals_per_second=load.arrivals_per_second if load else 0.0)
     system = system_of(installation, load, counts)
     plan = _planned(installation, load, system)
     # A share of 0 or 1 of the prompts leaves one kind of prefill without any: it bears anything.
     below, offloaded = 1.0 - plan.offloaded_fraction, plan.offloaded_fraction
-    return Outlook(
+    return Forecast(
         counts=dict(counts),
         plan=plan,
         prefill_per_second=min(
@@ -190,7 +190,7 @@ def outlook(installation: Installation, counts: InstanceCounts) -> Outlook:
     )
 
 
-def ttft_p90_seconds(installation: Installation, seen: Outlook) -> float:
+def ttft_p90_seconds(installation: Installation, seen: Forecast) -> float:
     """Return the predicted P90 of the time to the first token, waits included; infinite where too much arrives."""
     load = installation.load
     if load is None or seen.plan is None or load.arrivals_per_second >= seen.plan.lambda_max:

@@ -32,7 +32,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from prfaas.capacity.installation import Installation, Outlook, Pool, outlook, ttft_p90_seconds
+from prfaas.capacity.installation import Forecast, Installation, Pool, forecast, ttft_p90_seconds
 from prfaas.wire.routes import PoolRole
 
 MIN_GAIN: Final = 0.1
@@ -57,7 +57,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Promised P90 of the time to the first token."""
 
 
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
+class InstallationState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the installation now."""
 
     arrivals_per_second: float | None = None
@@ -82,9 +82,9 @@ class LongLoopDecision(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     changes: dict[str, int] = {}
     """New replicas by pool; empty: none."""
-    now: Outlook | None = None
+    now: Forecast | None = None
     """None: not known."""
-    best: Outlook | None = None
+    best: Forecast | None = None
     """With as many instances as there are, divided anew."""
 
 
@@ -96,7 +96,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-def decide(rules: Rules, installation: Installation, moment: Moment) -> LongLoopDecision:
+def decide(rules: Rules, installation: Installation, moment: InstallationState) -> LongLoopDecision:
     """Return the one change to make now, or why none is made."""
     if moment.stale:
         return LongLoopDecision(status="Unknown", reason="MetricsStale", message=f"{moment.stale}: nothing is changed")
@@ -104,7 +104,7 @@ def decide(rules: Rules, installation: Installation, moment: Moment) -> LongLoop
         return _made(woken)  # without a cooldown: they wait
     now = best = None
     if not moment.unknown:
-        now = outlook(installation, installation.counts)
+        now = forecast(installation, installation.counts)
         best = find_best_split(rules, installation, now)
     if moment.under_way:
         reason = "Converting" if moment.ours else "PoolsNotSettled"
@@ -122,14 +122,14 @@ def decide(rules: Rules, installation: Installation, moment: Moment) -> LongLoop
     return _rest(rules, installation, now, best)
 
 
-def _made(made: Proposal, now: Outlook | None = None, best: Outlook | None = None) -> LongLoopDecision:
+def _made(made: Proposal, now: Forecast | None = None, best: Forecast | None = None) -> LongLoopDecision:
     return LongLoopDecision(
         status="False", reason=made.kind, message=made.why, changes=made.changes, now=now, best=best
     )
 
 
 def _if_allowed(
-    rules: Rules, installation: Installation, moment: Moment, wanted: Proposal, decision: LongLoopDecision
+    rules: Rules, installation: Installation, moment: InstallationState, wanted: Proposal, decision: LongLoopDecision
 ) -> LongLoopDecision:
     """Return the decision, without its change where a pool is not ours to write or the cooldown is not over."""
     refusals = [pool.refusal for pool in installation.pools if pool.name in wanted.changes and pool.refusal]
@@ -144,20 +144,20 @@ def _if_allowed(
     return decision
 
 
-def _rest(rules: Rules, installation: Installation, now: Outlook | None, best: Outlook | None) -> LongLoopDecision:
+def _rest(rules: Rules, installation: Installation, now: Forecast | None, best: Forecast | None) -> LongLoopDecision:
     """Return the decision to change nothing, and say if the promises are kept."""
     if now is None or best is None:
         return LongLoopDecision(status="True", reason="Balanced", message="no request comes", now=now, best=best)
     seen = describe(now)
-    if trouble := _trouble(rules, installation, now):
-        reason, why = trouble
+    if broken := _broken_promise(rules, installation, now):
+        reason, why = broken
         return LongLoopDecision(status="False", reason=reason, message=f"{seen}; {why}", now=now, best=best)
     more = gain(best, now)
     other = f"; N_p {installation.hub_prefill(best.counts)} would serve {percent(more)} more" if more > 0 else ""
     return LongLoopDecision(status="True", reason="Balanced", message=f"{seen}{other}", now=now, best=best)
 
 
-def _trouble(rules: Rules, installation: Installation, now: Outlook) -> tuple[str, str] | None:
+def _broken_promise(rules: Rules, installation: Installation, now: Forecast) -> tuple[str, str] | None:
     """Return the reason and a sentence when a promise is broken and no allowed change would help."""
     kept = "; ".join(f"{pool.name}: {_kept_by(pool)}" for pool in installation.pools)
     if rules.scales and now.busiest > rules.target_load:
@@ -180,22 +180,22 @@ def _kept_by(pool: Pool) -> str:
     return "has no maxReplicas" if pool.most is None else f"{pool.replicas} of at most {pool.most}"
 
 
-def find_best_split(rules: Rules, installation: Installation, now: Outlook) -> Outlook:
+def find_best_split(rules: Rules, installation: Installation, now: Forecast) -> Forecast:
     """Return the split that carries most within bounds, with as many instances as there are."""
     allowed = _allowed(rules, installation)
     if not allowed:
         return now
 
-    def prefill_bears_more(prefilling: int) -> bool:
-        seen = _foresee_split(installation, prefilling)
+    def prefill_carries_more(prefilling: int) -> bool:
+        seen = _forecast_split(installation, prefilling)
         return seen.prefill_per_second >= seen.decode_per_second
 
-    crossing = allowed[bisect_left(allowed[:-1], True, key=prefill_bears_more)]
-    sides = [_foresee_split(installation, n) for n in (crossing, crossing - 1) if n in allowed]
+    crossing = allowed[bisect_left(allowed[:-1], True, key=prefill_carries_more)]
+    sides = [_forecast_split(installation, n) for n in (crossing, crossing - 1) if n in allowed]
     return max(sides, key=lambda seen: seen.lambda_max)
 
 
-def find_conversion(rules: Rules, installation: Installation, now: Outlook, best: Outlook) -> Proposal | None:
+def find_conversion(rules: Rules, installation: Installation, now: Forecast, best: Forecast) -> Proposal | None:
     """Return the conversion to make: back within bounds, towards the best split, or towards a shorter wait."""
     sharer, allowed = installation.sharer, _allowed(rules, installation)
     if sharer is None or not allowed:
@@ -207,14 +207,14 @@ def find_conversion(rules: Rules, installation: Installation, now: Outlook, best
     return towards_best or _convert_for_ttft(rules, installation, now, sharer)
 
 
-def _step_towards(rules: Rules, installation: Installation, now: Outlook, best: Outlook) -> Proposal | None:
+def _step_towards(rules: Rules, installation: Installation, now: Forecast, best: Forecast) -> Proposal | None:
     """Return a step towards the best split, if it is worth it and keeps what is promised."""
     sharer, more = installation.sharer, gain(best, now)
     if sharer is None or more < MIN_GAIN:
         return None
     most = max(1, int(MAX_SHARE_AT_ONCE * (sharer.replicas + installation.decode.replicas)))
     wanted = sharer.replicas + max(-most, min(most, best.counts[sharer.name] - sharer.replicas))
-    seen = _foresee_split(installation, wanted)
+    seen = _forecast_split(installation, wanted)
     if seen.lambda_max <= now.lambda_max:
         return None
     promised = rules.ttft_seconds
@@ -226,13 +226,13 @@ def _step_towards(rules: Rules, installation: Installation, now: Outlook, best: 
     return _convert(installation, now, wanted, f"{carried} with N_p {installation.hub_prefill(best.counts)}")
 
 
-def _convert_for_ttft(rules: Rules, installation: Installation, now: Outlook, sharer: Pool) -> Proposal | None:
+def _convert_for_ttft(rules: Rules, installation: Installation, now: Forecast, sharer: Pool) -> Proposal | None:
     """Return a conversion of one instance that shortens a wait that is too long."""
     promised, allowed = rules.ttft_seconds, _allowed(rules, installation)
     if promised is None or (expected := ttft_p90_seconds(installation, now)) <= promised:
         return None
     neighbours = [n for n in (sharer.replicas - 1, sharer.replicas + 1) if n in allowed]
-    times = {n: ttft_p90_seconds(installation, _foresee_split(installation, n)) for n in neighbours}
+    times = {n: ttft_p90_seconds(installation, _forecast_split(installation, n)) for n in neighbours}
     least = min(times, key=lambda n: times[n], default=None)
     if least is None or not math.isfinite(times[least]) or times[least] > (1 - MIN_GAIN) * expected:
         return None
@@ -240,7 +240,7 @@ def _convert_for_ttft(rules: Rules, installation: Installation, now: Outlook, sh
     return _convert(installation, now, least, f"{why}{times[least]:.3g} s")
 
 
-def _convert(installation: Installation, now: Outlook, prefilling: int, why: str) -> Proposal:
+def _convert(installation: Installation, now: Forecast, prefilling: int, why: str) -> Proposal:
     return propose("Converting", installation, now, _divide(installation, prefilling), why)
 
 
@@ -263,11 +263,11 @@ def _divide(installation: Installation, prefilling: int) -> dict[str, int]:
     return {sharer.name: prefilling, decode.name: decode.replicas + sharer.replicas - prefilling}
 
 
-def _foresee_split(installation: Installation, prefilling: int) -> Outlook:
-    return outlook(installation, {**installation.counts, **_divide(installation, prefilling)})
+def _forecast_split(installation: Installation, prefilling: int) -> Forecast:
+    return forecast(installation, {**installation.counts, **_divide(installation, prefilling)})
 
 
-def find_scaling(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+def find_scaling(rules: Rules, installation: Installation, now: Forecast) -> Proposal | None:
     if not rules.scales:
         return None
     return (
@@ -278,18 +278,18 @@ def find_scaling(rules: Rules, installation: Installation, now: Outlook) -> Prop
     )
 
 
-def _grow_decode(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+def _grow_decode(rules: Rules, installation: Installation, now: Forecast) -> Proposal | None:
     pool = next(iter(_growing(installation, "decode")), None)
     if pool is None or now.decode_load <= rules.target_load:
         return None
     return _grow(rules, installation, pool, now)
 
 
-def _grow_prefill(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+def _grow_prefill(rules: Rules, installation: Installation, now: Forecast) -> Proposal | None:
     if now.prefill_load <= rules.target_load:
         return None
     pools = _growing(installation, "prefill")
-    tried = {pool.name: _foresee_size(installation, pool, pool.replicas + 1).prefill_per_second for pool in pools}
+    tried = {pool.name: _forecast_size(installation, pool, pool.replicas + 1).prefill_per_second for pool in pools}
     useful = [pool for pool in pools if tried[pool.name] > now.prefill_per_second]
     if useful:
         return _grow(rules, installation, max(useful, key=lambda pool: tried[pool.name]), now)
@@ -301,26 +301,26 @@ def _grow_prefill(rules: Rules, installation: Installation, now: Outlook) -> Pro
     return propose("Scaling", installation, now, {new.name: 1}, why)
 
 
-def _grow(rules: Rules, installation: Installation, pool: Pool, now: Outlook) -> Proposal:
+def _grow(rules: Rules, installation: Installation, pool: Pool, now: Forecast) -> Proposal:
     """Add as many instances as bring the pool's stage below its target, within the pool's bounds."""
 
-    def load(seen: Outlook) -> float:
+    def load(seen: Forecast) -> float:
         return seen.decode_load if pool.role == "decode" else seen.prefill_load
 
     most, wanted = min(pool.most or 0, max(1, 2 * pool.replicas)), pool.replicas + 1
-    while wanted < most and load(_foresee_size(installation, pool, wanted)) > rules.target_load:
+    while wanted < most and load(_forecast_size(installation, pool, wanted)) > rules.target_load:
         wanted += 1
     why = f"{pool.role} is {percent(load(now))} busy, above {rules.target_load:.0%}"
     return propose("Scaling", installation, now, {pool.name: wanted}, why)
 
 
-def _scale_for_ttft(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+def _scale_for_ttft(rules: Rules, installation: Installation, now: Forecast) -> Proposal | None:
     """Add the instance that shortens a wait that is too long most, by a tenth at least."""
     promised = rules.ttft_seconds
     if promised is None or (expected := ttft_p90_seconds(installation, now)) <= promised:
         return None
     times = {
-        pool.name: ttft_p90_seconds(installation, _foresee_size(installation, pool, pool.replicas + 1))
+        pool.name: ttft_p90_seconds(installation, _forecast_size(installation, pool, pool.replicas + 1))
         for role in ("decode", "prefill")
         for pool in _growing(installation, role)
     }
@@ -331,9 +331,9 @@ def _scale_for_ttft(rules: Rules, installation: Installation, now: Outlook) -> P
     return propose("Scaling", installation, now, {best: installation.counts[best] + 1}, why)
 
 
-def _shrink(rules: Rules, installation: Installation, now: Outlook) -> Proposal | None:
+def _shrink(rules: Rules, installation: Installation, now: Forecast) -> Proposal | None:
     """Remove the instance that is missed least, if the rest has room without it."""
-    tried = [(pool, _foresee_size(installation, pool, pool.replicas - 1)) for pool in _shrinking(installation.pools)]
+    tried = [(pool, _forecast_size(installation, pool, pool.replicas - 1)) for pool in _shrinking(installation.pools)]
     room = [(pool, seen) for pool, seen in tried if _has_room(rules, installation, seen)]
     if not room:
         return None
@@ -342,7 +342,7 @@ def _shrink(rules: Rules, installation: Installation, now: Outlook) -> Proposal 
     return propose("Scaling", installation, now, {pool.name: pool.replicas - 1}, f"without it {busy}")
 
 
-def _has_room(rules: Rules, installation: Installation, seen: Outlook) -> bool:
+def _has_room(rules: Rules, installation: Installation, seen: Forecast) -> bool:
     if seen.busiest > ROOM_SHARE * rules.target_load:
         return False
     return rules.ttft_seconds is None or ttft_p90_seconds(installation, seen) <= ROOM_SHARE * rules.ttft_seconds
@@ -364,7 +364,7 @@ def find_first_instance(rules: Rules, installation: Installation) -> Proposal | 
     for role in roles:
         if any(pool.replicas for pool in installation.pools if pool.role == role):
             continue
-        # At home first: what an offload pool sends has to cross a link.
+        # The hub first: what an offload pool sends has to cross a link.
         for pool in sorted(_growing(installation, role), key=lambda pool: bool(pool.link)):
             why = f"scales {pool.name} 0 to 1, since requests come and no instance is there to {role}"
             return Proposal(kind="Scaling", changes={pool.name: 1}, why=why)
@@ -390,21 +390,21 @@ def _least(pool: Pool) -> int:
     return max(1, pool.least) if pool.role == "decode" else pool.least
 
 
-def _foresee_size(installation: Installation, pool: Pool, replicas: int) -> Outlook:
-    return outlook(installation, {**installation.counts, pool.name: replicas})
+def _forecast_size(installation: Installation, pool: Pool, replicas: int) -> Forecast:
+    return forecast(installation, {**installation.counts, pool.name: replicas})
 
 
 def propose(
-    kind: Literal["Converting", "Scaling"], installation: Installation, now: Outlook, changes: dict[str, int], why: str
+    kind: Literal["Converting", "Scaling"], installation: Installation, now: Forecast, changes: dict[str, int], why: str
 ) -> Proposal:
-    after = outlook(installation, {**installation.counts, **changes})
+    after = forecast(installation, {**installation.counts, **changes})
     moved = ", ".join(f"{name} {now.counts[name]} to {count}" for name, count in changes.items())
     figures = f"{now.lambda_max:.3g} to {after.lambda_max:.3g} requests/s, {now.arrivals_per_second:.3g} arrive"
     verb = "converts" if kind == "Converting" else "scales"
     return Proposal(kind=kind, changes=changes, why=f"{verb} {moved}, since {why}: {figures}")
 
 
-def describe(seen: Outlook) -> str:
+def describe(seen: Forecast) -> str:
     loads = f"prefill is {percent(seen.prefill_load)} busy and decode {percent(seen.decode_load)}"
     return f"{seen.arrivals_per_second:.3g} requests/s arrive, {seen.lambda_max:.3g} can be served; {loads}"
 
@@ -413,7 +413,7 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if math.isfinite(share) else "hopelessly"
 
 
-def gain(best: Outlook, now: Outlook) -> float:
+def gain(best: Forecast, now: Forecast) -> float:
     """Return the share by which the best split serves more; infinite where nothing is served now."""
     if best.lambda_max <= now.lambda_max:
         return 0.0

@@ -28,7 +28,7 @@ from prfaas.errors import ConfigError
 MAX_SPLITS: Final = 50_000
 
 
-class Carried(msgspec.Struct, frozen=True, kw_only=True):
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """A threshold, a split, and what they carry in requests a second; a stage without instances carries 0."""
 
     threshold_tokens: int | None
@@ -45,7 +45,7 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     """Of all links together, at lambda_max."""
 
 
-class Plan(Carried, frozen=True, kw_only=True):
+class Plan(Throughput, frozen=True, kw_only=True):
     """The same, with the split by pool."""
 
     split: dict[str, float]
@@ -154,11 +154,11 @@ def _around_crossing(system: System, workload: Workload, local: Callable[[float]
         return [workload.max_tokens]
     lengths = (0, *workload.lengths)
 
-    def bear_more(threshold_tokens: int) -> bool:
+    def prefill_carries_more(threshold_tokens: int) -> bool:
         return equations.offload_arrivals(system, workload.above(threshold_tokens)) >= local(threshold_tokens)
 
     # At the highest nothing is offloaded, which bears anything.
-    place = bisect_left(lengths, True, hi=len(lengths) - 1, key=bear_more)
+    place = bisect_left(lengths, True, hi=len(lengths) - 1, key=prefill_carries_more)
     return [lengths[place], lengths[max(0, place - 1)]]
 
 

@@ -132,7 +132,7 @@ class Section:
     def numbers(self, key: str) -> list[float]:
         return [_number(f"{self._path(key)}[{i}]", key, value) for i, value in enumerate(self._list(key))]
 
-    def wholes(self, key: str) -> list[int]:
+    def integers(self, key: str) -> list[int]:
         return [_whole(f"{self._path(key)}[{i}]", value) for i, value in enumerate(self.numbers(key))]
 
     def text(self, key: str) -> str:
@@ -227,7 +227,7 @@ def _workload(load_trace: LoadTrace, section: Section) -> tuple[Workload, float]
 
 
 def _histogram(section: Section) -> Workload:
-    return Workload.histogram(section.wholes("edgesTokens"), section.numbers("counts"))
+    return Workload.histogram(section.integers("edgesTokens"), section.numbers("counts"))
 
 
 def _lognormal(section: Section) -> Workload:

@@ -115,7 +115,7 @@ class Curve:
         self._sums: dict[_Class, _Sums] = {}
         self._samples = 0
         self._max_tokens = 0
-        self._error = _Fading()
+        self._error = _Decaying()
         # What was measured together: its sums, its curve, and how long prefills took since, as shares of that curve.
         self._first: dict[_Class, _Sums] = {}
         self._first_coefficients = self.coefficients
@@ -136,15 +136,15 @@ class Curve:
             for sample in quickest
             if sample.seconds <= _DISTURBED * _seconds(frontier, sample.tokens, sample.start_tokens)
         ]
-        belief = frontier
+        estimate = frontier
         for _ in range(_FIT_ROUNDS):
             curve._first = {}
             for sample in fitting:
-                _note(curve._first, sample, belief)
+                _note(curve._first, sample, estimate)
             curve.coefficients = _solve(curve._first.values())
-            if curve.coefficients == belief:
+            if curve.coefficients == estimate:
                 break
-            belief = curve.coefficients
+            estimate = curve.coefficients
         for sample in fitting:
             curve._error.add(_error(curve.coefficients, sample))
         curve._first_coefficients = curve.coefficients
@@ -160,7 +160,7 @@ class Curve:
             self._error.add(_error(self.coefficients, sample))
         place = _note(self._sums, sample, self.coefficients)
         if place in self._first:
-            self._first[place].fade()
+            self._first[place].decay()
         if first := _seconds(self._first_coefficients, sample.tokens, sample.start_tokens):
             self._paces.append(sample.seconds / first)
         pace = min(self._paces)
@@ -190,13 +190,13 @@ class _Sums:
         self.vector = [0.0] * 3
 
     def add(self, features: Coefficients, seconds: float, weight: float) -> None:
-        self.fade()
+        self.decay()
         for row in range(3):
             self.vector[row] += weight * features[row] * seconds
             for column in range(3):
                 self.matrix[row][column] += weight * features[row] * features[column]
 
-    def fade(self) -> None:
+    def decay(self) -> None:
         """Make older samples count less, as one more is there."""
         keep = 1 - 1 / _MEMORY_SAMPLES
         self.vector = [keep * value for value in self.vector]
@@ -210,7 +210,7 @@ class _Sums:
         return scaled
 
 
-class _Fading:
+class _Decaying:
     """A mean of the latest values."""
 
     def __init__(self) -> None:
@@ -222,9 +222,9 @@ class _Fading:
         self.value += (value - self.value) / min(self._count, _MEMORY_SAMPLES)
 
 
-def _note(classes: "dict[_Class, _Sums]", sample: Sample, belief: Coefficients) -> _Class:
-    """Add a sample to the sums of its class, weighed by its error against the belief, and return the class."""
-    expected = _seconds(belief, sample.tokens, sample.start_tokens) or sample.seconds
+def _note(classes: "dict[_Class, _Sums]", sample: Sample, estimate: Coefficients) -> _Class:
+    """Add a sample to the sums of its class, weighed by its error against the estimate, and return the class."""
+    expected = _seconds(estimate, sample.tokens, sample.start_tokens) or sample.seconds
     slower = 1 - expected / sample.seconds
     weight = min(1.0, _TOLERANCE / slower if slower > 0 else 1.0) / sample.seconds**2
     place = sample.tokens.bit_length(), sample.start_tokens.bit_length()
@@ -232,8 +232,8 @@ def _note(classes: "dict[_Class, _Sums]", sample: Sample, belief: Coefficients) 
     return place
 
 
-def _error(belief: Coefficients, sample: Sample) -> float:
-    return abs(1 - _seconds(belief, sample.tokens, sample.start_tokens) / sample.seconds)
+def _error(estimate: Coefficients, sample: Sample) -> float:
+    return abs(1 - _seconds(estimate, sample.tokens, sample.start_tokens) / sample.seconds)
 
 
 def _usable(sample: Sample) -> bool:

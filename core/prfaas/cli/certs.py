@@ -30,7 +30,7 @@ Out = Annotated[Path, typer.Option("--out", help="Directory to write to; it is m
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 
 
-class Shown(msgspec.Struct, frozen=True):
+class CertificateSummary(msgspec.Struct, frozen=True):
     """The output of `show`. `problem` is empty when peers accept the certificate now."""
 
     cluster: str
@@ -95,7 +95,7 @@ def show(
     raise typer.Exit(0 if shown.chain_ok else 1)
 
 
-def _inspect(certificate: bytes, key: bytes, trusted: bytes) -> Shown:
+def _inspect(certificate: bytes, key: bytes, trusted: bytes) -> CertificateSummary:
     """Return the facts of a certificate, also of one that peers refuse."""
     from prfaas import identity
 
@@ -105,7 +105,7 @@ def _inspect(certificate: bytes, key: bytes, trusted: bytes) -> Shown:
         cluster = identity.check(certificate, key, trusted, _now()).cluster
     except (ConfigError, IdentityError) as error:
         problem = str(error)
-    return Shown(cluster, begin, end, identity.when_to_renew(begin, end), not problem, problem)
+    return CertificateSummary(cluster, begin, end, identity.when_to_renew(begin, end), not problem, problem)
 
 
 def _read(path: Path) -> bytes:

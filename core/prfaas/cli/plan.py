@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.capacity import planfile
-from prfaas.capacity.comparison import Bought, Comparison, EqualCost, compare
+from prfaas.capacity.comparison import BudgetedSystem, Comparison, EqualCost, compare
 from prfaas.cli.plots import check_plot, draw_plan
 from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, echo_json
 from prfaas.errors import ConfigError, install_extra
@@ -176,7 +176,7 @@ def _queueing(result: Comparison) -> Table:
 
 def _equal_cost(found: EqualCost) -> str:
 
-    def shown(one: Bought) -> str:
+    def shown(one: BudgetedSystem) -> str:
         bought = " + ".join(f"{count} {name}" for name, count in one.instances.items())
         return f"{bought}: {one.lambda_max:.2f} requests/s"
 

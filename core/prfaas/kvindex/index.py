@@ -29,7 +29,7 @@ MAX_BLOCKS: Final = 10_000_000
 MAX_PAIRS: Final = 10_000_000
 MIN_PAIRS: Final = 1 << 16
 """The size of a worker's largest snapshot."""
-WITNESSES: Final = 8
+REFERENCE_MAPS: Final = 8
 """Maps that match for instances without a map: those of the best matches."""
 
 
@@ -139,13 +139,13 @@ class PrefixIndex:
         found = {name: knowing[name].match(chain, knowing[name].bytes) for name in (*taught, *told) if name in knowing}
         others = [name for name in told if name not in knowing and name in self._instances]
         if others:
-            best = sorted(knowing, key=lambda name: -found.get(name, 0))[:WITNESSES]
-            witness = _witness(chain, [knowing[name].bytes for name in best])
-            found |= {name: self._instances[name].match(chain, witness) for name in others}
+            best = sorted(knowing, key=lambda name: -found.get(name, 0))[:REFERENCE_MAPS]
+            reference = _reference_map(chain, [knowing[name].bytes for name in best])
+            found |= {name: self._instances[name].match(chain, reference) for name in others}
         return {name: tokens for name, tokens in found.items() if tokens}
 
 
-def _witness(chain: ByteChain, maps: Sequence[ByteMap]) -> ByteMap:
+def _reference_map(chain: ByteChain, maps: Sequence[ByteMap]) -> ByteMap:
     """Return the map that knows most of a prompt and is not outvoted at its end."""
     ends = [last_where(len(chain), lambda at, one=one: one.get(chain[at]) is not None) for one in maps]
     for end, candidate in sorted(zip(ends, maps, strict=True), key=lambda pair: -pair[0]):

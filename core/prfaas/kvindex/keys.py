@@ -102,11 +102,11 @@ class Keys:
         old = np.frombuffer(self._parts[which], np.uint32)
         live = old[old > _GONE]
         size = len(old) * (2 if 3 * len(live) > len(old) else 1)
-        homes = np.frombuffer(self._keys, np.int64)[live] >> 8 & size - 1
-        order, steps = np.argsort(homes), np.arange(len(live))
+        first_slots = np.frombuffer(self._keys, np.int64)[live] >> 8 & size - 1
+        order, steps = np.argsort(first_slots), np.arange(len(live))
         live = live[order]
-        # Each takes its home, or the place after the one before it, as if they had come in this order.
-        places = np.maximum.accumulate(homes[order] - steps) + steps
+        # Each takes its first slot, or the place after the one before it, as if they had come in this order.
+        places = np.maximum.accumulate(first_slots[order] - steps) + steps
         inside = int(np.searchsorted(places, size))
         table = np.zeros(size, np.uint32)
         table[places[:inside]] = live[:inside]

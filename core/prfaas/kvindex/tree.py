@@ -41,7 +41,7 @@ class BlockTree:
     def clear(self) -> None:
         """Forget all blocks, but not whether the model has states."""
         self._keys = Keys()
-        self._rowless = 0  # blocks without attention rows
+        self._without_rows = 0  # blocks without attention rows
         # By number, of which 0 is the root and 1 is never given. Freed numbers have depth 0 and begin a run.
         self._parents = array("I", [ROOT, ROOT])
         self._depths = array("I", [0, 0])
@@ -64,9 +64,9 @@ class BlockTree:
         `medium` is below MEDIUMS. Blocks whose parent is not here count only if they are known already.
         """
         behind = ROOT if parent is None else self._keys.find(parent)
-        unfounded = parent is not None and behind == NONE
-        if unfounded or len(self) + len(keys) > self.max_blocks:
-            self._fill(self._few(keys, behind, unfounded), is_state, medium)
+        parent_unknown = parent is not None and behind == NONE
+        if parent_unknown or len(self) + len(keys) > self.max_blocks:
+            self._fill(self._few(keys, behind, parent_unknown), is_state, medium)
             return
         numbers = self._keys.numbers(keys)
         if numbers and numbers[-1] - len(self._depths) == len(numbers) - 1:  # all are new, with new numbers
@@ -88,7 +88,7 @@ class BlockTree:
                 self._states[number] = 0
             if self._rows[number] and not left & _ATTENTION:
                 self._rows[number] = 0
-                self._rowless += 1
+                self._without_rows += 1
             if not left:
                 self._prune(number)
 
@@ -97,7 +97,7 @@ class BlockTree:
 
         A state up to `ahead` blocks after it counts if the tree continues without a branch.
         """
-        last = self._connected(number) if self._rowless else number
+        last = self._connected(number) if self._without_rows else number
         if last == ROOT or not self._has_states:
             return self._depths[last]
         if ahead and last == number:
@@ -147,7 +147,7 @@ class BlockTree:
         self._heads.extend(bytes(count - 1))
         if is_state:
             self._has_states = True
-            self._rowless += count
+            self._without_rows += count
 
     def _place(self, numbers: Iterable[int], behind: int) -> None:
         """Add those blocks of a chain that are not here."""
@@ -165,31 +165,31 @@ class BlockTree:
                 self._states.append(0)
                 self._heads.append(behind != number - 1)
                 self._children[behind] += 1
-                self._rowless += 1
+                self._without_rows += 1
             elif not depths[number]:  # freed before, or removed
                 self._parents[number], depths[number] = behind, depth
                 self._heads[number] = behind != number - 1
                 self._children[behind] += 1
-                self._rowless += 1
+                self._without_rows += 1
                 self._rows[number] = 0
             else:
                 depth = depths[number]  # where it was first told to be
             behind = number
 
-    def _few(self, keys: Sequence[int], behind: int, unfounded: bool) -> list[int]:
+    def _few(self, keys: Sequence[int], behind: int, parent_unknown: bool) -> list[int]:
         """Return the numbers of those blocks that are here or find room, and whose parents are here."""
         numbers: list[int] = []
         for key in keys:
             number = self._keys.find(key)
             if number == NONE:
-                if unfounded or len(self) >= self.max_blocks:
+                if parent_unknown or len(self) >= self.max_blocks:
                     self.refused_blocks += 1
-                    unfounded = True
+                    parent_unknown = True
                     continue
                 (number,) = self._keys.numbers([key])
                 self._place([number], behind)
             numbers.append(number)
-            behind, unfounded = number, False
+            behind, parent_unknown = number, False
         return numbers
 
     def _fill(self, numbers: Iterable[int], is_state: bool, medium: int) -> None:
@@ -205,7 +205,7 @@ class BlockTree:
             places[number] |= bit
             if not rows[number]:
                 rows[number] = 1
-                self._rowless -= 1
+                self._without_rows -= 1
 
     def _prune(self, number: int) -> None:
         """Remove an empty block without children, and its empty ancestors."""
@@ -214,7 +214,7 @@ class BlockTree:
             self._keys.remove(number)
             self._depths[number] = 0
             self._rows[number] = self._heads[number] = 1
-            self._rowless -= 1
+            self._without_rows -= 1
             self._children[parent] -= 1
             number = parent
 

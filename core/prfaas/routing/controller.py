@@ -39,8 +39,8 @@ import msgspec
 from msgspec.structs import replace
 
 from prfaas.names import HUB
-from prfaas.routing.feedforward import PoolFacts, bearable_at_home, optimum
-from prfaas.routing.lengths import Above, Demand
+from prfaas.routing.feedforward import PoolFacts, optimum, sustainable_in_hub
+from prfaas.routing.lengths import Demand, DemandAbove
 from prfaas.routing.links import (
     SATURATED_DRAIN_SECONDS,
     SATURATED_QUEUE_PER_INSTANCE,
@@ -258,7 +258,7 @@ def _base(
     base = best(draining)
     if base is not None and local_seconds > 0.0 and draining != planned:
         # What is kept off a link goes to the hub, and does not wait less there once that is full.
-        base = min(base, max(best(planned) or 0.0, _bearable_at_home(config, offered)))
+        base = min(base, max(best(planned) or 0.0, _sustainable_in_hub(config, offered)))
     before = state.base_tokens
     if base is None or before is None:
         return base
@@ -270,8 +270,8 @@ def _bounds(config: Config) -> tuple[float, float]:
     return float(config.threshold.min_tokens), float(config.threshold.max_tokens)
 
 
-def _bearable_at_home(config: Config, offered: Offered) -> float:
-    return bearable_at_home(offered.demand, offered.pools, offered.arrivals_per_second, _bounds(config))
+def _sustainable_in_hub(config: Config, offered: Offered) -> float:
+    return sustainable_in_hub(offered.demand, offered.pools, offered.arrivals_per_second, _bounds(config))
 
 
 def _draining_mbps(config: Config, link: LinkView, local_seconds: float) -> float:
@@ -301,12 +301,12 @@ def _local_wait_seconds(offered: Offered | None, threshold_tokens: float) -> flo
     waiting = offered.local_waiting_prefills
     if instances < 1 or not math.isfinite(waiting):
         return 0.0
-    below = Above(*map(sub, offered.demand.above(0.0), offered.demand.above(threshold_tokens)))
+    below = DemandAbove(*map(sub, offered.demand.above(0.0), offered.demand.above(threshold_tokens)))
     seconds = sum(pool.ready_instances * _mean_seconds(pool, below) for pool in pools) / instances
     return waiting * seconds / instances
 
 
-def _mean_seconds(pool: PoolFacts, part: Above) -> float:
+def _mean_seconds(pool: PoolFacts, part: DemandAbove) -> float:
     """Return what a prompt of this part of the demand takes at a pool."""
     known = pool.profile.samples > 0 and part.share > 0
     return part.seconds(pool.profile) / part.share if known else UNKNOWN_PREFILL_SECONDS
@@ -348,9 +348,9 @@ def _raised(
     share = min(1.0, (pressure_percent - high) / max(1.0, 100.0 - high))
     raised = max(state.tokens, MIN_RISE_FROM_TOKENS) * (1.0 + (RISE_FACTOR - 1.0) * share)
     if facts.offered is not None and local_percent > 0.0 and state.base_tokens is not None:
-        bearable = max(state.tokens, state.base_tokens, _bearable_at_home(config, facts.offered))
-        if raised > bearable:
-            return bearable, "raised no further than the hub bears"
+        sustainable = max(state.tokens, state.base_tokens, _sustainable_in_hub(config, facts.offered))
+        if raised > sustainable:
+            return sustainable, "raised no further than the hub bears"
     return raised, "raised"
 
 

@@ -12,7 +12,7 @@ Draining instances take nothing new, and an ejected one is left alone until its 
 policy forbids is never used; one that it prefers comes first, in the order given, then the cluster with the longest
 cached prefix, then the instance where the request costs least, by load and cache together (prfaas.routing.affinity).
 Where prices are in force they take the threshold's place: the request goes where it costs least, with what waits there
-(prfaas.routing.prices); where the hub has no prefill instance, home is the decode instance. If another instance caches
+(prfaas.routing.prices); where the hub has no prefill instance, its decode instance prefills. If another instance caches
 a longer prefix and fetching it is cheaper than computing it, the route names that instance.
 Instances inside TLS and plain ones do not talk to each other, nor do those of two engines, so only alike ones are
 paired. A decision never waits and never fails: that nothing can serve is an answer too.
@@ -62,16 +62,16 @@ def _cheapest(facts: RoutingFacts, clusters: Sequence[Cluster]) -> RoutingDecisi
     if HUB not in prices:
         return None
     costs = _costs(facts, prices)
-    home = _cheapest_of(facts, costs, [one for one in costs if one.cluster == HUB])
-    decode = home if home is not None and home.role == "decode" else _decode_for(facts, home)
-    if home is None or decode is None:
+    local = _cheapest_of(facts, costs, [one for one in costs if one.cluster == HUB])
+    decode = local if local is not None and local.role == "decode" else _decode_for(facts, local)
+    if local is None or decode is None:
         return None
     reachable = {cluster.name for cluster in clusters}
     away = _preferred(facts, clusters, [one for one in costs if one.cluster in reachable])
     there = _cheapest_of(facts, costs, away)
     destination = _decode_for(facts, there)
-    if there is None or destination is None or costs[there] >= costs[home]:
-        return _at_home(facts, "Cheaper", decode, home if home is not decode else None)
+    if there is None or destination is None or costs[there] >= costs[local]:
+        return _local_route(facts, "Cheaper", decode, local if local is not decode else None)
     return Route(
         kind="offload",
         reason="Cheaper",
@@ -97,8 +97,8 @@ def _costs(facts: RoutingFacts, prices: Mapping[str, Price]) -> dict[Instance, f
 
 def _comparable(facts: RoutingFacts) -> list[Instance]:
     prefills = _prefills(facts)
-    at_home = any(one.cluster == HUB for one in prefills)
-    return prefills if at_home else [*prefills, *_usable(facts, "decode")]
+    in_hub = any(one.cluster == HUB for one in prefills)
+    return prefills if in_hub else [*prefills, *_usable(facts, "decode")]
 
 
 def _cheapest_of(
@@ -183,7 +183,7 @@ def _local(facts: RoutingFacts, reason: RouteReason) -> RoutingDecision:
     decode = cheapest(facts, _usable(facts, "decode"))
     if decode is None:
         return Refusal(reason="NoDecodeInstance")
-    return _at_home(facts, reason, decode, cheapest(facts, _prefills_beside(facts, decode)))
+    return _local_route(facts, reason, decode, cheapest(facts, _prefills_beside(facts, decode)))
 
 
 def _prefills_beside(facts: RoutingFacts, decode: Instance) -> list[Instance]:
@@ -191,7 +191,7 @@ def _prefills_beside(facts: RoutingFacts, decode: Instance) -> list[Instance]:
     return [one for one in _prefills(facts) if one.cluster == HUB and _protocol(one) == _protocol(decode)]
 
 
-def _at_home(facts: RoutingFacts, reason: RouteReason, decode: Instance, prefill: Instance | None) -> Route:
+def _local_route(facts: RoutingFacts, reason: RouteReason, decode: Instance, prefill: Instance | None) -> Route:
     price = next((one for one in facts.rule.prices if one.cluster == HUB), None)
     return Route(
         kind="local",

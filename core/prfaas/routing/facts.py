@@ -133,7 +133,7 @@ def narrow(rule: RoutingRule, table: RoutingTable, preferences: Preferences) -> 
     always     the threshold is the lowest that the policy allows, `threshold.min`, and prices do not count
 
     Preferences widen nothing: a cluster that the policy forbids, a dead link and mode Disabled stay what they are, and
-    prompts up to `threshold.min` stay at home. So a decision needs no notion of preferences: it gets other facts.
+    prompts up to `threshold.min` stay in the hub. So a decision needs no notion of preferences: it gets other facts.
     """
     if preferences == NO_PREFERENCES:
         return rule, table

@@ -12,7 +12,7 @@ offload falls and local rises with t, so the t where they meet is found by halvi
 B_k is what the controller lets a link carry, below its capacity and less what already waits; without local pools the
 *arrival rate* decides, for then no more may be offloaded than the rest can carry; and pools of different hardware are
 weighed by what each can do, as the least loaded instance is taken. With local pools the arrival rate is no part of it:
-more than both sides can do is shared by both, where a bound to what links carry would leave all of the excess at home.
+more than both sides can do is shared by both, where a bound to what links carry would leave the excess in the hub.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from prfaas.names import HUB
-from prfaas.routing.lengths import Above, Demand
+from prfaas.routing.lengths import Demand, DemandAbove
 from prfaas.wire.profile import Profile
 
 MIN_PROMPTS: Final = 200
@@ -64,7 +64,7 @@ def optimum(
     everything = demand.above(0.0)
     offload = [(link_mbps[name] * 1e6, found) for name, found in remote.items()]
 
-    def bearable(threshold_tokens: float) -> bool:
+    def sustainable(threshold_tokens: float) -> bool:
         """Return True when the prompts above this threshold can be offloaded; then true for every higher one."""
         above = demand.above(threshold_tokens)
         rate = 0.0
@@ -72,18 +72,18 @@ def optimum(
             rate += min(_rate(found, above), bits_per_second / max(IDLE, _bits(above, found)))
         if not local:
             return arrivals_per_second is None or rate >= arrivals_per_second
-        return rate >= _rate(local, Above(*map(sub, everything, above)))
+        return rate >= _rate(local, DemandAbove(*map(sub, everything, above)))
 
     low, high = bounds
-    if bearable(low):
+    if sustainable(low):
         return low
     while high - low > max(1.0, ACCURACY * low):
         middle = (low + high) / 2
-        low, high = (low, middle) if bearable(middle) else (middle, high)
+        low, high = (low, middle) if sustainable(middle) else (middle, high)
     return high
 
 
-def bearable_at_home(
+def sustainable_in_hub(
     demand: Demand, pools: Sequence[PoolFacts], arrivals_per_second: float | None, bounds: tuple[float, float]
 ) -> float:
     """Return the highest threshold, within `bounds`, at which the hub can do what stays there as fast as it comes.
@@ -97,12 +97,12 @@ def bearable_at_home(
     everything = demand.above(0.0)
     while high - low > max(1.0, ACCURACY * low):
         middle = (low + high) / 2
-        rate = _rate(local, Above(*map(sub, everything, demand.above(middle))))
+        rate = _rate(local, DemandAbove(*map(sub, everything, demand.above(middle))))
         low, high = (middle, high) if rate >= arrivals_per_second else (low, middle)
     return low
 
 
-def _rate(pools: Sequence[PoolFacts], part: Above) -> float:
+def _rate(pools: Sequence[PoolFacts], part: DemandAbove) -> float:
     """Return the requests a second, of any length, whose `part` these pools can prefill."""
     rate = 0.0
     for pool in pools:  # a loop, as is the next: these two are most of what an interval costs
@@ -110,7 +110,7 @@ def _rate(pools: Sequence[PoolFacts], part: Above) -> float:
     return rate
 
 
-def _bits(part: Above, pools: Sequence[PoolFacts]) -> float:
+def _bits(part: DemandAbove, pools: Sequence[PoolFacts]) -> float:
     """Return what `part` brings over the link, in bits a request of any length; the mean over instances."""
     instances, bits = 0, 0.0
     for pool in pools:

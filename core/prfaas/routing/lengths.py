@@ -44,7 +44,7 @@ class Bins:
 BINS: Final = Bins(EDGES)
 
 
-class Above(NamedTuple):
+class DemandAbove(NamedTuple):
     """The demand of prompts longer than a threshold, each figure per prompt of *any* length."""
 
     share: float
@@ -81,11 +81,11 @@ class Demand:
         self.has_spread = longest_part <= 0.5
         """False when one bin holds most tokens: a threshold cannot divide prompts of one length."""
 
-    def above(self, threshold_tokens: float) -> Above:
+    def above(self, threshold_tokens: float) -> DemandAbove:
         """Return what is longer than a threshold. Every figure falls, without a jump, as the threshold rises."""
         edges = self._edges
         if threshold_tokens >= edges[-1]:
-            return Above(0.0, 0.0, 0.0)
+            return DemandAbove(0.0, 0.0, 0.0)
         place = bisect_left(edges, threshold_tokens)  # the bin of the threshold ends at this edge
         share, tokens, squares = self._shares_above[place], self._tokens_above[place], self._squares_above[place]
         if place > 0:
@@ -94,7 +94,7 @@ class Demand:
             share += part
             tokens += part * (high + cut)
             squares += part * (high * high + high * cut + cut * cut)
-        return Above(share / self.prompts, tokens / (2.0 * self.prompts), squares / (3.0 * self.prompts))
+        return DemandAbove(share / self.prompts, tokens / (2.0 * self.prompts), squares / (3.0 * self.prompts))
 
 
 def demand_of(bins: Bins, counts: Sequence[float]) -> Demand | None:

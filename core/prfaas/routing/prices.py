@@ -1,10 +1,10 @@
 """Prices and backlogs: what a prompt costs in each cluster, given what waits there.
 
-A threshold divides prompts by length only. But a long prompt is cheap at home when the home pool is idle, and a short
+A threshold divides prompts by length only. But a long prompt is cheap in the hub when its pool is idle, and a short
 one worth sending when it is not. So a request is charged for the time until its cache is in the hub, and for the
 requests that it delays:
 
-    done = max(W + T(n) + state / B, (bits before it + its bits) / B)     at home W + T(n)
+    done = max(W + T(n) + state / B, (bits before it + its bits) / B)     in the hub W + T(n)
     cost = done + T(n) * Q
 
 W is the work that waits for the instance, Q how many requests that is, n the tokens that the cluster's caches lack, B
@@ -37,7 +37,7 @@ from prfaas.wire.profile import Profile
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of one request for a prefill instance, and for its link to the hub; at home there is no link."""
+    """The work of one request for a prefill instance, and for its link to the hub; in the hub there is no link."""
 
     seconds: float
     link: str = ""
@@ -121,13 +121,13 @@ NOTHING_WAITS = Backlog()
 
 def prices_of(pools: Sequence[PoolFacts], links: Sequence[LinkView]) -> tuple[Price, ...]:
     """Return the price of the hub and of every cluster with a live link; empty when one side is not known."""
-    home = _mean_profile(HUB, pools)
+    local = _mean_profile(HUB, pools)
     away = tuple(
         Price(cluster=link.cluster, profile=profile, link_mbps=link.effective_mbps)
         for link in links
         if link.state == "Alive" and (profile := _mean_profile(link.cluster, pools)) is not None
     )
-    return (Price(cluster=HUB, profile=home), *away) if home is not None and away else ()
+    return (Price(cluster=HUB, profile=local), *away) if local is not None and away else ()
 
 
 def work_of(price: Price, lacking_tokens: int, crossing_tokens: int) -> Work:

@@ -13,7 +13,7 @@ from operator import sub
 from typing import Final, NamedTuple
 
 from prfaas.capacity.installation import Installation, MeasuredLoad, Pool
-from prfaas.capacity.longloop import Moment, Rules, decide
+from prfaas.capacity.longloop import InstallationState, Rules, decide
 from prfaas.capacity.system import HubPool, LinkCapacity
 from prfaas.capacity.workload import MIN_PROMPTS, slices, workload_of
 from prfaas.names import HUB
@@ -187,7 +187,7 @@ class LongLoop:
             convert = partial(self._process.gateway.divide, self._pool.name)
             self._process.events.after(self._conversion.conversion_seconds, convert, self._prefilling)
 
-    def _moment(self, installation: Installation) -> Moment:
+    def _moment(self, installation: Installation) -> InstallationState:
         since_seconds = self._process.events.now - self._decided_at_seconds
         ours = since_seconds < self._conversion.conversion_seconds
         links = {link.name for link in installation.links}
@@ -196,7 +196,7 @@ class LongLoop:
             for one in self._process.table.instances
             if one.name in self._process.dead and (one.cluster == HUB or one.cluster in links)
         ]
-        return Moment(
+        return InstallationState(
             arrivals_per_second=self._short.arrivals_lately(),
             since_change_seconds=since_seconds,
             unknown="" if installation.load else f"fewer than {MIN_PROMPTS} prompts came, or none was answered",

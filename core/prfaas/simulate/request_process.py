@@ -92,11 +92,11 @@ class RequestProcess:
     def living(self) -> Iterable[Instance]:
         return (one for one in self.table.instances if one.name not in self.dead)
 
-    def doom(self, request: Request, leg: LegName) -> None:
+    def fail_later(self, request: Request, leg: LegName) -> None:
         """Have the request's present route fail, by this leg, as soon as that is noticed."""
         self.events.after(self.scenario.detection_seconds, self._fail, _Attempt(request, request.run, leg))
 
-    def doom_if_stalled(self, request: Request) -> None:
+    def fail_later_if_stalled(self, request: Request) -> None:
         """Have a request's use of a link fail, if the link still carries nothing when that is noticed."""
         self.events.after(self.scenario.detection_seconds, self._fail_if_stalled, _Attempt(request, request.run))
 
@@ -125,9 +125,9 @@ class RequestProcess:
         request.prefilled = False
         self.gateway.enter(decision, request)
         if decision.decode.name in self.dead:
-            self.doom(request, "decode")
+            self.fail_later(request, "decode")
         elif decision.prefill is not None and decision.prefill.name in self.dead:
-            self.doom(request, "prefill")
+            self.fail_later(request, "prefill")
         else:
             self._begin(request, decision)
 
@@ -183,29 +183,29 @@ class RequestProcess:
         self.offloads += 1
         link = self._link(route)
         if link.down:
-            self.doom_if_stalled(request)
+            self.fail_later_if_stalled(request)
         self._plan_transfer(request, self._profiles[prefiller.name], self.caches.match(route.decode.name, request))
         self.events.after(link.round_trip_seconds, self._fetch, attempt)
 
     def _fetch(self, attempt: _Attempt) -> None:
         """Bring the prefix that a route names to the instance that prefills, and have it prefill."""
         request, fetch = attempt.request, attempt.request.fetch
-        if not self._stands(attempt):
+        if not self._is_current(attempt):
             return
         if fetch is None:
             self._submit(request)
         elif fetch.link:
             self.links[fetch.link].to_hub.add(request, fetch.nbytes)
             if self.links[fetch.link].down:
-                self.doom_if_stalled(request)
+                self.fail_later_if_stalled(request)
         else:
             self.events.after(fetch.seconds, self._fetched, attempt)
 
     def _fetched(self, attempt: _Attempt) -> None:
-        if self._stands(attempt):
+        if self._is_current(attempt):
             self._submit(attempt.request)
 
-    def _stands(self, attempt: _Attempt) -> bool:
+    def _is_current(self, attempt: _Attempt) -> bool:
         """Return True while the request is on that route and its prefill instance lives."""
         route = attempt.request.route
         return attempt.request.run == attempt.run and route is not None and _prefiller(route).name not in self.dead

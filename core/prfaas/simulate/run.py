@@ -98,7 +98,7 @@ class Faults:
                 events.at(at_seconds, self._carry, (name, mbps))
         for failure in scenario.failures:
             events.at(failure.at_seconds, self._fail, failure)
-            events.at(failure.at_seconds + failure.for_seconds, self._mend, failure)
+            events.at(failure.at_seconds + failure.for_seconds, self._recover, failure)
 
     def _carry(self, change: tuple[str, float]) -> None:
         name, mbps = change
@@ -115,7 +115,7 @@ class Faults:
             self._count(name, 1)
             self._kill(name)
 
-    def _mend(self, failure: Failure) -> None:
+    def _recover(self, failure: Failure) -> None:
         """Overlapping failures of one thing end with the last of them."""
         link = self._process.links.get(failure.name)
         if link is not None and self._count(failure.name, -1) == 0:
@@ -131,7 +131,7 @@ class Faults:
         for request in list(process.gateway.on[name]):
             route = request.route
             process.withdraw(request)
-            process.doom(request, "decode" if route is not None and route.decode.name == name else "prefill")
+            process.fail_later(request, "decode" if route is not None and route.decode.name == name else "prefill")
 
     def _notice(self, link: str) -> None:
         """Make the requests that need the link notice that it carries nothing."""
@@ -140,11 +140,11 @@ class Faults:
             return
         for request in list(process.links[link].to_hub):
             if request.route is not None and request.route.kind == "local":
-                process.doom_if_stalled(request)
+                process.fail_later_if_stalled(request)
         for one in process.table.instances:
             if one.cluster == link:
                 for request in list(process.gateway.on[one.name]):
-                    process.doom_if_stalled(request)
+                    process.fail_later_if_stalled(request)
 
     def _instances(self, failure: Failure) -> list[str]:
         table = self._process.table

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_SECONDS: Final = 2.0
 # These loggers report every batch and every retry; `_LoggedExporter` logs what matters of it.
-TALKATIVE: Final = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
+VERBOSE_LOGGERS: Final = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
@@ -33,7 +33,7 @@ class OtlpTracer:
     """Starts the SDK's spans and exports them; see `tracing_from_environment`."""
 
     def __init__(self, service: str, attributes: Mapping[str, str], exporter: SpanExporter | None = None):
-        for name in TALKATIVE:
+        for name in VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         ours = Resource.create({"service.name": service, **attributes})
         self._provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)

@@ -54,7 +54,7 @@ PREFILL_CLUSTER: Final = "x-prfaas-prefill-cluster"
 PREFILL_INSTANCE: Final = "x-prfaas-prefill-instance"
 DECODE_INSTANCE: Final = "x-prfaas-decode-instance"
 OUTCOME: Final = "x-prfaas-outcome"  # ok | fallback (offload failed, prefilled locally)
-THRESHOLD_TOKENS: Final = "x-prfaas-threshold-tokens"  # the threshold this request was judged by
+THRESHOLD_TOKENS: Final = "x-prfaas-threshold-tokens"  # the threshold that decided about this request
 
 # Error codes in an OpenAI-style error body that the gateway acts on.
 CODE_PREFILL_FAILED: Final = "prefill_failed"

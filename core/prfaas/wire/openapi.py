@@ -36,14 +36,14 @@ _ANSWER_HEADERS: Final = {
     headers.REQUEST_ID: "The client's own, or a new one",
     headers.DECISION: "offload or local",
     headers.OUTCOME: "ok, or fallback: the offload failed and the hub prefilled",
-    headers.THRESHOLD_TOKENS: "The threshold that the request was judged by",
+    headers.THRESHOLD_TOKENS: "The threshold that decided about the request",
     headers.PREFILL_CLUSTER: "Where it was prefilled",
     headers.PREFILL_INSTANCE: "By whom",
     headers.DECODE_INSTANCE: "Who decoded",
     headers.PROMPT_TOKENS: "Tokens of the prompt",
     headers.CACHED_TOKENS: "How many of them were cached",
 }
-_WISHES: Final[dict[str, Document]] = {
+_REQUEST_HEADERS: Final[dict[str, Document]] = {
     headers.DATACENTERS: {
         "type": "string",
         "maxLength": 4096,
@@ -88,7 +88,7 @@ def gateway() -> Document:
         "503": "Nothing can serve now; Retry-After says when to come again",
         "504": "The request's deadline has passed",
     }
-    parameters = [{"name": name, "in": "header", "schema": schema} for name, schema in _WISHES.items()]
+    parameters = [{"name": name, "in": "header", "schema": schema} for name, schema in _REQUEST_HEADERS.items()]
 
     def generating(operation: str, prompt: Document) -> Document:
         body = {"type": "object", "required": ["model", *prompt], "properties": {**_COMMON_FIELDS, **prompt}}

@@ -69,7 +69,7 @@ class KvManager:
         self._state = state
         self._upstream = upstream
         self._table: RoutingTable | None = None
-        self._turns = Turns()
+        self._duty_cycle = DutyCycle()
         self._followers: dict[str, tuple[Follower, asyncio.Task[None]]] = {}
         self._sent: dict[str, SentPrompts] = {}
         self._profiles: dict[str, Profile] = {}
@@ -160,7 +160,7 @@ class KvManager:
         else:
             stream = ForeignEventStream(instance, index)
             self._sent[instance.name] = SentPrompts(self._state.clock())
-        follower = Follower(instance, stream, self._upstream, self._turns, self._apply_news)
+        follower = Follower(instance, stream, self._upstream, self._duty_cycle, self._apply_news)
         self._followers[instance.name] = follower, asyncio.create_task(follower.run())
 
     def _drop(self, name: str) -> None:
@@ -224,7 +224,7 @@ class Follower:
         instance: Instance,
         stream: EventStream,
         upstream: Upstream,
-        turns: "Turns",
+        duty_cycle: "DutyCycle",
         on_change: Callable[["Follower"], None],
     ):
         self.instance = instance
@@ -236,7 +236,7 @@ class Follower:
         self.cache_losses = 0
         """How often it was seen that a foreign instance lost its cache."""
         self._upstream = upstream
-        self._turns = turns
+        self._duty_cycle = duty_cycle
         self._on_change = on_change
         self._profile_due_seconds = 0.0
 
@@ -262,7 +262,7 @@ class Follower:
     async def _follow(self) -> None:
         async with aclosing(self.stream.portions()) as stream:
             async for portions in stream:
-                await self._turns.take(portions)
+                await self._duty_cycle.take(portions)
                 await self._read_profile()
                 self._becomes("followed", "")
 
@@ -287,7 +287,7 @@ class Follower:
         self._on_change(self)
 
 
-class Turns:
+class DutyCycle:
     """Lets one follower at a time apply events, with rests three times as long as the work."""
 
     def __init__(self) -> None:

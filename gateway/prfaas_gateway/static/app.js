@@ -76,7 +76,7 @@ function figures(view) {
 
 function clusters(all) {
   $("clusters").replaceChildren(...all.map((one, index) => {
-    const card = make("article", { class: `cluster ${index ? "away" : "home"}` });
+    const card = make("article", { class: `cluster ${index ? "member" : "hub"}` });
     const where = index ? one.datacenter || "member cluster" : "decodes, and prefills what is short";
     card.append(make("h3", {}, one.name, " ", make("small", {}, where)));
     if (index) card.append(link(one));

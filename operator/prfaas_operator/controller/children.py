@@ -23,7 +23,7 @@ from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
 from prfaas_operator.errors import ChildConflictError
 from prfaas_operator.plan import drift, ownership
-from prfaas_operator.plan.drift import Applied, needs_apply, view
+from prfaas_operator.plan.drift import AppliedManifest, needs_apply, view
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class _Child(NamedTuple):
 
     manifest: Object
     live: Object | None
-    last: Applied | None
+    last: AppliedManifest | None
     is_as_left: bool = False
 
     @property
@@ -79,7 +79,7 @@ class _Child(NamedTuple):
         return self.manifest["kind"], self.manifest["metadata"]["name"]
 
     @property
-    def changes_what_stands(self) -> bool:
+    def changes_existing(self) -> bool:
         """True if the apply needs a dry run: it changes an existing object. A new one may depend on another new one."""
         return self.live is not None and view(self.live, self.manifest) != self.manifest
 
@@ -104,7 +104,7 @@ class Children:
         self.edits = EditLimiter()
         self._hub = hub
         self._cache_of = cache_of
-        self._applied: dict[Ref, dict[tuple[str, str], Applied]] = {}
+        self._applied: dict[Ref, dict[tuple[str, str], AppliedManifest]] = {}
 
     def forget(self, owner: Ref) -> None:
         self._applied.pop(owner, None)
@@ -138,12 +138,12 @@ class Children:
                 child.last.live = drift.keep(child.live)
         if len(changes) > 1:  # a single one is refused or written whole anyway
             for child in changes:
-                if child.changes_what_stands:
+                if child.changes_existing:
                     await cluster.apply(child.manifest, dry_run=True)
         written: dict[tuple[str, str], Object] = {}
         for child in changes:
             live = written[child.key] = await cluster.apply(child.manifest)
-            known[child.key] = Applied(child.manifest, view(live, child.manifest), live)
+            known[child.key] = AppliedManifest(child.manifest, view(live, child.manifest), live)
             metrics.CHILD_WRITES.labels(child.key[0]).inc()
             if child.is_drift:
                 log.info("%s: %s %s was changed or deleted by somebody else; reverting", owner, *child.key)

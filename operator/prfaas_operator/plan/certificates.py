@@ -81,7 +81,7 @@ class Leaf(NamedTuple):
     serial: str = ""
 
 
-class Held(NamedTuple):
+class SecretContent(NamedTuple):
     """The content of a cluster's Secret. Without `leaf` it holds no usable certificate; `problem` says why."""
 
     leaf: Leaf | None = None
@@ -94,7 +94,7 @@ class Holder(NamedTuple):
     """One cluster. `held` None: it is not reached. `issued`: the issuer's certificate for it, if any."""
 
     cluster: str
-    held: Held | None
+    held: SecretContent | None
     issued: Leaf | None = None
 
 
@@ -200,7 +200,7 @@ def _is_out_of_use(authorities: frozenset[str], holders: Iterable[Holder], terms
     )
 
 
-def _settled(held: Held, terms: Terms, moment: ObservedTime) -> bool:
+def _settled(held: SecretContent, terms: Terms, moment: ObservedTime) -> bool:
     written = held.written
     return written is not None and moment.now - max(written, moment.since) >= terms.settling
 
@@ -215,7 +215,7 @@ class SecretChange(Enum):
 
 def wanted(authorities: Authorities, holder: Holder, terms: Terms, now: datetime) -> SecretChange:
     """Return the change for the Secret of a cluster that is reached."""
-    held = holder.held or Held()
+    held = holder.held or SecretContent()
     if _wants_certificate(authorities, held.leaf, holder, terms, now):
         return SecretChange.CERTIFICATE
     if held.leaf is None:

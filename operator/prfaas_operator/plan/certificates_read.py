@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from prfaas import identity
 from prfaas.errors import PrfaasError
 from prfaas_operator.errors import AuthorityDamagedError
-from prfaas_operator.plan.certificates import Authorities, Held, Leaf, RotationStep, Terms, after
+from prfaas_operator.plan.certificates import Authorities, Leaf, RotationStep, SecretContent, Terms, after
 
 CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
@@ -106,10 +106,10 @@ def first_store(certificates: Mapping[str, bytes], key: bytes = b"") -> Store:
     return Store(Authorities(frozenset(certificates), signs=bool(key)), certificates, key)
 
 
-def advance(store: Store, step: RotationStep, newcomers: Mapping[str, bytes], key: bytes = b"") -> Store:
-    """Return the store after a step; `newcomers` are announced or promoted, `key` signs for them."""
-    states = after(store.authorities, step, frozenset(newcomers))
-    known = {**store.certificates, **newcomers}
+def advance(store: Store, step: RotationStep, added: Mapping[str, bytes], key: bytes = b"") -> Store:
+    """Return the store after a step; `added` ones are announced or promoted, `key` signs for them."""
+    states = after(store.authorities, step, frozenset(added))
+    known = {**store.certificates, **added}
     certificates = {one: known[one] for one in sorted(states.trusted)}
     if step is RotationStep.ANNOUNCE:
         return Store(states, certificates, store.key, key)
@@ -129,10 +129,10 @@ def issue(store: Store, cluster: str, now: datetime, terms: Terms) -> identity.K
     return identity.issue(identity.KeyPair(store.texts(store.authorities.current), store.key), cluster, validity)
 
 
-def read_held(secret: Secret | None, store: Store, now: datetime) -> Held:
+def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretContent:
     """Return the content of a cluster's Secret; what cannot be read is left out."""
     if secret is None:
-        return Held()
+        return SecretContent()
     try:
         trusted = frozenset(identity.fingerprints(content(secret, TRUSTED)))
     except PrfaasError:
@@ -141,7 +141,7 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> Held:
         leaf, problem = _leaf(secret, store.bundle, now), ""
     except PrfaasError as error:
         leaf, problem = None, str(error)
-    return Held(leaf, trusted, _written_at(secret), problem)
+    return SecretContent(leaf, trusted, _written_at(secret), problem)
 
 
 def read_issued(secret: Secret, now: datetime) -> Leaf:

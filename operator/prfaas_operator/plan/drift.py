@@ -22,7 +22,7 @@ FieldPath = tuple[str | tuple[str, Any], ...]
 """The path of a field: names of fields, and (key, value) for the element of a list that it names."""
 
 
-class Applied:
+class AppliedManifest:
     """The manifest that was applied last, and the live object's values of its fields at that time.
 
     Thousands of these are kept and few are ever read, so both are packed: as dicts they would take most of the
@@ -94,7 +94,7 @@ def _list_key(manifest: Sequence[Any]) -> str | None:
     return next((key for key in LIST_KEYS if all(key in part for part in manifest)), None)
 
 
-def needs_apply(live: Mapping[str, Any] | None, manifest: Mapping[str, Any], last: Applied | None) -> bool:
+def needs_apply(live: Mapping[str, Any] | None, manifest: Mapping[str, Any], last: AppliedManifest | None) -> bool:
     """Return true if the manifest must be applied: it is new or changed, or the live object was edited since."""
     return live is None or last is None or not last.is_of(manifest) or last.read()[1] != view(live, manifest)
 
@@ -104,7 +104,7 @@ def status_differs(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     return view(live, wanted) != wanted
 
 
-def edit(live: Mapping[str, Any], last: Applied) -> Edit | None:
+def edit(live: Mapping[str, Any], last: AppliedManifest) -> Edit | None:
     """Return the editor and the changes of an object since our last apply; None if it is unchanged."""
     manifest, seen = last.read()
     paths = tuple(_differences(seen, view(live, manifest), manifest))

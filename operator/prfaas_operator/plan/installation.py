@@ -70,16 +70,16 @@ def unknown(found: Installation, facts: PolicyFacts) -> str:
 
 def _pool(pool: PoolObject, decode_pool: str, seen: Observed | None, refusal: str) -> Pool:
     spec = pool.spec
-    home = pool.spec.share_with if isinstance(pool, PrefillPool) else ""
+    shared_with = pool.spec.share_with if isinstance(pool, PrefillPool) else ""
     return Pool(
         name=pool.metadata.name,
         role=role_of(pool),
         replicas=spec.replicas,
         link=spec.cluster_name,
-        shares=home == decode_pool,
+        shares=shared_with == decode_pool,
         least=spec.min_replicas,
         most=spec.max_replicas,
-        profile=_profile(home or pool.metadata.name, seen),
+        profile=_profile(shared_with or pool.metadata.name, seen),
         refusal=refusal,
     )
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.capacity.installation import Installation, ttft_p90_seconds
-from prfaas.capacity.longloop import LongLoopDecision, Moment, Rules
+from prfaas.capacity.longloop import InstallationState, LongLoopDecision, Rules
 from prfaas_operator.plan import installation as installed
 from prfaas_operator.plan import ownership
 from prfaas_operator.plan.conditions import READY, ConditionState
@@ -39,7 +39,7 @@ class Summary(NamedTuple):
     seen_at_seconds: float
 
 
-def sighted(last: Summary | None, time: str, now: datetime, monotonic_seconds: float) -> Summary:
+def refreshed(last: Summary | None, time: str, now: datetime, monotonic_seconds: float) -> Summary:
     """Return the summary in a policy's present status, with its age and the time of its first sight."""
     if last is not None and last.time == time:
         return last
@@ -47,7 +47,7 @@ def sighted(last: Summary | None, time: str, now: datetime, monotonic_seconds: f
     return Summary(time, age_seconds, monotonic_seconds)
 
 
-class Balance(NamedTuple):
+class LongLoopResult(NamedTuple):
     """The long loop's last result for a policy, and its expiry in monotonic seconds."""
 
     generation: int
@@ -110,21 +110,21 @@ def _refusal(one: PoolSeen, others: Sequence[PrfaaSPolicy]) -> str:
     return ""
 
 
-def moment(facts: PolicyFacts, found: Installation, now: datetime, summary_seconds: float) -> Moment:
+def moment(facts: PolicyFacts, found: Installation, now: datetime, summary_seconds: float) -> InstallationState:
     """Return the state of the policy's pools; `summary_seconds` is the age of the scheduler's summary."""
     policy = facts.policy
     plan = policy.status.plan
     counted = {pool.name for pool in found.pools}
     within = (pool for pool in facts.routed_pools if pool.metadata.name in counted)
-    restless = next(filter(None, map(_unsettled, within)), None)
-    return Moment(
+    unsettled = next(filter(None, map(_unsettled, within)), None)
+    return InstallationState(
         arrivals_per_second=installed.arrivals_per_second(policy) if policy.status.observed else None,
         waiting_prefills=installed.waiting_prefills(policy),
         since_change_seconds=max(0.0, _age_seconds(plan.last_change_time, now)) if plan else math.inf,
         stale=_stale(policy, summary_seconds),
         unknown=installed.unknown(found, facts),
-        under_way=restless[1] if restless else "",
-        ours=restless is not None and plan is not None and plan.replicas.get(restless[0]) is not None,
+        under_way=unsettled[1] if unsettled else "",
+        ours=unsettled is not None and plan is not None and plan.replicas.get(unsettled[0]) is not None,
     )
 
 

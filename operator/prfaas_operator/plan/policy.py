@@ -40,7 +40,7 @@ class PolicyFacts(NamedTuple):
         """The pools that serve the policy's model; no request ever goes to another model."""
         return tuple(pool for pool in self.named_pools if pool.spec.model.name == self.policy.spec.model)
 
-    def home_uid(self, pool: PoolObject) -> str:
+    def pods_pool_uid(self, pool: PoolObject) -> str:
         """Return the uid in the labels of a routed pool's pods: its own, or its DecodePool's if it shares instances."""
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
             return self.decode_pools[pool.spec.share_with].metadata.uid
@@ -206,7 +206,7 @@ def _instances(
         if pods is None:
             found += _carried(pool, name, previous)
         else:
-            mine = [pod for pod in pods if (pod.pool_uid, pod.role) == (facts.home_uid(pool), role_of(pool))]
+            mine = [pod for pod in pods if (pod.pool_uid, pod.role) == (facts.pods_pool_uid(pool), role_of(pool))]
             found += _of_pool(pool, name, mine, facts.clusters.get(name))
     return tuple(sorted(found, key=lambda instance: (instance.cluster, instance.pool, instance.name)))
 

@@ -75,24 +75,24 @@ def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple
     going = set() if older else _first_to_go(present, len(present) - wanted.total)
     staying = [pod for pod in present if pod.name not in going]
     roles = _roles(staying, older, wanted)
-    rescuer = _rescuer([*staying, *older], roles) if wanted.decode else None
-    if rescuer is not None and (rescuer.name in roles or rescuer in staying):
-        roles = _roles(staying, older, wanted, rescuer)
+    fallback = _fallback_decoder([*staying, *older], roles) if wanted.decode else None
+    if fallback is not None and (fallback.name in roles or fallback in staying):
+        roles = _roles(staying, older, wanted, fallback)
     return tuple(
         Assignment(
             pod,
-            "decode" if pod == rescuer else roles.get(pod.name) or _role_of(pod),
+            "decode" if pod == fallback else roles.get(pod.name) or _role_of(pod),
             cheap=pod.name not in roles,
         )
         for pod in alive
     )
 
 
-def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, PoolRole]) -> PodFacts | None:
+def _fallback_decoder(pods: Sequence[PodFacts], roles: Mapping[str, PoolRole]) -> PodFacts | None:
     """Return a ready pod that must decode because no other ready pod does; a surplus pod, if there is any.
 
     In a rollout an older pod decodes in addition to the new pods, which would wait for a role otherwise. Every other
-    rescuer takes a wanted role.
+    such pod takes a wanted role.
     """
     ready = [pod for pod in pods if pod.ready]
     if any(roles.get(pod.name, pod.role) == "decode" for pod in ready):
@@ -101,12 +101,12 @@ def _rescuer(pods: Sequence[PodFacts], roles: Mapping[str, PoolRole]) -> PodFact
 
 
 def _roles(
-    present: Sequence[PodFacts], older: Sequence[PodFacts], wanted: RoleCounts, rescuer: PodFacts | None = None
+    present: Sequence[PodFacts], older: Sequence[PodFacts], wanted: RoleCounts, fallback: PodFacts | None = None
 ) -> dict[str, PoolRole]:
-    """Return roles by pod, in the order of the module's docstring; the rescuer decodes in any case."""
+    """Return roles by pod, in the order of the module's docstring; `fallback` decodes in any case."""
     plan = _Plan(wanted)
-    if rescuer is not None:
-        plan.give(rescuer, "decode")
+    if fallback is not None:
+        plan.give(fallback, "decode")
     plan.keep(present)
     plan.fill([pod for pod in present if not pod.role])
     plan.keep(older)

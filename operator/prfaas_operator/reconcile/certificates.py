@@ -41,12 +41,12 @@ from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan import certificates_read as read
 from prfaas_operator.plan.certificates import (
     CertificateMode,
-    Held,
     Holder,
     Leaf,
     ObservedTime,
     RotationStep,
     SecretChange,
+    SecretContent,
     Terms,
 )
 from prfaas_operator.plan.certificates_read import Store
@@ -301,7 +301,7 @@ class Certificates:
                 pair = read.issue(store, target.name, now, self._terms)
             live = await target.cluster.apply(render.cluster_secret(target.labels, pair, store.bundle, now))
         except PrfaasError as error:
-            return holder._replace(held=Held(problem=str(error)))
+            return holder._replace(held=SecretContent(problem=str(error)))
         written = read.read_held(live, store, now)
         if what is SecretChange.CERTIFICATE and written.leaf is not None:
             reason = "CertificateRenewed" if held.leaf else "CertificateIssued"
@@ -315,17 +315,17 @@ class Certificates:
         step = plan.step(store.authorities, holders, self._terms, self._moment())
         if step is None:
             return
-        newcomers: Mapping[str, bytes] = {}
+        added: Mapping[str, bytes] = {}
         key = b""
         if self._terms.mode is CertificateMode.ISSUER:
-            newcomers = _authorities_of(targets)
+            added = _authorities_of(targets)
         elif step is RotationStep.ANNOUNCE:
             pair = self._new_authority()
-            newcomers, key = identity.fingerprints(pair.certificate), pair.key
+            added, key = identity.fingerprints(pair.certificate), pair.key
         elif step is RotationStep.PROMOTE:
-            newcomers, key = {one: store.certificates[one] for one in store.authorities.next}, store.next_key
+            added, key = {one: store.certificates[one] for one in store.authorities.next}, store.next_key
         try:
-            await self._hub.client.apply(render.authority_secret(read.advance(store, step, newcomers, key).data, live))
+            await self._hub.client.apply(render.authority_secret(read.advance(store, step, added, key).data, live))
         except ConflictError:
             return  # somebody changed it since it was read
         await self._say_of_authority("Normal", f"Authority{step.value}d", _TOLD[step])

@@ -24,7 +24,7 @@ from prfaas_operator.controller.status import ReconcileResult, write_status
 from prfaas_operator.errors import ConflictError, reason_of
 from prfaas_operator.plan import installation, longloop, ownership
 from prfaas_operator.plan.conditions import ConditionState, no, rfc3339
-from prfaas_operator.plan.longloop import BALANCED, Balance, PoolSeen
+from prfaas_operator.plan.longloop import BALANCED, LongLoopResult, PoolSeen
 from prfaas_operator.plan.policy import PolicyFacts
 from prfaas_operator.plan.pool_status import PoolObject
 from prfaas_operator.plan.reading import read_each
@@ -39,11 +39,11 @@ class PolicyBalancer:
 
     def __init__(self, hub: HubView):
         self._hub = hub
-        self._balances: dict[str, Balance] = {}
+        self._balances: dict[str, LongLoopResult] = {}
         self._summaries: dict[str, longloop.Summary] = {}
         """The last summary of each policy's scheduler, by uid."""
 
-    async def balance(self, facts: PolicyFacts, live: Object) -> Balance:
+    async def balance(self, facts: PolicyFacts, live: Object) -> LongLoopResult:
         """Return the long loop's part of a policy's status; it decides again when that is due."""
         policy, now_seconds = facts.policy, time.monotonic()
         uid, generation = policy.metadata.uid, policy.metadata.generation
@@ -52,10 +52,10 @@ class PolicyBalancer:
         }:
             self._balances.pop(uid, None)
             self._summaries.pop(uid, None)
-            return Balance(generation, math.inf, {}, {"capacity": None, "plan": None})
+            return LongLoopResult(generation, math.inf, {}, {"capacity": None, "plan": None})
         if policy.status.observed is not None:
             time_said = policy.status.observed.time
-            self._summaries[uid] = longloop.sighted(
+            self._summaries[uid] = longloop.refreshed(
                 self._summaries.get(uid), time_said, self._hub.client.now(), now_seconds
             )
         last = self._balances.get(uid)
@@ -65,7 +65,7 @@ class PolicyBalancer:
             conditions, fields = await self._balance(facts, live)
         except PrfaasError as error:
             conditions, fields = {BALANCED: no(reason_of(error), str(error))}, {}
-        balance = Balance(generation, now_seconds + policy.spec.intervals.long_seconds, conditions, fields)
+        balance = LongLoopResult(generation, now_seconds + policy.spec.intervals.long_seconds, conditions, fields)
         self._balances[uid] = balance
         return balance
 

@@ -21,7 +21,7 @@ from prfaas_operator.errors import CertificateNotReadyError
 from prfaas_operator.plan import policy as plan
 from prfaas_operator.plan import roles
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
-from prfaas_operator.plan.longloop import Balance
+from prfaas_operator.plan.longloop import LongLoopResult
 from prfaas_operator.plan.pool_status import Counts, counts
 from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.certificates import Certificates
@@ -86,10 +86,10 @@ class PolicyReconciler:
         """
         hub = self.hub
         prefill = hub.named(kinds.PREFILL_POOL, PrefillPool, policy.spec.prefill_pools)
-        homes = {policy.spec.decode_pool, *(pool.spec.share_with for pool in prefill.values() if pool.spec.share_with)}
-        sharing_too = [pool.name for pool in hub.sharers.values() if pool.share_with in homes]
+        decodes = {policy.spec.decode_pool, *(one.spec.share_with for one in prefill.values() if one.spec.share_with)}
+        sharing_too = [pool.name for pool in hub.sharers.values() if pool.share_with in decodes]
         prefill |= hub.named(kinds.PREFILL_POOL, PrefillPool, set(sharing_too) - prefill.keys())
-        decode = hub.named(kinds.DECODE_POOL, DecodePool, homes)
+        decode = hub.named(kinds.DECODE_POOL, DecodePool, decodes)
         used = {pool.spec.cluster_name for pool in (*prefill.values(), *decode.values()) if pool.spec.cluster_name}
         clusters = hub.named(kinds.MEMBER_CLUSTER, MemberCluster, used)
         return plan.PolicyFacts(
@@ -125,7 +125,7 @@ class PolicyReconciler:
         return next((counts(one) for one in applied if one["kind"] == kinds.DEPLOYMENT.name), Counts()), failures
 
 
-def _again_seconds(ready: ConditionState, balance: Balance) -> float | None:
+def _again_seconds(ready: ConditionState, balance: LongLoopResult) -> float | None:
     """Return the delay until the next reconcile if the long loop needs an earlier one; None: the usual delay."""
     if math.isinf(balance.again_at_seconds):
         return None

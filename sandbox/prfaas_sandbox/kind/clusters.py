@@ -80,16 +80,16 @@ class Clusters:
 
     async def load(self, wanted: dict[str, list[str]]) -> None:
         """Load images into clusters, by role; each image leaves Docker once."""
-        takers: dict[str, list[KindCluster]] = {}
+        targets: dict[str, list[KindCluster]] = {}
         for cluster in self.layout.clusters:
             present = (await execute(cluster, [*CONTAINERS, "images", "ls", "-q"])).split()
             for image in wanted[cluster.role]:
                 if f"docker.io/{image}" not in present:
-                    takers.setdefault(image, []).append(cluster)
-        for image, clusters in takers.items():
+                    targets.setdefault(image, []).append(cluster)
+        for image, clusters in targets.items():
             async with ticking(self.report, lambda name=image: f"clusters, {name} goes in"):
                 await self._load(image, clusters)
-        if takers:
+        if targets:
             self.report("images are loaded")
 
     async def _load(self, image: str, clusters: list[KindCluster]) -> None:

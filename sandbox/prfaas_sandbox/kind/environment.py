@@ -155,7 +155,7 @@ class KindEnvironment:
     async def cut_link(self) -> None:
         await clusters.cut_link(self.layout)
 
-    async def heal_link(self) -> None:
+    async def restore_link(self) -> None:
         await clusters.open_link(self.layout)
 
     async def kill_pod(self, cluster: ClusterAccess, namespace: str, pod: str) -> None:

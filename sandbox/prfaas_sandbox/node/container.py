@@ -36,7 +36,7 @@ START_ERROR_CODE = 128
 
 @dataclass(frozen=True)
 class ContainerContext:
-    """A container's surroundings in its pod.
+    """What a container gets from its pod.
 
     `logs` is a folder for one log per run. `prepare` returns the process to run, or raises ConfigError or PeerError.
     `changed` is called after every change of the facts.
@@ -69,9 +69,9 @@ class ProbeTarget:
 class Container:
     """A container; `run` keeps it alive, `stop` ends it after `run` was cancelled."""
 
-    def __init__(self, spec: Object, surroundings: ContainerContext):
+    def __init__(self, spec: Object, context: ContainerContext):
         self._spec = spec
-        self._around = surroundings
+        self._around = context
         self._facts = ContainerFacts(spec["name"], spec.get("image", ""), ContainerWaiting("ContainerCreating"))
         self._process: ContainerProcess | None = None
         self._target: ProbeTarget | None = None

@@ -95,11 +95,9 @@ class Pod:
         self._folder = node.folder / metadata["uid"]
         self._addresses = PodAddresses(address, node.address)
         self._volumes = PodVolumes(node.api, pod, self._folder / "volumes", (address, node.address))
-        self._containers = {
-            spec["name"]: Container(spec, self._surroundings(spec)) for spec in pod["spec"]["containers"]
-        }
+        self._containers = {spec["name"]: Container(spec, self._context(spec)) for spec in pod["spec"]["containers"]}
 
-    def _surroundings(self, spec: Object) -> ContainerContext:
+    def _context(self, spec: Object) -> ContainerContext:
         metadata, pod_spec = self._pod["metadata"], self._pod["spec"]
         folder = f"{metadata['namespace']}_{metadata['name']}_{metadata['uid'][:8]}"
         return ContainerContext(

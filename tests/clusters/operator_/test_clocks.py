@@ -134,8 +134,8 @@ def test_a_deletion_waits_for_a_dead_cluster_as_long_as_it_was_told(joined, line
 
     until = datetime.fromisoformat(joined.eventually(waits_until, "the deadline is said"))
     assert abs(until - datetime.now(UTC) - timedelta(hours=1)) < CLOSE
-    impatient = json.dumps({"spec": {"deletionDeadlineSeconds": 1}})
-    joined.hub.kubectl("patch", "pmc", "eu", "--type=merge", "-p", impatient)
+    hasty = json.dumps({"spec": {"deletionDeadlineSeconds": 1}})
+    joined.hub.kubectl("patch", "pmc", "eu", "--type=merge", "-p", hasty)
     joined.eventually(lambda: not joined.hub.exists("pfpool", "away"), "past its deadline the pool goes")
     line.thaw()
     joined.eventually(lambda: not joined.member.exists("deployment", "away"), "what was left is swept up")

@@ -7,7 +7,7 @@ import yaml
 from pydantic import Field, StringConstraints
 
 from prfaas.api import KINDS, PrefillPool, PrfaaSPolicy, crd
-from prfaas.api.base import AS_SET, ApiModel, Rule, Says, keyed_by
+from prfaas.api.base import AS_SET, ApiModel, Hint, Rule, keyed_by
 from prfaas.errors import InternalError
 
 Short = Annotated[str, StringConstraints(max_length=9)]
@@ -121,7 +121,7 @@ def test_rules_stand_at_the_level_of_their_model_and_type():
         a: Annotated[
             str,
             StringConstraints(pattern=r"^\d$", max_length=9),
-            Says("must be a digit"),
+            Hint("must be a digit"),
             Rule("self == oldSelf", "cannot change"),
         ]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.unit.capacity.systems import paper, profiles, workloads
 
 from prfaas.capacity import optimum
-from prfaas.capacity.installation import Installation, MeasuredLoad, Pool, outlook, ttft_p90_seconds
-from prfaas.capacity.longloop import ROOM_SHARE, LongLoopDecision, Moment, Rules, decide, find_best_split
+from prfaas.capacity.installation import Installation, MeasuredLoad, Pool, forecast, ttft_p90_seconds
+from prfaas.capacity.longloop import ROOM_SHARE, InstallationState, LongLoopDecision, Rules, decide, find_best_split
 from prfaas.capacity.system import LinkCapacity
 from prfaas.capacity.workload import Workload
 from prfaas.wire.routes import Threshold
@@ -63,9 +63,9 @@ def after(installation: Installation, decision: LongLoopDecision) -> Installatio
     return altered(installation, **{name: {"replicas": count} for name, count in decision.changes.items()})
 
 
-def calm(installation: Installation, **given_) -> Moment:
+def calm(installation: Installation, **given_) -> InstallationState:
     arrivals = installation.load.arrivals_per_second if installation.load else None
-    return Moment(arrivals_per_second=arrivals, **given_)
+    return InstallationState(arrivals_per_second=arrivals, **given_)
 
 
 def run(of: Rules, installation: Installation) -> list[Installation]:
@@ -83,7 +83,7 @@ def test_the_papers_hub_is_converted_step_by_step_to_within_a_tenth_of_its_plan(
     states = run(rules(), installed(6, 2))
     assert [(state.counts["swing"], state.counts["decode"]) for state in states] == [(6, 2), (5, 3), (4, 4)]
     plan = optimum.best(PAPER.system, PAPER.workload)
-    assert 1.0 < plan.lambda_max / outlook(states[-1], states[-1].counts).lambda_max < 1.1
+    assert 1.0 < plan.lambda_max / forecast(states[-1], states[-1].counts).lambda_max < 1.1
 
 
 def test_a_decision_tells_what_changes_and_why():
@@ -100,8 +100,8 @@ def test_a_gain_below_a_tenth_is_left_alone():
     assert (near.status, near.reason, near.changes) == ("True", "Balanced", {})
     # With a fourth kind of instance the best is 4 of 9, by less than a tenth.
     off = installed(4, 5)
-    best = find_best_split(rules(), off, outlook(off, off.counts))
-    assert 1.0 <= best.lambda_max / outlook(off, off.counts).lambda_max < 1.1
+    best = find_best_split(rules(), off, forecast(off, off.counts))
+    assert 1.0 <= best.lambda_max / forecast(off, off.counts).lambda_max < 1.1
     assert not decide(rules(), off, calm(off)).changes
 
 
@@ -144,7 +144,7 @@ def test_waits_that_break_the_promise_are_shortened_even_where_that_costs_capaci
     assert run(rules(), slow) == [slow], "without a promise a gain of 8 % is left alone"
     states = run(rules(ttft_seconds=6.0), slow)
     assert [state.counts["swing"] for state in states] == [2, 3, 4]
-    three, four = (outlook(state, state.counts) for state in states[1:])
+    three, four = (forecast(state, state.counts) for state in states[1:])
     assert four.lambda_max < three.lambda_max
     assert ttft_p90_seconds(states[1], three) > 6.0 >= ttft_p90_seconds(states[2], four)
 
@@ -164,14 +164,14 @@ def test_pools_grow_to_their_target_and_shrink_one_by_one():
     bounds = {"most": 40}
     busy = altered(installed(3, 5, arrivals=6.0), offload=bounds, swing=bounds, decode=bounds)
     grown = run(of, busy)
-    settled = outlook(grown[-1], grown[-1].counts)
+    settled = forecast(grown[-1], grown[-1].counts)
     assert settled.busiest <= 0.7
     assert all(sum(a.counts.values()) < sum(b.counts.values()) for a, b in pairwise(grown))
     quiet = msgspec.structs.replace(grown[-1], load=installed(arrivals=1.0).load)
     shrunk = run(of, quiet)
     steps = [sum(a.counts.values()) - sum(b.counts.values()) for a, b in pairwise(shrunk)]
     assert set(steps) == {1}
-    rest = outlook(shrunk[-1], shrunk[-1].counts)
+    rest = forecast(shrunk[-1], shrunk[-1].counts)
     assert rest.busiest <= ROOM_SHARE * 0.7
 
 
@@ -185,9 +185,9 @@ def test_bounds_that_keep_a_busy_pool_small_are_said():
 def test_requests_that_come_wake_a_pool_from_zero_without_a_cooldown_and_unmeasured():
     empty = altered(installed(0, 5, load=None), offload={"replicas": 0, "most": 3}, swing={"most": 0})
     of = rules(scales=True)
-    moment = Moment(waiting_prefills=2, unknown="nothing is measured", since_change_seconds=0.0)
+    moment = InstallationState(waiting_prefills=2, unknown="nothing is measured", since_change_seconds=0.0)
     assert decide(of, empty, moment).changes == {"offload": 1}
-    assert not decide(of, empty, Moment(unknown="nothing is measured")).changes, "nobody waits"
+    assert not decide(of, empty, InstallationState(unknown="nothing is measured")).changes, "nobody waits"
     assert not decide(rules(), empty, moment).changes, "the policy does not scale"
 
 
@@ -199,11 +199,11 @@ def test_an_idle_pool_goes_to_zero_only_where_its_bound_says_so_and_the_decode_p
         swing={"most": 0},
     )
     of = rules(scales=True)
-    quiet = Moment(arrivals_per_second=0.0, unknown="no prompts")
+    quiet = InstallationState(arrivals_per_second=0.0, unknown="no prompts")
     assert not decide(of, idle, quiet).changes
     allowed = altered(idle, offload={"least": 0})
     assert decide(of, allowed, quiet).changes == {"offload": 0}
-    assert not decide(of, allowed, Moment(unknown="nothing is measured")).changes, "not known to be idle"
+    assert not decide(of, allowed, InstallationState(unknown="nothing is measured")).changes, "not known to be idle"
 
 
 arbitrary = st.builds(
@@ -272,7 +272,7 @@ def test_longer_prompts_never_lower_the_number_that_prefills(installation, facto
     longer = msgspec.structs.replace(load, workload=Workload(stretched, load.workload.weights))
     of = rules(min_prefill=0)
     found = [
-        find_best_split(of, one, outlook(one, one.counts)).counts["swing"]
+        find_best_split(of, one, forecast(one, one.counts)).counts["swing"]
         for one in (installation, msgspec.structs.replace(installation, load=longer))
     ]
     assert found[1] >= found[0]

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster
-from prfaas_gateway.state import BELIEVED_SECONDS, Saturation
+from prfaas_gateway.state import FULL_SECONDS, Saturation
 
 
 async def full(_request, _body):
@@ -22,7 +22,7 @@ def test_an_instance_is_full_while_as_many_requests_are_there_as_when_it_said_so
     assert said.full({"d0": 3}, 100.1) == {"d0"}
     assert said.full({"d0": 2}, 100.1) == set()
     assert said.full({"d0": 4, "d1": 9}, 100.1) == {"d0"}
-    assert said.full({"d0": 9}, 100.0 + BELIEVED_SECONDS) == set()
+    assert said.full({"d0": 9}, 100.0 + FULL_SECONDS) == set()
     assert said.full({"d0": 9}, 100.1) == set()
 
 
@@ -36,7 +36,7 @@ async def test_while_all_are_full_requests_are_answered_without_asking_them(worl
         (429, "saturated", "1")
     }
     assert sum(len(worker.seen) for worker in world.workers.values()) == 2
-    world.state.clock = lambda: 100.0 + BELIEVED_SECONDS
+    world.state.clock = lambda: 100.0 + FULL_SECONDS
     await world.post(short)
     assert sum(len(worker.seen) for worker in world.workers.values()) == 4
 

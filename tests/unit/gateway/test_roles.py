@@ -11,7 +11,7 @@ from prfaas.wire import headers
 from prfaas.wire.routes import Instance
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.state import GatewayState
-from prfaas_gateway.table import AGAIN_SECONDS, RETRY_SECONDS, RoleTeller
+from prfaas_gateway.table import AGAIN_SECONDS, RETRY_SECONDS, RolePublisher
 
 
 def instance(name: str, role: str = "decode", url: str = "http://a:8000", **more) -> Instance:
@@ -34,20 +34,20 @@ class Workers:
 
 
 class Telling:
-    """A teller with workers and a clock of the test's own."""
+    """A publisher with workers and a clock of the test's own."""
 
     def __init__(self, make_table):
         self.now_seconds = 0.0
         self.workers = Workers()
         self._state = GatewayState(Limits(), lambda: self.now_seconds)
-        self._teller = RoleTeller(self._state, self.workers)
+        self._publisher = RolePublisher(self._state, self.workers)
         self._make_table = make_table
 
     async def look(self, *instances: Instance) -> list[tuple[str, str]]:
         """Return what is told by this table, now."""
         self._state.set_table(self._make_table(instances=instances))
         self.workers.told = []
-        await self._teller.tell_due()
+        await self._publisher.send_due()
         return self.workers.told
 
 
@@ -58,7 +58,7 @@ def telling(world) -> Telling:
 
 async def test_before_the_first_table_nobody_is_told(world):
     workers = Workers()
-    await RoleTeller(GatewayState(Limits()), workers).tell_due()
+    await RolePublisher(GatewayState(Limits()), workers).send_due()
     assert workers.told == []
 
 

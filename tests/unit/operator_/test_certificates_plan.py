@@ -16,12 +16,12 @@ from prfaas.identity import CLOCK_SKEW, Validity
 from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan.certificates import (
     Authorities,
-    Held,
     Holder,
     Leaf,
     ObservedTime,
     RotationStep,
     SecretChange,
+    SecretContent,
     Terms,
 )
 
@@ -77,14 +77,14 @@ class World:
     def holders(self) -> list[Holder]:
         return [Holder(name, self._held(name), self.issued[name]) for name in CLUSTERS]
 
-    def _held(self, name: str) -> Held | None:
+    def _held(self, name: str) -> SecretContent | None:
         if name in self.silent:
             return None
         if name in self.deleted or not self.history[name]:
-            return Held()
+            return SecretContent()
         last = self.history[name][-1]
         leaf = last.leaf if last.leaf.validity.not_after > self.now else None
-        return Held(leaf, last.trusted, last.written)
+        return SecretContent(leaf, last.trusted, last.written)
 
     def tick(self) -> None:
         """Do what the operator does in one pass: write Secrets, then take one step."""
@@ -110,7 +110,7 @@ class World:
             self.authorities = done._replace(ends=self.ends, signs=True)
 
     def _write(self, holder: Holder) -> None:
-        name, held = holder.cluster, holder.held or Held()
+        name, held = holder.cluster, holder.held or SecretContent()
         what = plan.wanted(self.authorities, holder, self.terms, self.now)
         if what is SecretChange.NOTHING:
             if name in self.deleted:  # nothing can be put in its place yet: it counts as a new cluster's
@@ -242,16 +242,22 @@ STEADY = Authorities(frozenset("a"), ends=START + 300 * MINUTE, signs=True)
 @pytest.mark.parametrize(
     ("held", "what"),
     [
-        (Held(), SecretChange.CERTIFICATE),
-        (Held(problem="damaged"), SecretChange.CERTIFICATE),
-        (Held(leaf(), frozenset("a"), START), SecretChange.NOTHING),
-        (Held(leaf(), frozenset("ax"), START), SecretChange.TRUST),
-        (Held(leaf(), frozenset("a"), None), SecretChange.TRUST),
-        (Held(leaf(), frozenset("a"), START + 365 * 24 * 60 * MINUTE), SecretChange.TRUST),
-        (Held(leaf(cluster="hub"), frozenset("a"), START), SecretChange.CERTIFICATE),
-        (Held(leaf("x"), frozenset("a"), START), SecretChange.CERTIFICATE),
-        (Held(leaf(end=10 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START), SecretChange.CERTIFICATE),
-        (Held(leaf(end=11 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START), SecretChange.NOTHING),
+        (SecretContent(), SecretChange.CERTIFICATE),
+        (SecretContent(problem="damaged"), SecretChange.CERTIFICATE),
+        (SecretContent(leaf(), frozenset("a"), START), SecretChange.NOTHING),
+        (SecretContent(leaf(), frozenset("ax"), START), SecretChange.TRUST),
+        (SecretContent(leaf(), frozenset("a"), None), SecretChange.TRUST),
+        (SecretContent(leaf(), frozenset("a"), START + 365 * 24 * 60 * MINUTE), SecretChange.TRUST),
+        (SecretContent(leaf(cluster="hub"), frozenset("a"), START), SecretChange.CERTIFICATE),
+        (SecretContent(leaf("x"), frozenset("a"), START), SecretChange.CERTIFICATE),
+        (
+            SecretContent(leaf(end=10 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START),
+            SecretChange.CERTIFICATE,
+        ),
+        (
+            SecretContent(leaf(end=11 * MINUTE, begin=-20 * MINUTE - CLOCK_SKEW), frozenset("a"), START),
+            SecretChange.NOTHING,
+        ),
     ],
 )
 def test_a_secret_is_written_exactly_when_something_is_wrong_with_it(held, what):
@@ -260,20 +266,20 @@ def test_a_secret_is_written_exactly_when_something_is_wrong_with_it(held, what)
 
 def test_a_lost_key_brings_a_successor_and_meanwhile_nothing_is_taken_away():
     keyless = STEADY._replace(signs=False)
-    holders = [Holder("eu", Held(leaf(), frozenset("a"), START))]
+    holders = [Holder("eu", SecretContent(leaf(), frozenset("a"), START))]
     assert plan.step(keyless, holders, TERMS, ObservedTime(START, START)) is RotationStep.ANNOUNCE
-    due = Held(leaf(end=MINUTE, begin=-99 * MINUTE), frozenset("a"), START)
+    due = SecretContent(leaf(end=MINUTE, begin=-99 * MINUTE), frozenset("a"), START)
     assert plan.wanted(keyless, Holder("eu", due), TERMS, START) is SecretChange.NOTHING
 
 
 def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
     terms, moment = TERMS._replace(mode=plan.CertificateMode.ISSUER), ObservedTime(START + 60 * MINUTE, START)
-    holder = Holder("eu", Held(leaf("a"), frozenset("a"), START), leaf("b"))
+    holder = Holder("eu", SecretContent(leaf("a"), frozenset("a"), START), leaf("b"))
     assert plan.wanted(STEADY, holder, terms, START) is SecretChange.NOTHING
     assert plan.step(STEADY, [holder], terms, moment) is RotationStep.ANNOUNCE
     announced = plan.after(STEADY, RotationStep.ANNOUNCE, frozenset("b"))
     assert plan.wanted(announced, holder, terms, START) is SecretChange.TRUST
-    trusting = holder._replace(held=Held(leaf("a"), frozenset("ab"), START))
+    trusting = holder._replace(held=SecretContent(leaf("a"), frozenset("ab"), START))
     assert plan.step(announced, [trusting], terms, moment) is RotationStep.PROMOTE
     promoted = plan.after(announced, RotationStep.PROMOTE, frozenset("b"))
     assert plan.wanted(promoted, trusting, terms, START) is SecretChange.CERTIFICATE
@@ -284,10 +290,14 @@ def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
     ("holder", "status", "reason"),
     [
         (Holder("eu", None), "Unknown", "ClusterUnreachable"),
-        (Holder("eu", Held(problem="why")), "False", "CertificatePending"),
-        (Holder("eu", Held(leaf("x"), frozenset("a"), START)), "False", "CertificateRefused"),
-        (Holder("eu", Held(leaf(end=-MINUTE), frozenset("a"), START)), "False", "CertificateRefused"),
-        (Holder("eu", Held(leaf(), frozenset("a"), START)), "True", "Issued"),
+        (Holder("eu", SecretContent(problem="why")), "False", "CertificatePending"),
+        (Holder("eu", SecretContent(leaf("x"), frozenset("a"), START)), "False", "CertificateRefused"),
+        (
+            Holder("eu", SecretContent(leaf(end=-MINUTE), frozenset("a"), START)),
+            "False",
+            "CertificateRefused",
+        ),
+        (Holder("eu", SecretContent(leaf(), frozenset("a"), START)), "True", "Issued"),
     ],
 )
 def test_the_condition_tells_causes_apart(holder, status, reason):
@@ -295,6 +305,6 @@ def test_the_condition_tells_causes_apart(holder, status, reason):
 
 
 def test_the_condition_names_whom_a_change_of_authority_waits_for():
-    found = plan.condition(STEADY, Holder("eu", Held(leaf(), frozenset("a"), START)), ("us",), START)
+    found = plan.condition(STEADY, Holder("eu", SecretContent(leaf(), frozenset("a"), START)), ("us",), START)
     assert (found.status, found.reason) == ("True", "AuthorityChanging")
     assert "waits for us" in found.message

@@ -94,7 +94,7 @@ def test_a_clusters_secret_is_judged_by_the_hubs_authorities_and_not_by_its_own(
     found = read.read_held(forged, store, NOW)
     assert found.leaf is None
     assert "not trusted" in found.problem
-    assert read.read_held(None, store, NOW) == read.Held()
+    assert read.read_held(None, store, NOW) == read.SecretContent()
     assert read.read_held(secret({"tls.crt": b"?"}, annotations={read.WRITTEN_AT: "soon"}), store, NOW).written is None
 
 

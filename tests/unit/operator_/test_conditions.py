@@ -3,7 +3,7 @@
 from prfaas.api import Condition
 from prfaas_operator.errors import ForbiddenError, reason_of
 from prfaas_operator.plan.conditions import MAX_MESSAGE_CHARS, ConditionState, merge, no, turned, yes
-from prfaas_operator.plan.drift import Applied, needs_apply, status_differs, view
+from prfaas_operator.plan.drift import AppliedManifest, needs_apply, status_differs, view
 
 
 def known(status: str, reason: str = "Old", since: str = "2026-01-01T00:00:00Z") -> Condition:
@@ -64,7 +64,7 @@ LIVE = {
     },
     "status": {"x": 1},
 }
-LAST = Applied(MANIFEST, view(LIVE, MANIFEST))
+LAST = AppliedManifest(MANIFEST, view(LIVE, MANIFEST))
 
 
 def changed(**spec) -> dict:

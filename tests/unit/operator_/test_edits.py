@@ -1,7 +1,7 @@
 """Proves that an edit of a child is told with its author and its fields, and that an endless one is slowed down."""
 
 from prfaas_operator.controller.children import EditLimiter
-from prfaas_operator.plan.drift import Applied, edit, view
+from prfaas_operator.plan.drift import AppliedManifest, edit, view
 
 MANIFEST = {
     "spec": {
@@ -22,7 +22,7 @@ def live(managed: list[dict] | None = None, **spec: object) -> dict:
     return {"metadata": {"managedFields": managed or []}, "spec": good}
 
 
-LAST = Applied(MANIFEST, view(live(), MANIFEST))
+LAST = AppliedManifest(MANIFEST, view(live(), MANIFEST))
 
 
 def test_an_object_as_we_left_it_has_no_edit():
@@ -60,7 +60,7 @@ def test_a_leaf_that_somebody_owns_covers_what_is_below():
 
 def test_many_changes_are_summed_up():
     manifest = {"data": {f"k{index}": "v" for index in range(9)}}
-    last = Applied(manifest, view(manifest, manifest))
+    last = AppliedManifest(manifest, view(manifest, manifest))
     changed = {"metadata": {}, "data": dict.fromkeys(manifest["data"], "w")}
     assert str(edit(changed, last)) == "somebody changed data.k0, data.k1, data.k2, data.k3 and 5 more"
 

@@ -85,7 +85,7 @@ def made(pool, ready: int, **conditions: Any):
 
 def decided(facts, refusals: dict[str, str] | None = None):
     found, seen = installation(facts, refusals or {}), facts.policy.status.observed
-    age_seconds = longloop.sighted(None, seen.time, NOW, 0.0).age_seconds if seen else 0.0
+    age_seconds = longloop.refreshed(None, seen.time, NOW, 0.0).age_seconds if seen else 0.0
     return decide(longloop.rules(facts.policy), found, longloop.moment(facts, found, NOW, age_seconds))
 
 
@@ -125,10 +125,10 @@ def test_what_is_not_known_or_old_holds_and_is_named(built, seen, reason, words)
 
 @pytest.mark.parametrize("off_seconds", [-3600, 3600])
 def test_a_scheduler_whose_clock_is_off_is_believed_once_its_summaries_are_seen_to_come(off_seconds):
-    first = longloop.sighted(None, at(off_seconds), NOW, 100.0)
+    first = longloop.refreshed(None, at(off_seconds), NOW, 100.0)
     assert first.age_seconds == 3600
-    assert longloop.sighted(first, at(off_seconds), NOW, 130.0) == first
-    second = longloop.sighted(first, at(off_seconds + 30), NOW, 130.0)
+    assert longloop.refreshed(first, at(off_seconds), NOW, 130.0) == first
+    second = longloop.refreshed(first, at(off_seconds + 30), NOW, 130.0)
     assert (second.age_seconds, second.seen_at_seconds) == (0.0, 130.0)
 
 

@@ -49,7 +49,7 @@ FIGURES = [
     figure("batch", 32.0),
     figure("waiting", 3.0, pool="offload"),
 ]
-SEEN = observe.Seen(counted(DRAWN), 1.25, (link("eu"), link("us", "Silent")), {("eu", "offload"): PROFILE})
+SEEN = observe.SummaryInputs(counted(DRAWN), 1.25, (link("eu"), link("us", "Silent")), {("eu", "offload"): PROFILE})
 
 
 def test_a_summary_is_what_the_custom_resource_declares():
@@ -63,12 +63,12 @@ def test_a_summary_is_what_the_custom_resource_declares():
 
 
 def test_what_is_not_known_is_left_out_and_an_idle_system_says_that_nothing_comes():
-    idle = observe.summarise(observe.Seen((), 0.0, (), {}), [figure("decode_steps", 0.0)], NOW)
+    idle = observe.summarise(observe.SummaryInputs((), 0.0, (), {}), [figure("decode_steps", 0.0)], NOW)
     assert idle == {
         "time": NOW, "prompts": 0, "gatewayArrivalMilliPerSecond": 0, "lengthTokens": [], "links": [], "pools": [],
     }  # fmt: skip
     absurd = [figure("tokens", float("nan")), figure("answers", 1.0), figure("batch", float("inf"))]
-    assert observe.summarise(observe.Seen((), 0.0, (), {}), absurd, NOW) == idle
+    assert observe.summarise(observe.SummaryInputs((), 0.0, (), {}), absurd, NOW) == idle
 
 
 def test_lengths_and_profiles_come_back_as_they_were():

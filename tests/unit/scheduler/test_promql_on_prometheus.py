@@ -139,7 +139,7 @@ async def test_the_long_loops_query_answers_with_what_decoding_takes_and_who_wai
     deadline = time.monotonic() + 60
     while True:
         figures = await prometheus.vector(observe.query_of(table()))
-        found = observe.summarise(observe.Seen((), 0.0, (), {}), figures, "2026-02-03T04:05:06Z")
+        found = observe.summarise(observe.SummaryInputs((), 0.0, (), {}), figures, "2026-02-03T04:05:06Z")
         waiting = {pool["name"]: pool["waitingPrefills"] for pool in found["pools"]}
         if "outputMilliTokens" in found and waiting == {"decode": 2, "offload": 1}:
             break

@@ -99,20 +99,20 @@ def test_parts_may_change_once_they_are_sent(pair: Pair):
 
 
 def test_a_silent_peer_ends_a_read_and_a_full_one_ends_a_write_when_the_caller_says_so(pair: Pair):
-    def impatient(silent_seconds: float) -> None:
+    def give_up(silent_seconds: float) -> None:
         if silent_seconds > 0.3:
             raise UnreachableError("enough")
 
     with pytest.raises(UnreachableError, match="enough"):
-        pair[0].receive_into(bytearray(1), on_wait=impatient)
+        pair[0].receive_into(bytearray(1), on_wait=give_up)
     with pytest.raises(UnreachableError, match="enough"):
-        pair[0].send([bytes(1 << 26)], ignore, impatient)
+        pair[0].send([bytes(1 << 26)], ignore, give_up)
 
 
 def test_the_caller_is_asked_between_bytes_too_so_that_a_trickle_cannot_outlast_a_deadline(pair: Pair):
     asked: list[float] = []
 
-    def hurry(silent_seconds: float) -> None:
+    def give_up(silent_seconds: float) -> None:
         asked.append(silent_seconds)
         if len(asked) == 3:
             raise UnreachableError("too slow")
@@ -124,7 +124,7 @@ def test_the_caller_is_asked_between_bytes_too_so_that_a_trickle_cannot_outlast_
 
     thread = in_thread(trickle)
     with pytest.raises(UnreachableError, match="too slow"):
-        pair[0].receive_into(bytearray(10), on_wait=hurry)
+        pair[0].receive_into(bytearray(10), on_wait=give_up)
     thread.join()
 
 

@@ -126,12 +126,12 @@ def _await_hello(stream: DataStream, patience_seconds: float) -> tuple[Address, 
     """Read the next HELLO; skip late messages about the previous transfer."""
     deadline = Deadline(patience_seconds)
 
-    def hurry(_silent_seconds: float) -> None:
+    def check_deadline(_silent_seconds: float) -> None:
         if deadline.is_over:
             raise UnreachableError(f"no HELLO within {patience_seconds:g} s")
 
     while True:
-        header, payload = receive_message(stream, hurry)
+        header, payload = receive_message(stream, check_deadline)
         if header.kind == Kind.HELLO:
             return header.address, decode_message(header, payload, Hello)
         if header.kind not in (Kind.ACK, Kind.KEEP_ALIVE):

@@ -242,7 +242,7 @@ class Pull:
                 self._changed.notify_all()
 
     def _greet(self, stream: DataStream, number: int) -> None:
-        self._impatient(0.0)
+        self._check_progress(0.0)
         ledger = self._state.ledger
         broken = self._state.broken  # before what was received: these receive no more
         received = ledger.received
@@ -260,7 +260,7 @@ class Pull:
         """Read the answer to HELLO; skip late messages about the previous transfer."""
         expected = self._state.ledger.expected
         while True:
-            header, payload = receive_message(stream, self._impatient, MAX_MESSAGE_BYTES)
+            header, payload = receive_message(stream, self._check_progress, MAX_MESSAGE_BYTES)
             if header.address == expected.address and header.kind == Kind.ABORT:
                 raise PeerError(decode_message(header, payload, Abort).message)
             if header.address == expected.address and header.kind == Kind.WELCOME:
@@ -270,7 +270,7 @@ class Pull:
             if header.kind not in (Kind.KEEP_ALIVE, Kind.FREED):
                 raise ProtocolError(f"{header.describe()} for {header.address} where WELCOME was due")
 
-    def _impatient(self, silent_seconds: float) -> None:
+    def _check_progress(self, silent_seconds: float) -> None:
         """Limit the wait for a WELCOME, and end it after a cancel."""
         if self._over or silent_seconds > NO_PROGRESS_SECONDS:
             raise UnreachableError(f"the source sent no answer for {silent_seconds:.1f} s: given up")

@@ -94,7 +94,7 @@ class SendState:
         self._paced_bytes = 0
         self._first_sent: float | None = None
         self._lock = threading.Lock()
-        self._bells: set[WakeUp] = set()
+        self._wakeups: set[WakeUp] = set()
 
     def put(self, frame: Frame) -> None:
         """Append a frame; never blocks. After a failure it is dropped."""
@@ -121,15 +121,15 @@ class SendState:
         self._ring()
 
     def enter(self) -> WakeUp:
-        bell = WakeUp()
+        wakeup = WakeUp()
         with self._lock:
-            self._bells.add(bell)
-        return bell
+            self._wakeups.add(wakeup)
+        return wakeup
 
-    def leave(self, bell: WakeUp) -> None:
+    def leave(self, wakeup: WakeUp) -> None:
         with self._lock:
-            self._bells.discard(bell)
-        bell.close()
+            self._wakeups.discard(wakeup)
+        wakeup.close()
 
     def queued_bytes(self) -> int:
         """Bytes that no connection has taken yet, or that wait for the egress cap."""
@@ -159,8 +159,8 @@ class SendState:
 
     def _ring(self) -> None:
         with self._lock:
-            for bell in self._bells:
-                bell.ring()
+            for wakeup in self._wakeups:
+                wakeup.ring()
 
 
 class SendChannel(NamedTuple):
@@ -186,10 +186,10 @@ class SendLoop:
     def run(self) -> None:
         """Send until the peer acknowledged everything, over any connection. Raises UnreachableError or DamagedError if
         this one is of no more use, PeerError if the peer gave up, broke the protocol, or got our ABORT."""
-        bell = self._state.enter()
+        wakeup = self._state.enter()
         try:
             while not self._state.acknowledged:
-                self._step(bell)
+                self._step(wakeup)
             self._say(Kind.FREED)
         except (UnreachableError, DamagedError):
             if not self._state.acknowledged:  # what breaks afterwards took nothing with it
@@ -200,9 +200,9 @@ class SendLoop:
             raise
         finally:
             self._state.queue.lost(self._connection)
-            self._state.leave(bell)
+            self._state.leave(wakeup)
 
-    def _step(self, bell: WakeUp) -> None:
+    def _step(self, wakeup: WakeUp) -> None:
         out = self._state
         if out.failure is not None:
             self._say(Kind.ABORT, Abort(out.failure))
@@ -213,14 +213,14 @@ class SendLoop:
                 return
         found = out.queue.take(self._connection)
         if found is NextStep.WAIT:
-            bell.clear()  # before looking again: what is put in after that look rings again
+            wakeup.clear()  # before looking again: what is put in after that look rings again
             found = out.queue.take(self._connection)
         match found:
             case NumberedItem(sequence, frame):
                 self._send(sequence, frame)
             case NextStep.DONE:
                 self._say(Kind.DONE, out.account)
-            case NextStep.WAIT if not out.acknowledged and not self._wait(bell):
+            case NextStep.WAIT if not out.acknowledged and not self._wait(wakeup):
                 self._say(Kind.KEEP_ALIVE)
 
     def _send(self, sequence: int, frame: Frame) -> None:
@@ -288,12 +288,12 @@ class SendLoop:
     def _say(self, kind: Kind, message: Abort | Done | None = None) -> None:
         self._stream.send([message_frame(kind, self._state.address, message)], self._on_sent)
 
-    def _wait(self, bell: WakeUp) -> bool:
+    def _wait(self, wakeup: WakeUp) -> bool:
         """Wait for work or for the peer; False if neither appeared."""
         if self._stream.readable():
             return True
         poller = select.poll()
-        poller.register(bell, select.POLLIN)
+        poller.register(wakeup, select.POLLIN)
         poller.register(self._stream, select.POLLIN | select.POLLRDHUP)
         return bool(poller.poll(KEEP_ALIVE_SECONDS * 1000))
 

@@ -160,29 +160,32 @@ def routing_table(settings: Settings, ports: Ports) -> RoutingTable:
     )
 
 
-def objection(settings: Settings, home: ProfileAnswer | None, away: ProfileAnswer) -> str:
+def objection(settings: Settings, local: ProfileAnswer | None, remote: ProfileAnswer) -> str:
     """Return why a service that answers cannot be used; empty where it can."""
-    if away.model != settings.model_name:
-        return f"it serves the model {away.model!r}, not {settings.model_name!r}: give --model-name, or another service"
-    if home is None:
+    if remote.model != settings.model_name:
+        return (
+            f"it serves the model {remote.model!r}, not {settings.model_name!r}: give --model-name or another service"
+        )
+    if local is None:
         return "the local worker did not report its weights"
-    if home.fingerprint != away.fingerprint:
-        return f"its {away.model!r} has other weights than ours: its caches would mean nothing here"
-    if settings.threshold_tokens is None and not (home.prefill.samples and away.prefill.samples):
-        whose = "it has" if home.prefill.samples else "the local worker has"
+    if local.fingerprint != remote.fingerprint:
+        return f"its {remote.model!r} has other weights than ours: its caches would mean nothing here"
+    if settings.threshold_tokens is None and not (local.prefill.samples and remote.prefill.samples):
+        whose = "it has" if local.prefill.samples else "the local worker has"
         return f"{whose} measured no prefill yet, so no price is known; --threshold-tokens needs none"
     return ""
 
 
 def update_of(
-    settings: Settings, home: ProfileAnswer | None, away: ProfileAnswer | None, problem: str
+    settings: Settings, local: ProfileAnswer | None, remote: ProfileAnswer | None, problem: str
 ) -> ThresholdUpdate:
     """Return the gateway's update; a non-empty `problem` is why the service is not used."""
-    usable = home is not None and away is not None and not problem
+    usable = local is not None and remote is not None and not problem
     prices: tuple[Price, ...] = ()
-    if home is not None and away is not None and usable:
-        there = Price(cluster=settings.service_cluster, profile=away.profile, link_mbps=float(settings.link_mbps))
-        prices = (Price(cluster=HUB, profile=home.profile), there)
+    if local is not None and remote is not None and usable:
+        link_mbps = float(settings.link_mbps)
+        service = Price(cluster=settings.service_cluster, profile=remote.profile, link_mbps=link_mbps)
+        prices = (Price(cluster=HUB, profile=local.profile), service)
     return ThresholdUpdate(
         tokens=NEVER_TOKENS if settings.threshold_tokens is None else settings.threshold_tokens,
         bandwidth="Scarce",

@@ -203,27 +203,27 @@ class Watch:
     `say` shows a line whenever the service is used again or no longer.
     """
 
-    def __init__(self, settings: Settings, home_url: str, caller: Caller, control_socket: Path, say: Say):
+    def __init__(self, settings: Settings, local_url: str, caller: Caller, control_socket: Path, say: Say):
         self._settings = settings
-        self._home_url = home_url
+        self._local_url = local_url
         self._caller = caller
         self._socket = control_socket
         self._say = say
-        self._home: ProfileAnswer | None = None
+        self._local: ProfileAnswer | None = None
         self._problem: str | None = None
         """Why the service is not used, as shown last. Empty: it is used. None: nothing was shown yet."""
 
     def round(self) -> None:
         with suppress(PeerError):  # busy or dead: `Serving` notices; its curve stays the same for seconds
-            self._home = self._caller.profile(self._home_url, HUB)
-        away: ProfileAnswer | None = None
+            self._local = self._caller.profile(self._local_url, HUB)
+        remote: ProfileAnswer | None = None
         try:
-            away = self._caller.profile(self._settings.service_url, self._settings.service_cluster)
-            problem = objection(self._settings, self._home, away)
+            remote = self._caller.profile(self._settings.service_url, self._settings.service_cluster)
+            problem = objection(self._settings, self._local, remote)
         except PeerError as error:
             problem = str(error)
         try:
-            put_threshold(self._socket, update_of(self._settings, self._home, away, problem))
+            put_threshold(self._socket, update_of(self._settings, self._local, remote, problem))
         except PeerError as error:
             self._say(f"the gateway was not told of the service: {error}")
             return
@@ -252,10 +252,10 @@ class Serving:
         self._url = gateway_url(settings, ports)
 
     def run(self, stop: threading.Event) -> None:
-        directory, home_url = self._directory, worker_url(self._settings, self._ports)
+        directory, local_url = self._directory, worker_url(self._settings, self._ports)
         control_socket = directory / "control.sock"
         (directory / "routes.json").write_bytes(msgspec.json.encode(routing_table(self._settings, self._ports)))
-        watch = Watch(self._settings, home_url, self._caller, control_socket, self._say)
+        watch = Watch(self._settings, local_url, self._caller, control_socket, self._say)
         self._say(f"starting a worker with {self._settings.model_source} and a gateway; their logs are in {directory}")
         with ExitStack() as running:
             gateway = gateway_command(self._settings, self._ports, directory / "routes.json", control_socket)
@@ -264,7 +264,7 @@ class Serving:
                 self._start(running, "the worker", worker_command(self._settings, self._ports)),
                 self._start(running, "the gateway", gateway),
             ]
-            if self._until_ready(children, {home_url: HUB, self._url: ""}, stop):
+            if self._until_ready(children, {local_url: HUB, self._url: ""}, stop):
                 self._serve(children, watch, stop)
             self._say("ending: running requests are finished first")
         shutil.rmtree(directory)
