@@ -13,8 +13,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from prfaas.conditions import ConditionState
 from prfaas.errors import ConfigError, PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef, apply_status
 from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER, scheduler_lease
@@ -46,25 +47,17 @@ LINK_REASONS: Mapping[str, tuple[str, str]] = {
 }
 
 
-class Verdict(NamedTuple):
-    """The content of one condition, without the time of its last transition."""
-
-    status: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str
-
-
 class Report(NamedTuple):
     """The content of the status: figures (None: not known) and conditions by type."""
 
     generation: int
     figures: Mapping[str, Any]
-    conditions: Mapping[str, Verdict]
+    conditions: Mapping[str, ConditionState]
 
     @property
     def turning_points(self) -> tuple[Any, ...]:
         """Return what is written at once when it changes: threshold, bandwidth, each condition's status and reason."""
-        conditions = tuple((type_, *verdict[:2]) for type_, verdict in self.conditions.items())
+        conditions = tuple((type_, *condition[:2]) for type_, condition in self.conditions.items())
         return (self.generation, self.figures["thresholdTokens"], self.figures["bandwidth"], conditions)
 
 
@@ -83,7 +76,8 @@ def report_of(
     """
     fresh = metrics_fresh(table, step, errors)
     if fresh is None:  # held: neither fresh nor yet stale
-        fresh = before.conditions[METRICS_FRESH] if before else Verdict("Unknown", "Starting", "nothing measured yet")
+        starting = ConditionState("Unknown", "Starting", "nothing measured yet")
+        fresh = before.conditions[METRICS_FRESH] if before else starting
     return Report(
         generation=table.generation,
         figures={
@@ -97,19 +91,21 @@ def report_of(
     )
 
 
-def metrics_fresh(table: RoutingTable, step: Step, errors: Sequence[PrfaasError]) -> Verdict | None:
+def metrics_fresh(table: RoutingTable, step: Step, errors: Sequence[PrfaasError]) -> ConditionState | None:
     """Say whether measurements come in; None while a gap is shorter than stale_after_seconds."""
     if not table.prometheus_url:
-        return Verdict("Unknown", "NotConfigured", "spec.metrics.prometheusUrl is not set: the link is not measured")
+        return ConditionState(
+            "Unknown", "NotConfigured", "spec.metrics.prometheusUrl is not set: the link is not measured"
+        )
     if step.metrics == "Fresh":
-        return Verdict("True", "Fresh", "every live link is measured")
+        return ConditionState("True", "Fresh", "every live link is measured")
     if step.metrics == "Held":
         return None
     consequence = f"no new measurement of a live link for {table.stale_after_seconds} s"
     if table.threshold.mode in {"Auto", "Priced"}:
         consequence += f"; the threshold is back at {step.tokens} tokens"
     cause = str(errors[0]) if errors else "Prometheus answers without a sample that is new: is it scraping the workers?"
-    return Verdict("False", _stale_reason(errors), f"{consequence}. {cause}")
+    return ConditionState("False", _stale_reason(errors), f"{consequence}. {cause}")
 
 
 def _stale_reason(errors: Sequence[PrfaasError]) -> str:
@@ -120,15 +116,15 @@ def _stale_reason(errors: Sequence[PrfaasError]) -> str:
     return "QueryRejected" if isinstance(errors[0], ConfigError) else "AnswerDamaged"
 
 
-def link_healthy(links: Sequence[LinkReport]) -> Verdict:
+def link_healthy(links: Sequence[LinkReport]) -> ConditionState:
     """Say whether prompts may cross every link; the first dead one gives the reason, the message names all."""
     if not links:
-        return Verdict("Unknown", "NoMemberCluster", "no pool of this policy lies in a member cluster")
+        return ConditionState("Unknown", "NoMemberCluster", "no pool of this policy lies in a member cluster")
     dead = [link for link in links if link.state != "Alive"]
     if not dead:
-        return Verdict("True", "AllAlive", f"{', '.join(link.cluster for link in links)}: alive")
+        return ConditionState("True", "AllAlive", f"{', '.join(link.cluster for link in links)}: alive")
     message = "; ".join(f"{link.cluster}: {LINK_REASONS[link.state][1]}" for link in dead)
-    return Verdict("False", LINK_REASONS[dead[0].state][0], message)
+    return ConditionState("False", LINK_REASONS[dead[0].state][0], message)
 
 
 def busiest_percent(step: Step) -> int | None:
@@ -147,13 +143,13 @@ def body_of(said: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[
     conditions = [
         {
             "type": type_,
-            "status": verdict.status,
-            "reason": verdict.reason,
-            "message": verdict.message[:MAX_MESSAGE_CHARS],
+            "status": condition.status,
+            "reason": condition.reason,
+            "message": condition.message[:MAX_MESSAGE_CHARS],
             "observedGeneration": said.generation,
-            "lastTransitionTime": since.get((type_, verdict.status)) or now,
+            "lastTransitionTime": since.get((type_, condition.status)) or now,
         }
-        for type_, verdict in said.conditions.items()
+        for type_, condition in said.conditions.items()
     ]
     return {**{name: value for name, value in said.figures.items() if value is not None}, "conditions": conditions}
 

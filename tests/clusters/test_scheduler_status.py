@@ -15,12 +15,13 @@ import pytest
 import yaml
 
 from prfaas.api import PrfaaSPolicy
+from prfaas.conditions import ConditionState
 from prfaas.kube import KubeSession, StatusError
 from prfaas.kube.session import token_of_file
 from prfaas.names import gateway_name
 from prfaas_operator.render import gateway
 from prfaas_scheduler import status
-from prfaas_scheduler.status import Publisher, Report, Verdict, policy_ref
+from prfaas_scheduler.status import Publisher, Report, policy_ref
 
 pytestmark = pytest.mark.clusters
 
@@ -81,8 +82,8 @@ def said(tokens: int, offloaded: int | None, healthy: str = "True") -> Report:
             "linkUtilisationPercent": 1000,
         },
         conditions={
-            status.METRICS_FRESH: Verdict("True", "Fresh", "every live link is measured"),
-            status.LINK_HEALTHY: Verdict(healthy, "AllAlive", "eu: alive"),
+            status.METRICS_FRESH: ConditionState("True", "Fresh", "every live link is measured"),
+            status.LINK_HEALTHY: ConditionState(healthy, "AllAlive", "eu: alive"),
         },
     )
 

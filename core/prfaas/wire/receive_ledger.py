@@ -100,7 +100,7 @@ class ReceiveLedger:
 
         Raises ProtocolError for a frame of another transfer, epoch or manifest, of a wrong size, or claimed before.
         """
-        with self._judging():
+        with self._breaking_on_error():
             self._require_ours(header)
             if header.sequence in self._claims or header.sequence in self._digests:
                 raise ProtocolError(f"{header.describe()} repeats sequence number {header.sequence}")
@@ -117,7 +117,7 @@ class ReceiveLedger:
         """
         verify(header, payload)
         land()
-        with self._judging():
+        with self._breaking_on_error():
             place = self._claims.pop(header.sequence).place
             match place:
                 case LayerRows(group, layer, _, tokens):
@@ -138,13 +138,13 @@ class ReceiveLedger:
         has another account than ours; PeerError with the reason where the source gave up.
         """
         verify(header, [payload])
-        with self._judging():
+        with self._breaking_on_error():
             self._require_ours(header)
             self._note(header, payload)
             self._compare()
 
     @contextmanager
-    def _judging(self) -> Generator[None]:
+    def _breaking_on_error(self) -> Generator[None]:
         """Hold the lock; an error meanwhile breaks the ledger for good."""
         with self._lock:
             try:

@@ -250,11 +250,11 @@ class ForeignEvents(CacheEvents):
         at = 0
         for keys in portions_of(event.block_hashes):
             self._index.tree.store(keys, parent, False, medium)
-            self._teach(keys, parent, event.token_ids[at * size : (at + len(keys)) * size])
+            self._learn_tokens(keys, parent, event.token_ids[at * size : (at + len(keys)) * size])
             parent, at = keys[-1], at + len(keys)
             yield
 
-    def _teach(self, keys: list[int], parent: int | None, token_ids: list[int]) -> None:
+    def _learn_tokens(self, keys: list[int], parent: int | None, token_ids: list[int]) -> None:
         """Map prompts of token ids to blocks that were stored behind `parent`."""
         find, chains = self._index.tree.find, self._chains
         behind = NONE if parent is None else find(parent)

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
 from prfaas.api import Condition
+from prfaas.conditions import ConditionState
 
 READY: Final = "Ready"
 REACHABLE: Final = "Reachable"
@@ -12,18 +13,6 @@ CERTIFICATE_READY: Final = "CertificateReady"
 DELETING: Final = "Deleting"
 """Reason of an object that waits for its children to end."""
 MAX_MESSAGE_CHARS: Final = 2000  # a server's sentence can be long; the schema's own limit is far above
-
-
-class ConditionState(NamedTuple):
-    """The state of one condition, without its transition time."""
-
-    status: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str
-
-    @property
-    def good(self) -> bool:
-        return self.status == "True"
 
 
 def no(reason: str, message: str) -> ConditionState:

@@ -65,16 +65,16 @@ def made(**tokens_of: tuple[int, ...] | None) -> PrefixIndex:
     asked=st.tuples(st.sampled_from(TEXTS), st.integers(0, 4000)),
 )
 def test_attention_matches_are_those_of_a_naive_reading(served, evicted, asked):
-    index, taught, stored = InstanceIndex(10_000, 10_000), set(), set()
+    index, by_own_map, stored = InstanceIndex(10_000, 10_000), set(), set()
     for text, length in served:
         serve(index, text[:length])
         stored |= set(keys_of(text[:length]))
-        taught |= set(byte_hashes(b"root", text[:length]))
+        by_own_map |= set(byte_hashes(b"root", text[:length]))
     gone = {keys_of(text)[at] for text, at in evicted if at < len(keys_of(text))}
     index.tree.remove(gone, False, 0)
     text = asked[0][: asked[1]]
     known_bytes = BYTE_BLOCK * next(
-        (at for at, one in enumerate(byte_hashes(b"root", text)) if one not in taught), len(text) // BYTE_BLOCK
+        (at for at, one in enumerate(byte_hashes(b"root", text)) if one not in by_own_map), len(text) // BYTE_BLOCK
     )
     keys = keys_of(text)[: max(0, known_bytes - 1) // BLOCK_BYTES]
     naive = next((at for at, key in enumerate(keys) if key not in stored - gone), len(keys))

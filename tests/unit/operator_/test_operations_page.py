@@ -12,18 +12,18 @@ from prfaas_operator.plan.pod_facts import WAITING_REASONS
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 CAMEL = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
-GIVERS = {"yes", "no", "ConditionState", "Verdict", "post"}
+CALLS_WITH_REASON = {"yes", "no", "ConditionState", "post"}
 """Calls with a reason among their positional arguments; `reason=` is one in every call."""
 NO_REASONS = {"True", "False", "Unknown", "Normal", "Warning"}
 """Other arguments of the same calls: a condition's status, an Event's type."""
 
 
 def reasons(path: Path) -> Iterator[str]:
-    """Yield what is given as a reason in one module: to a verdict or an Event, as a constant, or by an error."""
+    """Yield what is given as a reason in one module: to a condition or an Event, as a constant, or by an error."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            values: list[ast.expr | None] = list(node.args) if name in GIVERS else []
+            values: list[ast.expr | None] = list(node.args) if name in CALLS_WITH_REASON else []
             values += [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
         elif isinstance(node, ast.AnnAssign) and (path.parent.name == "plan" or path.name == "errors.py"):
             values = [node.value]

@@ -6,9 +6,10 @@ import pytest
 from aiohttp import web
 from tests.serving import serving
 
+from prfaas.conditions import ConditionState
 from prfaas.kube import KubeSession
 from prfaas_scheduler import status
-from prfaas_scheduler.status import Publisher, Report, Verdict, policy_ref
+from prfaas_scheduler.status import Publisher, Report, policy_ref
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/prfaas/leases"
 POLICY = "/apis/prfaas.io/v1alpha1/namespaces/prfaas/prfaaspolicies/kimi"
@@ -89,8 +90,8 @@ def said(tokens: int, link: str = "True", utilisation: int = 10) -> Report:
         "linkUtilisationPercent": utilisation,
     }
     conditions = {
-        status.METRICS_FRESH: Verdict("True", "Fresh", ""),
-        status.LINK_HEALTHY: Verdict(link, "Because", ""),
+        status.METRICS_FRESH: ConditionState("True", "Fresh", ""),
+        status.LINK_HEALTHY: ConditionState(link, "Because", ""),
     }
     return Report(generation=1, figures=figures, conditions=conditions)
 

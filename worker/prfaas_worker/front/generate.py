@@ -216,7 +216,7 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         calls = EngineCalls(call, messages, job, resume, state)
         reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if given.resumable else None)
         calls.send(spans)
-        _teach(state, job, size)
+        _record_prompt(state, job, size)
         started = await calls.start()
         spans.end_prefills(started)
         state.metrics.first_token(time.monotonic() - began)
@@ -262,7 +262,7 @@ def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) ->
     }
 
 
-def _teach(state: FrontState, job: Job, size: int) -> None:
+def _record_prompt(state: FrontState, job: Job, size: int) -> None:
     """Publish the byte blocks of a request, in a thread for a long one, while the engine works already."""
     if len(job.prompts) != 1:
         return

@@ -48,7 +48,7 @@ class Frame(NamedTuple):
 
 
 class WakeUp:
-    """Wakes one thread that polls; ringing never blocks and is harmless after `close`."""
+    """Wakes one thread that polls; setting it never blocks and is harmless after `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class WakeUp:
     def fileno(self) -> int:
         return -1 if self._descriptor is None else self._descriptor
 
-    def ring(self) -> None:
+    def set(self) -> None:
         with self._lock:
             if self._descriptor is not None:
                 os.eventfd_write(self._descriptor, 1)
@@ -100,25 +100,25 @@ class SendState:
         """Append a frame; never blocks. After a failure it is dropped."""
         if self.failure is None:
             self.queue.add(frame, frame.header.payload_bytes)
-            self._ring()
+            self._wake_loops()
 
     def finish(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that all frames are queued; `prefill_seconds` is their compute time, on a cache that `is_exact`."""
         self._prefill_seconds, self._is_exact = prefill_seconds, is_exact
         self.queue.finish()
-        self._ring()
+        self._wake_loops()
 
     def fail(self, message: str) -> None:
         """Fail the transfer, unless everything arrived already: connections send ABORT with this reason."""
         if not self.acknowledged:
             self.failure = self.failure or message
             self.stop.set()
-        self._ring()
+        self._wake_loops()
 
     def acknowledge(self) -> None:
         """Note that everything arrived: connections send FREED."""
         self.acknowledged = True
-        self._ring()
+        self._wake_loops()
 
     def enter(self) -> WakeUp:
         wakeup = WakeUp()
@@ -157,10 +157,10 @@ class SendState:
         done = self.queue.done(self._prefill_seconds, first - self.compute_started)
         return msgspec.structs.replace(done, is_exact=self._is_exact)
 
-    def _ring(self) -> None:
+    def _wake_loops(self) -> None:
         with self._lock:
             for wakeup in self._wakeups:
-                wakeup.ring()
+                wakeup.set()
 
 
 class SendChannel(NamedTuple):
@@ -208,12 +208,12 @@ class SendLoop:
             self._say(Kind.ABORT, Abort(out.failure))
             raise PeerError(f"given up: {out.failure}")
         while self._stream.readable():
-            self._hear()
+            self._read_message()
             if out.acknowledged:
                 return
         found = out.queue.take(self._connection)
         if found is NextStep.WAIT:
-            wakeup.clear()  # before looking again: what is put in after that look rings again
+            wakeup.clear()  # before looking again: what is put in after that look sets it again
             found = out.queue.take(self._connection)
         match found:
             case NumberedItem(sequence, frame):
@@ -297,7 +297,7 @@ class SendLoop:
         poller.register(self._stream, select.POLLIN | select.POLLRDHUP)
         return bool(poller.poll(KEEP_ALIVE_SECONDS * 1000))
 
-    def _hear(self) -> None:
+    def _read_message(self) -> None:
         header, payload = receive_message(self._stream, self._on_wait)
         if header.address != self._state.address:
             raise ProtocolError(f"{header.describe()} for {header.address}, want {self._state.address}")
