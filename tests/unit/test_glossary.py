@@ -1,7 +1,7 @@
 """One word a thing: names and texts use the glossary's words, and none of those that the glossary replaces.
 
 docs/glossary.md is the source: its first table holds the words, its second those that give way, its last section the
-ordinary words that file names are made of. A new coined name fails here until it is chosen on purpose.
+ordinary words that names of files and types are made of. A new coined name fails here until it is chosen on purpose.
 """
 
 import ast
@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import pytest
+
+from .test_house import types_of
 
 ROOT: Final = Path(__file__).parents[2]
 GLOSSARY: Final = ROOT / "docs/glossary.md"
@@ -20,7 +24,7 @@ _CAMEL: Final = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
 
 
 class Replaced(NamedTuple):
-    """A word that gives way, and how far the ban reaches: `text`, `names` or `whole names`."""
+    """A word that gives way, and how far the ban reaches: `text`, `identifiers`, `names` or `whole names`."""
 
     word: str
     use: str
@@ -53,16 +57,63 @@ def forms(word: str) -> tuple[str, str, str]:
     return word, f"{word}s", f"{word}es"
 
 
-def banned_in_name(name: str) -> str | None:
-    """Return what is wrong with a module's or a class's name."""
-    parts = [part.lower() for piece in name.split("_") for part in _CAMEL.findall(piece)]
+def parts_of(name: str) -> list[str]:
+    """Return the words of a name in snake_case or CamelCase."""
+    return [part.lower() for part in _CAMEL.findall(name.replace("PrfaaS", "Prfaas"))]
+
+
+def banned_in_name(name: str, scopes: frozenset[str] = frozenset({"text", "identifiers", "names"})) -> str | None:
+    """Return what is wrong with a module's or a class's name; with fewer scopes, with another name."""
+    parts = parts_of(name)
     for one in replaced():
         if one.scope == "whole names":
-            if len(parts) == 1 and parts[0] in forms(one.word):
+            if "names" in scopes and len(parts) == 1 and parts[0] in forms(one.word):
                 return f"{name}: {one.word} gives way to {one.use}"
-        elif not set(forms(one.word)).isdisjoint(parts):
+        elif one.scope in scopes and not set(forms(one.word)).isdisjoint(parts):
             return f"{name}: {one.word} gives way to {one.use}"
     return None
+
+
+def banned_in_identifier(name: str) -> str | None:
+    """Return what is wrong with the name of anything: a function, a variable, a parameter."""
+    return banned_in_name(name, frozenset({"text", "identifiers"}))
+
+
+def identifiers_of(tree: ast.Module) -> Iterator[str]:
+    """Yield every name that a module gives: to definitions, parameters, variables, attributes and imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.name
+
+
+@cache
+def ordinary() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the ordinary words of the names of files, and those that names of types have besides."""
+    section = GLOSSARY.read_text().split("## Ordinary words in names\n", 1)[1]
+    _, files, _, types = section.split("\n\n")
+    return frozenset(files.split()), frozenset(types.split())
+
+
+@cache
+def known_in_files() -> frozenset[str]:
+    terms = {part for cells in rows("# Glossary") for part in cells[0].split()}
+    return frozenset(form for word in terms | ordinary()[0] for form in forms(word))
+
+
+def unknown_in_type(name: str) -> list[str]:
+    """Return the words of a type's name that are neither the glossary's nor ordinary; short ones are grammar."""
+    known = known_in_files() | {form for word in ordinary()[1] for form in forms(word)}
+    return [part for part in parts_of(name) if len(part) > 2 and part not in known]
 
 
 def banned_in_text(text: str) -> list[str]:
@@ -82,7 +133,7 @@ def test_the_glossary_is_short():
 
 
 def test_every_scope_is_known():
-    assert {one.scope for one in replaced()} == {"text", "names", "whole names"}
+    assert {one.scope for one in replaced()} == {"text", "identifiers", "names", "whole names"}
 
 
 def test_no_replaced_word_is_a_word_of_the_glossary():
@@ -99,11 +150,18 @@ def test_modules_and_classes_are_named_by_words_that_hold():
     assert sorted(wrong - {None}, key=str) == []
 
 
+def test_nothing_is_named_by_a_replaced_word():
+    wrong = {
+        f"{path.relative_to(ROOT)}: {found}"
+        for path in sources()
+        for name in identifiers_of(ast.parse(path.read_text()))
+        if (found := banned_in_identifier(name))
+    }
+
+    assert sorted(wrong) == []
+
+
 def test_file_names_are_made_of_known_words():
-    terms = {part for cells in rows("# Glossary") for part in cells[0].split()}
-    section = GLOSSARY.read_text().split("## Ordinary words in file names\n", 1)[1]
-    ordinary = set(re.findall(r"[a-z0-9]+", section.split("\n\n", 2)[-1]))
-    known = terms | ordinary | {f"{word}s" for word in terms | ordinary}
     used = {
         part
         for path in sources()
@@ -112,8 +170,23 @@ def test_file_names_are_made_of_known_words():
         if part
     }
 
-    assert sorted(used - known) == [], "use a word of docs/glossary.md, or add an ordinary one there"
-    assert sorted(word for word in ordinary if not {word, f"{word}s"} & used) == [], "no file name uses these any more"
+    assert sorted(used - known_in_files()) == [], "use a word of docs/glossary.md, or add an ordinary one there"
+    assert [word for word in sorted(ordinary()[0]) if used.isdisjoint(forms(word))] == [], "no file name uses these"
+
+
+def test_type_names_are_made_of_known_words():
+    names = {name for path in sources() for name in types_of(ast.parse(path.read_text()))}
+    used = {part for name in names for part in parts_of(name)}
+
+    wrong = {name: found for name in names if (found := unknown_in_type(name))}
+    assert wrong == {}, "use a word of docs/glossary.md, or add an ordinary one there"
+    assert [word for word in sorted(ordinary()[1]) if used.isdisjoint(forms(word))] == [], "no type's name uses these"
+
+
+@pytest.mark.parametrize("name", ["Doom", "Rescuer", "Witness", "Hurry", "Impatient", "Wishes", "Pulse", "LinkDoom"])
+def test_a_coined_type_name_would_fail(name):
+    assert unknown_in_type(name)
+    assert not unknown_in_type("PrefillInstance")
 
 
 def test_texts_for_users_hold_no_replaced_word():
@@ -158,5 +231,22 @@ def test_a_coined_name_and_a_replaced_word_are_found():
     assert banned_in_name("Wishes")
     assert banned_in_name("Line")
     assert not banned_in_name("CommandLine")
+    assert banned_in_identifier("doom_if_stalled")
+    assert banned_in_identifier("_WISHES")
+    assert not banned_in_identifier("others"), "an ordinary word of variables, but no name of a file"
     assert banned_in_text("The takers ask first.")
     assert not banned_in_text("The destination asks first.")
+
+
+def test_a_name_is_found_wherever_it_is_given():
+    source = """
+import a as b
+def c(d, *e, f=1): g.h = 1
+class i: j: int
+for k in l: pass
+try: pass
+except m as n: pass
+match o:
+    case [p, *q]: pass
+"""
+    assert set(identifiers_of(ast.parse(source))) == set("bcdefhijknpq")

@@ -2,7 +2,7 @@
 
 A hub's instances that two pools share are one HubPool of the model, whose split is what each pool wants. A pool of its
 own is a HubPool that may not be divided. What a change of counts would carry is read off the same equations as
-everything else that plans; counts are an argument, so that a change can be judged before it is made.
+everything else that plans; counts are an argument, so that a change can be computed before it is made.
 """
 
 import math

@@ -107,7 +107,7 @@ def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Routin
 
     Modes Auto and Priced take the scheduler's threshold, never outside the policy's own bounds, and only Priced its
     prices; mode Fixed takes what it knows of the links, so that a dead one is left alone. Without an update nothing is
-    known of them, and caches are judged per cluster (Scarce).
+    known of them, and caches are compared per cluster (Scarce).
     """
     threshold = table.threshold
     clusters = frozenset(cluster.name for cluster in table.clusters)
