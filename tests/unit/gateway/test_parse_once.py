@@ -33,12 +33,14 @@ class Counting:
 
 @pytest.fixture
 def decoded(monkeypatch) -> list[bytes]:
-    """All that this process decodes from JSON, by whichever decoder that one of our modules has."""
+    """All that this process decodes from JSON, by a decoder that one of our modules has or that a function makes."""
     found: list[bytes] = []
+    real = msgspec.json.Decoder
     for module in [module for name, module in sys.modules.items() if name.startswith("prfaas")]:
         for name, value in list(vars(module).items()):
-            if isinstance(value, msgspec.json.Decoder):
+            if isinstance(value, real):
                 monkeypatch.setattr(module, name, Counting(value.decode, found))
+    monkeypatch.setattr(msgspec.json, "Decoder", lambda *args, **kwargs: Counting(real(*args, **kwargs).decode, found))
     monkeypatch.setattr(msgspec.json, "decode", Counting(msgspec.json.decode, found))
     monkeypatch.setattr(json, "loads", Counting(json.loads, found))
     return found
@@ -50,6 +52,15 @@ def check_once(decoded: list[bytes], body: bytes) -> None:
     parts.remove(body)
     assert len(set(parts)) == len(parts), "no part twice"
     assert sum(map(len, parts)) < len(body), "and parts of it at most once"
+
+
+def test_a_second_parse_by_a_decoder_that_a_function_makes_is_seen(decoded):
+    body = b'{"model": "m", "prompt": "one"}'
+    msgspec.json.decode(body)
+    check_once(decoded, body)
+    msgspec.json.Decoder(dict[str, str]).decode(body)
+    with pytest.raises(AssertionError, match="one pass over the whole"):
+        check_once(decoded, body)
 
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x" * 4096}], "tools": [{"type": "function"}], "n": 1}

@@ -91,12 +91,13 @@ async def test_a_second_parse_would_be_seen(client, loaded, monkeypatch):
 
     def parsing_again(messages: list[dict[str, Any]]) -> Any:
         msgspec.json.decode(msgspec.json.encode(messages))
+        msgspec.json.Decoder().decode(b"[]")
         json.loads("[]")
         return real(messages)
 
     monkeypatch.setattr("prfaas_worker.front.openai_in.read_messages", parsing_again)
     messages = [{"role": "user", "content": LONG}]  # read in a thread
-    assert len(await until_learned(client, loaded, "/v1/chat/completions", {"messages": messages})) == 3
+    assert len(await until_learned(client, loaded, "/v1/chat/completions", {"messages": messages})) == 4
 
 
 async def test_tokenize_parses_once(client, loaded):
