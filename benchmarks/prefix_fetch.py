@@ -16,7 +16,7 @@ from unittest.mock import patch
 import msgspec
 from benchmarks.report import Figure, run
 
-from prfaas.cli.simulate import Load
+from prfaas.cli.simulate import SimulatedLoad
 from prfaas.simulate.outcome import Result
 from prfaas.simulate.scenario import PolicyName
 from prfaas.simulate.setup import planned
@@ -27,7 +27,7 @@ NEVER = patch("prfaas.routing.decide.prefix_source", lambda *_: None)
 
 def results(given: argparse.Namespace, policy: PolicyName) -> list[Result]:
     """Serve the same load once a seed."""
-    load = Load(given.file, given.trace, None)
+    load = SimulatedLoad(given.file, given.trace, None)
     rate_per_second = given.load * planned(load.file, "static")[1].lambda_max
     found: list[Result] = []
     for seed in range(1, 2 if given.trace else 1 + given.seeds):

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from prfaas.errors import CapacityError
 from prfaas.routing.decide import Overload, decide, decide_again, find_overload
-from prfaas.routing.facts import Refusal, Route, RoutingDecision, RoutingFacts
+from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas_gateway.auth import Auth
@@ -70,7 +70,7 @@ class Attempts:
         with self._state.counted(decision):
             return await self._try_routes(decision)
 
-    async def _try_routes(self, decision: RoutingDecision) -> web.StreamResponse:
+    async def _try_routes(self, decision: Decision) -> web.StreamResponse:
         """Follow decisions until one is served or refused, or too many have failed."""
         request = self._request
         began_seconds = self._state.clock()
@@ -189,19 +189,17 @@ class Attempts:
             request.fell_back = True
             self._state.offload_failed()
 
-    async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> RoutingDecision:
+    async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> Decision:
         if failure.leg == "decode" and not failure.eject:
             name = route.decode.name
             self._state.saturation.refused(name, self._state.load(name), self._state.clock())
 
-        def again(facts: RoutingFacts) -> RoutingDecision:
+        def again(facts: RoutingFacts) -> Decision:
             return decide_again(facts, route, failure.leg, facts.table.on_offload_failure)
 
         return await self._until_served(again, until_seconds)
 
-    async def _until_served(
-        self, choose: Callable[[RoutingFacts], RoutingDecision], until_seconds: float
-    ) -> RoutingDecision:
+    async def _until_served(self, choose: Callable[[RoutingFacts], Decision], until_seconds: float) -> Decision:
         """Return a route; wait a while for an ejected instance if there is no other."""
         request = self._request
         while True:

@@ -29,9 +29,7 @@ class Addressing(StrEnum):
     HOST_IP = "HostIP"
 
 
-MemberNamespaceOption = Annotated[
-    str | None, typer.Option(help="Namespace in the member cluster; by default the hub's.")
-]
+MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the member cluster; by default the hub's.")]
 ContextOption = Annotated[str | None, typer.Option(help="Kubeconfig context of the member cluster.")]
 KubeconfigOption = Annotated[Path | None, typer.Option(help="Kubeconfig file of the member cluster.")]
 TokenDays = Annotated[
@@ -54,7 +52,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    member_namespace: MemberNamespaceOption = None,
+    member_namespace: MemberNamespace = None,
     server: Annotated[
         str | None, typer.Option(help="Address of the member's API server as the hub reaches it, if not the context's.")
     ] = None,
@@ -162,7 +160,7 @@ def leave(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
-    member_namespace: MemberNamespaceOption = None,
+    member_namespace: MemberNamespace = None,
     wait_seconds: WaitSeconds = 30,
 ) -> None:
     """Remove a member cluster from the hub, with --context also its account there. Example: prfaas cluster leave eu."""

@@ -18,7 +18,7 @@ from prfaas.capacity.workload import Workload
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import PoolRole, Threshold
 
-InstanceCounts = Mapping[str, int]
+ReplicaCounts = Mapping[str, int]
 """Instances by pool."""
 NEVER_PREFILLS: Final = Profile(state_bytes=1, token_bytes=1, fixed_seconds=1.0)
 """Stands for the profile of instances that only decode, which no equation asks for."""
@@ -81,7 +81,7 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
         """Instances that there are to be."""
         return {pool.name: pool.replicas for pool in self.pools}
 
-    def hub_prefill(self, counts: InstanceCounts) -> int:
+    def hub_prefill(self, counts: ReplicaCounts) -> int:
         """N_p: instances in the hub that prefill."""
         return sum(counts[pool.name] for pool in self.pools if pool.role == "prefill" and not pool.link)
 
@@ -126,9 +126,7 @@ def _share(arrivals: float, capacity: float) -> float:
     return arrivals / capacity if capacity > 0 else math.inf
 
 
-def system_of(
-    installation: Installation, load: MeasuredLoad, counts: InstanceCounts, *, divided: bool = True
-) -> System:
+def system_of(installation: Installation, load: MeasuredLoad, counts: ReplicaCounts, *, divided: bool = True) -> System:
     """Return the system that so many instances make; pools without instances, profile or link are left out.
 
     If `divided`, shared instances stay divided as `counts` say; else they may be divided anew.
@@ -169,7 +167,7 @@ def system_of(
     )
 
 
-def forecast(installation: Installation, counts: InstanceCounts) -> Forecast:
+def forecast(installation: Installation, counts: ReplicaCounts) -> Forecast:
     """Return what so many instances carry at their best threshold, or at the policy's own where it is fixed."""
     load = installation.load
     if load is None or not counts[installation.decode.name]:

@@ -14,8 +14,8 @@ from prfaas.client.answers import (
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
-    Decision,
     Message,
+    ReportedDecision,
     Usage,
 )
 from prfaas.client.client import AsyncClient, AsyncStream, Client, Stream
@@ -33,12 +33,12 @@ __all__ = [
     "Completion",
     "CompletionChunk",
     "DeadlinePassedError",
-    "Decision",
     "Forbid",
     "Message",
     "Parameters",
     "Places",
     "Prefer",
+    "ReportedDecision",
     "Stream",
     "Usage",
 ]

@@ -16,7 +16,7 @@ MAX_EVENT_BYTES: Final = 16 << 20
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request was served, as the gateway reports it; empty or None where it does not."""
 
     request_id: str = ""
@@ -88,7 +88,7 @@ class Completion(msgspec.Struct, frozen=True):
     model: str = ""
     choices: list[Choice] = []
     usage: Usage | None = None
-    decision: Decision = Decision()
+    decision: ReportedDecision = ReportedDecision()
 
     @property
     def text(self) -> str:
@@ -106,7 +106,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     model: str = ""
     choices: list[ChatChoice] = []
     usage: Usage | None = None
-    decision: Decision = Decision()
+    decision: ReportedDecision = ReportedDecision()
 
     @property
     def text(self) -> str:
@@ -153,9 +153,9 @@ def read_whole(body: bytes, kind: type[Whole], headers: Mapping[str, str]) -> Wh
     return msgspec.structs.replace(read_answer(body, kind), decision=read_decision(headers))
 
 
-def read_decision(headers: Mapping[str, str]) -> Decision:
+def read_decision(headers: Mapping[str, str]) -> ReportedDecision:
     """Return the decision in an answer's headers, by lower-case names."""
-    return Decision(
+    return ReportedDecision(
         request_id=headers.get(names.REQUEST_ID, ""),
         kind=headers.get(names.DECISION, ""),
         outcome=headers.get(names.OUTCOME, ""),

@@ -125,21 +125,19 @@ class PrefixIndex:
     def __contains__(self, name: object) -> bool:
         return name in self._instances
 
-    def match(self, chain: ByteChain, own: Sequence[str], prefilling: Sequence[str]) -> dict[str, int]:
+    def match(self, chain: ByteChain, own: Sequence[str], either: Sequence[str]) -> dict[str, int]:
         """Return the usable match by instance, in tokens, without instances that match nothing.
 
-        Instances in `own` are matched by their own maps; those in `prefilling`, which prefill for others, by their
-        own or another's.
+        Instances in `own` are matched by their own maps; those in `either`, which prefill for others, by their own
+        or another's.
         """
         if not len(chain):
             return {}
         knowing = {name: one for name, one in self._instances.items() if one.bytes.get(chain[0]) is not None}
         if not knowing:
             return {}
-        found = {
-            name: knowing[name].match(chain, knowing[name].bytes) for name in (*own, *prefilling) if name in knowing
-        }
-        others = [name for name in prefilling if name not in knowing and name in self._instances]
+        found = {name: knowing[name].match(chain, knowing[name].bytes) for name in (*own, *either) if name in knowing}
+        others = [name for name in either if name not in knowing and name in self._instances]
         if others:
             best = sorted(knowing, key=lambda name: -found.get(name, 0))[:REFERENCE_MAPS]
             reference = _reference_map(chain, [knowing[name].bytes for name in best])

@@ -25,20 +25,20 @@ from msgspec.structs import replace
 
 from prfaas.names import HUB
 from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spread
-from prfaas.routing.facts import LegName, Refusal, Route, RouteReason, RoutingDecision, RoutingFacts
+from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteReason, RoutingFacts
 from prfaas.routing.prices import NOTHING_WAITS, Work, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
 from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure
 
 
-def decide(facts: RoutingFacts) -> RoutingDecision:
+def decide(facts: RoutingFacts) -> Decision:
     """Decide where a request goes."""
     clusters = _offload_clusters(facts)
     priced = _cheapest(facts, clusters) if facts.rule.prices else None
     return _with_prefix(facts, priced or _by_threshold(facts, clusters))
 
 
-def _by_threshold(facts: RoutingFacts, clusters: Sequence[Cluster]) -> RoutingDecision:
+def _by_threshold(facts: RoutingFacts, clusters: Sequence[Cluster]) -> Decision:
     """Decide by the incremental length only."""
     length_tokens = incremental_tokens(facts, clusters)
     if length_tokens <= facts.rule.threshold_tokens:
@@ -56,7 +56,7 @@ def _by_threshold(facts: RoutingFacts, clusters: Sequence[Cluster]) -> RoutingDe
     )
 
 
-def _cheapest(facts: RoutingFacts, clusters: Sequence[Cluster]) -> RoutingDecision | None:
+def _cheapest(facts: RoutingFacts, clusters: Sequence[Cluster]) -> Decision | None:
     """Decide by prices; None where they do not compare both sides, so that the threshold has to."""
     prices = {price.cluster: price for price in facts.rule.prices}
     if HUB not in prices:
@@ -153,9 +153,7 @@ def find_considered(facts: RoutingFacts, route: Route) -> list[Instance]:
     return _prefills_beside(facts, route.decode) or _usable(facts, "decode")
 
 
-def decide_again(
-    facts: RoutingFacts, failed: Route, leg: LegName, on_offload_failure: OnOffloadFailure
-) -> RoutingDecision:
+def decide_again(facts: RoutingFacts, failed: Route, leg: LegName, on_offload_failure: OnOffloadFailure) -> Decision:
     """Decide where a request goes after one leg of `failed` did; `facts.tried` already names the instance at fault.
 
     The policy's `on_offload_failure` concerns the prefill leg of an offload only. A request that went local stays
@@ -179,7 +177,7 @@ def incremental_tokens(facts: RoutingFacts, clusters: Iterable[Cluster]) -> int:
     return max(0, facts.total_tokens - cached_tokens)
 
 
-def _local(facts: RoutingFacts, reason: RouteReason) -> RoutingDecision:
+def _local(facts: RoutingFacts, reason: RouteReason) -> Decision:
     decode = cheapest(facts, _usable(facts, "decode"))
     if decode is None:
         return Refusal(reason="NoDecodeInstance")
@@ -203,7 +201,7 @@ def _local_route(facts: RoutingFacts, reason: RouteReason, decode: Instance, pre
     )
 
 
-def _with_prefix(facts: RoutingFacts, decision: RoutingDecision) -> RoutingDecision:
+def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
     """Add to a route the tokens left to prefill, and the instance to fetch a prefix from."""
     if isinstance(decision, Refusal):
         return decision

@@ -90,7 +90,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     reason: RefusalReason
 
 
-RoutingDecision = Route | Refusal
+Decision = Route | Refusal
 
 
 def cached_by_cluster(table: RoutingTable, on: Mapping[str, int]) -> dict[str, int]:

@@ -5,15 +5,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from prfaas.routing.decide import decide, decide_again
-from prfaas.routing.facts import (
-    LegName,
-    Route,
-    RoutingDecision,
-    RoutingFacts,
-    RoutingRule,
-    cached_by_cluster,
-    rule_in_force,
-)
+from prfaas.routing.facts import Decision, LegName, Route, RoutingFacts, RoutingRule, cached_by_cluster, rule_in_force
 from prfaas.routing.prices import Backlog
 from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import EventQueue
@@ -80,10 +72,10 @@ class Gateway:
             ),
         )
 
-    def decide(self, request: Request) -> RoutingDecision:
+    def decide(self, request: Request) -> Decision:
         return decide(self._facts(request))
 
-    def decide_again(self, request: Request, failed: Route, leg: LegName) -> RoutingDecision:
+    def decide_again(self, request: Request, failed: Route, leg: LegName) -> Decision:
         """Note that a leg failed, and decide where the request goes next."""
         at_fault = failed.prefill if leg == "prefill" and failed.prefill else failed.decode
         request.tried.add(at_fault.name)

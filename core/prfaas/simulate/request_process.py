@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.names import HUB
 from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, fetched_bytes, fetching_seconds
-from prfaas.routing.facts import LegName, Refusal, Route, RoutingDecision
+from prfaas.routing.facts import Decision, LegName, Refusal, Route
 from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import EventQueue
@@ -25,7 +25,7 @@ from prfaas.simulate.gateway import Gateway, routing_table
 from prfaas.simulate.outcome import Outcome, Tally
 from prfaas.simulate.plant import HubServer, PrefillServer, SharedLink
 from prfaas.simulate.request import Arrival, PrefixFetch, Request
-from prfaas.simulate.scenario import LinkConditions, Scenario
+from prfaas.simulate.scenario import LinkShape, Scenario
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
@@ -53,7 +53,7 @@ class RequestProcess:
             link.name: SharedLink(
                 self.events,
                 link.capacity_mbps,
-                scenario.conditions.get(link.name, LinkConditions()).round_trip_seconds,
+                scenario.conditions.get(link.name, LinkShape()).round_trip_seconds,
                 self._crossed,
             )
             for link in scenario.system.links
@@ -115,7 +115,7 @@ class RequestProcess:
 
     # A route, and its end.
 
-    def _follow(self, request: Request, decision: RoutingDecision) -> None:
+    def _follow(self, request: Request, decision: Decision) -> None:
         if isinstance(decision, Refusal) or request.attempts == self.scenario.attempts:
             self._end(request, "refused")
             return

@@ -22,7 +22,7 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 naive: everything is offloaded. homogeneous: nothing is."""
 
 
-class LinkConditions(msgspec.Struct, frozen=True, kw_only=True):
+class LinkShape(msgspec.Struct, frozen=True, kw_only=True):
     """The real behaviour of a link, whatever capacity was declared for it."""
 
     round_trip_seconds: float = 0.0
@@ -69,7 +69,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     prefill_instances: Mapping[str, int]
     """Instances of each hub pool that prefill at first; the rest decode."""
     policy: Policy
-    conditions: Mapping[str, LinkConditions] = {}
+    conditions: Mapping[str, LinkShape] = {}
     """By link."""
     cache_bytes: Mapping[str, float] = {}
     """Memory for prefix blocks and states by cluster: a link's name, or `hub`."""

@@ -32,15 +32,7 @@ from prfaas.capacity.system import System
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
 from prfaas.simulate.arrivals import Bursts
-from prfaas.simulate.scenario import (
-    ConversionPolicy,
-    Failure,
-    LinkConditions,
-    Policy,
-    PolicyName,
-    Scenario,
-    instance_names,
-)
+from prfaas.simulate.scenario import ConversionPolicy, Failure, LinkShape, Policy, PolicyName, Scenario, instance_names
 from prfaas.wire.routes import Threshold, ThresholdMode
 
 GIB: Final = 1 << 30
@@ -81,14 +73,14 @@ class LinkSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Time at the end of each period in which capacity is low; None: it swings between high and low."""
     low_mbps: float = 0.0
 
-    def conditions(self, high_mbps: float, horizon_seconds: float) -> LinkConditions:
+    def conditions(self, high_mbps: float, horizon_seconds: float) -> LinkShape:
         """Return the steps of capacity until the horizon."""
         if self.low_mbps > high_mbps:
             raise ConfigError(
                 f"simulation.links: lowMbps is {self.low_mbps:g} where capacityMbps is {high_mbps:g}; it must be lower"
             )
         steps = self._repeated(high_mbps, horizon_seconds) if self.every_seconds > 0 else self.schedule
-        return LinkConditions(round_trip_seconds=self.round_trip_seconds, schedule=tuple(steps))
+        return LinkShape(round_trip_seconds=self.round_trip_seconds, schedule=tuple(steps))
 
     def _repeated(self, high_mbps: float, horizon_seconds: float) -> list[tuple[float, float]]:
         period = self.every_seconds

@@ -20,7 +20,7 @@ import msgspec
 
 from prfaas.errors import ProtocolError
 
-ExternalBlockHash: TypeAlias = bytes | int
+EventHash: TypeAlias = bytes | int
 AttentionSpecKind = Literal["mla_attention", "full_attention"]
 
 ATTENTION_GROUP: Final = 0
@@ -39,8 +39,8 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fal
     A state checkpoint lists its last block only, because the state exists at that block's end and nowhere else.
     """
 
-    block_hashes: list[ExternalBlockHash]
-    parent_block_hash: ExternalBlockHash | None
+    block_hashes: list[EventHash]
+    parent_block_hash: EventHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None = None
@@ -55,7 +55,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fal
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Blocks that cannot be matched any more in this medium and group."""
 
-    block_hashes: list[ExternalBlockHash]
+    block_hashes: list[EventHash]
     medium: str | None = None
     group_idx: int | None = None
 
@@ -95,11 +95,7 @@ class ByteMapBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 def attention_stored(
-    block_hashes: list[ExternalBlockHash],
-    parent: ExternalBlockHash | None,
-    token_ids: list[int],
-    kind: AttentionSpecKind,
-    medium: str,
+    block_hashes: list[EventHash], parent: EventHash | None, token_ids: list[int], kind: AttentionSpecKind, medium: str
 ) -> BlockStored:
     """Return the event of attention blocks that became matchable; `token_ids` are those of all blocks."""
     return BlockStored(
@@ -113,9 +109,7 @@ def attention_stored(
     )
 
 
-def state_stored(
-    block_hash: ExternalBlockHash, parent: ExternalBlockHash | None, token_ids: list[int], medium: str
-) -> BlockStored:
+def state_stored(block_hash: EventHash, parent: EventHash | None, token_ids: list[int], medium: str) -> BlockStored:
     """Return the event of a checkpoint at the end of one block; `token_ids` are that block's."""
     return BlockStored(
         block_hashes=[block_hash],

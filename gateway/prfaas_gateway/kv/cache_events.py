@@ -18,7 +18,7 @@ from prfaas.wire.kvevents import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    ExternalBlockHash,
+    EventHash,
     read_events,
 )
 
@@ -124,6 +124,6 @@ def medium_of(name: str | None) -> int:
     return _MEDIUMS.get(name, _OTHER_MEDIUM)
 
 
-def portions_of(names: list[ExternalBlockHash]) -> Iterator[list[int]]:
+def portions_of(names: list[EventHash]) -> Iterator[list[int]]:
     for start in range(0, len(names), PORTION_BLOCKS):
         yield keys_of(names[start : start + PORTION_BLOCKS])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prfaas.errors import InternalError
 from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request import Arrival, Request
-from prfaas.simulate.scenario import Failure, LinkConditions, Scenario, instance_names
+from prfaas.simulate.scenario import Failure, LinkShape, Scenario, instance_names
 
 from .worlds import linear, requests, run, threshold, world
 
@@ -42,7 +42,7 @@ def small(mode: str, schedule, failures, on_failure: str = "PrefillLocally") -> 
         hub=(1, 2),
         offload=2,
         link_mbps=2_000,
-        conditions={"member": LinkConditions(schedule=schedule, round_trip_seconds=0.05)},
+        conditions={"member": LinkShape(schedule=schedule, round_trip_seconds=0.05)},
         cache_bytes={"hub": 5e9, "member": 2e9},
         failures=tuple(failures),
     )
@@ -79,7 +79,7 @@ def test_a_decode_instance_that_dies_costs_time_and_no_answer():
 
 
 def test_a_dead_link_sends_prompts_to_the_hub_within_the_time_of_detection():
-    conditions = {"member": LinkConditions(schedule=((10.2, 0.0),))}  # between two looks of the short loop
+    conditions = {"member": LinkShape(schedule=((10.2, 0.0),))}  # between two looks of the short loop
     served = run(world(threshold(100), conditions=conditions), [Arrival(10.5, 20_000, 10)])
     alone = run(world(threshold(100_000)), [Arrival(10.5, 20_000, 10)])
     assert (served.offloaded, served.rerouted, served.completed) == (1, 1, 1)

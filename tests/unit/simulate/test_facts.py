@@ -15,7 +15,7 @@ from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request import Arrival, Request
 from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.run import Faults
-from prfaas.simulate.scenario import Failure, LinkConditions, Scenario
+from prfaas.simulate.scenario import Failure, LinkShape, Scenario
 from prfaas.telemetry.tracing import OFF
 from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.trace import NO_TRACE
@@ -140,7 +140,7 @@ def test_a_prefix_over_a_link_that_stops_is_done_without():
     """A hub's instance takes a prefix from the member cluster, abundant as bandwidth is, until the link falls."""
     profile = linear(1e-3, token_bytes=6_000)  # 10,240 tokens take 4.9 s to cross, and 10.2 s to compute
     for falls_at_seconds, seconds in ((1000.0, 4.915 + 0.512), (2.0, 2.0 + 1.0 + 10.752)):
-        conditions = {"member": LinkConditions(schedule=((falls_at_seconds, 0.0),))}
+        conditions = {"member": LinkShape(schedule=((falls_at_seconds, 0.0),))}
         scenario = world(
             threshold(1 << 20),
             hub=(1, 1),

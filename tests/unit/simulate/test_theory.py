@@ -9,7 +9,7 @@ import pytest
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.capacity.workload import Workload
 from prfaas.simulate.request import Arrival
-from prfaas.simulate.scenario import LinkConditions
+from prfaas.simulate.scenario import LinkShape
 
 from .worlds import FAST, OUTPUT_TOKENS, SLOW, linear, quick_decode, requests, run, world
 
@@ -39,7 +39,7 @@ def test_a_link_slower_than_the_prefill_is_what_counts():
 
 def test_the_round_trip_is_paid_before_the_prefill_and_half_after():
     near = world()
-    far = world(conditions={"member": LinkConditions(round_trip_seconds=0.2)})
+    far = world(conditions={"member": LinkShape(round_trip_seconds=0.2)})
     assert alone(far, 40_000) - alone(near, 40_000) == pytest.approx(0.3)
 
 

@@ -27,7 +27,7 @@ from prfaas.wire.kvevents import (
     ByteBlock,
     ByteMapBatch,
     EventBatch,
-    ExternalBlockHash,
+    EventHash,
     KvEvent,
     encode_byte_map,
     encode_events,
@@ -170,19 +170,19 @@ class BlockLocation(NamedTuple):
 
 
 class CachedBlock(NamedTuple):
-    parent: ExternalBlockHash | None
+    parent: EventHash | None
     token_ids: array
     locations: frozenset[BlockLocation]
 
 
-CachedBlocks: TypeAlias = Mapping[ExternalBlockHash, CachedBlock]
+CachedBlocks: TypeAlias = Mapping[EventHash, CachedBlock]
 
 
 class CacheSnapshot:
     """The blocks that are cached after all events so far. A block is kept once for all tiers."""
 
     def __init__(self) -> None:
-        self._blocks: dict[ExternalBlockHash, CachedBlock] = {}
+        self._blocks: dict[EventHash, CachedBlock] = {}
         # There are few sets of locations, and many blocks that have each.
         self._sets: dict[frozenset[BlockLocation], frozenset[BlockLocation]] = {}
 
@@ -225,7 +225,7 @@ class CacheSnapshot:
             else:
                 del self._blocks[key]
 
-    def _put(self, key: ExternalBlockHash, block: CachedBlock) -> None:
+    def _put(self, key: EventHash, block: CachedBlock) -> None:
         self._blocks[key] = block._replace(locations=self._sets.setdefault(block.locations, block.locations))
 
 
@@ -245,7 +245,7 @@ def snapshot_batches(blocks: CachedBlocks) -> Iterator[list[KvEvent]]:
     yield batch
 
 
-def _stored(key: ExternalBlockHash, block: CachedBlock) -> Iterator[BlockStored]:
+def _stored(key: EventHash, block: CachedBlock) -> Iterator[BlockStored]:
     token_ids = block.token_ids.tolist()
     for location in sorted(block.locations, key=lambda location: (location.group or 0, location.medium or "")):
         yield BlockStored(
@@ -259,11 +259,11 @@ def _stored(key: ExternalBlockHash, block: CachedBlock) -> Iterator[BlockStored]
         )
 
 
-def _parents_first(blocks: CachedBlocks) -> Iterator[ExternalBlockHash]:
-    done: set[ExternalBlockHash] = set()
+def _parents_first(blocks: CachedBlocks) -> Iterator[EventHash]:
+    done: set[EventHash] = set()
     for key in blocks:
-        path: list[ExternalBlockHash] = []
-        above: ExternalBlockHash | None = key
+        path: list[EventHash] = []
+        above: EventHash | None = key
         while above is not None and above in blocks and above not in done:
             done.add(above)
             path.append(above)

@@ -12,7 +12,7 @@ from prfaas.errors import RequestError
 from prfaas_worker.tokenizer.chat_template import ChatTemplate, Conversation, Special, Specials
 
 BYTE_TOKENS = 256
-PromptFrame = tuple[list[int], list[int]]  # Special tokens before and after a plain prompt.
+Affix = tuple[list[int], list[int]]  # Special tokens before and after a plain prompt.
 
 
 class TokenTable:
@@ -38,11 +38,7 @@ class Tokenizer(ABC):
     token's bytes, none for a hidden special one; `template` is None for a model without chats."""
 
     def __init__(
-        self,
-        specials: Mapping[str, Special],
-        table: TokenTable,
-        template: ChatTemplate | None,
-        frame: PromptFrame = ([], []),
+        self, specials: Mapping[str, Special], table: TokenTable, template: ChatTemplate | None, frame: Affix = ([], [])
     ):
         self._before, self._after = frame
         self._specials = Specials(specials)

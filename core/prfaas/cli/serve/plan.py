@@ -164,7 +164,7 @@ def objection(settings: Settings, local: ProfileAnswer | None, remote: ProfileAn
     """Return why a service that answers cannot be used; empty where it can."""
     if remote.model != settings.model_name:
         return (
-            f"it serves the model {remote.model!r}, not {settings.model_name!r}: give --model-name or another service"
+            f"it serves the model {remote.model!r}, not {settings.model_name!r}: give --model-name, or another service"
         )
     if local is None:
         return "the local worker did not report its weights"
