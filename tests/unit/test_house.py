@@ -22,7 +22,7 @@ PACKAGES: Final = (
 MAX_FILES_A_FOLDER: Final = 16
 MAX_LINES_A_FILE: Final = 600
 SAME_NAME: Final[dict[str, str]] = {}
-"""Public class names that two modules may define, each with the reason."""
+"""Public names of types that two modules may define, each with the reason."""
 
 
 class Module(NamedTuple):

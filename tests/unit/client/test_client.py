@@ -114,7 +114,7 @@ async def test_a_stream_that_is_not_whole_says_so_after_what_came(server, either
     assert texts == ["he"]
 
 
-async def test_wishes_and_key_travel_as_headers(server, either):
+async def test_preferences_and_key_travel_as_headers(server, either):
     server.script = [ANSWERED]
     client = either(api_key="k", datacenters=Prefer("eu-west", "eu").forbid("us"), offload="never", deadline=60)
     await client.call("chat", "m", MESSAGES)
@@ -124,7 +124,7 @@ async def test_wishes_and_key_travel_as_headers(server, either):
     assert 50 < float(sent[headers.DEADLINE_SECONDS]) <= 60
 
 
-async def test_without_wishes_no_header_of_ours_is_sent(server, either):
+async def test_without_preferences_no_header_of_ours_is_sent(server, either):
     server.script = [ANSWERED]
     await either().call("chat", "m", MESSAGES)
     assert not [name for name in server.seen[0].headers if name.startswith("x-prfaas") or name == "authorization"]

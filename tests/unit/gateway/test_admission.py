@@ -102,7 +102,7 @@ async def test_always_offloads_a_prompt_below_the_threshold(world, short):
     assert (got.headers[headers.DECISION], got.headers[headers.THRESHOLD_TOKENS]) == ("offload", "10")
 
 
-async def test_wishes_hold_after_a_failure_too(world, long):
+async def test_preferences_hold_after_a_failure_too(world, long):
     await world.start("d0", "d1", "x0", clusters=(EU,))
     await world.workers["d0"].stop()
     for _ in range(6):

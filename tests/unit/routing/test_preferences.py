@@ -62,7 +62,7 @@ def decided(tokens: int, *, world: RoutingTable | None = None, **preferences) ->
     return decision
 
 
-def test_without_wishes_the_facts_are_the_very_same():
+def test_without_preferences_the_facts_are_the_very_same():
     given = facts(LONG)
     rule, world = narrowed_parts(given.rule, given.table, Preferences())
     assert rule is given.rule
@@ -115,7 +115,7 @@ def price(cluster: str, token_seconds: float) -> Price:
     ("offload", "home_seconds", "kind"),
     [("auto", 1e-4, "local"), ("always", 1e-4, "offload"), ("auto", 1.0, "offload"), ("never", 1.0, "local")],
 )
-def test_wishes_hold_where_prices_decide(offload, home_seconds, kind):
+def test_preferences_hold_where_prices_decide(offload, home_seconds, kind):
     world = table("Priced")
     prices = (price("hub", home_seconds), price("a", 1e-2))
     update = ThresholdUpdate(

@@ -23,7 +23,7 @@ NAMES = st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,20}[A-Za-z0-9])?", fullmatc
 LISTS = st.lists(NAMES, max_size=8, unique=True)
 
 
-def test_a_request_without_headers_has_no_wishes():
+def test_a_request_without_headers_has_no_preferences():
     assert read_preferences({"x-prfaas-other": "1"}) is NO_PREFERENCES
 
 
