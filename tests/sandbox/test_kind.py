@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from prfaas.errors import ConfigError
+from prfaas.errors import BadInputError, ConfigError
 from prfaas_sandbox.demo.install import example, operator_values, repository_root
 from prfaas_sandbox.environment import Images
-from prfaas_sandbox.kind import docker, images, prometheus
+from prfaas_sandbox.kind import cli, docker, images, prometheus
 from prfaas_sandbox.kind.clusters import configuration, parse_rate
 from prfaas_sandbox.kind.docker import daemon_answers, ensure_daemon, lacks_resource_capability, our_daemon, stop_daemon
 from prfaas_sandbox.kind.environment import down
@@ -132,6 +132,15 @@ def test_prometheus_runs_the_image_that_was_built(layout: Layout):
 )
 def test_the_rate_is_read_from_what_tc_shows(shown: str, mbps: float):
     assert parse_rate(shown) == pytest.approx(mbps)
+
+
+def test_a_rate_that_no_link_has_is_refused_before_anything_is_done(monkeypatch: pytest.MonkeyPatch):
+    def work() -> Layout:
+        raise AssertionError("something was done before the rate was checked")
+
+    monkeypatch.setattr(cli, "layout", work)
+    with pytest.raises(BadInputError, match="a link of -5"):
+        cli.up(link_mbps=-5.0)
 
 
 async def test_without_docker_the_reader_learns_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

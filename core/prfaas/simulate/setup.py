@@ -40,6 +40,8 @@ STEPS_A_PERIOD: Final = 48
 MAX_LOAD: Final = 10.0
 """Ten times what can be served shows all that an overload does; more is a percentage."""
 MAX_STEPS: Final = 100_000
+MAX_REQUESTS: Final = 10_000_000
+"""A run of so many takes hours, and gigabytes for the times that percentiles are taken from."""
 MIN_THRESHOLD_TOKENS: Final = 256
 
 
@@ -137,6 +139,8 @@ def read(file: PlanFile) -> Setup:
     for field, value in (("requests", setup.requests), ("shortIntervalSeconds", setup.short_interval_seconds)):
         if value < 1:
             raise ConfigError(f"simulation.{field} is {value}; it must be at least 1")
+    if setup.requests > MAX_REQUESTS:
+        raise ConfigError(f"simulation.requests is {setup.requests}; it must be at most {MAX_REQUESTS}")
     if setup.warmup_requests >= setup.requests:
         raise ConfigError(
             f"simulation.warmupRequests is {setup.warmup_requests} of {setup.requests} requests, which leaves none "

@@ -35,6 +35,7 @@ def layout() -> Layout:
 @app.command("up")
 def up(link_mbps: LinkOption = DEFAULT_LINK_MBPS) -> None:
     """Build images, create both clusters, install prfaas; again reuses all. Example: prfaas kind up."""
+    checked_rate(link_mbps)
     asyncio.run(_up(link_mbps))
 
 

@@ -70,7 +70,6 @@ class KindEnvironment:
         Raises ConfigError, with the cure, if this machine lacks something; PeerError, with the last output, after a
         failed or slow step.
         """
-        checked_rate(link_mbps)
         layout.logs.mkdir(parents=True, exist_ok=True)
         layout.state.chmod(0o700)
         await ensure_daemon(layout, report)

@@ -99,6 +99,7 @@ def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defa
     ("wrong", "said"),
     [
         ({"requests": 0}, "simulation.requests is 0"),
+        ({"requests": 10**12}, "simulation.requests is 1000000000000; it must be at most 10000000"),
         ({"load": 0}, "simulation.load is 0; it must be above 0"),
         ({"ratePerSecond": 1}, "load and ratePerSecond.*exactly one"),
         ({"burst": {}}, "simulation.burst is no field here; did you mean bursts"),
