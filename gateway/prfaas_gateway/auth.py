@@ -101,13 +101,14 @@ class Meter:
     def __init__(self, client: ApiClient, clock: Callable[[], float]):
         self._clock = clock
         self.in_flight = 0
+        self._requests = self._tokens = None
         self.limit(client)
 
     def limit(self, client: ApiClient) -> None:
-        """Set the limits; both rates start afresh."""
+        """Set the limits. Each rate keeps the share that was spent; a rate that had no limit starts full."""
         self.client = client
-        self._requests = self._bucket(client.requests_per_minute)
-        self._tokens = self._bucket(client.tokens_per_minute)
+        self._requests = self._bucket(client.requests_per_minute, self._requests)
+        self._tokens = self._bucket(client.tokens_per_minute, self._tokens)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -131,8 +132,10 @@ class Meter:
         if self._tokens:
             self._tokens.take(prompt_tokens, self._clock())
 
-    def _bucket(self, per_minute: int | None) -> RateBucket | None:
-        return RateBucket(per_minute / MINUTE_SECONDS, float(per_minute), self._clock()) if per_minute else None
+    def _bucket(self, per_minute: int | None, before: RateBucket | None) -> RateBucket | None:
+        now = self._clock()
+        left = before.level(now) / before.depth if before else 1.0
+        return RateBucket(per_minute / MINUTE_SECONDS, per_minute, now, per_minute * left) if per_minute else None
 
 
 class Meters:

@@ -86,6 +86,22 @@ def test_clients_do_not_share_and_changed_limits_keep_what_is_in_flight():
     assert meters.of(a).in_flight == 0
 
 
+def test_changed_limits_keep_what_was_spent():
+    clock = Clock()
+    meters = Meters(clock)
+
+    def asked(tokens: int = 0, **limits: int) -> float:
+        return let_in(meters.of(ApiClient("a", **limits)), tokens)
+
+    assert [asked(requests_per_minute=3) for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
+    assert asked(requests_per_minute=3, max_in_flight=9) > 0, "another limit changed, and this one began afresh"
+    assert asked(requests_per_minute=60) == pytest.approx(1)
+    clock.seconds += 31
+    assert [asked(requests_per_minute=2) for _ in range(2)] == [0, pytest.approx(29)]
+    assert asked(3000, tokens_per_minute=1000) == 0
+    assert asked(tokens_per_minute=100) == pytest.approx(120, abs=1), "a debt takes as long as it did"
+
+
 # Through the gateway
 
 

@@ -333,6 +333,14 @@ def test_a_parameter_that_no_endpoint_knows_is_refused_by_its_name(
     assert str(error).endswith(f"did you mean {meant}?" if meant else "leave it out")
 
 
+def test_a_misspelt_effort_of_reasoning_is_refused_by_name_and_by_value():
+    assert str(refused(chat, reasoning_efort="low")).endswith("did you mean reasoning_effort?")
+    error = refused(chat, reasoning_effort="hgih")
+    assert (error.status, error.param) == (400, "reasoning_effort")
+    assert str(error) == "reasoning_effort must be one of none, minimal, low, medium, high, xhigh, max"
+    assert chat(reasoning_effort="high").prompts
+
+
 @pytest.mark.parametrize("name", ["x" * 1_000_000, "x - at `$." + "y" * 1_000_000])
 def test_an_error_repeats_no_more_than_the_beginning_of_what_was_sent(name: str):
     error = refused(completion, **{name: 1})

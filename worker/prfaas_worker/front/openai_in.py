@@ -40,6 +40,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_TOKENS: Final = 128
 MAX_BIASES: Final = 1024
 MAX_SALT: Final = 256
+REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd, so that no two prompts of a request have one seed
 _JSON_OBJECT: Final = Grammar("json_schema", '{"type":"object"}')
 _REGEX_SIGNS: Final = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
@@ -216,6 +217,8 @@ def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, *, 
     taken = OWN_VARIABLES & variables.keys()
     require(not taken, "chat_template_kwargs", f"may not set {', '.join(sorted(taken))}")
     if body.reasoning_effort is not None:
+        known = ", ".join(REASONING_EFFORTS)
+        require(body.reasoning_effort in REASONING_EFFORTS, "reasoning_effort", f"must be one of {known}")
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return tokenizer.encode_chat(
         Conversation(
