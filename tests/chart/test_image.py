@@ -4,11 +4,15 @@ That they build and run is shown where there is a Docker daemon, on kind.
 """
 
 import re
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
+from prfaas.api.pool import Engine
+from prfaas.api.prfaaspolicy import GatewaySpec
 from prfaas_operator.render.common import USER_ID
 
 ROOT = Path(__file__).parents[2]
@@ -124,3 +128,20 @@ def test_the_builder_is_not_sent_what_no_image_is_made_of():
     assert {".git", ".venv", ".prfaas", "tests", "tools", "docs", "**/__pycache__"} <= ignored
     sources = {word for stage in STAGES.values() for copy in stage.all("COPY") for word in copy.split()[:-1]}
     assert not sources & ignored
+
+
+def test_what_the_pages_build_is_what_charts_and_objects_ask_for():
+    """README.md once built :latest, and the chart asked for :0.1.0."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    charts = [
+        yaml.safe_load((ROOT / "charts" / name / "Chart.yaml").read_text()) for name in ("prfaas", "prfaas-member")
+    ]
+    built = [
+        tag
+        for page in ("README.md", "docs/install.md")
+        for tag in re.findall(r"docker build [^`&]*-t (\S+)", (ROOT / page).read_text())
+    ]
+    asked = [Engine().image, GatewaySpec().image]
+    assert len(built) == 4
+    assert {chart["appVersion"] for chart in charts} == {version}
+    assert {image.partition(":")[2] for image in (*built, *asked)} == {version}

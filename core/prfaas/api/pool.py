@@ -66,7 +66,7 @@ class Engine(ApiModel):
             reason="FieldValueForbidden",
         ),
         Rule(
-            "self.type == 'prfaas' || self.image != 'prfaas/worker:latest'",
+            "self.type == 'prfaas' || !self.image.startsWith('prfaas/worker:')",
             "name an image of that engine, such as vllm/vllm-openai:v0.11.0",
             field="image",
             reason="FieldValueRequired",
@@ -83,7 +83,7 @@ class Engine(ApiModel):
     """Kind of engine: prfaas is the project's own worker. The pools of a policy have one kind."""
     connector: Literal["Nixl", "Mooncake"] | None = None
     """How instances of vLLM transfer caches; Nixl if unset."""
-    image: Image = "prfaas/worker:latest"
+    image: Image = "prfaas/worker:0.1.0"
     """Container image of the engine."""
     args: Annotated[list[Argument], Field(max_length=64)] = []
     """Flags after those that the operator sets, such as --threads or --max-context."""

@@ -165,7 +165,7 @@ class GatewaySpec(ApiModel):
 
     replicas: Annotated[int, Field(ge=0, le=100)] = 1
     """Number of gateway pods."""
-    image: Image = "prfaas/gateway:latest"
+    image: Image = "prfaas/gateway:0.1.0"
     """Container image of the gateway and its scheduler sidecar."""
     resources: Resources = Resources()
     """Requests and limits of the router container."""
