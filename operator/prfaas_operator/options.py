@@ -47,11 +47,10 @@ class OperatorOptions(NamedTuple):
         str, typer.Option(help="With --certificates Issuer: cert-manager's KIND.GROUP/NAME.")
     ] = ""
     certificate_hours: Annotated[
-        float, typer.Option(min=0.001, help="Life of a certificate; it is renewed when two thirds are over.")
+        float, typer.Option(min=0.001, max=876_000, help="Life of a certificate; renewed after two thirds.")
     ] = DEFAULT_CERTIFICATE_HOURS
     authority_hours: Annotated[
-        float,
-        typer.Option(min=0.001, help="Life of the authority that signs them; it is replaced when two thirds are over."),
+        float, typer.Option(min=0.001, max=876_000, help="Life of their authority; replaced after two thirds.")
     ] = DEFAULT_AUTHORITY_HOURS
     certificate_settle_seconds: Annotated[
         float, typer.Option(min=1, help="Longest time until every pod has read a changed Secret.")

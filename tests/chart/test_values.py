@@ -52,6 +52,12 @@ def describe():
         ("prfaas", "certificates.mode=Issuer", "'/certificates/issuerRef/name': minLength: got 0, want 1"),
         ("prfaas", "certificates.mode=Nobody", "'/certificates/mode': value must be one of"),
         ("prfaas-member", "networkPolicy.hubCidrs[0]=everywhere", "'/networkPolicy/hubCidrs/0': 'everywhere'"),
+        ("prfaas-member", "networkPolicy.hubCidrs[0]=192.0.2.256/24", "'/networkPolicy/hubCidrs/0': '192.0.2.256/24'"),
+        ("prfaas-member", "networkPolicy.hubCidrs[0]=192.0.2.0/33", "'/networkPolicy/hubCidrs/0': '192.0.2.0/33'"),
+        ("prfaas-member", "networkPolicy.hubCidrs[0]=2001:db8/32", "'/networkPolicy/hubCidrs/0': '2001:db8/32'"),
+        ("prfaas-member", "networkPolicy.hubCidrs[0]=::/129", "'/networkPolicy/hubCidrs/0': '::/129'"),
+        ("prfaas", "networkPolicy.metricsFrom[0].ipBlock.cidr=here", "'/networkPolicy/metricsFrom/0/ipBlock/cidr': 'h"),
+        ("prfaas", "certificates.certificateHours=876001", "'/certificates/certificateHours': maximum"),
         ("prfaas-member", "namespace.create=true", "'/namespace/name': minLength: got 0, want 1"),
         ("prfaas-member", "namespaces=x", "additional properties 'namespaces' not allowed"),
     ],
@@ -60,6 +66,21 @@ def test_wrong_value_is_refused_and_named(render, chart, value, complaint):
     with pytest.raises(Exception, match="values don't meet the specifications") as refused:
         render(chart, "--set", value)
     assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "range_", ["192.0.2.0/24", "0.0.0.0/0", "10.255.0.1/32", "2001:db8::/32", "::/0", "fd00::1/128"]
+)
+def test_every_form_of_a_range_is_taken(render, range_):
+    assert range_ in str(render("prfaas-member", "--set", f"networkPolicy.hubCidrs[0]={range_}"))
+
+
+@pytest.mark.parametrize("hours", ["authorityHours=100", "certificateHours=2921", "authorityHours=6479"])
+def test_an_authority_that_its_certificates_would_outlive_is_refused_in_a_sentence(render, hours):
+    with pytest.raises(Exception, match="is less than three times certificateHours"):
+        render("prfaas", "--set", f"certificates.{hours}")
+    render("prfaas", "--set", f"certificates.{hours},certificates.mode=Disabled")
+    render("prfaas", "--set", "certificates.authorityHours=6480")
 
 
 def test_a_namespace_that_helm_makes_is_not_made_twice(render):
