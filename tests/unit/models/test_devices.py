@@ -18,7 +18,8 @@ from prfaas_worker.assets import model_directory
 from prfaas_worker.models import gpu, load_model
 from prfaas_worker.models.base import Batch, Chunk, Decodes
 from prfaas_worker.models.kimi_linear import mla
-from prfaas_worker.models.kimi_linear.delta_rule import TORCH_RULE, choose_rule, fla_rule
+from prfaas_worker.models.kimi_linear import model as model_module
+from prfaas_worker.models.kimi_linear.delta_rule import TORCH_RULE, DeltaRule, choose_rule, fla_rule
 from prfaas_worker.models.kimi_linear.mla import attend, attend_plainly
 from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
 from prfaas_worker.models.kimi_linear.precision import weight_bytes
@@ -262,6 +263,45 @@ def test_auto_takes_the_cpu_where_a_trial_step_fails(pretended_gpu, monkeypatch,
     with pytest.raises(ConfigError, match=reason):
         load_model(SOURCE, None, "cuda", "auto")
     assert model.fingerprint
+
+
+def _no_compiler(*_: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+
+def test_a_gpu_on_which_flas_kernels_cannot_be_built_runs_plain_torch(pretended_gpu, monkeypatch, caplog):
+    monkeypatch.setattr(model_module, "choose_rule", lambda *_: DeltaRule(_no_compiler, _no_compiler))
+    for device in ("auto", "cuda"):
+        pretended_gpu.loads.clear()
+        caplog.clear()
+        model, _ = load_model(SOURCE, None, device, "auto")
+        assert pretended_gpu.loads == [("auto", "cuda")]
+        (line,) = caplog.records
+        assert line.message.startswith("the delta rule runs in plain torch, not by fla's kernels: RuntimeError: Failed")
+        assert model.arithmetic == "float32 products, delta rule by plain torch"
+        every_kind_of_step(model)
+
+
+def test_a_gpu_that_fails_in_plain_torch_too_is_not_used(pretended_gpu, monkeypatch, caplog):
+    monkeypatch.setattr(model_module, "choose_rule", lambda *_: DeltaRule(_no_compiler, _no_compiler))
+    monkeypatch.setattr(gpu.Solo, "decode", lambda *_: torch.full((2, 264), torch.nan))
+    load_model(SOURCE, None, "auto", "auto")
+    assert pretended_gpu.loads == [("auto", "cuda"), ("auto", "cpu")]
+    assert "the model runs on the CPU, not on the GPU" in caplog.text
+
+
+def test_fla_that_fails_while_it_is_imported_is_not_used(monkeypatch, caplog):
+    """As triton does where it finds no driver."""
+
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    for name in ("fla", "fla.ops", "fla.ops.kda"):
+        monkeypatch.setitem(sys.modules, name, Broken(name))
+    with caplog.at_level(logging.INFO):
+        assert choose_rule(torch.device("cuda"), torch.bfloat16) is TORCH_RULE
+    assert "0 active drivers" in caplog.text
 
 
 def test_a_gpu_that_is_not_there_is_named_with_the_way_out(monkeypatch):

@@ -80,3 +80,17 @@ def test_a_gpu_that_was_asked_for_is_not_replaced_and_no_flag_is_blamed_that_nob
 def test_a_wrong_option_is_refused_on_the_cpu_too(loads):
     with pytest.raises(ConfigError, match="--max-context 1000000 is more than"):
         build(options("auto", max_context_tokens=1_000_000))
+
+
+def test_one_line_says_on_what_the_model_computes(loads, caplog):
+    with caplog.at_level(logging.INFO):
+        build(options("cpu", profile_seconds=0.0))
+    lines = [record.message for record in caplog.records if "computes on" in record.message]
+    threads = torch.get_num_threads()
+    said = f"the model computes on the CPU with {threads} threads: float32 products, delta rule by plain torch"
+    assert (lines, loads) == ([said], ["cpu"])
+
+
+def test_a_gpu_is_called_by_its_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert assembly._device_name(torch.device("cuda")) == "the GPU NVIDIA H100 80GB HBM3"

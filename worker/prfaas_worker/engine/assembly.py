@@ -90,6 +90,7 @@ def assemble(
     )
     if options.cache_mib and model.device.type == "cpu":  # the default is for those who gave memory no thought
         populate_in_background(memory.pages.data_ptr(), memory.pages.nbytes)
+    log.info("the model computes on %s: %s", _device_name(model.device), model.arithmetic)
     return engine, offers
 
 
@@ -125,6 +126,12 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
         )
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"--cache-mib {cache_mib} cannot be reserved: {error}") from error
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"the GPU {torch.cuda.get_device_name(device)}"
+    return f"the CPU with {torch.get_num_threads()} threads"
 
 
 def _default_cache_mib(model: Model) -> int:

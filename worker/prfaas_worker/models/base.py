@@ -69,6 +69,11 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def arithmetic(self) -> str:
+        """The types and kernels that compute, in words for the log."""
+        ...
+
     def bind(self, memory: CacheMemory) -> None:
         """Use this memory, made from `layers`, from now on. Called once, before the first `forward`."""
 

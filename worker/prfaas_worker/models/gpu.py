@@ -5,6 +5,7 @@ small, a driver that does not fit torch or a kernel that does not compile is met
 this has been run on a GPU.
 """
 
+import logging
 from pathlib import Path
 from typing import Final
 
@@ -12,10 +13,13 @@ import torch
 
 from prfaas.errors import ConfigError
 from prfaas_worker.models.kimi_linear.config import read_config
+from prfaas_worker.models.kimi_linear.delta_rule import TORCH_RULE
 from prfaas_worker.models.kimi_linear.model import KimiLinear
 from prfaas_worker.models.kimi_linear.precision import weight_bytes
 from prfaas_worker.models.solo import Solo
 from prfaas_worker.options import Dtype
+
+log = logging.getLogger(__name__)
 
 # Activations and the cache need room, too.
 _ROOM_BESIDE_WEIGHTS: Final = 0.1
@@ -31,13 +35,27 @@ def load_on_gpu(directory: Path, dtype: Dtype) -> KimiLinear:
     try:
         _check_memory(weight_bytes(config, torch.float32 if dtype == "float32" else torch.bfloat16))
         model = KimiLinear.load(directory, dtype, "cuda")
-        run_trial_steps(model)
+        _try(model)
         torch.cuda.empty_cache()  # the cache gets what the trial took
     except ConfigError:
         raise
     except Exception as error:  # torch, its drivers and compilers of kernels have no root for their errors
         raise ConfigError(f"{directory} cannot run on the GPU: {type(error).__name__}: {error}") from error
     return model
+
+
+def _try(model: KimiLinear) -> None:
+    """Run trial steps. Where fla's kernels fail, such as without a C compiler, plain torch replaces them."""
+    try:
+        run_trial_steps(model)
+    except Exception as error:
+        if model.rule is TORCH_RULE:
+            raise
+        log.warning("the delta rule runs in plain torch, not by fla's kernels: %s: %s", type(error).__name__, error)
+    else:
+        return
+    model.use_rule(TORCH_RULE)
+    run_trial_steps(model)
 
 
 def _check_memory(weights: int) -> None:

@@ -68,6 +68,10 @@ class GenericModel:
     def device(self) -> torch.device:
         return self._head.weight.device
 
+    @property
+    def arithmetic(self) -> str:
+        return "float32 products, layers of transformers"
+
     def bind(self, memory: CacheMemory) -> None:
         self._cache = PagedCache(pattern_of(self._config), memory)
 

@@ -36,7 +36,7 @@ class DeltaAttention:
 
     def __init__(self, config: KimiLinearConfig, weights: Weights, norm: Tensor, rule: DeltaRule):
         self._heads, self._head_size, self._taps = config.kda_heads, config.kda_head_size, config.conv_kernel
-        self._rule = rule
+        self.rule = rule
         self._least = least_norm(config.rms_norm_eps, config.kda_head_size, weights.device)
         self._qk_least = torch.tensor(_L2_NORM_EPS**0.5, device=weights.device)
         self._qkv = weights.product(["q_proj", "k_proj", "v_proj"], columns=norm)
@@ -70,7 +70,7 @@ class DeltaAttention:
         qk, v = self._heads_of(_causal_conv(padded, self._conv))
         parts = (qk[..., 0, :, :], qk[..., 1, :, :], v, x.log_decay, x.strength)
         q, k, v, g, beta = (part.transpose(1, 2).flatten(0, 1) for part in parts)
-        o, state = self._rule.chunked(q, k, v, g, beta, recurrent.flatten(0, 1))
+        o, state = self.rule.chunked(q, k, v, g, beta, recurrent.flatten(0, 1))
         o = o.unflatten(0, (x.qkv.shape[0], self._heads)).transpose(1, 2)
         return o, padded[:, 1 - self._taps :].transpose(1, 2), state.view_as(recurrent)
 
@@ -86,7 +86,7 @@ class DeltaAttention:
         qk, v = self._heads_of(mixed)
         q, k = qk.unbind(1)
         q, k, v, g, beta = (part.flatten(0, 1) for part in (q, k, v, x.log_decay, x.strength))
-        o = self._rule.step(q, k, v, g, beta, recurrent.flatten(0, 1))
+        o = self.rule.step(q, k, v, g, beta, recurrent.flatten(0, 1))
         return o.view(-1, self._heads, self._head_size)
 
     def output(self, o: Tensor, gate: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.models.base import Batch, Decodes
 from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint, Weights
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
-from prfaas_worker.models.kimi_linear.delta_rule import DeltaRule, choose_rule
+from prfaas_worker.models.kimi_linear.delta_rule import TORCH_RULE, DeltaRule, choose_rule
 from prfaas_worker.models.kimi_linear.kda import DeltaAttention
 from prfaas_worker.models.kimi_linear.layers import DENSE_PAIRS, MixtureOfExperts, Mlp, least_norm, norm_scale, unit_rms
 from prfaas_worker.models.kimi_linear.mla import LatentAttention
@@ -101,7 +101,8 @@ class KimiLinear:
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_context, self.eos_token_ids = config.max_context, config.eos_token_ids
         self.layers = tuple(_layer_spec(config, kind) for kind in config.layer_kinds)
-        self.blocks = list(_blocks(config, weights, choose_rule(weights.device, products)))
+        self._products, self.rule = products, choose_rule(weights.device, products)
+        self.blocks = list(_blocks(config, weights, self.rule))
         self._compiled: _CompiledDecodes | None = None
         self.embedding = weights["model.embed_tokens"]
         self._least = least_norm(config.rms_norm_eps, config.hidden_size, weights.device)
@@ -133,6 +134,18 @@ class KimiLinear:
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    @property
+    def arithmetic(self) -> str:
+        kernels = "plain torch" if self.rule is TORCH_RULE else "fla's kernels"
+        return f"{str(self._products).removeprefix('torch.')} products, delta rule by {kernels}"
+
+    def use_rule(self, rule: DeltaRule) -> None:
+        """Compute the delta rule of every layer by `rule` from now on."""
+        self.rule = rule
+        for block in self.blocks:
+            if isinstance(block.attention, DeltaAttention):
+                block.attention.rule = rule
 
     def bind(self, memory: CacheMemory) -> None:
         self._memory = memory
