@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 6
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools browser demo kind kind-down test test-kind compiled unit lint format lock crds charts clean
+.PHONY: help setup tools browser demo kind kind-down test test-kind compiled unit lint format lock crds charts reference clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -81,6 +81,9 @@ crds: $(STAMP) ## Generate crds/ and the chart's copies from the models
 
 charts: $(STAMP) ## Bring the charts' schemas and READMEs in line with their values.yaml
 	$(BIN)/python charts/describe.py
+
+reference: $(STAMP) ## Write docs/reference.md, the flags and fields, from the code
+	$(BIN)/python docs/reference.py
 
 clean: ## Remove the virtual environment and the demo's state (not the tools' cache)
 	rm -rf .venv .prfaas

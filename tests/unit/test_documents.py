@@ -1,6 +1,7 @@
 """Proves that what the documents lean on exists: files and headings that they link to, and tests that they name."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 from typing import Final
@@ -88,6 +89,19 @@ def test_security_limits_stand_in_one_place():
     assert "docs/security.md" in text
     assert "does not authenticate clients" not in text
     assert "Known limits" not in text
+
+
+def test_the_reference_is_what_the_code_says():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
+    assert spec
+    assert spec.loader
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    page = reference.page()
+    assert (ROOT / "docs/reference.md").read_text() == page, "docs/reference.md is out of date: run `make reference`"
+    rows = ("| `--disk-cache-mib` | N | `4096` |", "| `threshold.mode` | Auto, Priced, Fixed, Disabled | `Auto` |")
+    assert all(row in page for row in rows)
+    assert "object at 0x" not in page
 
 
 def test_what_is_gone_would_be_found(tmp_path: Path):

@@ -1,0 +1,118 @@
+"""Writes docs/reference.md, the flags of the four programs and the fields of the custom resources, from the code."""
+
+import enum
+import inspect
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from prfaas.api import crd
+from prfaas_gateway.options import GatewayOptions
+from prfaas_operator.options import OperatorOptions
+from prfaas_scheduler.options import SchedulerOptions
+from prfaas_worker.options import Options as WorkerOptions
+
+PAGE = Path(__file__).with_name("reference.md")
+PROGRAMS: dict[str, Any] = {
+    "prfaas-operator": OperatorOptions,
+    "prfaas-gateway": GatewayOptions,
+    "prfaas-scheduler": SchedulerOptions,
+    "prfaas-worker": WorkerOptions,
+}
+KINDS = ("PrfaaSPolicy", "PrefillPool", "DecodePool", "MemberCluster")
+HEAD = """# Reference: flags and fields
+
+`make reference` writes this page from the code, and a test compares the two. Every program also answers `--help`,
+and `kubectl explain` shows the fields. [Pools](pools.md) and [the gateway](gateway.md) explain how to use them.
+"""
+PLAIN = {bool: "on or off", int: "N", float: "N", Path: "PATH", str: "TEXT"}
+
+Row = tuple[str, str, str, str]
+
+
+def flag_rows(options: Any) -> list[Row]:
+    """Return (flag, value, default, help) for each flag of a program."""
+    hints = get_type_hints(options, include_extras=True)
+    return [
+        _flag_row(key, hints[key], parameter.default)
+        for key, parameter in inspect.signature(options).parameters.items()
+        if get_origin(hints[key]) is Annotated
+    ]
+
+
+def _flag_row(key: str, hint: Any, default: Any) -> Row:
+    kind, option = get_args(hint)
+    named = [name for name in (option.default, *(option.param_decls or [])) if isinstance(name, str)]
+    shown = _shown(default.value if isinstance(default, enum.Enum) else default)
+    if isinstance(option.show_default, str):
+        shown = option.show_default
+    elif default is inspect.Parameter.empty:
+        shown = "required"
+    return (f"`{[*named, '--' + key.replace('_', '-')][0]}`", option.metavar or _values(kind), shown, option.help)
+
+
+def _values(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return ", ".join(member.value for member in kind)
+    return next(PLAIN[one] for one in (kind, *get_args(kind)) if one in PLAIN)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "`true`" if value else ""
+    if value in (None, "", ()) or isinstance(value, dict):
+        return ""
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def field_rows(schema: dict[str, Any], path: str = "") -> list[Row]:
+    """Return (field, type, default, description) for each field of an object, depth first."""
+    rows: list[Row] = []
+    for key, field in schema.get("properties", {}).items():
+        full = f"{path}.{key}".lstrip(".")
+        default = "required" if key in schema.get("required", ()) else _shown(field.get("default"))
+        rows.append((f"`{full}`", _type(field), default, field.get("description", "")))
+        rows += field_rows(field, full) + field_rows(field.get("items", {}), f"{full}[]")
+    return rows
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "enum" in field:
+        return ", ".join(value or '""' for value in field["enum"])
+    if "items" in field:
+        return f"list of {field['items']['type']}s"
+    bounds = [f"{word} {field[key]}" for word, key in (("from", "minimum"), ("to", "maximum")) if key in field]
+    return " ".join([field.get("type", "integer or string"), *bounds])
+
+
+def table(head: str, rows: list[Row]) -> str:
+    """Return a table of four columns."""
+    lines = [f"| {head} | default | what |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts = [HEAD]
+    parts += [f"## {name}\n\n" + table("flag | value", flag_rows(options)) for name, options in PROGRAMS.items()]
+    schemas = {one["spec"]["names"]["kind"]: one for one in map(yaml.safe_load, crd.files().values())}
+    fields = {
+        kind: field_rows(schemas[kind]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"])
+        for kind in KINDS
+    }
+    known = set(fields["PrefillPool"])
+    fields["DecodePool"] = [row for row in fields["DecodePool"] if "." not in row[0] or row not in known]
+    for kind, rows in fields.items():
+        note = (
+            "Fields within its objects are those of a [PrefillPool](#prefillpool).\n\n" if kind == "DecodePool" else ""
+        )
+        parts.append(f"## {kind}\n\n{note}" + table("field of `spec` | type", rows))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
