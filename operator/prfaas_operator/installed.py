@@ -1,6 +1,6 @@
 """Checks an installation of the chart from inside its namespace, as a pod of `helm test` with the operator's image.
 
-Three checks fail for reasons of their own: the API server serves our kinds, the operator's Deployment is available, and
+Three checks, each with a cause of failure of its own: our kinds are served, the operator's Deployment is available, and
 an operator answers on its metrics port. The last check uses addresses instead of names, because the cluster's DNS is
 not under test.
 """

@@ -1,7 +1,7 @@
 """The operator's log lines: each names the object that it is about.
 
-A context variable holds the object: every object has a task of its own, so no function passes the object along. kopf's
-lines carry their object themselves, and get the same keys.
+A context variable holds the object. Every object has a task of its own, so no function passes the object along. The
+lines of kopf carry their object themselves, and get the same keys.
 """
 
 import logging

@@ -6,7 +6,7 @@ hub was measured, the member was not) from missing metrics (no cluster was measu
 instances send to the hub, or to a peer of unknown name, cross its link. The traffic comes from each MemberCluster's own
 utilisationQuery, which may also read a router.
 
-Instances show points of exact curves: a parabola through three points is the curve again, and the mean over a pool's
+Instances show points of exact curves. A parabola through three points is the curve again, and the mean over a pool's
 instances is such a curve too. Points that make no such curve (absurd, falling, of another version) give no profile.
 """
 

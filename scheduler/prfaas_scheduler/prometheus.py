@@ -1,8 +1,8 @@
 """Sends instant queries to Prometheus's HTTP API and reads its answers into labelled figures.
 
-An answer is bounded in time and size. The error's class says who can act: UnreachableError (Prometheus is down, slow or
-overloaded), ConfigError (it rejects the query, or the query answers more than was asked for) and ProtocolError (bytes
-that no Prometheus sends).
+An answer is bounded in time and size. The error's class says who can act. UnreachableError: Prometheus is down, slow or
+overloaded. ConfigError: it rejects the query, or the query answers more than was asked for. ProtocolError: bytes that
+no Prometheus sends.
 """
 
 from typing import NamedTuple

@@ -1,12 +1,12 @@
 """Loads this instance's certificate, checks its peers' certificates, and explains failed TLS connections.
 
 TLS 1.3 with certificates on both sides. A peer is known by its certificate's cluster name, never by its address or host
-name: pods move. There are no session tickets. So each connection is checked by the current authorities, and a client
-that never reads cannot leave a ticket behind that would turn an orderly close into a reset.
+name: pods move. There are no session tickets. So each connection is checked by the current authorities. A client that
+never reads cannot leave a ticket behind, which would turn an orderly close into a reset.
 
-OpenSSL reports two kinds of failure: what we found wrong with the peer, and the alert by which the peer reports what it
-found wrong with us. In TLS 1.3 a client finishes its handshake before the server has checked its certificate, so such
-any later read or write may get such an alert.
+OpenSSL reports two kinds of failure. One is what we found wrong with the peer. The other is the alert by which the peer
+reports what it found wrong with us. In TLS 1.3 a client finishes its handshake before the server has checked its
+certificate. So any later read or write may get such an alert.
 """
 
 import ssl

@@ -1,6 +1,6 @@
 """The custom resources of prfaas.io/v1alpha1 as pydantic models: the source of the CRDs, and what the operator reads.
 
-Models read leniently (unknown fields are ignored), so that a newer CRD does not break an older operator; the API server
+Models read leniently (unknown fields are ignored), so that a newer CRD does not break an older operator. The API server
 validates strictly, by the schema and CEL rules that `crd` generates from these models.
 """
 

@@ -2,11 +2,11 @@
 
 The baselines have as many instances: *homogeneous* prefills everything in the hub, on the hub's own hardware, and
 *naive heterogeneous* offloads everything. Beyond the table stand a plan whose instances divide their time between
-roles, the bound that no policy exceeds, the time to the first token under load, the rate that an SLO allows, and the
-systems that cost the same.
+roles, and the bound that no policy exceeds. Then come the time to the first token under load, the rate that an SLO
+allows, and the systems that cost the same.
 
 A table with as many instances of different kinds flatters the dearer kind. So the last comparison gives every system
-the hourly cost of the described one, in whole instances: *homogeneous* buys instances of the hub's first pool only,
+the hourly cost of the described one, in whole instances. *Homogeneous* buys instances of the hub's first pool only,
 *best mix* any number of each pool. Links are taken as they are, and as free. Prices are the reader's: their ratio
 decides. There are many mixes, each with many splits. Instances that divide their time bound what a mix can carry, and
 that bound is quick to compute. So mixes are tried in its order, until the best one found is above the next bound.

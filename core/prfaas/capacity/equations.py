@@ -2,12 +2,12 @@
 
 Equation (1), Phi_kv, is `profile.kv_bits_per_second`. The others are here for any number of offload pools, links and
 hardware kinds in the hub. The paper writes T_prefill(l_long) for the work of the long prompts. Work adds up over
-prompts, not over lengths, so this is E[T_prefill(L) | L > t], which for a quadratic T is more than T at the mean.
+prompts, not over lengths, so this is E[T_prefill(L) | L > t]. For a quadratic T this mean is more than T at the mean.
 Rates are requests per second. Those named `*_arrivals` count all requests, the others the part that a stage serves.
 
-The bound holds for every way to route by length and to divide instances between roles. It is a linear programme: y_r is
-the rate of requests that follow routing r, which names the pool that prefills each length and the pool that decodes.
-A request of routing r takes the share a_ir of resource i (instances of a pool, a link) for a second:
+The bound holds for every way to route by length and to divide instances between roles. It is a linear programme. y_r is
+the rate of requests that follow routing r; a routing names the pool that prefills each length and the pool that
+decodes. A request of routing r takes the share a_ir of resource i (instances of a pool, a link) for a second:
 
     maximise sum of y_r    such that    sum over r of a_ir y_r <= 1    for every resource i
 

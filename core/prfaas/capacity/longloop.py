@@ -12,15 +12,15 @@ The hard part is to rest:
 
 *Conversions.* More instances that prefill raise the prefill rate and lower the decode rate. So the best split lies on
 either side of where the two cross, found by halving, and each step towards it serves more. A promised time to the first
-token adds two rules: no step may break it, or make it worse where it is broken; and where waits break it, a step that
+token adds two rules. No step may break it, or make it worse where it is broken. Where waits break it, a step that
 shortens them by a tenth is worth its cost in capacity, if no stage gets too busy.
 
-*Scaling.* A stage that is too busy gets as many instances as it lacks, at most as many as the pool has: measurements
-may be wrong. Of several prefill pools the one grows whose next instance helps most; a full link excludes an offload
-pool. Instances are removed one at a time, and only where the rest stays below three quarters of the target, so that the
-next step does not add them again. Only pools with an upper bound whose replicas we may write take part. A pool goes to
-zero only where its lower bound says so, and returns when requests wait. The decode pool never goes to zero: a gateway
-without it refuses requests, and their arrival would not be seen.
+*Scaling.* A stage that is too busy gets as many instances as it lacks. At most it doubles the pool, because
+measurements may be wrong. Of several prefill pools the one grows whose next instance helps most; a full link excludes
+an offload pool. Instances are removed one at a time, and only where the rest stays below three quarters of the target.
+So the next step does not add them again. Only pools with an upper bound whose replicas we may write take part. A pool
+goes to zero only where its lower bound says so, and returns when requests wait. The decode pool never goes to zero: a
+gateway without it refuses requests, and their arrival would not be seen.
 
 No clock and no I/O: facts in, at most one change out, with its reason. Bounds and owners of a pool are facts.
 """

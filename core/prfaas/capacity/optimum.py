@@ -3,11 +3,11 @@
     (7)  Theta_prfaas / p = Theta_pd-p / (1 - p)        neither kind of prefill waits for the other
     (8)  Theta_prfaas + Theta_pd-p = Theta_pd-d         neither prefill nor decode waits for the other
 
-With t the left side of (7) rises and the right side falls, so for a given split the best t is where they cross, found
+With t the left side of (7) rises and the right side falls. So for a given split the best t, where they cross, is found
 by bisection over the workload's lengths. Instances are whole, so (8) holds only nearly: every split is tried. Several
 hardware kinds in the hub multiply the splits, and beyond a bound the search refuses instead of running for hours.
 
-A *fractional* plan lets instances of the hub give part of their time to prefill, so that (8) holds exactly: an integer
+A *fractional* plan lets instances of the hub give part of their time to prefill, so that (8) holds exactly. An integer
 split leaves up to an instance idle on the side that does not limit.
 """
 

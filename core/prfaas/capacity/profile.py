@@ -3,19 +3,19 @@
 S follows exactly from the cache's sizes. T is measured, and two things make that hard. Other work on the machine makes
 single prefills slower by any factor, and nothing makes one faster than it is. And traffic does not visit all lengths.
 
-Samples looked at together are upper bounds, so the curve that counts is the highest one which none of them is below
+Samples looked at together are upper bounds. So the curve that counts is the highest one which none of them is below
 (deterministic frontier, Aigner and Chu 1968). What lies far above it was disturbed and is left out, and the rest is
-fitted by its relative error: one slow sample at the longest length would else be taken for a square, and make prompts
-beyond it look many times as slow.
+fitted by its relative error. Else one slow sample at the longest length would be taken for a square, and would make
+prompts beyond it look many times as slow.
 
 Single samples refine that. One that is slower than believed by more than a tolerance pulls no harder than at it (Huber,
-on one side). Old ones are forgotten per class of length and offset, powers of two, so that a thousand short prompts do
-not erase what was known of long ones. Where the first measurement still stands in for traffic it is scaled: all of it
-may have been disturbed, and the quickest of the latest prefills tells by how much.
+on one side). Old ones are forgotten per class of length and offset, powers of two. So a thousand short prompts do not
+erase what was known of long ones. Where the first measurement still stands in for traffic it is scaled. All of it may
+have been disturbed, and the quickest of the latest prefills tells by how much.
 
-T(l) = fixed + token * l + squared * l^2 with no coefficient below zero is monotone, never negative, and right for
-linear layers (fixed, token) and full attention (squared). A prefill of n tokens behind s cached ones costs
-fixed + token * n + squared * ((s + n)^2 - s^2): the fixed part is paid again, the pairs of tokens are those added.
+T(l) = fixed + token * l + squared * l^2 with no coefficient below zero is monotone and never negative. It is right for
+linear layers (fixed, token) and full attention (squared). A prefill of n tokens behind s cached ones costs fixed +
+token * n + squared * ((s + n)^2 - s^2). The fixed part is paid again, the pairs of tokens are those added.
 """
 
 import math

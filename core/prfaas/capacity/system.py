@@ -1,6 +1,6 @@
 """The system that serves: offload pools behind links, and the hub's instances that may prefill or decode.
 
-These are facts about machines, as a planner, a simulator or a control loop needs them; how many of the hub's instances
+These are facts about machines, as a planner, a simulator or a control loop needs them. How many of the hub's instances
 prefill is a decision and stands in a plan. Each pool is of one hardware kind; kinds differ in their profiles.
 """
 

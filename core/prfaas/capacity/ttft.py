@@ -1,7 +1,7 @@
 """Time to the first token: as the paper counts it, and with the waits that it leaves out.
 
-As the paper counts it (`unloaded`) a prompt costs its prefill and, if it is offloaded, the crossing of its whole cache
-at the link's rate after that. Nothing waits.
+As the paper counts it (`unloaded`) a prompt costs its prefill. If it is offloaded, its whole cache then crosses the
+link at the link's rate. Nothing waits.
 
 With queueing (`queued`) arrivals are Poisson, and
 
@@ -10,8 +10,8 @@ With queueing (`queued`) arrivals are Poisson, and
 
       E[W | W > 0] = E[T] (1 + cv^2) / 2 * (1 / (c (1 - rho)) + (c - 1) / (2 c))
 
-  on average, exponentially distributed. The first term is Lee and Longton's M/G/c, exact (Pollaczek-Khinchine) for
-  c = 1; the second is what separate queues cost beside a shared one, fitted to simulations of 2 to 20 instances
+  on average, exponentially distributed. The first term is Lee and Longton's M/G/c, exact (Pollaczek-Khinchine) with one
+  server. The second is what separate queues cost beside a shared one, fitted to simulations of 2 to 20 instances
 - a link is shared evenly by its transfers (M/G/1 processor sharing), which stretches each by 1 / (1 - rho)
 - a transfer overlaps its prefill: after it only the last chunk and the states remain, unless the link is the slower
 - decode instances admit a request when one of their N_d BS_max places is free; all answers are of equal length, which

@@ -2,14 +2,14 @@
 
 Equations (3) to (7) ask only for integrals of T_prefill and S_kv over the prompts above or below a threshold. T is
 quadratic in the length and S linear, so the zeroth, first and second partial moments answer all of them. A workload is
-therefore a row of lengths with probabilities, and running sums of their moments: a threshold costs one bisection,
+therefore a row of lengths with probabilities, and running sums of their moments. A threshold costs one bisection,
 whether the lengths come from a formula, a trace or a histogram.
 
 A log-normal is cut into narrow bins, each replaced by its mean length, which keeps shares and means exact at the edges.
 
 A status carries an observed histogram as slices of equally many prompts, each given by its mean length. That keeps the
 mean exactly, and a tail, which a few quantiles would lose. `workload_of` reads it back: it spreads each slice evenly as
-far as half way to its nearer neighbour, so that a threshold may fall inside a slice, and the mean stays.
+far as half way to its nearer neighbour. So a threshold may fall inside a slice, and the mean stays.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 Both keep two generations and drop the older one when the newer one is full. So the oldest entries go first, no entry is
 moved, and memory is bounded. Both are closed under prefixes, so a chain is searched by galloping and bisection. The
-reason: a client sends the whole prompt, and an instance reports all blocks of a request except those that it reported
-before, which each look-up renews.
+reason: a client sends the whole prompt. An instance reports all blocks of a request except those that it reported
+before, and each look-up renews these.
 """
 
 from array import array

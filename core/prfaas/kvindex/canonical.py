@@ -6,9 +6,9 @@ of JSON: first the fields that templates put before the messages, above all tool
 first and content last, as in the prompt. `root` is the start of the hash chain, so kinds, models and cache salts never
 match each other.
 
-There is no exact way from bytes to tokens: a chat template adds text around the contents, and a tokenizer may merge
-tokens across a cut. `tokens_before` finds the contents in the prompt's own bytes, ends behind the last one that it
-found, and leaves out the tokens next to the cut.
+There is no exact way from bytes to tokens. A chat template adds text around the contents, and a tokenizer may merge
+tokens across a cut. `tokens_before` finds the contents in the prompt's own bytes and ends behind the last one that it
+found. The function leaves out the tokens next to the cut.
 """
 
 import re

@@ -1,7 +1,7 @@
 """The global prefix index: the cached part of a prompt in every instance, found by bytes, without a tokenizer.
 
-Each instance has a tree of its blocks (`tree`), from its cache events, and a map from byte blocks to token blocks
-(`byte_maps`), from its reports on requests. A match searches a prompt's byte blocks for the last one whose token block
+Each instance has a tree of its blocks (`tree`), which its cache events fill. Its reports on requests fill a map from
+byte blocks to token blocks (`byte_maps`). A match searches a prompt's byte blocks for the last one whose token block
 the instance has. Both chains are closed under prefixes, so bisection is exact. Then the tree gives the longest n with
 attention up to n and a state at n.
 
@@ -12,8 +12,8 @@ of all states would be missed. So a state also counts within the tokens of one b
 Reports of one instance do not change the result for another: trees and maps are separate and bounded, and names are
 salted. There is one exception. An instance that prefills for others sees tokens, never bytes, and reports no map. It
 uses the map of the instance that knows most of the prompt, unless more instances contradict it at the same byte block
-than agree. A forger can so invent or hide cached blocks of such instances only for prompts that no other instance
-reports, and never beyond the prompt's length.
+than agree. So a forger can invent or hide cached blocks of such instances only for prompts that no other instance
+reports. It can never do so beyond the prompt's length.
 """
 
 from collections.abc import Iterable, Sequence

@@ -8,12 +8,12 @@ byte is placed. For a cache of B bits, with a codec that makes it `ratio` times 
 and without one B / delivery_mbps. Three things make this hard:
 
 - Speeds change with what else the machine does, and ratios with what the cache holds. Both are measured on real frames
-  (`observe`), but a codec that is not used is not measured: a bad minute would rule it out for ever. So what was seen
+  (`observe`). But a codec that is not used is not measured: a bad minute would rule it out for ever. So what was seen
   fades, within minutes, into what was measured at the start.
-- A link that gets a little faster or slower must not change the codec each time: one has to save `ADOPT_GAIN` of the
+- A link that gets a little faster or slower must not change the codec each time. One has to save `ADOPT_GAIN` of the
   time to be taken up, and is kept as long as it saves anything.
-- A lossy codec changes answers. That is for an operator to decide, never for this module: `auto` knows exact ones only,
-  and a codec that was asked for by name is taken wherever the peer reads it.
+- A lossy codec changes answers. That is for an operator to decide, never for this module. `auto` knows exact ones only.
+  A codec that was asked for by name is taken wherever the peer reads it.
 """
 
 import math

@@ -10,22 +10,22 @@ One pure step an interval (section 3.4.3 of the paper) makes the threshold from 
 The first is where the second may fall to, and the threshold jumps up at once when it rises. Where lengths or profiles
 are not known yet, that is the policy's minimum, and feedback alone finds the link's limit.
 
-The hub has a pressure too, of the time that prefills wait there, and it may be the worse one: the profiles were wrong,
-or more comes than both sides can do. Equal waits are equal pressures: a request does not care where it waits. Where
-the hub's is the worse, the threshold falls whatever the link says, and a *relief* below 1 lets it go below the
-optimum. While the hub's is more than half of the link's, nothing rises: what is taken from a link that waits would
-wait in the hub, and the link catches up sooner. For the same reason the forward part keeps off a link only what waits
-longer there than in the hub, and nothing rises above what the hub's pools can do as fast as it comes, while anything
-waits there: the longest prompts would hold them up for all others.
+The hub has a pressure too, of the time that prefills wait there. It may be the worse one: the profiles were wrong, or
+more comes than both sides can do. Equal waits are equal pressures: a request does not care where it waits. Where the
+hub's is the worse, the threshold falls whatever the link says, and a *relief* below 1 lets it go below the optimum.
+While the hub's is more than half of the link's, nothing rises. What is taken from a link that waits would wait in the
+hub, and the link catches up sooner. For the same reason the forward part keeps off a link only what waits longer there
+than in the hub. While anything waits in the hub, nothing rises above what its pools can do as fast as it comes. The
+longest prompts would hold them up for all others.
 
 Without these it would swing:
 
 - Rates are means over a window, so the link's answer to a move comes late. A fall waits until the window has left the
-  last rise behind, and a rise until it has left a jump behind; a rise needs a prompt that was offloaded within the
-  window: once none is, a higher threshold changes nothing but the time it takes to come back. Nothing moves twice on
+  last rise behind, and a rise until it has left a jump behind. A rise needs a prompt that was offloaded within the
+  window. Once none is, a higher threshold changes nothing but the time it takes to come back. Nothing moves twice on
   one sample.
 - Some loads have no threshold that fits: one prompt a second that saturates the link alone. Each fall that a rise
-  follows soon doubles the time until the next fall, up to four windows, so that such a load is disturbed seldom.
+  follows soon doubles the time until the next fall, up to four windows. So such a load is disturbed seldom.
 - The optimum wanders with the lengths it is made from: it counts as changed only by more than a tenth.
 
 Without measurements the threshold holds, and goes back to the policy's own `tokens` after `stale_after_seconds`.

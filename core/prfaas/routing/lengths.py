@@ -3,7 +3,7 @@
 Work is not proportional to length: a prefill costs fixed + token * l + squared * l^2 seconds and state + token * l
 bytes. So the mean above a threshold is not enough; shares, lengths and squares have to be summed. They are summed once,
 from the longest bin down, and every threshold that is tried afterwards costs one look-up. Within a bin lengths count as
-evenly spread, which makes all of it continuous in the threshold: a search then does not jump from bin to bin.
+evenly spread. This makes all of it continuous in the threshold: a search does not jump from bin to bin.
 """
 
 import math

@@ -7,21 +7,21 @@ requests that it delays:
     done = max(W + T(n) + state / B, (bits before it + its bits) / B)     in the hub W + T(n)
     cost = done + T(n) * Q
 
-W is the work that waits for the instance, Q how many requests that is, n the tokens that the cluster's caches lack, B
-what the link carries. T * Q is the shadow price of the instance's time: a second of it delays everybody who comes
-before the queue is empty, and in a stationary queue as many come during a stay as there were when it began. It keeps
-long prompts out of a queue of short ones, and makes the choice good for all requests instead of the next one only. A
-price on the link besides changed nothing in simulation: (bits before it) / B says the same.
+W is the work that waits for the instance, in Q requests, n the tokens that the cluster's caches lack, B what the link
+carries. T * Q is the shadow price of the instance's time. A second of it delays everybody who comes before the queue is
+empty. In a stationary queue as many come during a stay as there were when it began. It keeps long prompts out of a
+queue of short ones, and makes the choice good for all requests instead of the next one only. A price on the link
+besides changed nothing in simulation: (bits before it) / B says the same.
 
 W, Q and the bits are the gateway's own, of this very moment: its `Backlog`. Profiles and links come from the scheduler
-once an interval. Prices that were moved by measured pressure instead, once a second, did worse than a good threshold:
-they send everything to one place until the next second.
+once an interval. Prices that were moved by measured pressure instead, once a second, did worse than a good threshold.
+Such prices send everything to one place until the next second.
 
 A gateway knows its backlog without asking anybody. Each request that it places adds its estimated seconds of prefill to
-an instance and its bits to a link, and removes both when its first token is there. In between there is no news of it,
-so the rest has to be guessed, and there are two guesses. A virtual server that works through what it was given forgets
-what takes longer than estimated. The sum of what has not answered yet still counts what is long computed and only waits
-for the link. The smaller of the two is taken.
+an instance and its bits to a link. It removes both when the request's first token is there. In between there is no news
+of it, so the rest has to be guessed, and there are two guesses. A virtual server that works through what it was given
+forgets what takes longer than estimated. The sum of what has not answered yet still counts what is long computed and
+only waits for the link. The smaller of the two is taken.
 """
 
 import math

@@ -3,7 +3,7 @@
 Random requests are a Poisson process over a workload. Bursts change the rate and not the load: `rate_per_second` is the
 mean, and a burst is `factor` times as dense as the time between bursts. The random source is an argument, so the same
 seed gives the same requests whatever serves them. Prompts that continue earlier ones share their blocks, as far as the
-shorter one reaches: conversations that come back longer, and documents that are asked about again.
+shorter one reaches. Such are conversations that come back longer, and documents that are asked about again.
 
 Traces are read line by line; the caller opens the files.
 

@@ -5,8 +5,8 @@ its cache chunk by chunk, so that the link works while the instance computes. An
 whatever its present role, and its batch stands still while it prefills: one accelerator does either.
 
 Transfers share a link equally. A transfer is on the link while bytes of it wait, whichever chunk they belong to. The
-samples are those that the live system gets from its metrics: rates over a window, of which delivery counts only the
-time in which data waited.
+samples are those that the live system gets from its metrics: rates over a window. Delivery counts only the time in
+which data waited.
 """
 
 from collections import deque

@@ -8,7 +8,7 @@ gateway resumes. A request's `run` counts its routes, so that events of an aband
 
 Inside a cluster a prefilled cache reaches the decode instance in no time. A prefill is first come, first served; a link
 and a batch are shared equally. A prefix fetch inside a cluster takes as long as the decision estimated, and loads no
-resource; between clusters its bytes cross the link among others.
+resource. Between clusters its bytes cross the link among others.
 """
 
 from collections.abc import Iterable

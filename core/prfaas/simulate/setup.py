@@ -15,7 +15,7 @@
                         and `price` convert the hub's instances as the operator does; without it splits stay
     failures            name of an instance or link, atSeconds, forSeconds
 
-All policies meet the same requests. Each has the hardware of the plan's column of its name: `threshold`, `price` and
+All policies meet the same requests. Each has the hardware of the plan's column of its name. `threshold`, `price` and
 `static` the planned split, `naive` a hub that only decodes, `homogeneous` a hub grown by as many instances as offload.
 """
 

@@ -1,15 +1,15 @@
 """The destination's half of a transfer as a state machine without sockets: permitted frames, their places, completion.
 
 The destination computes from its own model what has to arrive, so it builds the expected manifest before the first
-byte. For each data frame the caller asks `claim(connection, header)` for the payload's place, reads exactly that many
-bytes into it, and passes header and payload to `accept`, which checks the digest. A place can be claimed once: two
-connections never write to one place. `lost` frees the places that a broken connection had claimed but not filled.
-Damage costs its connection only. Any other error raises ProtocolError and breaks the ledger for good: nothing of it may
-be used. Completion is final too: later frames from the source cost their connection, not the arrived data. With a guard
-any thread may call; digests are computed outside of the guard.
+byte. For each data frame the caller asks `claim(connection, header)` for the payload's place and reads exactly that
+many bytes into it. The caller then passes header and payload to `accept`, which checks the digest. A place can be
+claimed once: two connections never write to one place. `lost` frees the places that a broken connection had claimed but
+not filled. Damage costs its connection only. Any other error raises ProtocolError and breaks the ledger for good:
+nothing of it may be used. Completion is final too: later frames from the source cost their connection, not the arrived
+data. With a guard any thread may call; digests are computed outside of the guard.
 
 Invariant: `whole` is true only if every attention row, every linear state, the hidden state and DONE arrived once each,
-undamaged, for this transfer, epoch and manifest, and the source's digest over all frames is ours.
+undamaged, for this transfer, epoch and manifest. The source's digest over all frames must be ours too.
 """
 
 from bisect import bisect_right

@@ -1,8 +1,8 @@
 """Resumes a broken stream at another worker, without a visible break for the client.
 
 The gateway requests a resumable stream with the header RESUMABLE. It fixes the values that a second worker could not
-know: the seed of a request whose body has none, and the time in every chunk. The worker then sends comment lines, which
-readers of server-sent events skip. They list the tokens of the events before them:
+know. Such values are the seed of a request whose body has none, and the time in every chunk. The worker then sends
+comment lines, which readers of server-sent events skip. They list the tokens of the events before them:
 
     data: {"id": ..., "choices": [{"index": 0, "text": "lo", ...}]}
 
@@ -14,9 +14,9 @@ A stream may be cut only at the end of a comment: there the events and the liste
 end, so `;\n\n` occurs at these places only, and a relay finds them without parsing.
 
 To resume, the gateway calls the same path with a `Resume` document before the same body; the header RESUME has the
-document's length. The next worker renders the prompt again, computes prompt and sent tokens, and replays the sent
-tokens for the state of the text: a held-back beginning of a character or stop string, and the open tool call. It checks
-that it gets the same number of characters.
+document's length. The next worker renders the prompt again and computes prompt and sent tokens. The worker replays the
+sent tokens for the state of the text: a held-back beginning of a character or stop string, and the open tool call. It
+checks that it gets the same number of characters.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The routing table: the one document with a gateway's instances and its policy's rules.
 
-The operator renders it into a ConfigMap (gzip JSON), the gateway watches it or reads it from a file, and the scheduler
+The operator renders it into a ConfigMap (gzip JSON). The gateway watches it or reads it from a file. The scheduler
 sidecar reads it from its gateway. It holds no load figures: these change too fast for an API server.
 """
 

@@ -16,8 +16,8 @@ connects.
 
 `receive_ledger.py` and `send_queue.py` hold the two halves as state machines.
 
-The payload of BLOCK and STATE is the group's tensors one after the other in manifest order, each contiguous, in the
-byte order of both machines (little endian: the manifest's dtype names it), then encoded with the frame's codec.
+The payload of BLOCK and STATE is the group's tensors one after the other in manifest order, each contiguous. They have
+the byte order of both machines (little endian: the manifest's dtype names it). The frame's codec then encodes them.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The kinds of objects that the operator uses.
 
 They are constants instead of discovered, for three reasons. A broken aggregated API in a member cluster stops nothing,
-no discovery cache lies on disk, and a restart needs one call less before the first reconcile.
+and no discovery cache lies on disk. A restart needs one call less before the first reconcile.
 """
 
 from typing import Any, Final

@@ -1,7 +1,7 @@
 """Caches the children of one cluster with their resourceVersions, so that an unchanged child needs no GET.
 
-Most reconciles find the children unchanged. A watch of each kind wakes a changed child's owner, and an unchanged
-version saves a call a child; with a thousand pools these calls are nearly all the work.
+Most reconciles find the children unchanged. A watch of each kind wakes a changed child's owner. An unchanged version
+saves a call a child; with a thousand pools these calls are nearly all the work.
 """
 
 from collections.abc import Callable, Mapping

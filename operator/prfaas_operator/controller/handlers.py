@@ -10,7 +10,7 @@ ever, its deletion too. Everybody who may edit an object may edit its annotation
 here. The handlers then start anew, which is harmless: every reconcile starts from observed facts. The same holds for a
 delay that another machine's clock has put far into the future.
 
-kopf ends when the API server refuses to list a kind: a CRD that is not served for a moment is enough, or a minute of
+kopf ends when the API server refuses to list a kind. A CRD that is not served for a moment is enough, or a minute of
 missing rights. `follow` then restarts kopf as soon as every kind is served. Pods run on meanwhile. Nothing is changed,
 because our kinds depend on each other.
 """

@@ -1,9 +1,9 @@
 """Rotation of certificates and authorities: decides the next step from the present state.
 
 Two instances accept each other while each one trusts the authority of the other's certificate. The hard part is the
-delay: an instance reads a Secret some time after its write, at a time of its own, and instances in a cluster that is
-not reached read nothing. So an authority passes three states. Each step waits until the writes of the step before it
-have *settled* in every cluster:
+delay. Each instance reads a Secret some time after its write, at a time of its own. Instances in a cluster that is not
+reached read nothing. So an authority passes three states. Each step waits until the writes of the step before it have
+*settled* in every cluster:
 
     next        trusted; signs nothing yet
     current     trusted by every instance; signs

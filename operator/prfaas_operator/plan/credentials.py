@@ -2,7 +2,7 @@
 
 A kubeconfig is a program: `exec` and `auth-provider` run commands, path fields read files, `proxy-url` and
 `insecure-skip-tls-verify` expose the token to others. A person who may create a Secret in the hub must not run any of
-that inside the operator. So `parse_kubeconfig` is an allow-list: it refuses every field that is not known to be
+that inside the operator. So `parse_kubeconfig` is an allow-list. It refuses every field that is not known to be
 harmless, also in entries that the current context does not use.
 
 The payload of a ServiceAccount's JWT names its account and its expiry. The operator uses them for its own credential

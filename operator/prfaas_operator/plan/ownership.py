@@ -1,7 +1,7 @@
 """Ownership: annotations allow takeovers and pauses, and the last writer of spec.replicas owns the replicas.
 
 The only value of an annotation that means yes is `true`. The API server records the writer of spec.replicas. A pool has
-one owner of replicas at a time: each owner writes the same field, by /scale or with the whole object, and the last one
+one owner of replicas at a time. Each owner writes the same field, by /scale or with the whole object, and the last one
 wins. The status names the owner, so that alternating writers are visible.
 """
 

@@ -1,9 +1,9 @@
 """Assigns the roles in a shared Deployment: which instance prefills, which decodes, and which is deleted first.
 
 Two pools want `wanted.prefill` and `wanted.decode` of the same pods. The roles are labels, which the Deployment's
-controller does not read. Its own order for deletions is: pods of an older template in a rollout, then pods that are not
-ready, and among ready ones the lowest deletion cost. So roles are planned again from the present pods after each
-change, with as few conversions of ready pods as possible:
+controller does not read. Kubernetes deletes pods of an older template in a rollout first, then pods that are not ready.
+Among ready ones it deletes that with the lowest deletion cost. So roles are planned again from the present pods after
+each change, with as few conversions of ready pods as possible:
 
     1. pods of the present template keep their role as far as it is wanted, ready ones first
     2. pods without a role take the missing roles, decode first; in a rollout an older pod of that role becomes cheap
@@ -11,7 +11,7 @@ change, with as few conversions of ready pods as possible:
     4. roles that are still missing come from a role with too many: pods that are not ready before ready ones
     5. every other pod keeps its role, and is cheap
 
-If all pods have one template and there are too many, those that are not ready are deleted first whatever their cost, so
+If all pods have one template and there are too many, those that are not ready are deleted first whatever their cost. So
 the plan leaves them out. Decode comes before everything else: without a ready decode instance the policy serves
 nothing. A decoding instance can prefill too, so a ready prefill instance takes its place.
 """

@@ -1,7 +1,7 @@
 """Converts and scales a policy's pools: measures once in a long interval, decides, and makes at most one change.
 
 Replicas are written by server-side apply under the operator's field manager. The apply takes the field over from its
-owner, but only if the object is unchanged since the read: a write by an autoscaler in between is kept. Of two writes
+owner, but only if the object is unchanged since the read. A write by an autoscaler in between is kept. Of two writes
 the growing one goes first, because one instance too many is harmless. The plan is in the status before both writes, so
 that the next leader can finish interrupted ones.
 """

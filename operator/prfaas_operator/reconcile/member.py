@@ -3,7 +3,7 @@
 If a member's Secret were deleted before the last pool, the pool's children there would stay for ever. So the operator's
 finalizer is on the Secret from before the first child until after the last.
 
-A token is renewed at half its life with its own rights, and only in a Secret that `prfaas cluster join` made: another
+A token is renewed at half its life with its own rights, and only in a Secret that `prfaas cluster join` made. Another
 owner of a Secret would revert the write. The old token works until its own expiry, so the moment of the write does not
 matter.
 """

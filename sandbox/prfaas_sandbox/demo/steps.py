@@ -1,7 +1,7 @@
 """The steps of the demo: install, prompts of many lengths, a link that narrows and widens, a killed worker.
 
-Each step drives the running system only from outside (HTTP to the gateway, tc on the link, a signal to a process) and
-records the results.
+Each step drives the running system only from outside: HTTP to the gateway, tc on the link, a signal to a process. Each
+step records the results.
 """
 
 import asyncio

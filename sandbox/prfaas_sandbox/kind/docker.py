@@ -1,7 +1,7 @@
 """Docker's client, and its daemon: the running one, or our own if no other would be started.
 
 Our daemon runs on after `prfaas kind up`, as the clusters do; `prfaas kind down` ends it. A root without
-CAP_SYS_RESOURCE, as in some virtual machines, needs our daemon or one with its settings: nodes are privileged
+CAP_SYS_RESOURCE, as in some virtual machines, needs our daemon or one with its settings. Nodes are privileged
 containers, and there only a runtime that asks for less can start them.
 """
 

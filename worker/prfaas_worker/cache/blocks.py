@@ -1,9 +1,9 @@
 """Keeps the hybrid cache's books, without its bytes: which pages are free, held, or part of a prefix.
 
-Each page is free, held (by sequences and transfers, counted), cached (without holders, but a prompt with the same
-prefix could use it), or part of a state checkpoint. A *block* is a page of attention rows, named by the hash of all
-tokens up to its end. A *checkpoint* is `pages_per_state` pages, any that were free, named like the block that it ends
-with.
+Each page is free, held, cached, or part of a state checkpoint. Held pages count their sequences and transfers. Cached
+ones have no holders, but a prompt with the same prefix could use them. A *block* is a page of attention rows, named by
+the hash of all tokens up to its end. A *checkpoint* is `pages_per_state` pages, any that were free, named like the
+block that it ends with.
 
 The hard part is that a prefix needs both: **a match is the longest n with attention blocks to n and a state at n**. So
 one order of eviction holds for both kinds: least recently used first, and a chain's tail before its head. A checkpoint
@@ -15,7 +15,7 @@ Two such places are known. One is the prompt's end, where a conversation continu
 earlier prompt parted from this one: there attention blocks reach further than any state. States at regular distances
 mostly land in tokens that no other prompt has, and give no hits for their room.
 
-A state weighs as much as thousands of tokens of attention (5,380 for Kimi Linear 48B). Even so no high bar pays: on the
+A state weighs as much as thousands of tokens of attention (5,380 for Kimi Linear 48B). Even so no high bar pays. On the
 conversation trace, asking that a state save 1,024 tokens costs a tenth of the hits at 128 GB and at 512 GB alike
 (`prfaas bench prefix_cache`; the trace cannot resolve less than 512). So the rule by bytes is a low one: each page that
 a state takes must save a token.

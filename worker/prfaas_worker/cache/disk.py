@@ -5,7 +5,7 @@ checked on every read; a damaged file is removed and counted, and the engine com
 
 A write may fail because of its entry, as when its path is taken, or because of the whole disk, as when that is full.
 The first costs only that entry. After the second the tier is only read for a while, then tried again, at growing
-intervals: a disk that has room again needs no help.
+intervals. A disk that has room again needs no help.
 
 One thread writes files and another reads them, each in the order of requests. The index belongs to the engine's thread,
 which learns of results in `poll` and never waits. The directory belongs to one process.

@@ -8,7 +8,7 @@ A copy between an accelerator and the host delays the step loop, however small i
 copy, and so are the entries of one prompt.
 
 At an orderly end `flush` writes to the disk what memory has and the disk lacks. The time for it is short, so the most
-valuable prefix comes first: a prefix needs a state at its end and all blocks before that, so each state follows the
+valuable prefix comes first. A prefix needs a state at its end and all blocks before that. So each state follows the
 blocks that it needs, beginning with the state that was used last.
 """
 

@@ -2,7 +2,7 @@
 
 Both tiers are bounded by bytes and evict the least recently used entry first. An entry may be in several tiers: one
 that was loaded from the disk stays there, so evicting it again costs nothing. Host memory answers at once. A thread
-reads the disk in the order of requests, so a `TierFetch` is done when its entries, and those that earlier ones read for
+reads the disk in the order of requests. So a `TierFetch` is done when its entries, and those that earlier ones read for
 it, are there.
 
 On a CPU, device memory is host memory, so the host tier is of use beside an accelerator only.

@@ -1,7 +1,7 @@
 """Measures the costs of prefills on this machine: on a few lengths before serving, then with every real prefill.
 
 The first measurement has to be short, since nothing is served meanwhile, and has to reach far, since prompts do. So
-lengths double until the next one would not fit the time. Each is repeated, and its quickest time counts: a single slow
+lengths double until the next one would not fit the time. Each is repeated, and its quickest time counts. A single slow
 one, at the longest length, would be taken for a square and make prompts beyond it look many times as slow.
 """
 

@@ -4,7 +4,7 @@ A draw's random number belongs to (seed, choice, position): not to a batch, inst
 continues elsewhere from the same tokens draws the same text. Philox is a counter-based generator: the seed and the
 choice are its key, the position its counter. A counter yields four numbers, of which a position takes the first.
 
-A `Sampler` is one answer's state, a function of (request, choice, tokens generated): made anew from these, here or on
+A `Sampler` is one answer's state, a function of (request, choice, tokens generated). Made anew from these, here or on
 another instance, it continues as the old one would have. It holds nothing of the model's cache, so a preempted request
 keeps its sampler.
 

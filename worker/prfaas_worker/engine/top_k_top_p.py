@@ -2,8 +2,8 @@
 
 Each filter applies to what the one before left (the order of vLLM): temperature, min_p, top_k, top_p. Of equally likely
 tokens the lower id counts as the likelier. The token is found by inverting the distribution function over what is left,
-in the order of ids. A last bit that differs in the logits then moves a bound by as little, while in the order of
-likelihood it could swap two tokens.
+in the order of ids. A last bit that differs in the logits then moves a bound by as little. In the order of likelihood
+it could swap two tokens.
 
 No row may depend on which others share its batch, but floating sums depend on their order, and that on shapes. So
 probabilities become whole numbers of 2^-52: sums of those are exact in float64 in any order (below 2^53).

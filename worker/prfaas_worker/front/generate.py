@@ -1,12 +1,12 @@
 """The text endpoints: completions and chats from their bodies to their last bytes, and /tokenize and /detokenize.
 
-Nothing is sent before the first token of every prompt exists: until then a failure is an HTTP status, with which the
+Nothing is sent before the first token of every prompt exists. Until then a failure is an HTTP status, with which the
 gateway can try elsewhere. A client that disconnects cancels the handler. That ends the calls in the engine, and with
 them the prefill at the other instance.
 
-A request also teaches routers: those without a tokenizer match byte blocks, and a tokenised request shows which block
-of tokens surely lies behind each of its byte blocks. The gateway hashes the same canonical bytes with the same code.
-What it learns is a hint: workers decide on the tokens themselves.
+A request also teaches routers. Those without a tokenizer match byte blocks. A tokenised request shows which block of
+tokens surely lies behind each of its byte blocks. The gateway hashes the same canonical bytes with the same code. What
+it learns is a hint: workers decide on the tokens themselves.
 """
 
 import asyncio

@@ -17,9 +17,9 @@ reader is served from the log at its own pace: nothing is kept for it, and no ot
 
 **The sockets** speak frame for frame as vLLM does. A PUB socket sends [topic, seq as 8 bytes big-endian, payload]. PUB
 loses messages of a reader that is slow or away. Such a reader asks the ROUTER socket on the next port with the first
-number that it wants. It gets [seq, payload] for each batch from there on, or a snapshot and the later batches where not
-all of those are kept, and at last the number -1 with an empty payload. Only cache events can be asked for again: these
-answers have no topic.
+number that it wants. It gets [seq, payload] for each batch from there on. Where not all of those are kept, it gets a
+snapshot and the later batches. At last comes the number -1 with an empty payload. Only cache events can be asked for
+again: these answers have no topic.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """Cache events for routers: numbered, kept for a while so that readers can catch up, read without slowing the engine.
 
-There are two topics. Each has numbers of its own, so that a reader of one sees a gap only where it lost something:
+There are two topics. Each has numbers of its own, so that a reader of one sees a gap only where it lost something.
 `kv@INSTANCE@MODEL` carries vLLM's event batches, `bytes@INSTANCE@MODEL` carries what requests taught about bytes and
-tokens. Both payloads are defined in `prfaas.wire.kvevents`. The log is the only buffer: a reader keeps a position in
+tokens. Both payloads are defined in `prfaas.wire.kvevents`. The log is the only buffer. A reader keeps a position in
 it, and one that falls behind its oldest batch has lost events and is informed. A reader that starts after the log has
-moved on begins with a snapshot: batches that lead to the blocks cached now, under the number of the last batch that
-they comprise.
+moved on begins with a snapshot. The snapshot consists of batches that lead to the blocks cached now, under the number
+of the last batch that they comprise.
 
 The engine owns the truth and reports every change in order, so the sum of its events is the truth as well. The snapshot
-is kept here from these events, in a few hundred bytes a block: it costs no step of the engine when a reader starts.
+is kept here from these events, in a few hundred bytes a block. It costs no step of the engine when a reader starts.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 vLLM's names, with its labels and buckets, let its dashboards and other routers read our workers. Figures of the engine
 are from its `Stats` at each scrape. Latencies are from the messages between front and engine, which run for every token
-of every stream: a histogram is therefore a list and a bisection, and becomes text only at a scrape. There are no
+of every stream. A histogram is therefore a list and a bisection, and becomes text only at a scrape. There are no
 cluster or pool labels: Prometheus adds them from the pod.
 """
 

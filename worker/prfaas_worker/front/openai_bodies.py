@@ -1,7 +1,7 @@
 """Bodies of the OpenAI endpoints: fields and types, with vLLM's names beside OpenAI's.
 
 `read_body` is the only place that parses a request's JSON. null means absent everywhere. A field that no struct names
-is refused with its name. A field that would change the answer and is not served is in `UnservedFields`: a request may
+is refused with its name. A field that would change the answer and is not served is in `UnservedFields`. A request may
 give it only the value of the default behaviour. A field that changes nothing is in `IgnoredFields` with its reason.
 """
 

@@ -1,6 +1,6 @@
 """Reads requests of the OpenAI endpoints: checks a body and builds the messages that ask the engine for the answer.
 
-A parameter that is not served is refused by its name, never ignored: an error is better than an answer that silently
+A parameter that is not served is refused by its name, never ignored. An error is better than an answer that silently
 differs from what was asked for.
 """
 

@@ -1,8 +1,8 @@
 """Turns the engine's tokens into answers of the OpenAI API: text and tool calls of each choice, bodies, and events.
 
 `ChoiceDetokenizer` makes pieces of a choice's tokens. `ResponseFormatter` makes whole bodies of pieces, or the events
-of a stream as bytes. A stream's usual event has new text and nothing else: it is written around the text without
-building the body again, because with many streams that is most of what this process does.
+of a stream as bytes. A stream's usual event has new text and nothing else. Such an event is written around the text
+without building the body again, because with many streams that is most of what this process does.
 """
 
 import codecs

@@ -1,9 +1,9 @@
 """Defines the model interface of the engine, and the batch of a step.
 
-A hybrid model keeps two kinds of cache for a sequence. *Rows* grow by one a token: they live in pages of the shared
+A hybrid model keeps two kinds of cache for a sequence. *Rows* grow by one a token. They live in pages of the shared
 pool, so they can leave for another instance, or serve another prompt, while later tokens are still computed. *State*
-has a fixed size and covers all tokens so far: it is right at exactly one length, cannot be rewound, and leaves whole;
-the state of a running sequence lives in a slot. A layer may keep either or both; an attention window is a state.
+has a fixed size and covers all tokens so far. It is right at exactly one length, cannot be rewound, and leaves whole.
+The state of a running sequence lives in a slot. A layer may keep either or both; an attention window is a state.
 
 A step is one `Batch`: chunks of prompts and one token of every decoding sequence go through the model together. The
 model finds their cache through the memory that it was bound to (see `prfaas_worker.cache.memory`).

@@ -4,7 +4,7 @@ Templates are programs that come with a checkpoint, written in Jinja for Hugging
 same filters, tags and settings, in a sandbox; transformers' own renderer would load torch. What a template refuses
 becomes a 400.
 
-Special tokens come only from the template. Users' strings are *guarded* before the template sees them: U+FDD0, a
+Special tokens come only from the template. Users' strings are *guarded* before the template sees them. U+FDD0, a
 character that no text may hold, is put in front of every place where a special token's letters begin. The split of the
 rendered text then finds only the template's own tokens, and takes the guards out again.
 """

@@ -1,9 +1,9 @@
 """Hugging Face's tokenizer.json through the `tokenizers` library, without transformers.
 
 Two things differ from the library's own way. Its added tokens are taken out before it reads the file, for it would find
-their letters in users' text; `Specials` puts them where the template does. And its decoder, which wants whole answers,
-is replaced by a table of bytes a token, built for the two alphabets that generating models use: byte-level BPE, which
-writes every byte as a printable character, and SentencePiece's, with U+2581 for a space and <0xNN> for lone bytes.
+their letters in users' text. `Specials` puts them where the template does. And its decoder, which wants whole answers,
+is replaced by a table of bytes a token. The table is built for the two alphabets that generating models use. Byte-level
+BPE writes every byte as a printable character. SentencePiece has U+2581 for a space and <0xNN> for lone bytes.
 """
 
 import os

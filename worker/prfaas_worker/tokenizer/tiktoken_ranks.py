@@ -1,7 +1,7 @@
 """tiktoken's rank files, as Kimi's models ship them: a line a token, its bytes in base64 and its rank.
 
 The file knows neither the pattern that cuts text into words nor the special tokens. The pattern is `pat_str` of
-tokenizer_config.json or, where that names Kimi's class without one, the pattern of that class; special tokens are
+tokenizer_config.json or, where that names Kimi's class without one, the pattern of that class. Special tokens are
 `added_tokens_decoder`, and the reserved ids behind the ranks that it leaves out.
 """
 

@@ -1,6 +1,6 @@
 """The data port: one thread accepts, one thread a connection sends.
 
-A destination proves with its HELLO that it holds an open offer; then frames leave as the engine puts them in, while
+A destination proves with its HELLO that it holds an open offer. Then frames leave as the engine puts them in, while
 later layers and chunks still compute. When a transfer is over its connections wait for the next HELLO. A peer that is
 silent, gone or wrong costs one thread for a moment.
 """

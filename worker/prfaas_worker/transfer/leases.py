@@ -1,9 +1,9 @@
 """Leases of the caches that this instance offers to others, from the grant until they are delivered or ended.
 
-Until its destination connects, an offer lives `LEASE_SECONDS`; while connected, for as long as the destination shows
-life; without a connection after one broke, `RESUME_SECONDS`, in which the destination may reconnect. ABORT, DELETE and
-an end on this side end it at once. Every way an offer ends passes through `end`, once. Its frames view the cache's own
-pages, so `on_end` waits until no connection sends them any more.
+Until its destination connects, an offer lives `LEASE_SECONDS`. While connected it lives for as long as the destination
+shows life. After a connection broke it lives for `RESUME_SECONDS`, in which the destination may reconnect. ABORT,
+DELETE and an end on this side end it at once. Every way an offer ends passes through `end`, once. Its frames view the
+cache's own pages, so `on_end` waits until no connection sends them any more.
 """
 
 import hmac

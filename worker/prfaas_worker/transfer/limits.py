@@ -4,14 +4,14 @@ The egress cap is one token bucket for all connections that send:
 
     credit(t) = min(depth, credit(t0) + rate * (t - t0) - bytes granted since),    depth = 40 ms of the rate
 
-In any window of T seconds at most rate * T + depth bytes are granted, 2 % too much in 2 s; and a thread that wakes up
-to 30 ms late costs nothing, because the credit waited for it. Fair among connections: they wait in one queue, and each
-turn grants at most 10 ms of the rate, after which a connection is last again. With many in the queue turns are shorter,
-so that each has a turn in a quarter of a second and no peer takes the silence for an end. The cap counts what is given
-to TCP. Headers below it (about 4 % at an MTU of 1,500) are extra.
+In any window of T seconds at most rate * T + depth bytes are granted, 2 % too much in 2 s. A thread that wakes up to 30
+ms late costs nothing, because the credit waited for it. Fair among connections: they wait in one queue. Each turn
+grants at most 10 ms of the rate; then a connection is last again. With many in the queue turns are shorter. So each has
+a turn in a quarter of a second and no peer takes the silence for an end. The cap counts what is given to TCP. Headers
+below it (about 4 % at an MTU of 1,500) are extra.
 
 The memory budget bounds what transfers use beside the cache: staging, buffers that TLS gathers in, room for codecs. A
-connection's thread asks before it loads a frame and gives back when the frame is sent or placed, so that a thousand
+connection's thread asks before it loads a frame and gives back when the frame is sent or placed. So a thousand
 transfers over a slow link hold no more than the limit. A thread that holds some must not ask for more: two such threads
 would wait for each other. So a thread asks once a frame, for all that the frame needs.
 """

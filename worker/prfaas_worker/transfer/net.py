@@ -1,14 +1,14 @@
 """Data connections over TCP, plain or inside TLS: whole buffers in and out, and a callback on every wait.
 
 Plain TCP moves memory without copies: the kernel gathers and scatters. TLS cannot, since every byte is encrypted on its
-way; OpenSSL makes records of 16 KiB, so pieces smaller than that are first gathered into one buffer (a call for each
-piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times), and larger ones go as they are.
+way. OpenSSL makes records of 16 KiB, so smaller pieces are first gathered into one buffer, and larger ones go as they
+are. (A call for each piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times.)
 
-A call waits for a tick at most, all its waits together; then `on_wait(silent_seconds)` decides, by raising, whether to
-go on: it knows about the peer's other connections and about a cancelled transfer. It is called between partial reads
-and writes too, so that a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits inside the call
-that moves the bytes, all but the end of a frame at once: polling in between costs a third more CPU. One thread uses a
-stream; any may cut it.
+A call waits for a tick at most, all its waits together. Then `on_wait(silent_seconds)` decides, by raising, whether to
+go on. The callback knows about the peer's other connections and about a cancelled transfer. It is called between
+partial reads and writes too, so that a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits
+inside the call that moves the bytes, all but the end of a frame at once. Polling in between costs a third more CPU. One
+thread uses a stream; any may cut it.
 """
 
 import logging

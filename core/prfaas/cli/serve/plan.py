@@ -1,10 +1,10 @@
 """Makes the decisions of `prfaas serve`, without side effects: checks of flags, commands, routing table and update.
 
-The user's machine is the hub of a tiny installation: one decode instance, which is the local worker, and a member
-cluster with one prefill instance, which is the service. The gateway decides each request by its own rules. Once a
-second this process gives it the inputs, in place of a scheduler: the profiles of both sides as prices, and whether the
-service may be used. Prompts are prefilled here while the service does not answer, while a side has no measured profile,
-and when the two have different weights.
+The user's machine is the hub of a tiny installation. Its one decode instance is the local worker. The one prefill
+instance of its member cluster is the service. The gateway decides each request by its own rules. Once a second this
+process gives it the inputs, in place of a scheduler. The inputs are the profiles of both sides as prices, and whether
+the service may be used. Prompts are prefilled here while the service does not answer, while a side has no measured
+profile, and when the two have different weights.
 """
 
 import ipaddress

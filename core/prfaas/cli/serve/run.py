@@ -1,7 +1,7 @@
 """Runs `prfaas serve`: starts a worker and a gateway, keeps the gateway's routing up to date, and ends both.
 
-They run as processes beside this one, which does what a scheduler does in an installation: once a second it reads what
-a prefill costs here and at the service, and tells the gateway; prfaas.cli.serve.plan decides what. The service may come
+They run as processes beside this one, which does what a scheduler does in an installation. Once a second it reads what
+a prefill costs here and at the service, and tells the gateway what prfaas.cli.serve.plan decides. The service may come
 and go at any time. While it does not answer, everything is prefilled here; so is a request that it fails halfway. When
 one of our processes ends, the others are ended too, and the error shows the end of its log.
 

@@ -1,15 +1,15 @@
 """Puts the layer objects of transformers' cache over our pages and slots, and finds the shapes that a family needs.
 
-A model of transformers hands each layer's new keys and values, or its new state, to an object of the cache, and
-computes with what that returns. Ours subclass those objects, as transformers chooses masks by their classes, but hold
-nothing: rows go to the sequence's pages and are gathered from there, windows and states are in its slot. So prefix
+A model of transformers hands each layer's new keys and values, or its new state, to an object of the cache. The model
+computes with what that object returns. Ours subclass those objects, as transformers chooses masks by their classes, but
+hold nothing. Rows go to the sequence's pages and are gathered from there. Windows and states are in its slot. So prefix
 reuse, checkpoints and transfers, which know only bytes, work for every family.
 
 The hard part is a window that is not full yet. Its state has room for the window - 1 tokens that a next token sees
-beside itself; the oldest is first, and the number of valid ones follows from the sequence's length, which is not
-stored. A state at length zero is none: transformers must be told, whatever bytes the slot holds. Decodes of unequal
-length: all see as many rows as the longest, so masks hide what is not their own, and what is hidden is zero, as
-uninitialised memory may hold NaN, which no mask hides.
+beside itself, the oldest first. The number of valid ones follows from the sequence's length, which is not stored. A
+state at length zero is none: transformers must be told, whatever bytes the slot holds. Decodes of unequal length: all
+see as many rows as the longest, so masks hide what is not their own. What is hidden is zero, as uninitialised memory
+may hold NaN, which no mask hides.
 
 The shapes are found by looking at transformers' own cache after a few tokens (`pattern_of`, `layer_specs`).
 """

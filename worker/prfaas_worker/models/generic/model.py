@@ -1,7 +1,7 @@
 """Puts a model of transformers behind the engine's `Model` interface: on the CPU, in fp32, without gradients.
 
-A checkpoint is loaded only from files: nothing is fetched and none of its code is run. transformers answers wrong
-weights with a warning and random numbers in their place; here every difference is an error that lists them all.
+A checkpoint is loaded only from files: nothing is fetched and none of its code is run. Given wrong weights,
+transformers warns and puts random numbers in their place. Here every difference is an error that lists them all.
 
 Decodes go through the model together, as each brings one token. Chunks go one after the other: transformers would batch
 them by padding, and a linear layer would add pads to its state.

@@ -6,14 +6,14 @@ A chunk of C tokens is done at once. Let D_i be the sum of g from the chunk's mi
 positive, before it), G_mid and G_end the sums from its start to its middle and from there to its end, k' = k e^(-D):
     L = strictly lower part of beta_i <k_i e^(D_i), k'_j>,   T = (I + L)^-1 diag(beta),   S~ = e^(G_mid) S,
     v' = T v - T (k e^D) S~,   o = (q e^D) S~ + lower(<q_i e^(D_i), k'_j>) v',   S <- e^(G_end) (S~ + k'^T v').
-As every decay is taken from the middle, for the state too, three scaled copies of q and k are all that is made, and a
-step from chunk to chunk is three small products.
+As every decay is taken from the middle, for the state too, only three scaled copies of q and k are made. A step from
+chunk to chunk is three small products.
 
 The hard part is e^(-D): with strong gates it overflows fp32. So the size of the chunks follows the gates: the largest
 of which no half decays by more than e^-40. Gates below -20 are set to it first: e^-20 = 2e-9 of what was there is less
-than fp32 can resolve beside values of the same size, and chunks of 4 tokens then always do. (To form pairs of a large
-chunk by halves instead, each decay taken to the boundary between them, is slower: many small tensors cost more than
-more steps do.) Everything is plain torch and differentiable; S stays in fp32.
+than fp32 can resolve beside values of the same size. Chunks of 4 tokens then always do. (To form pairs of a large chunk
+by halves instead, each decay taken to the boundary between them, is slower. Many small tensors cost more than more
+steps do.) Everything is plain torch and differentiable; S stays in fp32.
 
 Plain torch runs on every device. On an NVIDIA GPU `choose_rule` takes fla-core's Triton kernels, where they are
 installed and products are bf16. That path was checked against fla 0.6.0's signatures and a stand-in; it has not been

@@ -1,6 +1,6 @@
 """Computes a KDA layer: projections, a short convolution, the gated delta rule, and a gated norm of its outputs.
 
-Work that tokens do by themselves (`project`, `output`) takes any number of them in one call; where they meet,
+Work that tokens do by themselves (`project`, `output`) takes any number of them in one call. Where they meet,
 `mix_chunk` takes sequences of equal length [B, T, ...], `mix_step` one token of each sequence [B, ...].
 """
 

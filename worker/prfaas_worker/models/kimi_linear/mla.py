@@ -1,9 +1,9 @@
 """Computes an MLA layer, without positions. Its cache row is the normed latent, then the key part that all heads share.
 
 A chunk attends in two ways. To its own tokens: keys and values are made of its rows, as the checkpoint says. To tokens
-before it: block by block of rows, each block's output weighted by its share of the whole (the log of the sum of its
-exponentials), so that memory does not follow the length. There, and in decode, kv_b_proj may be *absorbed* into the
-query and the output: then rows are used as they are, which is cheaper where queries are few.
+before it: block by block of rows, so that memory does not follow the length. Each block's output is weighted by its
+share of the whole (the log of the sum of its exponentials). There, and in decode, kv_b_proj may be *absorbed* into the
+query and the output. Then rows are used as they are, which is cheaper where queries are few.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
 """Puts Kimi Linear behind the engine's `Model` interface: layer by layer over one step's batch, without gradients.
 
-One model serves every device: its weights and its cache lie where `load` is told, and all arithmetic is plain torch (on
-an NVIDIA GPU the delta rule may be fla's, see `delta_rule`). The cache is fp32 everywhere, so instances on different
+One model serves every device. Its weights and its cache lie where `load` is told. All arithmetic is plain torch (on an
+NVIDIA GPU the delta rule may be fla's, see `delta_rule`). The cache is fp32 everywhere, so instances on different
 devices take each other's caches. CPUs are what it is measured and tuned on. On a GPU it is meant to be right, not fast,
 and has not been run.
 
-On a CPU a small model spends most of a decode step on calling small operations, so steps of decodes alone can be
+On a CPU a small model spends most of a decode step on calling small operations. So steps of decodes alone can be
 compiled for a few fixed shapes: a number of sequences, and of tokens of each. The compiled part is a function without
 side effects, from gathered rows and states to new ones. A step that is smaller than its shape is filled up with copies
 of its first sequence, whose results go nowhere.

@@ -1,7 +1,7 @@
 """Runs a step's batch over the paged memory; works out once what all layers of a kind need to know of pages and slots.
 
 The arithmetic is in `kda` and `mla`. Long chunks go through a KDA layer in parts, from one state of their slot to the
-next, so that intermediate results stay in the processor's caches.
+next. So intermediate results stay in the processor's caches.
 """
 
 from collections.abc import Iterator, Mapping

@@ -8,11 +8,11 @@ A processor without AVX512-BF16 or AMX emulates bf16, many times slower. A proce
 small matrices to what converting costs, so the model's own shapes are timed. A GPU always has them, and is not timed.
 
 Rounding may turn a token to other experts, from where everything differs. So a prompt goes through both forms of the
-weights, and must leave the distribution of the next token as it was, to MOST_DIVERGENCE nats on average, half a percent
-of the perplexity. The shipped model moves by 0.001 on random tokens and 0.00005 on text; one of random weights, whose
+weights. The distribution of the next token must stay as it was, to MOST_DIVERGENCE nats on average, half a percent of
+the perplexity. The shipped model moves by 0.001 on random tokens and 0.00005 on text; one of random weights, whose
 router decides by a hair, by 0.013.
 
-The fingerprint names neither form. Both read each other's caches, with the error that was just bounded; if it told them
+The fingerprint names neither form. Both read each other's caches, with the error that was just bounded. If it told them
 apart, no cluster could prefill for another one with older processors, which is what this system is for. Where answers
 must be the same to fp32's last digits on whichever instance, every pool is given float32.
 """

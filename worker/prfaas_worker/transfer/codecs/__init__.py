@@ -1,6 +1,6 @@
 """A frame's tensors as pieces of memory, and each as one array for the codecs.
 
-Gathering costs a copy. It buys few, long operations: each gives the interpreter's lock away and must ask for it again,
+Gathering costs a copy. It buys few, long operations. Each gives the interpreter's lock away and must ask for it again,
 and a thread that computes in Python lets go of it once in 5 ms.
 """
 

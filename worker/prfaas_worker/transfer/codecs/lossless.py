@@ -1,7 +1,7 @@
 """LOSSLESS: separates the bytes of numbers by significance, because exponents repeat and mantissas are noise.
 
 Payload: for each tensor in manifest order, for each of its planes, the plane's length on the wire (unsigned, 32 bits,
-network order); then the planes in the same order. A plane of its full length is as it is, a shorter one is a zstd frame
+network order). Then the planes in the same order. A plane of its full length is as it is, a shorter one is a zstd frame
 that states its content's size.
 
     bfloat16, float16   low byte, high byte (sign and exponent, or the most of it)
