@@ -1,7 +1,7 @@
 """Authenticates clients and limits their use: API keys from a folder, and the limits of each key's owner.
 
 The folder holds one file a client, named after the client, as a mounted Kubernetes Secret does. A file holds keys, one
-a line, each in plain text or as `sha256:` and 64 hexadecimal digits; or, with limits, a JSON object:
+a line, each in plain text or as `sha256:` and 64 hexadecimal digits. Or, with limits, it holds a JSON object:
 
     {"keys": ["sha256:..."], "maxInFlight": 8, "requestsPerMinute": 600, "tokensPerMinute": 200000}
 

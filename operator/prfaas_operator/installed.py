@@ -1,8 +1,8 @@
 """Checks an installation of the chart from inside its namespace, as a pod of `helm test` with the operator's image.
 
-Three checks, each with a cause of failure of its own: our kinds are served, the operator's Deployment is available, and
-an operator answers on its metrics port. The last check uses addresses instead of names, because the cluster's DNS is
-not under test.
+Each of three checks has its own cause of failure. Our kinds are served, the operator's Deployment is available, and an
+operator answers on its metrics port. The last check uses addresses instead of names, as the cluster's DNS is not under
+test.
 """
 
 import asyncio

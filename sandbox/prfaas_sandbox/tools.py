@@ -1,9 +1,9 @@
 """The sandbox's Go programs: their pinned versions, and how each is found or built.
 
 `tools/<module>/go.mod` is the only place of a program's version. A module is built as a whole, because its programs
-share almost all packages: from the cache, else from PATH, else by `go install`.
+share almost all packages. It comes from the cache, else from PATH, else by `go install`.
 
-Each module has a folder in the cache. The folder's name has a hash of go.mod, go.sum and build flags: a changed pin
+Each module has a folder in the cache. The folder's name has a hash of go.mod, go.sum and build flags. A changed pin
 builds anew, and an old checkout finds its own binaries. A lock keeps two builds apart; an interrupted build resumes by
 Go's own build cache.
 """

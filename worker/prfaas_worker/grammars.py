@@ -1,6 +1,6 @@
 """Translates grammars for llguidance, and checks them: the front refuses bad ones, the engine compiles good ones.
 
-It needs neither torch nor a tokenizer: whether a schema, a regular expression or a Lark grammar is valid does not
+It needs neither torch nor a tokenizer. Whether a schema, a regular expression or a Lark grammar is valid does not
 depend on the model. A grammar refused here costs no queue slot and no prefill.
 """
 

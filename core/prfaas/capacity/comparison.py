@@ -2,8 +2,8 @@
 
 The baselines have as many instances: *homogeneous* prefills everything in the hub, on the hub's own hardware, and
 *naive heterogeneous* offloads everything. Beyond the table stand a plan whose instances divide their time between
-roles, and the bound that no policy exceeds. Then come the time to the first token under load, the rate that an SLO
-allows, and the systems that cost the same.
+roles, and the bound that no policy exceeds. Then come the time to the first token under load, the rate within an SLO,
+and the systems that cost the same.
 
 A table with as many instances of different kinds flatters the dearer kind. So the last comparison gives every system
 the hourly cost of the described one, in whole instances. *Homogeneous* buys instances of the hub's first pool only,

@@ -6,13 +6,13 @@ prompts, not over lengths, so this is E[T_prefill(L) | L > t]. For a quadratic T
 Rates are requests per second. Those named `*_arrivals` count all requests, the others the part that a stage serves.
 
 The bound holds for every way to route by length and to divide instances between roles. It is a linear programme. y_r is
-the rate of requests that follow routing r; a routing names the pool that prefills each length and the pool that
+the rate of requests that follow routing r. A routing names the pool that prefills each length and the pool that
 decodes. A request of routing r takes the share a_ir of resource i (instances of a pool, a link) for a second:
 
     maximise sum of y_r    such that    sum over r of a_ir y_r <= 1    for every resource i
 
 There are too many routings to list, but at given prices of the resources the cheapest one is found length by length. So
-columns are generated: solve with a few routings, price the resources by the dual solution, add the cheapest routing at
+columns are generated. Solve with a few routings, price the resources by the dual solution, add the cheapest routing at
 these prices. If it costs c, then (sum of prices) / c is a bound whatever the prices are (weak duality). So stopping
 early makes the bound looser, never wrong. A price is the worth of one more unit of a resource, in requests a second
 times the resource's size.

@@ -4,15 +4,15 @@ There are two kinds of change. A *conversion* moves instances that two pools sha
 the split that carries most, equation (8). *Scaling* adds instances to the stage that is too busy, or removes one.
 The hard part is to rest:
 
-- Every figure is measured, so a gain below a tenth is noise. After a change a cooldown follows, in which the short loop
-  finds its new threshold and the measurements leave the old state behind.
+- Every figure is measured, so a gain below a tenth is noise. After a change a cooldown follows. In it the short loop
+  finds its new threshold, and the measurements leave the old state behind.
 - A conversion never crosses the best split, and never breaks a promised time to the first token. So facts that stay the
   same lead to a state in which nothing is wanted.
 - Old, missing and thin facts, and pools that have not become what was last asked of them, mean: hold.
 
 *Conversions.* More instances that prefill raise the prefill rate and lower the decode rate. So the best split lies on
-either side of where the two cross, found by halving, and each step towards it serves more. A promised time to the first
-token adds two rules. No step may break it, or make it worse where it is broken. Where waits break it, a step that
+either side of where the two cross, and is found by halving. Each step towards it serves more. A promised time to the
+first token adds two rules. No step may break it, or make it worse where it is broken. Where waits break it, a step that
 shortens them by a tenth is worth its cost in capacity, if no stage gets too busy.
 
 *Scaling.* A stage that is too busy gets as many instances as it lacks. At most it doubles the pool, because

@@ -1,9 +1,9 @@
 """Reads the file that describes a system to a planner or a simulator: parsed YAML in, typed facts out.
 
 docs/capacity.md lists the fields. People write these files by hand, from data sheets in other units. So no field is
-ignored, and every message names field, value and fix. A number with its unit is answered with the number to write, and
-an unknown field with the field that was probably meant. A reader takes the fields of its `Section` one by one; a field
-that it did not take is an error.
+ignored, and every message names field, value and fix. A number with its unit is answered with the number to write, an
+unknown field with the field probably meant. A reader takes the fields of its `Section` one by one; a field that it did
+not take is an error.
 """
 
 import difflib

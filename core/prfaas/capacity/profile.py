@@ -5,8 +5,8 @@ single prefills slower by any factor, and nothing makes one faster than it is. A
 
 Samples looked at together are upper bounds. So the curve that counts is the highest one which none of them is below
 (deterministic frontier, Aigner and Chu 1968). What lies far above it was disturbed and is left out, and the rest is
-fitted by its relative error. Else one slow sample at the longest length would be taken for a square, and would make
-prompts beyond it look many times as slow.
+fitted by its relative error. Else one slow sample at the longest length would be taken for a square. Prompts beyond it
+would look many times as slow.
 
 Single samples refine that. One that is slower than believed by more than a tolerance pulls no harder than at it (Huber,
 on one side). Old ones are forgotten per class of length and offset, powers of two. So a thousand short prompts do not

@@ -14,7 +14,7 @@ With queueing (`queued`) arrivals are Poisson, and
   server. The second is what separate queues cost beside a shared one, fitted to simulations of 2 to 20 instances
 - a link is shared evenly by its transfers (M/G/1 processor sharing), which stretches each by 1 / (1 - rho)
 - a transfer overlaps its prefill: after it only the last chunk and the states remain, unless the link is the slower
-- decode instances admit a request when one of their N_d BS_max places is free; all answers are of equal length, which
+- decode instances admit a request when one of their N_d BS_max places is free. All answers are of equal length, which
   halves the wait (M/D/c).
 
 The waits are taken as independent of each other and of the lengths. Fractional plans have no such queues to speak of.

@@ -7,8 +7,8 @@ never reported a state, its model has none, and only attention counts.
 
 A prompt's blocks may be evicted in the middle, so a cached block proves little about those before it. Therefore an
 empty block stays in the tree as long as it has children. So the tree is closed under prefixes, and bisection finds the
-last block of a chain that the tree has. The path to that block has empty blocks and states. It is not walked:
-consecutive blocks of a chain have consecutive numbers, a *run*, and their bits lie in byte arrays that C searches.
+last block of a chain that the tree has. The path to that block has empty blocks and states. It is not walked.
+Consecutive blocks of a chain have consecutive numbers, a *run*, and their bits lie in byte arrays that C searches.
 
 A block takes 24 bytes beside its place in the table of keys. A tree has a bound: it refuses further blocks and their
 descendants until others are removed.

@@ -1,6 +1,6 @@
 """Chooses the codec for a link, from facts about the link and the codecs.
 
-Encoding, the wire and decoding work at the same time on different frames, so the slowest of them decides when the last
+Encoding, the wire and decoding work at the same time on different frames. So the slowest of them decides when the last
 byte is placed. For a cache of B bits, with a codec that makes it `ratio` times smaller,
 
     seconds = max(B / (encode_mbps * cores), B / (ratio * delivery_mbps), B / (decode_mbps * cores))

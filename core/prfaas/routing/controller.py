@@ -12,11 +12,11 @@ are not known yet, that is the policy's minimum, and feedback alone finds the li
 
 The hub has a pressure too, of the time that prefills wait there. It may be the worse one: the profiles were wrong, or
 more comes than both sides can do. Equal waits are equal pressures: a request does not care where it waits. Where the
-hub's is the worse, the threshold falls whatever the link says, and a *relief* below 1 lets it go below the optimum.
-While the hub's is more than half of the link's, nothing rises. What is taken from a link that waits would wait in the
-hub, and the link catches up sooner. For the same reason the forward part keeps off a link only what waits longer there
-than in the hub. While anything waits in the hub, nothing rises above what its pools can do as fast as it comes. The
-longest prompts would hold them up for all others.
+hub's is the worse, the threshold falls whatever the link says. A *relief* below 1 lets it go below the optimum. While
+the hub's is more than half of the link's, nothing rises. What is taken from a waiting link would wait in the hub, and
+the link catches up sooner. For the same reason the forward part keeps off a link only what waits longer there than in
+the hub. While anything waits in the hub, nothing rises above what its pools can do as fast as it comes. The longest
+prompts would hold them up for all others.
 
 Without these it would swing:
 

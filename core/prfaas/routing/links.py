@@ -8,12 +8,12 @@ All pressures are on one scale, percent:
 
 Three things make this hard:
 
-- A link that got narrower looks *idle* beside its declared capacity: it carries 5 of 100 Mbit/s because it can carry no
+- A link that got narrower looks *idle* beside its declared capacity. It carries 5 of 100 Mbit/s because it can carry no
   more. So capacity is what the link was seen to deliver while data waited for it. When nothing waits there is nothing
   to see. The last estimate is held and probed upward by a tenth an interval, as far as the declared capacity.
 - Rates are means over a window, in which a collapse shows only little by little. What the latest two scrapes say alone
-  is noisy. So it is believed only of a collapse: data waited for most of that time, and the link delivered less than
-  half of what the window says.
+  is noisy. So it is believed only of a collapse. Then data waited for most of that time, and the link delivered less
+  than half of what the window says.
 - Metrics lie, and contradict each other. A figure that is no number, negative or infinite counts as not measured. A
   traffic below what our own counters prove is raised to that. A link that alone went silent is dead (one lost scrape is
   not silence). So is one whose cluster is unreachable or has no Ready instance.

@@ -1,6 +1,6 @@
 """Arrivals: when requests come and how long they are, drawn at random or read from a published trace.
 
-Random requests are a Poisson process over a workload. Bursts change the rate and not the load: `rate_per_second` is the
+Random requests are a Poisson process over a workload. Bursts change the rate and not the load. `rate_per_second` is the
 mean, and a burst is `factor` times as dense as the time between bursts. The random source is an argument, so the same
 seed gives the same requests whatever serves them. Prompts that continue earlier ones share their blocks, as far as the
 shorter one reaches. Such are conversations that come back longer, and documents that are asked about again.

@@ -2,7 +2,7 @@
 
 An instance prefills prompts one at a time; a decode step is shared among a batch. A prefill behind a link hands over
 its cache chunk by chunk, so that the link works while the instance computes. An instance of the hub can do both,
-whatever its present role, and its batch stands still while it prefills: one accelerator does either.
+whatever its present role, and its batch stands still while it prefills. One accelerator does either.
 
 Transfers share a link equally. A transfer is on the link while bytes of it wait, whichever chunk they belong to. The
 samples are those that the live system gets from its metrics: rates over a window. Delivery counts only the time in

@@ -16,7 +16,8 @@
     failures            name of an instance or link, atSeconds, forSeconds
 
 All policies meet the same requests. Each has the hardware of the plan's column of its name. `threshold`, `price` and
-`static` the planned split, `naive` a hub that only decodes, `homogeneous` a hub grown by as many instances as offload.
+`static` have the planned split, `naive` a hub that only decodes. `homogeneous` has one grown by as many instances as
+offload.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Spans of gateway, workers and operator, with or without a collector that receives them.
 
-Without an OTLP endpoint in the environment nothing of OpenTelemetry is imported: a span then only carries the context
+Without an OTLP endpoint in the environment nothing of OpenTelemetry is imported. A span then only carries the context
 that came in and goes on. With an endpoint, otlp.py makes a real span of the same calls. Nothing here waits or fails.
 """
 

@@ -13,7 +13,7 @@ comment lines, which readers of server-sent events skip. They list the tokens of
 A stream may be cut only at the end of a comment: there the events and the listed tokens agree. JSON never holds a line
 end, so `;\n\n` occurs at these places only, and a relay finds them without parsing.
 
-To resume, the gateway calls the same path with a `Resume` document before the same body; the header RESUME has the
+To resume, the gateway calls the same path with a `Resume` document before the same body. The header RESUME has the
 document's length. The next worker renders the prompt again and computes prompt and sent tokens. The worker replays the
 sent tokens for the state of the text: a held-back beginning of a character or stop string, and the open tool call. It
 checks that it gets the same number of characters.

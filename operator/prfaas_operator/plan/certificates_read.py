@@ -2,7 +2,7 @@
 
 The hub checks a cluster's Secret against its own authorities, never against that Secret's `ca.crt`. An unreadable
 Secret is a finding like any other: a damaged certificate is issued again. A damaged authority stays until a person has
-looked at it, because a new authority in its place would cut every instance off.
+looked at it. A new authority in its place would cut every instance off.
 """
 
 import base64

@@ -2,7 +2,7 @@
 
 The hard part of the table is the unknown. After a restart, or while a member's API server does not answer, the operator
 has no list of pods there. Without them the gateway would lose working instances. So a cluster that was never listed
-keeps the instances of the present table, and the gateway itself ejects instances that refuse connections.
+keeps the instances of the present table. The gateway itself ejects instances that refuse connections.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Roles of the instances that a DecodePool shares with a PrefillPool, assigned by the DecodePool's reconcile only.
 
 The PrefillPool's own reconcile only observes: two writers of one label would disagree. A DecodePool whose share ended
-keeps the shared form of its Deployment while pods of that form exist, because the change would restart them all.
+keeps the shared form of its Deployment while pods of that form exist. The change would restart them all.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Creates, fills and deletes a pair of kind clusters, and shapes and cuts the link between their nodes.
 
 A healthy cluster is left as it is. The link is the Docker network between the two node containers. Each node's own end
-is shaped, so that this machine outside the containers stays unchanged, and deleting a container undoes all of it. As in
-the sandbox, pods of one cluster reach those of the other by their own addresses.
+is shaped, so that this machine outside the containers stays unchanged. Deleting a container undoes all of it. As in the
+sandbox, pods of one cluster reach those of the other by their own addresses.
 """
 
 import asyncio

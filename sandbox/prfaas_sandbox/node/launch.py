@@ -1,8 +1,8 @@
 """Launches a container: new mount and PID namespaces, the container's view of the file system, then its command.
 
 Run it as a script, `python -I -S launch.py SPEC_FD REPORT_FD`. It reads a JSON document {scratch, mounts, argv, env,
-cwd} from one descriptor and writes to the other `started PID` or an error. Then it waits for the command, which is pid
-1 of its namespace, and ends as the command did, with 128 + N for signal N. (unshare(1) makes SIGKILL a 1.)
+cwd} from one descriptor. To the other it writes `started PID` or an error. Then it waits for the command, which is pid
+1 of its namespace. It ends as the command did, with 128 + N for signal N. (unshare(1) makes SIGKILL a 1.)
 
 The view is the host's file system, with volumes at their mountPaths, which need not exist there. So the root becomes a
 tmpfs in which every entry of the host's root is bound. Directories on the path to a mountPath are rebuilt likewise,

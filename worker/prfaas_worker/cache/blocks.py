@@ -5,12 +5,12 @@ ones have no holders, but a prompt with the same prefix could use them. A *block
 the hash of all tokens up to its end. A *checkpoint* is `pages_per_state` pages, any that were free, named like the
 block that it ends with.
 
-The hard part is that a prefix needs both: **a match is the longest n with attention blocks to n and a state at n**. So
+The hard part is that a prefix needs both. **A match is the longest n with attention blocks to n and a state at n**. So
 one order of eviction holds for both kinds: least recently used first, and a chain's tail before its head. A checkpoint
 is evicted with its block, since no match reaches it any more. A checkpoint that a longer one of its own sequence has
 made useless is evicted before all others. Held pages are never evicted.
 
-Where to keep states: a state is right at exactly one length, so it must be where a later prompt parts from this one.
+Where to keep states. A state is right at exactly one length, so it must be where a later prompt parts from this one.
 Two such places are known. One is the prompt's end, where a conversation continues. The other is a branch, where an
 earlier prompt parted from this one: there attention blocks reach further than any state. States at regular distances
 mostly land in tokens that no other prompt has, and give no hits for their room.

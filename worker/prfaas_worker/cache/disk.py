@@ -3,8 +3,8 @@
 A file is written under a temporary name, synced and renamed, so a name belongs to a whole file or to none. Digests are
 checked on every read; a damaged file is removed and counted, and the engine computes its tokens anew.
 
-A write may fail because of its entry, as when its path is taken, or because of the whole disk, as when that is full.
-The first costs only that entry. After the second the tier is only read for a while, then tried again, at growing
+A write may fail because of its entry, as when its path is taken. Or it fails because of the whole disk, as when that is
+full. The first costs only that entry. After the second the tier is only read for a while, then tried again, at growing
 intervals. A disk that has room again needs no help.
 
 One thread writes files and another reads them, each in the order of requests. The index belongs to the engine's thread,

@@ -1,7 +1,7 @@
 """Reports changes of the prefix cache to routers, as vLLM's KV cache events.
 
 Attention blocks and state checkpoints are different groups. A block's event needs its tokens, which the pool does not
-know: they are remembered here, and go with an entry to the tiers.
+know. They are remembered here, and go with an entry to the tiers.
 """
 
 from collections.abc import Callable, Iterator, Sequence

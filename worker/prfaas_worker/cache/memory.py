@@ -1,6 +1,6 @@
 """The bytes of the hybrid cache on one device: a pool of pages for everything cached, and slots for running states.
 
-A *page* has room for the rows of `page_tokens` tokens in all layers, layer after layer; the same pages, taken as bytes,
+A *page* has room for the rows of `page_tokens` tokens in all layers, layer after layer. The same pages, taken as bytes,
 hold state checkpoints. A *slot* is the working state of one running sequence. Kernels change it in place, so it is
 dense, and copying it to or from pages is one operation. `table[slot]` lists the pages of the sequence in that slot, in
 order of its tokens.

@@ -1,6 +1,6 @@
 """Populates the cache's memory before it is used (MADV_POPULATE_WRITE).
 
-A transfer into pages that were never written costs five times the CPU: the kernel finds, clears and maps each on the
+A transfer into pages that were never written costs five times the CPU. The kernel finds, clears and maps each on the
 way. A thread asks for pages in small steps, in the pool's order, and rests as long as it worked. The kernel changes no
 byte, so anything may use the memory meanwhile. Pages that the kernel does not grant are populated by their first use.
 """

@@ -1,7 +1,7 @@
 """Moves evicted entries from the device to host memory and disk, and brings cached prefixes back.
 
 Down: entries are copied when the device evicts them, unless a tier has them already. Up: when a prompt arrives, its
-missing blocks and state are loaded. Once all are there they enter the pool, up to the first gap: a damaged entry ends
+missing blocks and state are loaded. Once all are there they enter the pool, up to the first gap. A damaged entry ends
 the prefix, and the engine computes the rest.
 
 A copy between an accelerator and the host delays the step loop, however small it is. So evictions of one moment are one

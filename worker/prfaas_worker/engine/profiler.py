@@ -2,7 +2,7 @@
 
 The first measurement has to be short, since nothing is served meanwhile, and has to reach far, since prompts do. So
 lengths double until the next one would not fit the time. Each is repeated, and its quickest time counts. A single slow
-one, at the longest length, would be taken for a square and make prompts beyond it look many times as slow.
+one, at the longest length, would be taken for a square. Prompts beyond it would look many times as slow.
 """
 
 import time

@@ -9,8 +9,8 @@ another instance, it continues as the old one would have. It holds nothing of th
 keeps its sampler.
 
 `sample` makes one step's draws. It computes for the whole batch what every row needs, and the rest only for the rows
-that ask for it. An error in one row (a grammar that no token fits, logits that are not numbers) is that row's result:
-the batch continues.
+that ask for it. An error in one row (a grammar that no token fits, logits that are not numbers) is that row's result.
+The batch continues.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 A step has a budget of tokens. Every decoding sequence takes one token of it, and prompts share the rest. Half of the
 rest is for the prompt that arrived first, so that each has its turn. The other half goes to the prompt with least to
-compute, so that a short prompt never waits for all of a long one. Among equals both are the first: finishing one before
+compute. So a short prompt never waits for all of a long one. Among equals both are the first: finishing one before
 starting the next gives the lowest mean wait. A long prompt delays running streams by one chunk, never by all of itself.
 An instance's role says how much prompt may be computed beside decodes.
 

@@ -10,8 +10,8 @@ probabilities become whole numbers of 2^-52: sums of those are exact in float64 
 
 top_p does not know how many tokens it will keep. It begins with the likeliest few, and takes more where those do not
 reach. The k largest numbers of a row are in at most k blocks of 64: those with the largest peaks. So one pass finds the
-peaks, and only k blocks are searched. Of equal numbers the leftmost come first, whatever library or device sorts:
-numbers and their places become keys, of which no two are equal.
+peaks, and only k blocks are searched. Of equal numbers the leftmost come first, whatever library or device sorts.
+Numbers and their places become keys, of which no two are equal.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ as payloads:
 
 `from` and `bytes_from` are the first numbers wanted of the two topics (default 0), `epoch` the hello's from which they
 are known. Where the log does not reach back so far, or is another one, a snapshot replaces the missing batches. A
-reader is served from the log at its own pace: nothing is kept for it, and no other reader waits for it.
+reader is served from the log at its own pace. Nothing is kept for it, and no other reader waits for it.
 
 **The sockets** speak frame for frame as vLLM does. A PUB socket sends [topic, seq as 8 bytes big-endian, payload]. PUB
 loses messages of a reader that is slow or away. Such a reader asks the ROUTER socket on the next port with the first

@@ -2,7 +2,7 @@
 
 `ChoiceDetokenizer` makes pieces of a choice's tokens. `ResponseFormatter` makes whole bodies of pieces, or the events
 of a stream as bytes. A stream's usual event has new text and nothing else. Such an event is written around the text
-without building the body again, because with many streams that is most of what this process does.
+without building the body again. With many streams that is most of what this process does.
 """
 
 import codecs

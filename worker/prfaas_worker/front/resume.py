@@ -1,7 +1,7 @@
 """Makes streams that another worker can resume, and resumes those of others: the front's half of `prfaas.wire.resume`.
 
 The tokens of an answer determine its whole state. So the worker that begins an answer sends them in comments. The
-worker that resumes it reads them once more, without sending their text, and then has the state that the first one had.
+worker that resumes it reads them once more, without sending their text. Then it has the state that the first one had.
 """
 
 from collections.abc import Mapping

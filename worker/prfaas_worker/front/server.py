@@ -1,6 +1,6 @@
 """The front's life and its routes: start the engine, serve, drain on SIGTERM, and never outlive the engine.
 
-Exit codes: 0 after an orderly end, 1 when the engine cannot start or dies, so that a supervisor starts the worker anew.
+Exit codes: 0 after an orderly end, 1 when the engine cannot start or dies. A supervisor then starts the worker anew.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Shared by all handlers: the served model, the state of the front, and the reading and checks of requests.
 
-Reading a request must not hold up streams, so a body is bounded in bytes and a long one is read in a thread. The
+Reading a request must not hold up streams. So a body is bounded in bytes and a long one is read in a thread. The
 tokenizer libraries release the interpreter's lock; JSON decoding and lists of token ids do not. A body may therefore
 have no more than a full context can need, and holds the lock for milliseconds.
 """

@@ -1,7 +1,7 @@
 """Defines the model interface of the engine, and the batch of a step.
 
 A hybrid model keeps two kinds of cache for a sequence. *Rows* grow by one a token. They live in pages of the shared
-pool, so they can leave for another instance, or serve another prompt, while later tokens are still computed. *State*
+pool. So they can leave for another instance, or serve another prompt, while later tokens are still computed. *State*
 has a fixed size and covers all tokens so far. It is right at exactly one length, cannot be rewound, and leaves whole.
 The state of a running sequence lives in a slot. A layer may keep either or both; an attention window is a state.
 

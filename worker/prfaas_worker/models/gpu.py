@@ -1,8 +1,8 @@
 """Loads Kimi Linear onto an NVIDIA GPU, or reports in one sentence why it cannot run there.
 
-Weights are counted before they are read, and a few steps are tried before the model is handed out. So a device that is
-too small, a driver that does not fit torch or a kernel that does not compile is met here, not in the first request.
-None of this has been run on a GPU.
+Weights are counted before they are read, and a few steps are tried before the model is handed out. So a small device, a
+driver that does not fit torch or a kernel that does not compile is met before the first request. None of this has been
+run on a GPU.
 """
 
 import logging

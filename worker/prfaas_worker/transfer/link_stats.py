@@ -1,8 +1,8 @@
 """Measures the links below the data connections, by peer cluster: delivery, delay, and the side that limits.
 
-An idle link does not show its capacity. So bytes and seconds count as *backlogged* only while at least one connection
-to that peer had unsent bytes at both ends of a short interval. The ratio of the two counters' rates is then the rate
-that the path gave us. A source has no other honest measure of its capacity.
+An idle link does not show its capacity. Bytes and seconds count as *backlogged* only while a connection to that peer
+had unsent bytes at both ends of a short interval. The ratio of the two counters' rates is then the rate that the path
+gave us. A source has no other honest measure of its capacity.
 
 Connections open and close between two samples, are kept for several transfers, and number hundreds. Each is read at
 both ends of its watch, and only what it added counts. No label but the peer's name ever leaves here.

@@ -6,9 +6,9 @@ are. (A call for each piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times.
 
 A call waits for a tick at most, all its waits together. Then `on_wait(silent_seconds)` decides, by raising, whether to
 go on. The callback knows about the peer's other connections and about a cancelled transfer. It is called between
-partial reads and writes too, so that a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits
-inside the call that moves the bytes, all but the end of a frame at once. Polling in between costs a third more CPU. One
-thread uses a stream; any may cut it.
+partial reads and writes too. So a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits inside
+the call that moves the bytes, all but the end of a frame at once. Polling in between costs a third more CPU. One thread
+uses a stream; any may cut it.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Fetches a cache over several connections: each has a thread that connects, sends HELLO, and reads until all is there.
 
-When a connection breaks, or a frame is damaged, its thread opens another and lists the received frames; the source
-sends the rest again. Only what no new connection can mend ends the transfer: the source gave up, is not to be reached,
-or breaks the protocol. Connections are kept for the next transfer: their congestion window is open and their handshake
-is done. A kept connection may have died unnoticed; its next user finds out at once, and asks for a fresh one.
+When a connection breaks, or a frame is damaged, its thread opens another and lists the received frames. The source
+sends the rest again. Only what no new connection can mend ends the transfer. Then the source gave up, is not to be
+reached, or breaks the protocol. Connections are kept for the next transfer: their congestion window is open and their
+handshake is done. A kept connection may have died unnoticed; its next user finds out at once, and asks for a fresh one.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The receiving end of a transfer: any number of connections read frames straight into the cache.
 
 The ledger knows the place of each frame and when everything is there. The memory is a sequence's that does not use it
-before; it must stay that sequence's until no connection reads into it any more.
+before. It must stay that sequence's until no connection reads into it any more.
 """
 
 import time

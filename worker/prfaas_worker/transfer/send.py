@@ -1,8 +1,8 @@
 """Sends a cache: the queue of its frames, and the loop that each connection of the transfer runs.
 
 The engine's thread puts frames in while it computes; the threads of the connections take them out. A connection that
-waits polls its socket and its wake-up together, so that it reacts to its peer and to the engine at once. Between two
-frames, and while there is none, it reads from the destination, which may cancel, or have everything.
+waits polls its socket and its wake-up together. So it reacts to its peer and to the engine at once. Between two frames,
+and while there is none, it reads from the destination, which may cancel, or have everything.
 """
 
 import os

@@ -3,8 +3,8 @@
 The user's machine is the hub of a tiny installation. Its one decode instance is the local worker. The one prefill
 instance of its member cluster is the service. The gateway decides each request by its own rules. Once a second this
 process gives it the inputs, in place of a scheduler. The inputs are the profiles of both sides as prices, and whether
-the service may be used. Prompts are prefilled here while the service does not answer, while a side has no measured
-profile, and when the two have different weights.
+the service may be used. Prompts are prefilled here while the service does not answer or a side has no measured profile.
+The same holds when the two have different weights.
 """
 
 import ipaddress

@@ -1,6 +1,6 @@
 """Parts that all tool formats share: events of an answer, a reader of marked text, and pieces of grammars of calls.
 
-An answer arrives in pieces cut anywhere. The joined events are the same for all cuts: text that may be the beginning of
+An answer arrives in pieces cut anywhere. The joined events are the same for all cuts. Text that may be the beginning of
 a mark is held back until it is clear. Grammars are in llguidance's Lark.
 """
 

@@ -1,9 +1,9 @@
 """Lists the families that the generic engine serves, and refuses other checkpoints by name before anything is loaded.
 
 A family qualifies when all that its sequences leave behind is in the layer objects of transformers' cache. Each of
-these has one of four shapes: rows for every token, rows for a window of tokens, a state of fixed size, or a state
-beside rows. Its logits must be what `scale_logits` makes of the head's output, which loading compares with the model's
-own. Nothing here imports transformers: a refusal should not take seconds.
+these is rows for every token, rows for a window of tokens, a state of fixed size, or a state beside rows. Its logits
+must be what `scale_logits` makes of the head's output, which loading compares with the model's own. Nothing here
+imports transformers: a refusal should not take seconds.
 """
 
 from collections.abc import Callable, Mapping

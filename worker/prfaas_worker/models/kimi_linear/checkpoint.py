@@ -1,12 +1,12 @@
 """Reads a checkpoint's safetensors files: mapped, one tensor at a time, straight to where a layer wants it.
 
-The headers of the files show all that can be wrong, before any weight is read. The headers show files that an index
-names and that are not there, damaged or cut files, and every tensor that does not fit the config. The config by itself
-gives the name and the shape of each tensor in the public layout.
+The headers of the files show all that can be wrong, before any weight is read. The headers show missing files that an
+index names, damaged or cut files, and every tensor that does not fit the config. The config by itself gives the name
+and the shape of each tensor in the public layout.
 
 Tensors are hashed while they are read, so that the fingerprint costs no second reading of what may be hundreds of
 gigabytes. The fingerprint is SHA-256 over config.json and, for each tensor by public name, its type, shape and the
-XXH3-128 of its bytes. It covers every byte, whatever files they are spread over: equal fingerprints mean equal weights
+XXH3-128 of its bytes. It covers every byte, whatever files they are spread over. Equal fingerprints mean equal weights
 but for an accident of 2^-64 at worst. It does not withstand deliberate collisions, which XXH3 does not prevent.
 """
 

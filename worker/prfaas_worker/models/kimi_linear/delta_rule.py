@@ -10,7 +10,7 @@ As every decay is taken from the middle, for the state too, only three scaled co
 chunk to chunk is three small products.
 
 The hard part is e^(-D): with strong gates it overflows fp32. So the size of the chunks follows the gates: the largest
-of which no half decays by more than e^-40. Gates below -20 are set to it first: e^-20 = 2e-9 of what was there is less
+of which no half decays by more than e^-40. Gates below -20 are set to it first. e^-20 = 2e-9 of what was there is less
 than fp32 can resolve beside values of the same size. Chunks of 4 tokens then always do. (To form pairs of a large chunk
 by halves instead, each decay taken to the boundary between them, is slower. Many small tensors cost more than more
 steps do.) Everything is plain torch and differentiable; S stays in fp32.

@@ -9,8 +9,8 @@ small matrices to what converting costs, so the model's own shapes are timed. A 
 
 Rounding may turn a token to other experts, from where everything differs. So a prompt goes through both forms of the
 weights. The distribution of the next token must stay as it was, to MOST_DIVERGENCE nats on average, half a percent of
-the perplexity. The shipped model moves by 0.001 on random tokens and 0.00005 on text; one of random weights, whose
-router decides by a hair, by 0.013.
+the perplexity. The shipped model moves by 0.001 on random tokens and 0.00005 on text. One of random weights, whose
+router decides by a hair, moves by 0.013.
 
 The fingerprint names neither form. Both read each other's caches, with the error that was just bounded. If it told them
 apart, no cluster could prefill for another one with older processors, which is what this system is for. Where answers

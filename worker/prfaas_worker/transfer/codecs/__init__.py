@@ -1,7 +1,7 @@
 """A frame's tensors as pieces of memory, and each as one array for the codecs.
 
-Gathering costs a copy. It buys few, long operations. Each gives the interpreter's lock away and must ask for it again,
-and a thread that computes in Python lets go of it once in 5 ms.
+Gathering costs a copy. It buys few, long operations. Each gives the interpreter's lock away and must ask for it again.
+A thread that computes in Python lets go of it once in 5 ms.
 """
 
 from collections.abc import Sequence

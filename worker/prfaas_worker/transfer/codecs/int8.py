@@ -7,7 +7,7 @@ Payload: for each tensor in manifest order, its scales (float32, little endian, 
     max|x| of its channel in this frame * (1/254 + 2^-22 + the type's own rounding) + the type's smallest step
 
 which `error_bound` gives. Values that are not finite, or so large that rounding could take them over the type's
-largest, have no such bound: their frame is refused.
+largest, have no such bound. Their frame is refused.
 """
 
 from collections.abc import Iterator, Sequence
