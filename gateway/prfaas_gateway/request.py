@@ -2,8 +2,7 @@
 
 A GatewayRequest is the only record of a request in this process. The access log line and the span are made of it at the
 end. The gateway relays the body's original bytes and parses them once. One pass finds the top level's fields and keeps
-the text of those that a prefix match needs. If the gateway rewrites bodies for a foreign engine, that pass keeps every
-field.
+the text of those that a prefix match needs. A rewrite for a foreign engine keeps every field.
 """
 
 import asyncio

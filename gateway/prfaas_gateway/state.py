@@ -1,7 +1,6 @@
 """The gateway's state between requests: routing table, scheduler's last update, load, and instances to avoid.
 
-It has one owner and changes only on the event loop. `GatewayState.facts` combines it with one request into the input of
-a routing decision.
+It has one owner and changes only on the event loop. `GatewayState.facts` makes a decision's input of it and a request.
 """
 
 import time

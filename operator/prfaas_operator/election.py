@@ -8,8 +8,7 @@ replica has taken over. Three deadlines after the last renewal keep the two from
           which does not ask `may_write`
     15 s  another replica may take the Lease; a call under way has ended by then, because its timeout is 5 s
 
-A container that restarts under its pod's name continues at once: no other process has that name, and its predecessor is
-dead.
+A container that restarts under its pod's name continues at once: the name is unique, and its former holder is dead.
 """
 
 import asyncio

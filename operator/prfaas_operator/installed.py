@@ -1,8 +1,7 @@
 """Checks an installation of the chart from inside its namespace, as a pod of `helm test` with the operator's image.
 
 Each of three checks has its own cause of failure. Our kinds are served, the operator's Deployment is available, and an
-operator answers on its metrics port. The last check uses addresses instead of names, as the cluster's DNS is not under
-test.
+operator answers on its metrics port. The last check uses addresses: the cluster's DNS is not under test.
 """
 
 import asyncio

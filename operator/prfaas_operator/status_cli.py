@@ -1,6 +1,4 @@
-"""`prfaas status`, also `kubectl prfaas status`: shows the pools, links and problems of all clusters, from the hub
-only.
-"""
+"""`prfaas status`, also `kubectl prfaas status`: shows pools, links and problems of all clusters, from the hub only."""
 
 import asyncio
 import json

@@ -1,7 +1,6 @@
 """Certificates, keys and kubeconfigs of one sandbox cluster, whose CA lives as long as the cluster does.
 
-Private keys in the state folder are readable only for their owner. Kubeconfigs hold everything inline: no path, no
-command.
+Private keys in the state folder are readable only for their owner. Kubeconfigs hold everything inline.
 """
 
 import base64

@@ -55,9 +55,7 @@ class Environment(Protocol):
         ...
 
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
-        """Return a URL on 127.0.0.1 for a port of a Service; each connection goes to a pod that is ready at that
-        moment.
-        """
+        """Return a URL on 127.0.0.1 for a port of a Service; each connection goes to a ready pod."""
         ...
 
     async def shape_link(self, mbps: float) -> None:

@@ -28,8 +28,7 @@ SMALLEST_MBPS = 0.1
 class ClusterNetwork:
     """The addresses of one cluster.
 
-    `prefix` is the first two octets of its /16, `service_prefix` the first three of the cluster IPs, which are not
-    routed.
+    `prefix` is the first two octets of its /16, `service_prefix` the first three of the unrouted cluster IPs.
     """
 
     name: str

@@ -72,9 +72,8 @@ class Sandbox:
     ) -> AsyncIterator[Self]:
         """Build missing programs, start both clusters, and end them with the context.
 
-        The folder `state_dir` gets logs and kubeconfigs; it is emptied first if it was a sandbox's. Raises ConfigError
-        if the machine lacks something or another sandbox uses the folder, PeerError if a part ends, UnreachableError if
-        time is up.
+        The folder `state_dir` gets logs and kubeconfigs; a former sandbox's is emptied first. Raises ConfigError if the
+        machine lacks something or another sandbox uses it, PeerError if a part ends, UnreachableError when time is up.
         """
         checked_rate(link_mbps)
         state = StateFolder(state_dir.absolute())

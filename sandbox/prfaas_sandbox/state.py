@@ -63,8 +63,7 @@ class StateFolder:
     def hold(self) -> Iterator[None]:
         """Own the folder, emptied, while the context lasts.
 
-        Raises ConfigError if another sandbox uses the folder, it holds other files, or its path is too long for
-        sockets.
+        Raises ConfigError if another sandbox uses the folder, it holds other files, or sockets need a shorter path.
         """
         self._check()
         self.root.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,7 @@
 holds. However that process ends, the pipe ends too; then pid 1 exits. With it the kernel ends every process of the PID
 namespace, and the network and mount namespaces.
 
-The supervisor starts one process per cluster and Prometheus, and shapes the link. When one of them ends, it ends with
-all the others.
+The supervisor starts one process per cluster and Prometheus, and shapes the link. When one ends, all of it ends.
 """
 
 import asyncio

@@ -2,8 +2,7 @@
 
 Pydantic writes JSON schema; an API server accepts its *structural* subset. So this module translates: references
 inlined, optional fields without null, CEL rules at their own level. It refuses a keyword without a counterpart, because
-the API server would drop the keyword silently. Equal models give equal bytes. This module writes no files; the command
-`prfaas crds` does.
+the API server would drop the keyword silently. Equal models give equal bytes. `prfaas crds` writes the files.
 """
 
 import re

@@ -1,7 +1,6 @@
 """The part of a pod that a pool's owner may set, typed: an allow-list instead of a PodSpec.
 
-The operator's own fields (ports, probes, command, labels, security context) cannot be overridden, especially not in a
-member cluster.
+The operator's own fields (ports, probes, command, labels, security context) cannot be set, least of all in a member.
 """
 
 from typing import Annotated, ClassVar, Literal

@@ -2,8 +2,7 @@
 
 docs/capacity.md lists the fields. People write these files by hand, from data sheets in other units. So no field is
 ignored, and every message names field, value and fix. A number with its unit is answered with the number to write, an
-unknown field with the field probably meant. A reader takes the fields of its `Section` one by one; a field that it did
-not take is an error.
+unknown field with the field probably meant. A reader takes the fields of its `Section` one by one; the rest are errors.
 """
 
 import difflib

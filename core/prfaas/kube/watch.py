@@ -113,8 +113,7 @@ async def watch_object(
 ) -> AsyncIterator[dict[str, Any] | None]:
     """Yield the object now and after every change; None while it does not exist.
 
-    It continues as `list_and_watch` does. The same object may be yielded more than once. Needs the verbs get and watch
-    on this name only.
+    It continues as `list_and_watch` does. An object may be yielded more than once. Needs get and watch on this name.
     """
     query = {"fieldSelector": f"metadata.name={ref.name}"}
     path = ref.kind.path(ref.namespace)

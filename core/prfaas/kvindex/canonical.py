@@ -3,8 +3,7 @@
 Requests with equal beginnings of canonical bytes have prompts with equal beginnings. Gateway and worker compute the
 same bytes. A completion's bytes are its prompt in UTF-8, or its token ids as 32-bit integers. A chat's bytes are lines
 of JSON: first the fields that templates put before the messages, above all tools. Then each message has a line, role
-first and content last, as in the prompt. `root` is the start of the hash chain, so kinds, models and cache salts never
-match each other.
+first and content last, as in the prompt. `root` starts the hash chain, so kinds, models and cache salts never match.
 
 There is no exact way from bytes to tokens. A chat template adds text around the contents, and a tokenizer may merge
 tokens across a cut. `tokens_before` finds the contents in the prompt's own bytes and ends behind the last one that it

@@ -157,8 +157,7 @@ def decide_again(facts: RoutingFacts, failed: Route, leg: LegName, on_offload_fa
     """Decide where a request goes after one leg of `failed` did; `facts.tried` already names the instance at fault.
 
     The policy's `on_offload_failure` concerns the prefill leg of an offload only. A request that went local stays
-    local, so that a link that fails again and again costs it one attempt; every other failure asks for another
-    instance.
+    local, so that a link that fails again and again costs it one attempt; other failures ask for another instance.
     """
     if failed.kind == "local":
         return _with_prefix(facts, _local(facts, failed.reason))

@@ -16,8 +16,7 @@
     failures            name of an instance or link, atSeconds, forSeconds
 
 All policies meet the same requests. Each has the hardware of the plan's column of its name. `threshold`, `price` and
-`static` have the planned split, `naive` a hub that only decodes. `homogeneous` has one grown by as many instances as
-offload.
+`static` have the planned split, `naive` a hub that only decodes. `homogeneous` has one grown by the offload instances.
 """
 
 import math

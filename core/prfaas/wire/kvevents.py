@@ -6,8 +6,7 @@ The reader accepts both forms, skips unknown fields and kinds, and accepts hashe
 are the 32 bytes of a SHA-256 chain.
 
 A hybrid cache has two groups. ATTENTION_GROUP lists the blocks of tokens with attention rows here. STATE_GROUP lists
-the blocks with a state checkpoint at their end. The same hash means different things in the two groups, so a reader
-keys by group.
+the blocks with a state checkpoint at their end. A hash means another thing in each group: readers key by group.
 
 Routers without a tokenizer match bytes. A `ByteMapBatch`, under a topic of its own, names the block of tokens that
 surely lies within a prefix of a request's canonical bytes.
@@ -78,8 +77,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ByteBlock(msgspec.Struct, frozen=True, gc=False):
     """A prefix of canonical bytes, by its chain hash, surely begins with these `tokens` tokens, by their chain hash.
 
-    If the prefix is too short for a block of tokens, or its text is not in the prompt, `tokens` is 0 and the hash
-    empty.
+    If the prefix is too short for a block of tokens, or its text not in the prompt, `tokens` is 0, the hash empty.
     """
 
     byte_hash: int

@@ -44,9 +44,7 @@ class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """The place to fetch the result from, its end token, and the lease's end. The token is a secret: it never enters a
-    log.
-    """
+    """The place to fetch the result from, its end token, and the lease's end. The token is a secret, never logged."""
 
     transfer_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
     token: str

@@ -8,8 +8,7 @@ class CacheStats(msgspec.Struct, frozen=True, array_like=True):
 
     Requests hold `used_pages`. Only the prefix cache holds `cached_pages`, which are evicted on demand. Of
     `query_tokens` looked up, `hit_tokens` were found with a state; `stateless_tokens` more had attention rows but no
-    state there. `disk_failures` are entries that the disk could not write or read; while it is `disk_paused` it takes
-    none.
+    state there. `disk_failures` are entries that could not be written or read; while it is `disk_paused` it takes none.
     """
 
     page_bytes: int = 0

@@ -1,7 +1,6 @@
 """Messages of source and destination at the data port: how a hybrid cache crosses between two instances.
 
-The *source* has a cache and a data port; the *destination* asked for it over HTTP (prefill.py), got a grant, and
-connects.
+The *source* has a cache and a data port; the *destination* got a grant over HTTP (prefill.py), and connects.
 
     destination    HELLO      versions, codecs, token, number of this connection, what arrived already (after a break)
     source         WELCOME    the version, and the manifest: fingerprint, tokens, groups with names, axes, types

@@ -1,8 +1,7 @@
 """The protocol of prfaas-worker: one call to the decode worker, which fetches the prefill itself.
 
 A header names the prefill instance. The decode worker answers when the first token exists. So every earlier failure is
-an HTTP status. 502 with code prefill_failed blames the prefill leg; 503 means that the decode worker is full or
-draining.
+an HTTP status. 502 with code prefill_failed blames the prefill leg; 503 means a full or draining decode worker.
 """
 
 from prfaas.errors import UnreachableError

@@ -215,8 +215,7 @@ def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
 class Follower:
     """Follows the event stream of one instance while the instance is in the routing table.
 
-    A lost connection is made again after a back-off of up to half a minute. An instance without such a stream is asked
-    again each minute.
+    A lost connection is made again after a back-off of up to half a minute. Without a stream, it is asked each minute.
     """
 
     def __init__(

@@ -67,8 +67,7 @@ class OwnEventReader:
     """Applies the frames of one instance's stream to its part of the index. No I/O.
 
     A gap, a wrong order or an unreadable frame is a ProtocolError. The stream then reconnects with `path`, and the
-    instance sends the missing batches from its log, or a snapshot. A faulty instance can only corrupt its own part of
-    the index.
+    instance sends the missing batches from its log, or a snapshot. A faulty instance corrupts only its own part.
     """
 
     def __init__(self, index: InstanceIndex):

@@ -25,8 +25,7 @@ FieldPath = tuple[str | tuple[str, Any], ...]
 class AppliedManifest:
     """The manifest that was applied last, and the live object's values of its fields at that time.
 
-    Thousands of these are kept and few are ever read, so both are packed: as dicts they would take most of the
-    operator's memory.
+    Thousands are kept and few are ever read, so both are packed. Dicts would take most of the operator's memory.
     """
 
     __slots__ = ("_digest", "_packed", "live")

@@ -1,8 +1,7 @@
 """Builds a policy's installation for the capacity model from the hub's objects only: specs and statuses.
 
 Load, profiles and links come only from the scheduler's summary in the policy's status. An offload pool behind a link
-that is not alive is left out, because its capacity reaches no request. A pool without instances shows no link, so its
-link counts as declared.
+that is not alive is left out, because its capacity reaches no request. A pool without instances has its declared link.
 """
 
 from collections.abc import Mapping

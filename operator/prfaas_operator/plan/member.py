@@ -3,8 +3,7 @@
 It also decides which Secrets no pool may read. A pool's author chooses the image, and so reads everything that its pods
 mount. The kubeconfigs of members open other clusters, and the authority makes certificates of every cluster. They lie
 in the namespace of the hub's pools, so a template that names one is refused in every cluster. Another cluster may be
-the same namespace reached by another address. The check uses names instead of labels, because a pool may exist before
-the Secret.
+the same namespace reached by another address. The check uses names, because a pool may exist before the Secret.
 """
 
 import re

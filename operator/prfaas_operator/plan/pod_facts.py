@@ -1,8 +1,7 @@
 """Projects a worker or gateway pod to a few fields of the tens of kilobytes that the server sends.
 
 In a Deployment that two pools share, a pod's role is a label that the operator sets, never its template. A pod without
-a role is not ready, because its readiness gate is shut. So a rollout waits for the operator, and no role runs out of
-instances.
+a role is not ready, because its readiness gate is shut. So a rollout waits for the operator, and no role runs empty.
 """
 
 from typing import Any, Final, NamedTuple

@@ -2,8 +2,7 @@
 
 The loop is level-based like every reconcile: a pass reads everything, asks the plan, and repairs the differences. So a
 restart, an edit or a deletion at any moment is harmless. A failed read ends the pass, and a cluster that does not
-answer keeps its certificate. The operator never replaces a lost authority by itself, because that would cut off every
-instance.
+answer keeps its certificate. The operator never replaces a lost authority by itself: that would cut off every instance.
 
 In mode Issuer the certificates come from an issuer of cert-manager, which renews them and chooses their authority. Its
 Secrets stay in the hub. Instances mount copies, which change only when every instance trusts the new authority.

@@ -4,8 +4,7 @@ If a member's Secret were deleted before the last pool, the pool's children ther
 finalizer is on the Secret from before the first child until after the last.
 
 A token is renewed at half its life with its own rights, and only in a Secret that `prfaas cluster join` made. Another
-owner of a Secret would revert the write. The old token works until its own expiry, so the moment of the write does not
-matter.
+owner of a Secret would revert the write. The old token works until its own expiry, whenever the write happens.
 """
 
 import base64
@@ -128,8 +127,7 @@ class TokenRenewal:
 async def _store_token(hub: ClusterClient, secret: Object, key: str, token: str) -> None:
     """Write a token into a Secret as it was read; ConflictError if the Secret was changed in between.
 
-    This is a merge patch, because an apply would make the data ours, and our apply of the finalizer would then remove
-    it.
+    This is a merge patch, because an apply would make the data ours, and our apply of the finalizer would remove it.
     """
     document = credentials.with_token(base64.b64decode(secret["data"][key]), token)
     patch = {

@@ -1,5 +1,5 @@
-"""The gateway of a policy: its router, which relays requests, its scheduler, which moves the threshold, their rights
-and their routing table."""
+"""The gateway of a policy: the router that relays requests, the scheduler that moves the threshold, their rights and
+their routing table."""
 
 import base64
 from typing import Any, Final

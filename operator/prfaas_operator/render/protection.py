@@ -24,8 +24,7 @@ def disruption_budget(policy: PrfaaSPolicy) -> Object | None:
 def pool_budget(deployment: Object, live: Object) -> Object:
     """Return the budget by which a drain or an upgrade may take a tenth of a pool at a time, at least one instance.
 
-    It blocks no drain: the only instance of a pool may go too. The live Deployment owns it, so it is deleted with that
-    in any cluster.
+    It blocks no drain: the only instance of a pool may go too. The live Deployment owns it, and both go together.
     """
     metadata = deployment["metadata"]
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": live["metadata"]["uid"]}

@@ -67,8 +67,7 @@ class KindEnvironment:
     async def up(cls, layout: Layout, *, link_mbps: float, report: OnProgress) -> Self:
         """Start all that does not run: Docker's daemon, images, clusters, link and Prometheus.
 
-        Raises ConfigError, with the cure, if this machine lacks something; PeerError, with the last output, after a
-        failed or slow step.
+        Raises ConfigError, with the cure, if this machine lacks something; PeerError, with the output, if a step fails.
         """
         layout.logs.mkdir(parents=True, exist_ok=True)
         layout.state.chmod(0o700)

@@ -54,9 +54,7 @@ def bind(source: str, target: str, *, read_only: bool = False) -> None:
 
 
 def mirror(path: str, root: str, targets: set[str]) -> None:
-    """Bind every entry of directory `path` below `root`; rebuild, instead of binding, directories on the path to a
-    target.
-    """
+    """Bind every entry of directory `path` below `root`; rebuild directories on the path to a target."""
     for entry in os.scandir(path):
         copy = root + entry.path
         if entry.path in targets:
@@ -102,9 +100,7 @@ def become(spec: dict[str, Any]) -> None:
 
 
 def run_child(spec: dict[str, Any], report: int) -> None:
-    """Run as the container's first process; never return. A successful exec closes `report`, a failure is written
-    there.
-    """
+    """Run as the container's first process; never return. Success closes `report`, a failure is written there."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         become(spec)

@@ -2,8 +2,7 @@
 
 Each page is free, held, cached, or part of a state checkpoint. Held pages count their sequences and transfers. Cached
 ones have no holders, but a prompt with the same prefix could use them. A *block* is a page of attention rows, named by
-the hash of all tokens up to its end. A *checkpoint* is `pages_per_state` pages, any that were free, named like the
-block that it ends with.
+the hash of all tokens up to its end. A *checkpoint* is any `pages_per_state` free pages, named like its last block.
 
 The hard part is that a prefix needs both. **A match is the longest n with attention blocks to n and a state at n**. So
 one order of eviction holds for both kinds: least recently used first, and a chain's tail before its head. A checkpoint

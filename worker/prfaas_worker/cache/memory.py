@@ -2,8 +2,7 @@
 
 A *page* has room for the rows of `page_tokens` tokens in all layers, layer after layer. The same pages, taken as bytes,
 hold state checkpoints. A *slot* is the working state of one running sequence. Kernels change it in place, so it is
-dense, and copying it to or from pages is one operation. `table[slot]` lists the pages of the sequence in that slot, in
-order of its tokens.
+dense, and copying it to or from pages is one operation. `table[slot]` lists its sequence's pages in order of tokens.
 
 Memory that is reserved but not written costs nothing on a CPU; see populate.py. `Blocks` knows who holds which page.
 """

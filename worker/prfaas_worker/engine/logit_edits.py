@@ -2,8 +2,7 @@
 
 As OpenAI defines them and in vLLM's order. First the bias is added. Then the repetition penalty divides positive and
 multiplies negative logits of tokens in prompt or answer. Then the frequency penalty is subtracted as often as the
-answer has the token, and the presence penalty once. Only the tokens concerned are touched: they are few beside the
-vocabulary.
+answer has the token, and the presence penalty once. Only the tokens concerned are touched, few beside the vocabulary.
 """
 
 from collections.abc import Sequence

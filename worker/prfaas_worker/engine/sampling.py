@@ -5,8 +5,7 @@ continues elsewhere from the same tokens draws the same text. Philox is a counte
 choice are its key, the position its counter. A counter yields four numbers, of which a position takes the first.
 
 A `Sampler` is one answer's state, a function of (request, choice, tokens generated). Made anew from these, here or on
-another instance, it continues as the old one would have. It holds nothing of the model's cache, so a preempted request
-keeps its sampler.
+another instance, it continues as the old one would have. It holds no cache, so a preempted request keeps its sampler.
 
 `sample` makes one step's draws. It computes for the whole batch what every row needs, and the rest only for the rows
 that ask for it. An error in one row (a grammar that no token fits, logits that are not numbers) is that row's result.

@@ -1,8 +1,7 @@
 """Loads Kimi Linear onto an NVIDIA GPU, or reports in one sentence why it cannot run there.
 
 Weights are counted before they are read, and a few steps are tried before the model is handed out. So a small device, a
-driver that does not fit torch or a kernel that does not compile is met before the first request. None of this has been
-run on a GPU.
+wrong driver or a kernel that does not compile is met before the first request. Nothing here has run on a GPU.
 """
 
 import logging
@@ -27,8 +26,7 @@ _TRIAL_TOKENS: Final = 40
 
 
 def load_on_gpu(directory: Path, dtype: Dtype) -> KimiLinear:
-    """Load a checkpoint onto the current GPU and try it. Raises ConfigError if there is no GPU, or it cannot run the
-    checkpoint."""
+    """Load a checkpoint onto the current GPU and try it. Raises ConfigError without a GPU that can run it."""
     if not torch.cuda.is_available():
         raise ConfigError("torch finds no GPU: give --device cpu, or install a driver and torch's CUDA build")
     config = read_config(directory)

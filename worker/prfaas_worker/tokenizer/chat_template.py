@@ -1,8 +1,7 @@
 """Chat templates and special tokens: a conversation to the text and tokens that the model was trained on.
 
 Templates are programs that come with a checkpoint, written in Jinja for Hugging Face's renderer. `ChatTemplate` has the
-same filters, tags and settings, in a sandbox; transformers' own renderer would load torch. What a template refuses
-becomes a 400.
+same filters, tags and settings, in a sandbox; transformers' would load torch. A template's refusal becomes a 400.
 
 Special tokens come only from the template. Users' strings are *guarded* before the template sees them. U+FDD0, a
 character that no text may hold, is put in front of every place where a special token's letters begin. The split of the

@@ -190,8 +190,7 @@ class LinkMonitor:
         """Count a connection to a peer cluster ("" if unknown) while the block runs.
 
         `info` asks the kernel; the socket may be closed meanwhile. `queued_bytes` returns the bytes that wait outside
-        of the kernel: connections that share a queue pass equal functions. Raises OSError if the socket is closed
-        already.
+        of the kernel: connections that share a queue pass equal functions. Raises OSError for a closed socket.
         """
         with self._changed:
             found = self._peer(peer)

@@ -1,7 +1,6 @@
 """Reads the public config.json of Kimi Linear into one frozen record, and refuses by name what we do not implement.
 
-A field may change the computation and add no tensor. The headers of the weights would not show such a field, so it is
-looked for here.
+A field may change the computation and add no tensor. Weights do not show such a field, so it is looked for here.
 """
 
 from collections.abc import Iterable

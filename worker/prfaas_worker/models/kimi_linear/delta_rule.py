@@ -16,8 +16,7 @@ by halves instead, each decay taken to the boundary between them, is slower. Man
 steps do.) Everything is plain torch and differentiable; S stays in fp32.
 
 Plain torch runs on every device. On an NVIDIA GPU `choose_rule` takes fla-core's Triton kernels, where they are
-installed and products are bf16. That path was checked against fla 0.6.0's signatures and a stand-in; it has not been
-run on a GPU.
+installed and products are bf16. That path was checked against fla 0.6.0's signatures and a stand-in, not on a GPU.
 """
 
 import logging
@@ -162,8 +161,7 @@ def _by_chunk(terms: _Terms) -> list[tuple[Tensor, ...]]:
 
 
 def _padded(segment: list[Tensor]) -> tuple[int, list[Tensor]]:
-    """Return the chunk size, and the segment's tensors [M, T, ...] padded to a multiple of it. The zeros neither decay
-    (g) nor write (beta)."""
+    """Return the chunk size, and the segment [M, T, ...] padded to its multiple; zeros neither decay nor write."""
     tokens, chunk = segment[0].shape[1], _LARGEST_CHUNK
     while chunk > _SMALLEST_CHUNK and chunk // 2 >= tokens:
         chunk //= 2

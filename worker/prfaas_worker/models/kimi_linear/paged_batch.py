@@ -1,5 +1,4 @@
-"""Runs a step's batch over the paged memory. It works out once what all layers of a kind need to know of pages and
-slots.
+"""Runs a step's batch over the paged memory. It works out once what all layers of a kind need of pages and slots.
 
 The arithmetic is in `kda` and `mla`. Long chunks go through a KDA layer in parts, from one state of their slot to the
 next. So intermediate results stay in the processor's caches.
