@@ -2,7 +2,7 @@
 
 Outcomes: ok. fallback: the offload failed, prefilled in the hub. resumed: the stream broke, and another worker finished
 it. invalid: a 4xx. rejected: no instance, all of them full, a limit of the client's key, a policy that rejects failed
-offloads, or one whose SLO cannot be met. failed: a 5xx, a timeout, a deadline, or a broken stream. aborted: the client
+offloads, or an SLO that cannot be met. failed: a 5xx, a timeout, a deadline, or a broken stream. aborted: the client
 left. Decision `none`: the request ended before a decision.
 """
 

@@ -1,7 +1,6 @@
 """The operator's Prometheus metrics: durations of reconciles, errors, and the age of each contact.
 
-Every scraped target has the label `cluster` of its own. Metrics about a cluster, the hub included, use
-`member_cluster`.
+Every scraped target has the label `cluster` of its own. Metrics about a cluster, or the hub, use `member_cluster`.
 """
 
 import time

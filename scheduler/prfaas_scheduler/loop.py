@@ -1,7 +1,8 @@
 """Runs one step an interval: read the gateway's table and counters, measure, decide, push the threshold, report.
 
 The gateway may not have started, and Prometheus may be down or answer nonsense. A round that fails is left out and the
-next one comes on time; the controller's state survives the gap. prfaas.routing.controller makes the decision itself.
+next one comes on time; the controller's state survives the gap. The decision itself is made by
+prfaas.routing.controller.
 """
 
 import asyncio

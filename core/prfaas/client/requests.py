@@ -1,7 +1,7 @@
 """Requests as they are sent: places, body, headers, how long to wait, and whether to send one again.
 
-A request is sent again only where the server said that it did nothing with it (429, 503), or where no connection came
-about. Any other failure may have cost tokens already; the caller decides about it.
+A request is sent again only where the server said that it did nothing (429, 503), or where no connection came about.
+Any other failure may have cost tokens already; the caller decides about it.
 """
 
 import time

@@ -7,11 +7,11 @@ requests that it delays:
     done = max(W + T(n) + state / B, (bits before it + its bits) / B)     in the hub W + T(n)
     cost = done + T(n) * Q
 
-W is the work that waits for the instance, in Q requests. n is the tokens that the cluster's caches lack, B what the
-link carries. T * Q is the shadow price of the instance's time. A second of it delays everybody who comes before the
-queue is empty. In a stationary queue as many come during a stay as there were when it began. It keeps long prompts out
-of a queue of short ones. It makes the choice good for all requests, not only for the next one. A price on the link
-besides changed nothing in simulation: (bits before it) / B says the same.
+W is the work that waits for the instance, in Q requests. The cluster's caches lack n tokens. B is what the link
+carries. T * Q is the shadow price of the instance's time. A second of it delays everybody who comes before the queue is
+empty. In a stationary queue as many come during a stay as there were when it began. It keeps long prompts out of a
+queue of short ones. It makes the choice good for all requests, not only for the next one. A price on the link besides
+changed nothing in simulation: (bits before it) / B says the same.
 
 W, Q and the bits are the gateway's own, of this very moment: its `Backlog`. Profiles and links come from the scheduler
 once an interval. Prices that were moved by measured pressure instead, once a second, did worse than a good threshold.

@@ -1,8 +1,8 @@
 """The prefix caches of instances: least recently used attention blocks, and linear states at exact lengths.
 
 A match is the longest n with attention blocks up to n and a state at n. A state costs as much as thousands of tokens of
-attention. So states are kept where they are likely to be met again: at the end of each prompt, and at a branch that is
-seen the second time, where attention blocks match but no state is.
+attention. So states are kept where they are likely to be met again. One place is the end of each prompt. Another is a
+branch that is seen the second time, where attention blocks match but no state is.
 
 Entries are told apart by the trace's names of blocks, which stand for everything before them too. So the smallest unit
 is the trace's block, and a state lies at the last full one of a prompt. Of one prompt the deepest entries are evicted

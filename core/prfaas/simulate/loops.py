@@ -1,9 +1,9 @@
 """The control loops of a run: the scheduler's short loop and the operator's long loop, both with the live code.
 
 The short loop steps the controller once an interval. The metrics and counters that a scheduler would read are gathered
-here over windows of the same length. The long loop converts instances of the hub as load and links ask, by the summary
-that an operator reads from a policy's status. A conversion costs as much as there: the role changes a moment later, and
-an instance finishes what runs on it. Numbers of instances stay: no profile says what starting one takes.
+here over windows of the same length. The long loop converts instances of the hub as load and links ask. Its input is
+the summary in a policy's status. A conversion costs as much as there: the role changes a moment later, and an instance
+finishes what runs on it. Numbers of instances stay: no profile says what starting one takes.
 """
 
 import math

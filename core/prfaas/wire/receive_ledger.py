@@ -9,7 +9,7 @@ nothing of it may be used. Completion is final too: later frames from the source
 data. With a guard any thread may call; digests are computed outside of the guard.
 
 Invariant: `whole` is true only if every attention row, every linear state, the hidden state and DONE arrived once each,
-undamaged, for this transfer, epoch and manifest. The source's digest over all frames must be ours too.
+undamaged. All must be for this transfer, epoch and manifest. The source's digest over all frames must be ours too.
 """
 
 from bisect import bisect_right

@@ -15,8 +15,8 @@ end, so `;\n\n` occurs at these places only, and a relay finds them without pars
 
 To resume, the gateway calls the same path with a `Resume` document before the same body. The header RESUME has the
 document's length. The next worker renders the prompt again and computes prompt and sent tokens. The worker replays the
-sent tokens for the state of the text: a held-back beginning of a character or stop string, and the open tool call. It
-checks that it gets the same number of characters.
+sent tokens for the state of the text. That is a held-back beginning of a character or stop string, and the open tool
+call. It checks that it gets the same number of characters.
 """
 
 import re

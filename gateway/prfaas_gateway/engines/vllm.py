@@ -6,8 +6,7 @@ NixlConnector runs two legs one after the other; the decode instance pulls the c
     2. its answer has kv_transfer_params with the cache's place
     3. to the decode instance: the request with those params, unchanged
 
-Both legs carry the same x-request-id. After a failed decode leg the prefill instance keeps the cache for its 30 s
-lease.
+Both legs carry one x-request-id. After a failed decode leg the prefill instance keeps the cache for its 30 s lease.
 
 MooncakeConnector runs two legs at once with a common transfer id from the gateway. The prefill instance's bootstrap
 server maps its data-parallel ranks to engine ids. An engine's id changes at a restart, so the gateway asks again after

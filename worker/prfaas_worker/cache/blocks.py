@@ -15,8 +15,8 @@ earlier prompt parted from this one: there attention blocks reach further than a
 mostly land in tokens that no other prompt has, and give no hits for their room.
 
 A state weighs as much as thousands of tokens of attention (5,380 for Kimi Linear 48B). Even so no high bar pays. On the
-conversation trace, asking that a state save 1,024 tokens costs a tenth of the hits at 128 GB and at 512 GB alike
-(`prfaas bench prefix_cache`; the trace cannot resolve less than 512). So the rule by bytes is a low one: each page that
+conversation trace, asking that a state save 1,024 tokens costs a tenth of the hits at 128 GB and at 512 GB alike.
+(`prfaas bench prefix_cache`; the trace cannot resolve less than 512.) So the rule by bytes is a low one: each page that
 a state takes must save a token.
 
 Time is the order of calls. Questions that end in None or False change nothing.

@@ -2,8 +2,8 @@
 
 llguidance walks the tokenizer's tokens as a trie beside an Earley parser, so a mask takes tens of microseconds. Two
 things take long and run in threads, so that the step loop never waits for them. Compiling a grammar takes milliseconds,
-for a huge schema seconds. The first grammar of a process builds the trie of all tokens, under the interpreter's lock
-(0.35 to 0.75 s for 129,280 tokens). An engine that cannot afford that pause calls `Grammars.warm` first.
+for a huge schema seconds. The first grammar of a process builds the trie of all tokens. That holds the interpreter's
+lock (0.35 to 0.75 s for 129,280 tokens). An engine that cannot afford that pause calls `Grammars.warm` first.
 """
 
 import threading

@@ -15,8 +15,8 @@ computed. The prefix that a fetch brings is not known beforehand, so requests fo
 A waiting sequence holds no memory, and waits no longer than the fetch of the other takes.
 
 A prefix for another instance needs no computation, only a lease on what is cached. It must not disturb the requests
-that compute here. So it takes a slot only if no running request was promised that slot, and no page that a decoding
-sequence may need next. It waits for neither: the other instance can compute, too.
+that compute here. So it takes no slot that a running request was promised, and no page that a decoding sequence may
+need next. It waits for neither: the other instance can compute, too.
 """
 
 from collections import Counter, abc

@@ -7,8 +7,8 @@ starting the next gives the lowest mean wait. A long prompt delays running strea
 An instance's role says how much prompt may be computed beside decodes.
 
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
-time. When the pages run out, the sequence that arrived last gives back all of its own and waits again, in its old
-place. So the first one always makes progress, and in time all do.
+time. When the pages run out, the sequence that arrived last gives back all its pages. It waits again, in its old place.
+So the first one always makes progress, and in time all do.
 """
 
 from collections.abc import Hashable, Sequence

@@ -8,9 +8,9 @@ A frame's tensors are one after the other, each contiguous [items, *shape]. A BL
 one. `parts` and `room` are that memory in pieces, each of whole items of one tensor, as the cache's pages give it.
 
 A codec must never cost more than it saves, and a payload is not trusted. So a frame that does not get smaller travels
-as it is, and **a payload with a codec is smaller than its tensors**. Every size is known from the layouts before the
-first byte is decoded. Memory is bounded by the tensors', and whatever does not fit is a ProtocolError. The functions
-have no state: any thread may call any of them. zstd and numpy release the GIL for the bulk of the work. Encoded buffers
+as it is. **A payload with a codec is smaller than its tensors**. Every size is known from the layouts before the first
+byte is decoded. Memory is bounded by the tensors', and whatever does not fit is a ProtocolError. The functions have no
+state: any thread may call any of them. Both zstd and numpy release the GIL for the bulk of the work. Encoded buffers
 belong to the caller, but those of Codec.NONE are `parts` themselves.
 
 `Packer` chooses the codec for each link by `prfaas.routing.compression`. A link's rate is from `LinkRates`. A codec's

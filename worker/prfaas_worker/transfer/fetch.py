@@ -1,8 +1,8 @@
 """Fetches a prompt's cache or a cached prefix: asks the source's API, receives the frames, acknowledges.
 
 Each fetch is a thread that ends within about a second of any failure. The payload lands in the pages and the slot of a
-sequence that does not use them before the ledger reports that the cache is whole. They must stay that sequence's until
-the fetch has ended, even when it was cancelled.
+sequence. The sequence does not use them before the ledger reports that the cache is whole. They must stay that
+sequence's until the fetch has ended, even when it was cancelled.
 """
 
 import http.client
