@@ -1,7 +1,7 @@
 """Serves one request in one or more attempts: decides a route, follows it, retries after a failure, relays, resumes.
 
 A request is retried until its first byte was sent to the client. After that the stream resumes at another worker if the
-workers report token ids (prfaas.wire.resume); else it ends with an error. A retry budget over all requests bounds both.
+workers report token ids (prfaas.wire.resume). Else it ends with an error. A retry budget over all requests bounds both.
 docs/failover.md draws the states.
 """
 

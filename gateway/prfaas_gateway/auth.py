@@ -5,7 +5,7 @@ a line, each in plain text or as `sha256:` and 64 hexadecimal digits. Or, with l
 
     {"keys": ["sha256:..."], "maxInFlight": 8, "requestsPerMinute": 600, "tokensPerMinute": 200000}
 
-A key is checked before its request's body is read, so a request without a key costs a hash and no memory. Only digests
+A key is checked before its request's body is read. So a request without a key costs a hash and no memory. Only digests
 stay in memory. A look-up uses a keyed hash of the digest, with a secret of this process. So its duration reveals
 nothing about existing keys. An unusable file admits no client; an unreadable folder changes nothing. The log reports
 each once, without a file's content.

@@ -1,6 +1,6 @@
 """The live page at /ui: three static files, and a document of the gateway's state that the page polls every second.
 
-The page holds no secret, so its files need no key. With API keys on, its document needs one; the page asks its reader
+The page holds no secret, so its files need no key. With API keys on, its document needs one. The page asks its reader
 for the key and keeps it for the tab. Two bounded rings keep the history. The document holds no prompt, key or answer.
 """
 

@@ -90,7 +90,7 @@ class _Told(NamedTuple):
 class RolePublisher:
     """Sends convertible instances their role in the routing table: PUT /v1/role at each.
 
-    Routing does not wait for the calls, because any worker serves any leg: a role only changes how an engine divides
+    Routing does not wait for the calls, because any worker serves any leg. A role only changes how an engine divides
     its steps. A failed call is retried. Every gateway sends roles to all instances, and repeats them, because a
     restarted worker forgot its role. Running sequences continue when a role changes.
     """

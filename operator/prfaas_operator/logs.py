@@ -42,7 +42,7 @@ def is_refusal(error: BaseException | None) -> bool:
 
 
 def drop_traceback(record: logging.LogRecord) -> bool:
-    """Log an API server's refusal in kopf's lines as one sentence: it is no bug, so the traceback is left out."""
+    """Log an API server's refusal in kopf's lines as one sentence. It is no bug, so the traceback is left out."""
     if record.exc_info and is_refusal(record.exc_info[1]):
         record.exc_info = None
     return True

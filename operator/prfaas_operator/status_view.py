@@ -41,7 +41,7 @@ class PoolView:
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """A cluster with its pools; a member also has its link to the hub and the time since its last answer."""
+    """A cluster with its pools. A member also has its link to the hub and the time since its last answer."""
 
     name: str
     is_ready: bool

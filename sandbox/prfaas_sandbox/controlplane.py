@@ -1,6 +1,6 @@
 """One Kubernetes control plane as child processes: etcd, API server, controller manager, scheduler.
 
-They are the real programs with the real admission, RBAC, node authorisation and controllers; only the kubelet is
+They are the real programs with the real admission, RBAC, node authorisation and controllers. Only the kubelet is
 replaced (see `prfaas_sandbox.node`). One folder holds all their data. No data survives a restart, on purpose: etcd does
 not sync its files, and each start makes a new CA.
 """

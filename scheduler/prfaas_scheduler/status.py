@@ -1,6 +1,6 @@
 """Writes the scheduler's part of a PrfaaSPolicy's status: pure functions make it of a step, one replica writes it.
 
-Fields that are not known are left out: a server-side apply then removes them, and the column is empty instead of wrong.
+Fields that are not known are left out. A server-side apply then removes them, and the column is empty instead of wrong.
 A condition names its cause in its reason, and keeps its lastTransitionTime until its status changes.
 
 The replica that holds the Lease `<policy>-scheduler` writes. It writes a change of threshold, bandwidth or condition at

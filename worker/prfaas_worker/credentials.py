@@ -166,5 +166,5 @@ def _explain_reason(reason: str, doing: str) -> PeerError:
 
 
 def is_tls(first_bytes: bytes | bytearray | memoryview) -> bool:
-    """Return True if the first bytes on a plain connection begin a TLS record; such a peer gets the `MIXED` error."""
+    """Return True if the first bytes on a plain connection begin a TLS record. Such a peer gets the `MIXED` error."""
     return len(first_bytes) >= 2 and first_bytes[0] in _TLS_RECORDS and first_bytes[1] == 3

@@ -154,7 +154,7 @@ def _loaded(system: System, workload: Workload, plan: Plan) -> list[TtftUnderLoa
 
 
 def _within_slo(file: PlanFile, plans: dict[str, tuple[System, Plan]]) -> dict[str, float | None] | None:
-    """Return the rate at which each system's P90 keeps the SLO; the planned system has to keep it at some rate."""
+    """Return the rate at which each system's P90 keeps the SLO. The planned system has to keep it at some rate."""
     if file.slo.ttft_millis is None:
         return None
     rates: dict[str, float | None] = {}

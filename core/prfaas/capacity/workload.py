@@ -1,7 +1,7 @@
 """The distribution of L, the incremental (uncached) input length of prompts in tokens.
 
 Equations (3) to (7) ask only for integrals of T_prefill and S_kv over the prompts above or below a threshold. T is
-quadratic in the length and S linear, so the zeroth, first and second partial moments answer all of them. A workload is
+quadratic in the length and S linear. So the zeroth, first and second partial moments answer all of them. A workload is
 therefore a row of lengths with probabilities, and running sums of their moments. A threshold costs one bisection,
 whether the lengths come from a formula, a trace or a histogram.
 

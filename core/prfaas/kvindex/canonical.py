@@ -152,7 +152,7 @@ class _Place:
 def _places(texts: Sequence[Text], prompt: bytes) -> list[_Place]:
     """Find the texts in the prompt in order, up to the first that the template changed.
 
-    A short text may match too early, in the template's own words; then the result is too small, never too large.
+    A short text may match too early, in the template's own words. Then the result is too small, never too large.
     """
     places: list[_Place] = []
     at = 0

@@ -9,7 +9,7 @@ Up to one byte block more than the match may be shared. The state of a conversat
 of all states would be missed. So a state also counts within the tokens of one byte block and one token block
 (rounding), unless the tree branches there. The error is at most a few blocks, in a result that is only a hint.
 
-Reports of one instance do not change the result for another: trees and maps are separate and bounded, and names are
+Reports of one instance do not change the result for another. Trees and maps are separate and bounded, and names are
 salted. There is one exception. An instance that prefills for others sees tokens, never bytes, and reports no map. It
 uses the map of the instance that knows most of the prompt. At no byte block may more instances contradict this map than
 agree. So a forger can invent or hide cached blocks of such instances only for prompts that no other instance reports.

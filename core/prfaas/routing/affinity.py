@@ -7,7 +7,7 @@ An instance is chosen by its cache and its load in one unit, tokens:
          + ANSWER_TOKENS for every request that it decodes
 
 The first two are to be computed before this prompt's first token, on an instance as fast as the others. The least is
-the earliest. The third has the same unit: a decoded token takes at least the computing of a prefilled one, through the
+the earliest. The third has the same unit. A decoded token takes at least the computing of a prefilled one, through the
 same weights. So much is still to be computed for requests under way, as a mean. What is to come slows them and this
 one. Equals are decided by the number of requests, then by the request's id.
 

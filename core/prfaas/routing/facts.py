@@ -1,7 +1,7 @@
 """The facts that a routing decision depends on, and its results.
 
 Everything here is a frozen value or a read-only view. The gateway gathers the facts of one request and applies the
-decision; the same types serve a simulator and the tests. Times are seconds of any one monotonic clock.
+decision. The same types serve a simulator and the tests. Times are seconds of any one monotonic clock.
 """
 
 from collections.abc import Mapping, Set

@@ -28,7 +28,7 @@ from prfaas.wire.profile import Profile
 MIN_PROMPTS: Final = 200
 """Fewer prompts say too little of a distribution: its quantiles would wander by more than the search is worth."""
 ACCURACY: Final = 0.001
-"""Share of the threshold, or one token, to which it is found; the lengths that it follows from are not known better."""
+"""Share of the threshold, or one token, to which it is found. The lengths that it follows from are not known better."""
 IDLE: Final = 1e-12
 
 

@@ -17,7 +17,7 @@ Mooncake (JSON lines: timestamp, input_length, output_length, hash_ids), the con
 Azure 2023 (CSV: TIMESTAMP, ContextTokens, GeneratedTokens), the code and conversation traces:
 - `TIMESTAMP` has seven decimals, one more than most readers take.
 - There are no prefixes: no blocks can be shared.
-- A request that generated nothing counts as one token, as in the other trace; there is no newline after the last line.
+- A request that generated nothing counts as one token, as in the other trace. There is no newline after the last line.
 """
 
 import csv

@@ -7,7 +7,7 @@ order is total, so a run depends on its inputs only. No event is ever cancelled:
 each byte or token. All jobs progress at one rate, `rate_each(n)` units a second for n jobs. It is capacity / n on a
 link, 1 / step time in a batch. The work that each job received since the beginning is then one number. A job ends when
 that number reaches its value at the job's arrival plus the job's size. So a heap of those ends is enough, and coming
-and going costs O(log n) however long the jobs are. A job that gets more work only ends later; its old entry in the heap
+and going costs O(log n) however long the jobs are. A job that gets more work only ends later. Its old entry in the heap
 is corrected when it comes up.
 """
 

@@ -2,7 +2,7 @@
 
 The short loop steps the controller once an interval. The metrics and counters that a scheduler would read are gathered
 here over windows of the same length. The long loop converts instances of the hub as load and links ask. Its input is
-the summary in a policy's status. A conversion costs as much as there: the role changes a moment later, and an instance
+the summary in a policy's status. A conversion costs as much as there. The role changes a moment later, and an instance
 finishes what runs on it. Numbers of instances stay: no profile says what starting one takes.
 """
 

@@ -2,7 +2,7 @@
 
     2026-11-02 10:00:00,000 INFO hub/decode/d-1 decode engine: transfer received request_id=r1 bytes=9731072 ...
 
-The pairs are logfmt, which log collectors split by themselves; a value that is not a plain word is a JSON string.
+The pairs are logfmt, which log collectors split by themselves. A value that is not a plain word is a JSON string.
 In JSON a line is one object with `time`, `level`, `place`, `logger` and `message`.
 No line holds a secret: grants, tokens and keys are never values.
 """

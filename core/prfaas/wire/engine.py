@@ -360,7 +360,7 @@ def encode_batch(messages: Sequence[ToEngine] | Sequence[ToFront]) -> bytes:
 
 
 def decode_for_engine(body: Buffer) -> list[ToEngine]:
-    """Read a batch from the front, which is our own code: a damaged batch is a bug and raises msgspec's error."""
+    """Read a batch from the front, which is our own code. A damaged batch is a bug and raises msgspec's error."""
     return _FOR_ENGINE.decode(body)
 
 

@@ -2,8 +2,8 @@
 
 A frame proves two things by itself. `check` covers the header, so that a damaged length or place is detected before it
 is used. `digest` covers header and payload as they travelled. Both are xxh3, which detects damage; TLS protects against
-forgery. A frame names its transfer and epoch, so a frame of another life is never placed. It also names its own place,
-so frames may arrive in any order over any number of connections. docs/protocol.md has the bytes.
+forgery. A frame names its transfer and epoch, so a frame of another life is never placed. It also names its own place.
+So frames may arrive in any order over any number of connections. docs/protocol.md has the bytes.
 """
 
 import struct

@@ -1,7 +1,7 @@
 """OpenAPI documents of prfaas's HTTP interfaces: the gateway's endpoint, and a worker's Prefill-as-a-Service API.
 
 Bodies of the prefill API are generated from their types in prefill.py. A gateway relays bodies unchanged and reads only
-`model`, so its document lists the most used fields and allows all others. The written copies are docs/openapi/*.json.
+`model`. So its document lists the most used fields and allows all others. The written copies are docs/openapi/*.json.
 """
 
 from typing import Any, Final

@@ -1,6 +1,6 @@
 """The destination's half of a transfer as a state machine without sockets: permitted frames, their places, completion.
 
-The destination computes from its own model what has to arrive, so it builds the expected manifest before the first
+The destination computes from its own model what has to arrive. So it builds the expected manifest before the first
 byte. For each data frame the caller asks `claim(connection, header)` for the payload's place and reads exactly that
 many bytes into it. The caller then passes header and payload to `accept`, which checks the digest. A place can be
 claimed once: two connections never write to one place. `lost` frees the places that a broken connection had claimed but

@@ -108,7 +108,7 @@ def comments_of(data: bytes) -> bytes:
 
 
 def read_comments(data: bytes) -> Iterator[StreamComment]:
-    """Yield the comments in a part of a stream; raises BadInputError for a number too large for a token or a count."""
+    """Yield the comments in a part of a stream. Raises BadInputError for a number too large for a token or a count."""
     for choice, characters, ids, reason in _COMMENT.findall(b"\n" + data):
         try:
             tokens = array("I", map(int, ids.split(b",")) if ids != b"-" else ())

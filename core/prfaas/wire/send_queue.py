@@ -1,6 +1,6 @@
 """The source's half of a transfer as a state machine without sockets: the next frame to send, and frames to repeat.
 
-The engine adds items in order; any connection takes the next, so that a slow one delays only its own items. An item
+The engine adds items in order. Any connection takes the next, so that a slow one delays only its own items. An item
 stays on its connection's list until the transfer ends, because no message confirms its arrival. When a connection
 breaks, its items are uncertain until the destination's next HELLO lists the arrived ones (`connect`). The rest is sent
 again under its old sequence numbers. DONE is sent when everything else was. With a guard, a lock, any thread may call.

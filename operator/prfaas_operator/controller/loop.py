@@ -1,6 +1,6 @@
 """Reconciles one object during its whole life: after each wake-up and after a while, whatever failed before.
 
-The status is written also after a failure. One object's failure affects no other object: every object has its own loop,
+The status is written also after a failure. One object's failure affects no other object. Every object has its own loop,
 and every call in it has a timeout.
 """
 

@@ -1,7 +1,7 @@
 """Writes an object's status: server-side apply of exactly the operator's own fields, and only when they differ.
 
 The hub's CRD may be of another version than this operator. An older CRD lacks a field, and the API server then refuses
-the whole apply; a newer one may accept other values. Refused fields are left out, and the rest is written with a
+the whole apply. A newer one may accept other values. Refused fields are left out, and the rest is written with a
 condition that says so. If a newer CRD requires a field that this version does not know, nothing can be written, and an
 Event says so. Every reconcile tries the whole status first, so no restart is needed once the CRD fits.
 """

@@ -1,7 +1,7 @@
 """The policy's long loop between custom resources and `prfaas.capacity.longloop`: translates facts in and status out.
 
 Only the questions of Kubernetes are decided here. Such questions are other writers of a pool's replicas, unsettled
-pools, and a change of two pools that was interrupted half-way. Times show an interrupted change: the pool's replicas
+pools, and a change of two pools that was interrupted half-way. Times show an interrupted change. The pool's replicas
 differ from the plan, and their last write is older than the plan.
 """
 

@@ -12,7 +12,7 @@ from prfaas_operator.clusters.kinds import Object, manifest
 
 PART_OF: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: names.MANAGED_BY}
 LABEL_CLUSTER_UID: Final = f"{names.GROUP}/cluster-uid"
-"""uid of the MemberCluster that a remote child was made for. Two hubs may share a namespace of one member cluster: each
+"""uid of the MemberCluster that a remote child was made for. Two hubs may share a namespace of one member cluster. Each
 deletes only orphans with the uid of its own MemberCluster.
 """
 

@@ -1,6 +1,6 @@
 """Containers of vLLM and SGLang as instances of a pool: command, flags, variables and ports.
 
-The flags for cache transfers and cache events are set here, under the engines' own documented names; a pool's
+The flags for cache transfers and cache events are set here, under the engines' own documented names. A pool's
 `engine.args` come last. Cache events are on, over ZMQ. Caches cross connections that the engines open between
 themselves, without our data port and our certificates.
 """

@@ -1,7 +1,7 @@
 """The Deployment of a pool: worker pods whose command, ports, probes, labels and security belong to the operator.
 
 Settings that change while instances run lie in a ConfigMap that a PrefillPool's pods mount. They are not in the pod
-template, because a change of replicas would then restart all pods. The pods read the file again, so a member cluster
+template, because a change of replicas would then restart all pods. The pods read the file again. So a member cluster
 that is cut off still starts pods with its last content. The mount is optional, so that no pod waits for it.
 
 The pool's owner adds only the allow-list of `template`. The Deployment has the pool's name. If another pool's

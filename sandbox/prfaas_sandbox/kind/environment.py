@@ -105,7 +105,7 @@ class KindEnvironment:
         return await run_in(self._programs.helm, cluster, arguments)
 
     async def forward(self, cluster: ClusterAccess, namespace: str, service: str, port: int | str) -> str:
-        """Return a URL on 127.0.0.1 for a port of a Service of the hub; kube-proxy chooses a pod for each connection.
+        """Return a URL on 127.0.0.1 for a port of a Service of the hub. Kube-proxy chooses a pod for each connection.
 
         Docker accepts connections before kube-proxy has a route, and breaks them. So this waits until HTTP is answered.
         Raises UnreachableError after a minute without an answer, and ConfigError for a Service of the member or if all

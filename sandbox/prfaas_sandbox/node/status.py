@@ -1,6 +1,6 @@
 """The status of a pod, from facts of its containers. Pure.
 
-It has only fields that the node owns: applied server-side, they do not change conditions of others (the scheduler's
+It has only fields that the node owns. Applied server-side, they do not change conditions of others (the scheduler's
 PodScheduled, readiness gates). Rules: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/
 """
 

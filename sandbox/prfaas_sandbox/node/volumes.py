@@ -1,4 +1,4 @@
-"""The volumes of a pod as folders: their content is fetched, written, and kept up to date while the pod runs."""
+"""The volumes of a pod as folders. Their content is fetched, written, and kept up to date while the pod runs."""
 
 import base64
 import os

@@ -11,7 +11,7 @@ made useless is evicted before all others. Held pages are never evicted.
 
 Where to keep states. A state is right at exactly one length, so it must be where a later prompt parts from this one.
 Two such places are known. One is the prompt's end, where a conversation continues. The other is a branch, where an
-earlier prompt parted from this one: there attention blocks reach further than any state. States at regular distances
+earlier prompt parted from this one. There attention blocks reach further than any state. States at regular distances
 mostly land in tokens that no other prompt has, and give no hits for their room.
 
 A state weighs as much as thousands of tokens of attention (5,380 for Kimi Linear 48B). Even so no high bar pays. On the

@@ -1,6 +1,6 @@
 """Keeps cache entries as files, the tier that outlives the process.
 
-A file is written under a temporary name, synced and renamed, so a name belongs to a whole file or to none. Digests are
+A file is written under a temporary name, synced and renamed. So a name belongs to a whole file or to none. Digests are
 checked on every read; a damaged file is removed and counted, and the engine computes its tokens anew.
 
 A write may fail because of its entry, as when its path is taken. Or it fails because of the whole disk, as when that is
@@ -155,7 +155,7 @@ class DiskTier:
         self._writes.append((entry, size, self._writer.submit(self._write, entry)))
 
     def write_now(self, entry: CacheEntry, used_at: float) -> bool:
-        """Write an entry without a sync, at the process's end, with `used_at` as its time; return True if it is on the
+        """Write an entry without a sync, at the process's end, with `used_at` as its time. Return True if it is on the
         disk. Digests reveal bytes that a power loss kept from the disk."""
         if self.touch(entry.name):
             return True

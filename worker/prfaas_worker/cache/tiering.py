@@ -30,7 +30,7 @@ from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.tiers import TierFetch, Tiers
 
 MAX_COPY_BYTES: Final = 64 << 20
-"""Most bytes of one copy: it needs as much again on the device, where memory is short when the pool is full."""
+"""Most bytes of one copy. It needs as much again on the device, where memory is short when the pool is full."""
 _FILE_TIME_GAP_SECONDS: Final = 0.001
 """Flushed files get modification times this far apart: a restart reads from them which was used last."""
 

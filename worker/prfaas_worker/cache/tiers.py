@@ -1,6 +1,6 @@
 """Keeps evicted cache entries in host memory, and on disk what host memory evicts.
 
-Both tiers are bounded by bytes and evict the least recently used entry first. An entry may be in several tiers: one
+Both tiers are bounded by bytes and evict the least recently used entry first. An entry may be in several tiers. One
 that was loaded from the disk stays there, so evicting it again costs nothing. Host memory answers at once. A thread
 reads the disk in the order of requests. So a `TierFetch` is done when its entries, and those that earlier ones read for
 it, are there.

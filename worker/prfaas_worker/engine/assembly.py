@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 CPU_CACHE_MIB = 1024
 LARGE_VOCABULARY = 10_000
-"""With more tokens the trie is built at the start: the first grammar would delay every stream for most of a second."""
+"""With more tokens the trie is built at the start. The first grammar would delay every stream for most of a second."""
 
 
 def load_and_assemble(options: Options, outbox: Outbox, traffic: Traffic) -> tuple[Model, Path, EngineLoop, Offers]:

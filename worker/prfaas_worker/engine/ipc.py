@@ -1,6 +1,6 @@
-"""The engine's end of the unix socket to the front: one thread reads, one writes, so that the step loop does neither.
+"""The engine's end of the unix socket to the front. One thread reads, one writes, so that the step loop does neither.
 
-The reading thread answers at once what needs no step: it grants leases and reports statistics while a long chunk
+The reading thread answers at once what needs no step. It grants leases and reports statistics while a long chunk
 computes. When the front closes its end, the process ends.
 """
 

@@ -1,7 +1,7 @@
 """Fetches prompts and cached prefixes from other instances, and offers them cached prefixes of ours.
 
 Another instance sends the whole cache of a prompt that is prefilled there, with its last hidden state. Or it sends a
-cached prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot; from then on they
+cached prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot. From then on they
 are as if they had been cached here.
 
 A prefix is requested when its prompt is admitted. The fetch may fail at any time, which costs only time: the prompt is

@@ -43,7 +43,7 @@ class Sequence:
     """A prompt, and the tokens that one choice of a request has drawn.
 
     The first `computed_tokens` of `token_ids` are in the cache. Once all are, the next token is drawn. So a decoding
-    sequence has one token left to compute, and a preempted one has them all: another can take its memory at any time. A
+    sequence has one token left to compute, and a preempted one has them all. Another can take its memory at any time. A
     chunk must end at each length in `cuts`, because the state there is to be kept. If not `is_exact`, the rows passed a
     lossy codec and must not enter the prefix cache.
     """

@@ -45,7 +45,7 @@ _LENGTH: Final = struct.Struct("!I")
 UNREAD_MESSAGES: Final = 100_000  # Batches queued for one subscriber; beyond that it loses them, as PUB sockets do.
 REPLAY_BYTES: Final = 256 << 10
 REPLAY_STALL_SECONDS: Final = 2.0
-"""A reader that takes nothing of its replay for this long does not get the rest: other readers wait behind it."""
+"""A reader that takes nothing of its replay for this long does not get the rest. Other readers wait behind it."""
 END_SEQ: Final = (-1).to_bytes(8, "big", signed=True)
 
 

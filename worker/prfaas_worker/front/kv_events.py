@@ -7,7 +7,7 @@ it, and one that falls behind its oldest batch has lost events and is informed. 
 moved on begins with a snapshot. The snapshot consists of batches that lead to the blocks cached now, under the number
 of the last batch that they comprise.
 
-The engine owns the truth and reports every change in order, so the sum of its events is the truth as well. The snapshot
+The engine owns the truth and reports every change in order. So the sum of its events is the truth as well. The snapshot
 is kept here from these events, in a few hundred bytes a block. It costs no step of the engine when a reader starts.
 """
 

@@ -16,7 +16,7 @@ Affix = tuple[list[int], list[int]]  # Special tokens before and after a plain p
 
 
 class TokenTable:
-    """The bytes of every token id in one block: a list of 130,000 small objects would cost ten times the memory."""
+    """The bytes of every token id in one block. A list of 130,000 small objects would cost ten times the memory."""
 
     def __init__(self, tokens: Iterable[bytes]):
         ends, parts, length = array("I", [0]), [], 0

@@ -1,7 +1,7 @@
 """Maps a sequence's cache to the frames of prfaas.wire.transfer: the bytes of each frame.
 
 On a CPU transfers read and write the cache's own memory. An accelerator's goes through `Staging`, for sockets read and
-write host memory only. Its copies run on a stream of their own, so that they overlap the step; what they read must be
+write host memory only. Its copies run on a stream of their own, so that they overlap the step. What they read must be
 finished first. The step's thread marks a point of its work (`mark`). A transfer's thread waits for that mark on the
 device, then for its copy on the host. Host memory is pinned: torch keeps it for reuse, so allocating it anew each time
 is cheap. Rows and states travel in the order of a layer's specification, each tensor's bytes contiguous.

@@ -1,7 +1,7 @@
 """Data connections over TCP, plain or inside TLS: whole buffers in and out, and a callback on every wait.
 
 Plain TCP moves memory without copies: the kernel gathers and scatters. TLS cannot, since every byte is encrypted on its
-way. OpenSSL makes records of 16 KiB, so smaller pieces are first gathered into one buffer, and larger ones go as they
+way. OpenSSL makes records of 16 KiB. So smaller pieces are first gathered into one buffer, and larger ones go as they
 are. (A call for each piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times.)
 
 A call waits for a tick at most, all its waits together. Then `on_wait(silent_seconds)` decides, by raising, whether to

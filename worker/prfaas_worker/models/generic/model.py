@@ -3,7 +3,7 @@
 A checkpoint is loaded only from files: nothing is fetched and none of its code is run. Given wrong weights,
 transformers warns and puts random numbers in their place. Here every difference is an error that lists them all.
 
-Decodes go through the model together, as each brings one token. Chunks go one after the other: transformers would batch
+Decodes go through the model together, as each brings one token. Chunks go one after the other. Transformers would batch
 them by padding, and a linear layer would add pads to its state.
 """
 

@@ -5,7 +5,7 @@ everywhere: the residual stream, norms, gates, decays, the router, S, attention,
 states, and with them their layout.
 
 A processor without AVX512-BF16 or AMX emulates bf16, many times slower. A processor that has them may still lose on
-small matrices to what converting costs, so the model's own shapes are timed. A GPU always has them, and is not timed.
+small matrices to what converting costs. So the model's own shapes are timed. A GPU always has them, and is not timed.
 
 Rounding may turn a token to other experts, from where everything differs. So a prompt goes through both forms of the
 weights. The distribution of the next token must stay as it was, to MOST_DIVERGENCE nats on average, half a percent of
