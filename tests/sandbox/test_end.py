@@ -123,6 +123,11 @@ def seen_from_host(state: Path) -> list[str]:
     return [line for line in links.splitlines() if LINK in line] + [path for path in mounts if str(state) in path]
 
 
+def api_servers(processes: set[tuple[int, str]]) -> list[int]:
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0] for pid, _ in alive(processes)}
+    return [pid for pid, command in commands.items() if "kube-apiserver" in command]
+
+
 def network_namespaces(processes: set[tuple[int, str]]) -> set[str]:
     return {str(Path(f"/proc/{pid}/ns/net").readlink()) for pid, _ in processes}
 
@@ -134,26 +139,24 @@ def nothing_is_left(running: Running, processes: set[tuple[int, str]]) -> None:
     assert not any((running.state / "run").iterdir())
 
 
-# SIGTERM is what `prfaas sandbox down` sends, below.
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_when_the_parent_ends(up, number):
-    running = up()
-    running.run_pod("member")
-    processes = descendants(running.process.pid)
-    assert len(processes) > 12  # two control planes, Prometheus, agents, the pod
-    assert len(network_namespaces(processes)) >= 3  # ours, hub and member: what is checked below is not trivially so
-    assert seen_from_host(running.state) == []  # nor while it runs
-    running.process.send_signal(number)
-    running.process.wait(GONE_SECONDS)
-    nothing_is_left(running, processes)
+# SIGTERM is what `prfaas sandbox down` sends, and SIGKILL ends the sandbox of an unprivileged user; both below.
+def test_nothing_is_left_of_a_start_that_is_interrupted(tmp_path):
+    state = tmp_path / "state"
+    with (tmp_path / "up.log").open("wb") as log:
+        process = subprocess.Popen(prfaas("up", "--state", str(state)), stdout=log, stderr=log)
+    wait_until(lambda: len(api_servers(descendants(process.pid))) == 2, UP_SECONDS, "both API servers are started")
+    processes = descendants(process.pid)
+    assert len(network_namespaces(processes)) >= 3
+    process.send_signal(signal.SIGINT)
+    process.wait(GONE_SECONDS)
+    assert "Traceback" not in (tmp_path / "up.log").read_text()
+    nothing_is_left(Running(process, state), processes)
 
 
 def test_when_a_part_breaks_all_ends_and_the_reason_is_told(up, tmp_path):
     running = up()
     processes = descendants(running.process.pid)
-    servers = [
-        pid for pid, _ in processes if "kube-apiserver" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
-    ]
+    servers = api_servers(processes)
     assert len(servers) == 2
     os.kill(servers[0], signal.SIGKILL)
     assert running.process.wait(GONE_SECONDS) == 1
@@ -214,28 +217,32 @@ def as_nobody(needed: list[Path], work: Path) -> tuple[str, ...]:
     return ("unshare", "--mount", "sh", "-c", "\n".join(script), "sh")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="all of these tests run unprivileged already")
-def test_an_unprivileged_user_gets_the_same(up, tmp_path):
-    forbidden = Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0"
-    if forbidden:
+def test_nothing_is_left_of_a_killed_sandbox_which_an_unprivileged_user_may_run(up, tmp_path):
+    """Run by root this test becomes another user, where the kernel lets one have namespaces."""
+    if os.geteuid() == 0 and Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0":
         pytest.skip(
             "THE KERNEL FORBIDS USER NAMESPACES HERE (user.max_user_namespaces=0): unprivileged use is untested"
         )
     ensure_tools(print)
-    state = Path("/var/tmp") / f"prfaas-{os.getpid()}"
-    state.mkdir()
-    os.chown(state, NOBODY, NOBODY)
-    needed = [Path(sys.base_prefix), Path(sys.prefix), REPOSITORY, cache_folder()]
+    state, before, user = tmp_path / "state", (), os.geteuid()
+    if user == 0:
+        state, user = Path("/var/tmp") / f"prfaas-{os.getpid()}", NOBODY
+        state.mkdir()
+        os.chown(state, NOBODY, NOBODY)
+        before = as_nobody([Path(sys.base_prefix), Path(sys.prefix), REPOSITORY, cache_folder()], tmp_path)
     try:
-        running = up(state, as_nobody(needed, tmp_path))
+        running = up(state, before)
         running.run_pod("member")
         processes = descendants(running.process.pid)
-        owners = {Path(f"/proc/{pid}").stat().st_uid for pid, _ in processes}
-        assert owners == {NOBODY}
+        assert {Path(f"/proc/{pid}").stat().st_uid for pid, _ in processes} == {user}
+        assert len(processes) > 12  # two control planes, Prometheus, agents, the pod
+        assert len(network_namespaces(processes)) >= 3  # ours, hub and member: what is checked is not trivially so
+        assert seen_from_host(state) == []  # nor while it runs
         running.process.kill()
-        wait_until(lambda: not alive(processes), GONE_SECONDS, "all processes are gone")
+        running.process.wait(GONE_SECONDS)
+        nothing_is_left(running, processes)
     finally:
-        subprocess.run(["rm", "-r", str(state)], check=True)
+        subprocess.run(["rm", "-rf", str(state)], check=True)
 
 
 def test_where_namespaces_are_refused_one_sentence_says_so(tmp_path):
