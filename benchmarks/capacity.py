@@ -127,4 +127,4 @@ def figures() -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    run("capacity", __doc__ or "", figures)
+    run("capacity", __doc__, figures)

@@ -13,7 +13,6 @@ trace names prompts in pieces of 512 tokens, of 4 bytes each here; states lie at
 branch. PRFAAS_TRACE names its file, which is expected at ../shared/traces/mooncake_conversation.jsonl otherwise.
 """
 
-import argparse
 import gc
 import hashlib
 import heapq
@@ -24,7 +23,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from benchmarks.report import Figure, run
 
 from prfaas.kvindex.byte_maps import NO_BLOCK
@@ -274,9 +275,9 @@ def load_trace() -> list[Arrival]:
     return read_trace(path.name, path.read_text().splitlines())
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
-    trees, insert_us, block_bytes = filled(given.blocks)
-    among = f"among {given.blocks / 1e6:g} M blocks"
+def figures(blocks: Annotated[int, typer.Option(help="Blocks in the index.")] = 10_000_000) -> Iterator[Figure]:
+    trees, insert_us, block_bytes = filled(blocks)
+    among = f"among {blocks / 1e6:g} M blocks"
     yield Figure(name=f"insert, {among}", value=insert_us, unit="us a block", reach=2.0)
     yield Figure(name=f"memory, {among}", value=block_bytes, unit="bytes a block", reach=40.0)
     ours, linear = look_up_us(trees[0])
@@ -294,9 +295,5 @@ def figures(given: argparse.Namespace) -> Iterator[Figure]:
     )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", type=int, default=10_000_000, help="blocks in the index (default: %(default)s)")
-
-
 if __name__ == "__main__":
-    run("kvindex", __doc__, figures, add_flags)
+    run("kvindex", __doc__, figures)

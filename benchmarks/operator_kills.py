@@ -8,7 +8,6 @@ random moment and started again; then everything has to be as the step asked for
 that need not: one more ReplicaSet would be instances that restarted for nothing.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -263,7 +262,7 @@ def open_stage(hub: Place, member: Place, folder: Path) -> tuple[Stage, dict[str
     return Stage(hub, member, command, environment), secret
 
 
-async def _outcomes(tools: Tools, given: argparse.Namespace, folder: Path) -> list[Outcome]:
+async def _outcomes(tools: Tools, folder: Path, moments: int, chance: random.Random) -> list[Outcome]:
     (folder / "hub").mkdir()
     (folder / "member").mkdir()
     async with (
@@ -272,15 +271,15 @@ async def _outcomes(tools: Tools, given: argparse.Namespace, folder: Path) -> li
     ):
         hub = Place(tools["kubectl"], here.kubeconfig, HUB)
         member = Place(tools["kubectl"], there.kubeconfig, MEMBER)
-        return await asyncio.to_thread(_lived, hub, member, tools["helm"], given, folder)
+        await asyncio.to_thread(prepare, hub, member, tools["helm"])
+        stage, secret = open_stage(hub, member, folder)
+        return await asyncio.to_thread(_lived, stage, live(stage, secret, chance, moments))
 
 
-def _lived(hub: Place, member: Place, helm: Path, given: argparse.Namespace, folder: Path) -> list[Outcome]:
-    prepare(hub, member, helm)
-    stage, secret = open_stage(hub, member, folder)
+def _lived(stage: Stage, life: Iterator[Outcome]) -> list[Outcome]:
     outcomes = []
     try:
-        for outcome in live(stage, secret, random.Random(given.seed), given.moments):
+        for outcome in life:
             outcomes.append(outcome)
             said = outcome.problem or "as if nothing had happened"
             print(
@@ -291,9 +290,9 @@ def _lived(hub: Place, member: Place, helm: Path, given: argparse.Namespace, fol
     return outcomes
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
+def figures(moments: int = 50, seed: int = 1) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="prfaas-kills-") as folder:
-        outcomes = asyncio.run(_outcomes(ensure_tools(print), given, Path(folder)))
+        outcomes = asyncio.run(_outcomes(ensure_tools(print), Path(folder), moments, random.Random(seed)))
     failed = [outcome for outcome in outcomes if outcome.problem]
     slowest = max(outcome.converged_seconds for outcome in outcomes)
     yield Figure(name="kills", value=len(outcomes), unit="", better="higher")
@@ -301,10 +300,5 @@ def figures(given: argparse.Namespace) -> Iterator[Figure]:
     yield Figure(name="slowest convergence after a kill, start included", value=slowest, unit="s")
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--moments", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=1)
-
-
 if __name__ == "__main__":
-    run("operator_kills", __doc__, figures, flags)
+    run("operator_kills", __doc__, figures)

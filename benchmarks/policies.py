@@ -11,13 +11,14 @@ was planned, and naive. All meet the same requests. Virtual time: other work on 
 With --trace the same on published conversations or code, which bring bursts and prefixes of their own.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Annotated
 
 import msgspec
+import typer
 from benchmarks.report import Figure, run
 
 from prfaas.cli.simulate import SimulatedLoad
@@ -100,12 +101,16 @@ def _swinging(load: SimulatedLoad) -> dict[str, LinkSetup]:
     }
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
+def figures(
+    file: Path = PAPER,
+    trace: Annotated[Path | None, typer.Option(help="Serve this trace; seeds then change nothing.")] = None,
+    seeds: int = 5,
+    first_seed: int = 1,
+) -> Iterator[Figure]:
     """Serve every trial under every policy."""
-    load = SimulatedLoad(given.file, given.trace, None)
-    seeds = [given.first_seed] if given.trace else range(given.first_seed, given.first_seed + given.seeds)
-    for trial in ON_TRACES if given.trace else TRIALS:
-        runs = Runs(load, trial, seeds)
+    load = SimulatedLoad(file, trace, None)
+    for trial in ON_TRACES if trace else TRIALS:
+        runs = Runs(load, trial, range(first_seed, first_seed + (1 if trace else seeds)))
         rivals = {"the planned threshold": runs.p90_seconds("static"), "naive": runs.p90_seconds("naive")}
         if trial.best:
             rivals = {"the best fixed threshold": runs.best_p90_seconds(), **rivals}
@@ -126,13 +131,5 @@ def _reach(trial: Trial, policy: PolicyName, rival: str) -> float | None:
     return NAIVE_REACH if rival == "naive" else STATIC_REACH
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    """Add what this benchmark is told."""
-    parser.add_argument("--file", type=Path, default=PAPER)
-    parser.add_argument("--trace", type=Path, help="serve this trace; seeds then change nothing")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=1)
-
-
 if __name__ == "__main__":
-    run("policies", __doc__ or "", figures, flags)
+    run("policies", __doc__, figures)

@@ -7,13 +7,14 @@ trace, which brings its own prefixes). Both runs meet the same requests; the riv
 work on the machine changes nothing.
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
+from typing import Annotated
 from unittest.mock import patch
 
 import msgspec
+import typer
 from benchmarks.report import Figure, run
 
 from prfaas.cli.simulate import SimulatedLoad
@@ -25,23 +26,29 @@ PAPER = Path(__file__).parents[1] / "examples" / "simulate.yaml"
 NEVER = patch("prfaas.routing.decide.prefix_source", lambda *_: None)
 
 
-def results(given: argparse.Namespace, policy: PolicyName) -> list[Result]:
+def results(served: SimulatedLoad, load: float, seeds: int, policy: PolicyName) -> list[Result]:
     """Serve the same load once a seed."""
-    load = SimulatedLoad(given.file, given.trace, None)
-    rate_per_second = given.load * planned(load.file, "static")[1].lambda_max
+    rate_per_second = load * planned(served.file, "static")[1].lambda_max
     found: list[Result] = []
-    for seed in range(1, 2 if given.trace else 1 + given.seeds):
-        load.setup = msgspec.structs.replace(load.setup, seed=seed, prefix_share=0.0 if given.trace else 0.5)
-        found.append(load.run(policy, rate_per_second))
+    for seed in range(1, 1 + seeds):
+        served.setup = msgspec.structs.replace(served.setup, seed=seed, prefix_share=0.0 if served.trace else 0.5)
+        found.append(served.run(policy, rate_per_second))
     return found
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
+def figures(
+    file: Path = PAPER,
+    trace: Annotated[Path | None, typer.Option(help="Serve this trace; seeds then change nothing.")] = None,
+    seeds: int = 5,
+    load: Annotated[float, typer.Option(help="Share of what the plan carries.")] = 0.6,
+) -> Iterator[Figure]:
     """Compare mean and P90 of the time to first token."""
+    served = SimulatedLoad(file, trace, None)
+    seeds = 1 if trace else seeds
     for policy in ("threshold", "price"):
-        fetched = results(given, policy)
+        fetched = results(served, load, seeds, policy)
         with NEVER:
-            computed = results(given, policy)
+            computed = results(served, load, seeds, policy)
         for name in ("mean", "p90"):
             value, rival = (mean(getattr(one.ttft_seconds, name) for one in runs) for runs in (fetched, computed))
             yield Figure(
@@ -49,13 +56,5 @@ def figures(given: argparse.Namespace) -> Iterator[Figure]:
             )
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    """Add what this benchmark is told."""
-    parser.add_argument("--file", type=Path, default=PAPER)
-    parser.add_argument("--trace", type=Path, help="serve this trace; seeds then change nothing")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--load", type=float, default=0.6, help="share of what the plan carries")
-
-
 if __name__ == "__main__":
-    run("prefix_fetch", __doc__ or "", figures, flags)
+    run("prefix_fetch", __doc__, figures)

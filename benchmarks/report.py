@@ -1,18 +1,21 @@
 """What every benchmark shares: the figure, the table and JSON it is printed as, and what /proc says of a process."""
 
-import argparse
+import inspect
 import os
 import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
+
+from prfaas.console import TableOrJson, echo_json, new_app, run_app
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 MIB = 1 << 20
@@ -51,24 +54,38 @@ def peak_mib(pid: int) -> float:
     return int(found.group(1)) / 1024 if found else float("nan")
 
 
-def run(
-    bench: str,
-    description: str,
-    measure: Callable[..., Iterable[Figure]],
-    add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
-) -> None:
-    """Read the command line, measure, and print. With flags of its own, `measure` is given what the line says."""
-    parser = argparse.ArgumentParser(prog=f"prfaas bench {bench}", description=description.splitlines()[0])
-    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    if add_flags is not None:
-        add_flags(parser)
-    given = parser.parse_args()
-    measured = measure() if add_flags is None else measure(given)
+def percentile(values: list[float], share: float) -> float:
+    """Return the value that this share of all does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def say(words: str) -> None:
+    """Tell the person who waits."""
+    print(f"{time.strftime('%T')} {words}", file=sys.stderr, flush=True)
+
+
+def run(bench: str, description: str | None, measure: Callable[..., Iterable[Figure]]) -> None:
+    """Read the command line, measure, and print. The parameters of `measure` are the benchmark's own flags."""
+
+    def command(output: TableOrJson = "table", **given: Any) -> None:
+        show(bench, measure(**given), output)
+
+    signatures = inspect.signature(measure), inspect.signature(command)
+    parameters = [one for signature in signatures for one in signature.parameters.values() if one.name != "given"]
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    app = new_app(add_completion=False)
+    app.command(help=(description or "").partition("\n")[0])(command)
+    run_app(app, f"prfaas bench {bench}")
+
+
+def show(bench: str, measured: Iterable[Figure], output: Literal["table", "json"]) -> None:
+    """Print the figures with where they come from."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     report = Report(bench=bench, commit=git.stdout.strip(), machine=machine, figures=list(measured))
-    if given.output == "json":
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    if output == "json":
+        echo_json(report)
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(table(report))
 

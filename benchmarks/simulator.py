@@ -6,7 +6,6 @@ The paper's case study at 75 % load, on one core, in CPU seconds, which other wo
 rival is `routing.decide` alone on as many requests: the live code that a simulator of this kind cannot do without.
 """
 
-import argparse
 import random
 import sys
 import time
@@ -19,7 +18,7 @@ from prfaas.cli.simulate import SimulatedLoad
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import RoutingFacts, rule_in_force
 from prfaas.simulate.gateway import routing_table
-from prfaas.simulate.scenario import POLICIES
+from prfaas.simulate.scenario import PolicyName
 from prfaas.simulate.setup import scenario
 
 PAPER = Path(__file__).parents[1] / "examples" / "simulate.yaml"
@@ -44,33 +43,28 @@ def decide_seconds(loaded: SimulatedLoad, policy: str) -> float:
     return (time.process_time() - started) / DECISIONS
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
-    loaded = SimulatedLoad(PAPER, None, None, requests=given.requests)
-    each_seconds = decide_seconds(loaded, given.policy)
+def figures(requests: int = REACH_FOR, policy: PolicyName = "threshold") -> Iterator[Figure]:
+    loaded = SimulatedLoad(PAPER, None, None, requests=requests)
+    each_seconds = decide_seconds(loaded, policy)
 
     def show(arrived: int) -> None:
         if sys.stderr.isatty() and arrived % 10_000 == 0:
-            print(f"\r{arrived:,} of {given.requests:,}", end="", file=sys.stderr)
+            print(f"\r{arrived:,} of {requests:,}", end="", file=sys.stderr)
 
     started = time.process_time()
-    result = loaded.run(given.policy, loaded.rate_per_second, show)
+    result = loaded.run(policy, loaded.rate_per_second, show)
     seconds = time.process_time() - started
     yield Figure(
-        name=f"CPU of {given.requests:,} requests, {given.policy}",
+        name=f"CPU of {requests:,} requests, {policy}",
         value=seconds,
         unit="s",
-        reach=REACH_SECONDS * given.requests / REACH_FOR,
+        reach=REACH_SECONDS * requests / REACH_FOR,
         rival="their decisions alone",
-        rival_value=each_seconds * given.requests,
+        rival_value=each_seconds * requests,
     )
     yield Figure(name="requests that ended", value=float(result.completed + result.refused), unit="", better="higher")
     yield Figure(name="virtual time by CPU time", value=result.seconds / seconds, unit="", better="higher")
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=REACH_FOR)
-    parser.add_argument("--policy", choices=POLICIES, default="threshold")
-
-
 if __name__ == "__main__":
-    run("simulator", __doc__, figures, flags)
+    run("simulator", __doc__, figures)

@@ -1,6 +1,6 @@
 """Serves published traces under every policy, at several rates.
 
-    prfaas bench traces TRACE... [--write] [--loads 0.5 0.7 0.9]
+    prfaas bench traces TRACE... [--write] [--loads 0.5 --loads 0.7]
 
 The hardware is that of examples/simulate.yaml, planned for the trace's lengths. The link has its declared capacity all
 the time; bursts and prefixes are the trace's own. Rates are shares of the planned rate, which ignores prefixes. Lambda
@@ -8,12 +8,13 @@ at SLO is the highest rate at which P90 keeps slo.ttftMillis, within 2 %. --writ
 not part of the repository: docs/simulation.md lists the formats. Virtual time, a few minutes of one core a trace.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from benchmarks.report import Figure, run
 
 from prfaas.cli.simulate import SimulatedLoad
@@ -25,7 +26,7 @@ from prfaas.simulate.setup import planned
 ROOT = Path(__file__).parents[1]
 SYSTEM = ROOT / "examples" / "simulate.yaml"
 PAGE = ROOT / "docs" / "traces.md"
-LOADS = (0.5, 0.7, 0.9)
+LOADS = [0.5, 0.7, 0.9]
 HEAD = """# Policies on published traces
 
     prfaas bench traces mooncake_conversation.jsonl azure_2023_code.csv --write       # regenerates this page
@@ -115,10 +116,14 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
+def figures(
+    traces: list[Path],
+    loads: list[float] = LOADS,
+    write: Annotated[bool, typer.Option(help="Also write docs/traces.md.")] = False,
+) -> Iterator[Figure]:
     """Compute everything."""
-    found = [row for path in given.traces for row in rows(path, given.loads)]
-    if given.write:
+    found = [row for path in traces for row in rows(path, loads)]
+    if write:
         slo_millis = SimulatedLoad(SYSTEM, None, None).file.slo.ttft_millis or 0.0
         PAGE.write_text(page(found, slo_millis / 1000), encoding="utf-8")
     for row in found:
@@ -133,12 +138,5 @@ def _say(what: str) -> None:
         print(f"\r{what:60s}", end="", file=sys.stderr)
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's arguments."""
-    parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
-    parser.add_argument("--write", action="store_true", help="also write docs/traces.md")
-
-
 if __name__ == "__main__":
-    run("traces", __doc__ or "", figures, flags)
+    run("traces", __doc__, figures)

@@ -160,4 +160,4 @@ def measure() -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    run("transfer_egress", __doc__ or "", measure)
+    run("transfer_egress", __doc__, measure)

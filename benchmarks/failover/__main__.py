@@ -13,7 +13,6 @@ A gateway that is killed takes its connections along: its clients ask the other 
 when a connection breaks. That is counted apart; whatever else is not answered whole is lost.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -24,9 +23,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import aiohttp
+import typer
 from benchmarks.failover.stage import Link, Part, Stage
 from benchmarks.report import Figure, run
 
@@ -173,23 +173,23 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
     return done
 
 
-async def measure(given: argparse.Namespace, folder: Path) -> tuple[Counts, Counter[str]]:
+async def measure(folder: Path, kills: int, clients: int, requests: int, seed: int) -> tuple[Counts, Counter[str]]:
     """Start everything, load it, kill, and count."""
-    chance, counts = random.Random(given.seed), Counts()
+    chance, counts = random.Random(seed), Counts()
     stage = Stage(folder)
     try:
         await stage.ready()
         async with aiohttp.ClientSession() as session:
             url = stage.decode_url(0)
-            asked = [await undisturbed(session, url, body) for body in bodies(chance, given.requests)]
+            asked = [await undisturbed(session, url, body) for body in bodies(chance, requests)]
         stop = asyncio.Event()
-        clients = [
-            asyncio.create_task(Client(stage, asked, counts, random.Random(given.seed + number)).run(stop))
-            for number in range(given.clients)
+        running = [
+            asyncio.create_task(Client(stage, asked, counts, random.Random(seed + number)).run(stop))
+            for number in range(clients)
         ]
-        done = await kill_at_random(stage, counts, chance, given.kills)
+        done = await kill_at_random(stage, counts, chance, kills)
         stop.set()
-        await asyncio.gather(*clients)
+        await asyncio.gather(*running)
         for number in range(2):
             await read_metrics(stage, number, counts)
         return counts, done
@@ -197,9 +197,14 @@ async def measure(given: argparse.Namespace, folder: Path) -> tuple[Counts, Coun
         stage.end()
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
+def figures(
+    kills: int = 200,
+    clients: int = 6,
+    requests: Annotated[int, typer.Option(help="Different ones, each asked many times.")] = 24,
+    seed: int = 1,
+) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="prfaas-failover-") as folder:
-        counts, done = asyncio.run(measure(given, Path(folder)))
+        counts, done = asyncio.run(measure(Path(folder), kills, clients, requests, seed))
     for told in (*counts.lost, *counts.near_ties, *counts.drawn_otherwise):
         print(told, file=sys.stderr)
     for kind, number in sorted(done.items()):
@@ -215,12 +220,5 @@ def figures(given: argparse.Namespace) -> Iterator[Figure]:
     yield Figure(name="slowest request, kills included", value=counts.slowest_seconds, unit="s")
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=24, help="different ones, each asked many times")
-    parser.add_argument("--seed", type=int, default=1)
-
-
 if __name__ == "__main__":
-    run("failover", __doc__ or "", figures, flags)
+    run("failover", __doc__, figures)

@@ -8,18 +8,19 @@ little; latencies it does disturb. Prompts of 1 KB and 108 KB, by one leg and by
 `--soak N` sends N more requests and says whether memory grew.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+import typer
 import uvloop
 from benchmarks.gateway.load import drive, pace, stream
 from benchmarks.gateway.routers import RIVAL, Router, backend, gateway, rival
-from benchmarks.report import Figure, cpu_seconds, peak_mib, run
+from benchmarks.report import Figure, cpu_seconds, peak_mib, percentile, run
 
 CONCURRENCY = 16
 SIZES = {"1 KB": (1_000, 6_000), "108 KB": (108_000, 2_000)}  # prompt bytes, requests
@@ -41,10 +42,6 @@ def measure(router: Router, body: bytes, requests: int) -> tuple[float, float]:
     uvloop.run(drive(router.port, body, requests, CONCURRENCY))
     cpu, wall = cpu_seconds(router.pid) - cpu, time.perf_counter() - wall
     return cpu / requests * 1e3, requests / wall
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def cost(folder: Path, worker: Router, *, two_legs: bool) -> Iterator[Figure]:
@@ -112,7 +109,9 @@ def soak(ours: Router, requests: int) -> Iterator[Figure]:
     yield Figure(name=name, value=peak_mib(ours.pid) / before, unit="x", reach=1.02)
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
+def figures(
+    soak_requests: Annotated[int, typer.Option("--soak", help="Requests of an endurance run.")] = 0,
+) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as directory, backend() as worker:
         folder = Path(directory)
         for two_legs in (False, True):
@@ -120,14 +119,10 @@ def figures(given: argparse.Namespace) -> Iterator[Figure]:
         with gateway(folder, worker, two_legs=False) as ours:
             yield from added_latency(ours, worker)
             yield from added_delay(ours, worker)
-            if given.soak:
-                yield from soak(ours, given.soak)
+            if soak_requests:
+                yield from soak(ours, soak_requests)
             yield Figure(name="gateway peak memory", value=peak_mib(ours.pid), unit="MiB", reach=RSS_REACH_MIB)
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--soak", type=int, default=0, metavar="N", help="requests of an endurance run")
-
-
 if __name__ == "__main__":
-    run("gateway", __doc__, figures, flags)
+    run("gateway", __doc__, figures)

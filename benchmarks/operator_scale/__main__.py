@@ -8,19 +8,17 @@ there. The API server that the operator reaches the member by is behind a relay,
 connections stay open and no byte passes, the worst way in which a network fails.
 """
 
-import argparse
 import asyncio
 import random
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.operator_kills import MODEL, resource
 from benchmarks.operator_scale.stage import CALLS_AT_ONCE, CLUSTER, CONVERGE_SECONDS, Operator, Stage, follow, staged
-from benchmarks.report import Figure, cpu_seconds, run
+from benchmarks.report import Figure, cpu_seconds, percentile, run, say
 
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import DEPLOYMENT, PREFILL_POOL
@@ -29,8 +27,13 @@ from prfaas_sandbox.tools import ensure_tools
 REACTIONS = 100
 
 
-def say(words: str) -> None:
-    print(f"{time.strftime('%T')} {words}", file=sys.stderr, flush=True)
+class Scale(NamedTuple):
+    """What the command line asks for."""
+
+    pools: int
+    pods_per_pool: int
+    rest_seconds: float
+    outage_seconds: float
 
 
 async def all_of(calls: Iterable[Any]) -> None:
@@ -80,45 +83,41 @@ class Changes:
             task.cancel()
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def pool_name(number: int) -> str:
     return f"pool-{number}"
 
 
-async def create(stage: Stage, given: argparse.Namespace) -> None:
+async def create(stage: Stage, scale: Scale) -> None:
     """Create all pools, the odd ones in the member."""
     pools = [
         resource(
             "PrefillPool",
             pool_name(number),
             model=MODEL,
-            replicas=given.pods_per_pool,
+            replicas=scale.pods_per_pool,
             clusterName=CLUSTER if number % 2 else "",
         )
-        for number in range(given.pools)
+        for number in range(scale.pools)
     ]
     await all_of(stage.hub.create(PREFILL_POOL, pool) for pool in pools)
 
 
-async def first_start(stage: Stage, given: argparse.Namespace) -> Figure:
+async def first_start(stage: Stage, scale: Scale) -> Figure:
     """Start an operator where nothing has been made yet, and end it when everything has."""
     fresh = stage.operator()
     try:
-        took = await fresh.settled(given.pools)
+        took = await fresh.settled(scale.pools)
     finally:
         fresh.end()
     say(f"everything was made in {took:.0f} s")
     return Figure(name="from nothing to all pools ready, pods by controllers and played kubelets", value=took, unit="s")
 
 
-async def rest(stage: Stage, operator: Operator, given: argparse.Namespace) -> AsyncIterator[Figure]:
+async def rest(stage: Stage, operator: Operator, scale: Scale) -> AsyncIterator[Figure]:
     """Yield what a settled operator costs while nothing changes."""
-    await asyncio.sleep(given.rest_seconds / 4)  # what its own start has woken
+    await asyncio.sleep(scale.rest_seconds / 4)  # what its own start has woken
     before, cpu, started = await asyncio.to_thread(stage.versions), cpu_seconds(operator.process.pid), time.monotonic()
-    await asyncio.sleep(given.rest_seconds)
+    await asyncio.sleep(scale.rest_seconds)
     share = 100 * (cpu_seconds(operator.process.pid) - cpu) / (time.monotonic() - started)
     after = await asyncio.to_thread(stage.versions)
     writes = sum(after.get(key) != version for key, version in before.items()) + len(after.keys() - before.keys())
@@ -127,22 +126,22 @@ async def rest(stage: Stage, operator: Operator, given: argparse.Namespace) -> A
     yield Figure(name="pools and children written while nothing changed", value=writes, unit="", reach=0)
 
 
-async def reactions(changes: Changes, given: argparse.Namespace) -> AsyncIterator[Figure]:
+async def reactions(changes: Changes, scale: Scale) -> AsyncIterator[Figure]:
     """Yield how soon a change of a pool reaches its Deployment."""
     chance = random.Random(1)
-    took = [await changes.one(pool_name(chance.randrange(given.pools))) for _ in range(REACTIONS)]
+    took = [await changes.one(pool_name(chance.randrange(scale.pools))) for _ in range(REACTIONS)]
     yield Figure(name="pool changed to child applied, p50", value=percentile(took, 0.5), unit="s", reach=0.5)
     yield Figure(name="pool changed to child applied, p99", value=percentile(took, 0.99), unit="s", reach=2)
 
 
-async def outage(stage: Stage, changes: Changes, given: argparse.Namespace) -> AsyncIterator[Figure]:
+async def outage(stage: Stage, changes: Changes, scale: Scale) -> AsyncIterator[Figure]:
     """Freeze the way to the member while pools change; yield how the hub's fared, and when the member's followed."""
     chance = random.Random(2)
     stage.relay.freeze()
-    late = [await changes.begin(pool_name(number)) for number in range(1, min(given.pools, 20), 2)]
-    until, took = time.monotonic() + given.outage_seconds, []
+    late = [await changes.begin(pool_name(number)) for number in range(1, min(scale.pools, 20), 2)]
+    until, took = time.monotonic() + scale.outage_seconds, []
     while time.monotonic() < until:
-        took.append(await changes.one(pool_name(2 * chance.randrange(given.pools // 2))))
+        took.append(await changes.one(pool_name(2 * chance.randrange(scale.pools // 2))))
         await asyncio.sleep(0.2)
     stage.relay.thaw()
     thawed = time.monotonic()
@@ -151,48 +150,43 @@ async def outage(stage: Stage, changes: Changes, given: argparse.Namespace) -> A
     yield Figure(
         name="p99 of the hub's pools while the member is frozen", value=percentile(took, 0.99), unit="s", reach=2
     )
-    name = f"member thawed after {given.outage_seconds:g} s to all its changes applied"
+    name = f"member thawed after {scale.outage_seconds:g} s to all its changes applied"
     yield Figure(name=name, value=healed, unit="s", reach=15)
 
 
-async def measured(stage: Stage, given: argparse.Namespace) -> list[Figure]:
+async def measured(stage: Stage, scale: Scale) -> list[Figure]:
     """Go through all phases."""
-    figures = [await first_start(stage, given)]
+    figures = [await first_start(stage, scale)]
     operator = stage.operator()
     try:
-        took = await operator.settled(given.pools)
-        say(f"all {given.pools} pools are known {took:.1f} s after a start")
+        took = await operator.settled(scale.pools)
+        say(f"all {scale.pools} pools are known {took:.1f} s after a start")
         figures.append(Figure(name="start of the operator to all pools known", value=took, unit="s", reach=60))
-        figures += [figure async for figure in rest(stage, operator, given)]
+        figures += [figure async for figure in rest(stage, operator, scale)]
         say("at rest; now changes")
-        changes = Changes(stage, [pool_name(number) for number in range(given.pools)], given.pods_per_pool)
-        figures += [figure async for figure in reactions(changes, given)]
-        say(f"now an outage of {given.outage_seconds:g} s")
-        figures += [figure async for figure in outage(stage, changes, given)]
+        changes = Changes(stage, [pool_name(number) for number in range(scale.pools)], scale.pods_per_pool)
+        figures += [figure async for figure in reactions(changes, scale)]
+        say(f"now an outage of {scale.outage_seconds:g} s")
+        figures += [figure async for figure in outage(stage, changes, scale)]
         changes.end()
     finally:
         operator.end()
     return figures
 
 
-async def _figures(given: argparse.Namespace) -> list[Figure]:
+async def _figures(scale: Scale) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="prfaas-scale-") as folder:
         async with staged(ensure_tools(print), Path(folder)) as stage:
-            await create(stage, given)
-            say(f"{given.pools} pools are there")
-            return await measured(stage, given)
+            await create(stage, scale)
+            say(f"{scale.pools} pools are there")
+            return await measured(stage, scale)
 
 
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
-    yield from asyncio.run(_figures(given))
-
-
-def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pools", type=int, default=1000)
-    parser.add_argument("--pods-per-pool", type=int, default=10)
-    parser.add_argument("--rest-seconds", type=float, default=60)
-    parser.add_argument("--outage-seconds", type=float, default=30)
+def figures(
+    pools: int = 1000, pods_per_pool: int = 10, rest_seconds: float = 60, outage_seconds: float = 30
+) -> Iterator[Figure]:
+    yield from asyncio.run(_figures(Scale(pools, pods_per_pool, rest_seconds, outage_seconds)))
 
 
 if __name__ == "__main__":
-    run("operator_scale", __doc__, figures, flags)
+    run("operator_scale", __doc__, figures)

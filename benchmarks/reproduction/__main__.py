@@ -6,10 +6,11 @@
 does not change the figures. It takes about a minute of one core.
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from benchmarks.report import Figure, run
 from benchmarks.reproduction import sections
 from benchmarks.reproduction.document import document
@@ -21,14 +22,12 @@ PAPER = ROOT / "examples" / "paper.yaml"
 PAGE = ROOT / "docs" / "reproduction.md"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--write", action="store_true", help="also write docs/reproduction.md and its pictures")
-
-
-def figures(given: argparse.Namespace) -> Iterator[Figure]:
+def figures(
+    write: Annotated[bool, typer.Option(help="Also write docs/reproduction.md and its pictures.")] = False,
+) -> Iterator[Figure]:
     """Compute everything: our figure is the value, the published one its rival."""
     made = sections.everything(load(PAPER), simulate=True)
-    if given.write:
+    if write:
         from benchmarks.reproduction.plots import plot_all
 
         PAGE.write_text(document(made), encoding="utf-8")
@@ -41,4 +40,4 @@ def figures(given: argparse.Namespace) -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    run("reproduction", __doc__ or "", figures, add_flags)
+    run("reproduction", __doc__, figures)

@@ -8,14 +8,15 @@ same link in the same minute, and what counts is the ratio. Needs root's rights 
 there is no `far` (Debian: apt-get install iperf3 gcc libc6-dev).
 """
 
-import argparse
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from benchmarks.report import Figure, run
+import typer
+from benchmarks.report import Figure, run, say
 from benchmarks.transfer import measures
 
 MEASURES: dict[str, Callable[[], Iterator[Figure]]] = {
@@ -27,29 +28,25 @@ MEASURES: dict[str, Callable[[], Iterator[Figure]]] = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Example: prfaas bench transfer goodput tail -o json"
-    parser.add_argument("measures", nargs="*", metavar="MEASURE", help=f"of {', '.join(MEASURES)}; all without it")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="also write ratios.png here, from the checkout")
-
-
-def figures(given: argparse.Namespace) -> list[Figure]:
+def figures(
+    names: Annotated[list[str] | None, typer.Argument(metavar="MEASURE", help="All without it.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Also write ratios.png here, from the checkout.")] = None,
+) -> list[Figure]:
     """Measure what is asked for."""
-    unknown = set(given.measures) - set(MEASURES)
-    if unknown:
-        raise SystemExit(f"prfaas bench transfer measures {', '.join(MEASURES)}, not {', '.join(sorted(unknown))}")
+    if unknown := set(names or ()) - set(MEASURES):
+        raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}, only {', '.join(MEASURES)}")
     if shutil.which("iperf3") is None:
-        measures.say("plain sockets stand for iperf3, which is not installed: apt-get install iperf3")
+        say("plain sockets stand for iperf3, which is not installed: apt-get install iperf3")
     started, found = time.monotonic(), []
-    for name in given.measures or MEASURES:
+    for name in names or MEASURES:
         found += MEASURES[name]()
-    if given.plots is not None:
+    if plots is not None:
         from benchmarks.transfer.plots import plot_ratios
 
-        plot_ratios(given.plots, found)
-    measures.say(f"{time.monotonic() - started:.0f} s in all")
+        plot_ratios(plots, found)
+    say(f"{time.monotonic() - started:.0f} s in all")
     return found
 
 
 if __name__ == "__main__":
-    run("transfer", __doc__, figures, add_flags)
+    run("transfer", __doc__, figures)

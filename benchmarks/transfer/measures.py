@@ -3,7 +3,6 @@
 import datetime
 import re
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.report import Figure
+from benchmarks.report import Figure, say
 from benchmarks.transfer.ends import CHUNK_TOKENS, HAS_TLS, MEMORY_LIMIT_MIB, Plan
 from benchmarks.transfer.link import Link, link
 from benchmarks.transfer.process import End, ends
@@ -79,11 +78,6 @@ class Round(NamedTuple):
     def cpu_seconds(self) -> float:
         """CPU seconds of both ends for 2^30 bytes."""
         return (self.source_cpu + self.destination_cpu) / self.count_bytes * GIB
-
-
-def say(what: str) -> None:
-    """Tell the person who waits."""
-    print(f"transfer: {what}", file=sys.stderr, flush=True)
 
 
 def secure() -> Iterator[Figure]:

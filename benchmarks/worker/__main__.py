@@ -6,10 +6,11 @@ Real worker processes with the model that ships along, one torch thread each, dr
 must not disturb a decode step is measured against the step alone in the same run: trust those ratios on any machine.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from benchmarks.report import Figure, run
 from benchmarks.worker import beside, measures, wide
 from benchmarks.worker.process import running
@@ -19,11 +20,9 @@ HTTP_REACH = 1.1
 TRANSFER_REACH = 1.3
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="also write PNG files here, from the checkout's root")
-
-
-def figures(given: argparse.Namespace) -> list[Figure]:
+def figures(
+    plots: Annotated[Path | None, typer.Option(help="Also write PNG files here, from the checkout.")] = None,
+) -> list[Figure]:
     """Measure everything."""
     with running("--profile-seconds", "0") as worker:
         prefill = list(measures.prefill_rates(worker))
@@ -41,11 +40,11 @@ def figures(given: argparse.Namespace) -> list[Figure]:
     found += [Figure(name=f"cache of {n:,} tokens", value=x, unit="bytes") for n, x in sizes]
     found += _reused(reuse) + _disturbed("HTTP load", "requests/s", http, HTTP_REACH)
     found += _disturbed("a transfer", "Mbit/s", transfer, TRANSFER_REACH)
-    if given.plots is not None:
+    if plots is not None:
         from benchmarks.worker.plots import plot_all
 
         ratios = {one.name: (one.value, one.reach) for one in found if one.unit == "ratio" and one.reach}
-        plot_all(given.plots, prefill, decode, sizes, ratios)
+        plot_all(plots, prefill, decode, sizes, ratios)
     return found
 
 
@@ -78,4 +77,4 @@ def _disturbed(what: str, unit: str, measured: beside.Beside, reach: float) -> l
 
 
 if __name__ == "__main__":
-    run("worker", __doc__, figures, add_flags)
+    run("worker", __doc__, figures)

@@ -119,7 +119,7 @@ def test_a_call_imports_only_the_subcommand_that_it_names():
 def test_further_arguments_reach_the_benchmark():
     command = [sys.executable, "-m", "prfaas.cli.main", "bench", "worker", "--nope", "somewhere"]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
-    assert (refused.returncode, "unrecognized arguments: --nope somewhere" in refused.stderr) == (2, True)
+    assert (refused.returncode, "No such option: --nope" in refused.stderr) == (2, True)
 
 
 def test_a_part_whose_extra_is_missing_says_how_to_install_it(monkeypatch):
