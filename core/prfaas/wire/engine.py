@@ -6,13 +6,13 @@ number of one call; all the engine's messages about that call carry it. Only tok
 
 import struct
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 
 from prfaas.wire.frames import Buffer
 from prfaas.wire.kvevents import KvEvent
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
+from prfaas.wire.prefill import CacheRequest, PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats, LinkStats
 from prfaas.wire.trace import NO_TRACE, TraceContext
@@ -24,6 +24,8 @@ Cached = Literal["prefill", "prefix"]
 TransferOutcome = Literal["delivered", "cancelled", "expired", "failed"]
 Role = Literal["prefill", "decode", "mixed"]
 ALL_CHOICES: Final = -1
+
+Wanted = TypeVar("Wanted", bound=CacheRequest)
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -86,23 +88,22 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first choice's number, from which its random numbers and its answers derive."""
 
 
-class StartPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Prefill for another instance. Answered by Granted or Failed."""
+class StartOffer(msgspec.Struct, Generic[Wanted], frozen=True, array_like=True):
+    """Offer a cache to another instance. Answered by Granted or Failed."""
 
     handle: int
-    request: PrefillRequest
+    request: Wanted
     identity: str = ""
     """The cluster in the caller's certificate; empty without TLS."""
     trace: TraceContext = NO_TRACE
 
 
-class StartPrefix(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give a cached prefix: more than `start_token` tokens, less than all. Answered by Granted, or by Failed (404)."""
+class StartPrefill(StartOffer[PrefillRequest], frozen=True, array_like=True, tag=True):
+    """Prefill for another instance."""
 
-    handle: int
-    request: PrefixRequest
-    identity: str = ""
-    trace: TraceContext = NO_TRACE
+
+class StartPrefix(StartOffer[PrefixRequest], frozen=True, array_like=True, tag=True):
+    """Give a cached prefix: more than `start_token` tokens, less than all. Answered by Granted, or by Failed (404)."""
 
 
 class ResetCache(msgspec.Struct, frozen=True, array_like=True, tag=True):

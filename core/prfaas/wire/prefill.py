@@ -17,30 +17,29 @@ from msgspec import Meta
 PrefillState = Literal["waiting", "computing", "sending"]
 
 
-class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CacheRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt whose cache is wanted; the common fields of the two requests for one."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    start_token: int = 0
+    cache_salt: str = ""
+
+
+class PrefillRequest(CacheRequest, frozen=True, kw_only=True):
     """A prompt to prefill. The caller already has the attention rows before `start_token`, and they are not sent.
 
     Only prompts with the same `cache_salt` share cached prefixes. `prefix_url` names an instance that may have a longer
     prefix cached; that instance must prove that it belongs to `prefix_cluster`, empty for any.
     """
 
-    request_id: str
-    model: str
-    token_ids: list[int]
-    start_token: int = 0
-    cache_salt: str = ""
     prefix_url: str = ""
     prefix_cluster: str = ""
 
 
-class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PrefixRequest(CacheRequest, frozen=True, kw_only=True):
     """A prompt whose cached prefix is wanted: rows from `start_token` on, and the states at its end."""
-
-    request_id: str
-    model: str
-    token_ids: list[int]
-    start_token: int = 0
-    cache_salt: str = ""
 
 
 class PrefillGrant(msgspec.Struct, frozen=True, kw_only=True):

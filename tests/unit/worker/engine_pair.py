@@ -12,7 +12,7 @@ from prfaas_worker.engine.sequences import PrefillOffered, Sequence
 from prfaas_worker.models.base import Model
 from prfaas_worker.transfer import pull
 from prfaas_worker.transfer.data_port import DataPort, listen
-from prfaas_worker.transfer.fetch import AbsentError, FetchRequest, RemoteFetch
+from prfaas_worker.transfer.fetch import AbsentError, FetchRequest, RemoteFetch, SourceApi
 from prfaas_worker.transfer.pull import FetchContext
 from prfaas_worker.transfer.tls import PeerAuth
 
@@ -48,9 +48,8 @@ class Source(Bench):
         self.step()
         return self.answers.get_nowait()
 
-    def grant(self, wanted: FetchRequest) -> PrefillGrant:
+    def grant(self, body: PrefillRequest | PrefixRequest) -> PrefillGrant:
         """Answer what a fetch asks for; called from its thread, while another steps this engine."""
-        body = wanted.body
         if isinstance(body, PrefillRequest):
             return self.grant_prefill(body.token_ids, body.start_token)
         self._ask_prefix(body.request_id, body.token_ids, body.start_token)
@@ -80,7 +79,7 @@ class FetchWithoutHttp(RemoteFetch):
     source: Source
 
     def _ask(self) -> PrefillGrant:
-        return self.source.grant(self._wanted)
+        return self.source.grant(self._body)
 
     def _release(self, grant: PrefillGrant) -> None:
         self.source.offers.cancel(grant.transfer_id)
@@ -104,7 +103,7 @@ class Destination(Bench):
             token_ids=generate.token_ids,
             start_token=sequence.computed_tokens,
         )
-        wanted = FetchRequest(sequence.request.handle, body, "http://127.0.0.1:1")
+        wanted = FetchRequest(sequence.request.handle, body, SourceApi("http://127.0.0.1:1", "", PeerAuth()))
         fetch = FetchWithoutHttp(wanted, self.engine.runner.place(sequence.held), self.shared)
         fetch.source = self.source
         self.fetches.append(fetch)

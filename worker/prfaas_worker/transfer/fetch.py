@@ -42,7 +42,7 @@ _TICK_SECONDS = 0.25
 
 
 class SourceApi(NamedTuple):
-    """Another instance's API: its URL, the cluster that must answer (empty for any), and the credentials."""
+    """Another instance's API: its URL, the cluster that must answer (empty for any), and our credentials."""
 
     url: str
     cluster: str
@@ -71,14 +71,11 @@ class AbsentError(PeerError):
 
 
 class FetchRequest(NamedTuple):
-    """A fetch: the body for the source's API, the API's URL, and the cluster that must answer. The cluster is empty if
-    it is unknown. `handle` is the front's, of the call that the fetch is for."""
+    """A fetch: the body for the source's API. `handle` is the front's, of the call that the fetch is for."""
 
     handle: int
     body: PrefillRequest | PrefixRequest
-    url: str
-    cluster: str = ""
-    trace: TraceContext = NO_TRACE
+    source: SourceApi
 
 
 class Fetched(NamedTuple):
@@ -98,14 +95,12 @@ class RemoteFetch:
     """One fetch into `place`. `on_end(result or error)` is called once, from its thread, which then touches nothing."""
 
     def __init__(self, wanted: FetchRequest, place: CachePlace, shared: FetchContext):
-        self._wanted = wanted
+        handle, self._body, self._api = wanted
         self._place = place
         self._shared = shared
-        self._api = SourceApi(wanted.url, wanted.cluster, shared.traffic.auth, wanted.trace)
-        self._body = wanted.body
-        self._is_prefix = isinstance(wanted.body, PrefixRequest)
+        self._is_prefix = isinstance(self._body, PrefixRequest)
         self._what: Cached = "prefix" if self._is_prefix else "prefill"
-        subject = TransferSubject(wanted.handle, wanted.body.request_id, wanted.cluster, wanted.trace, self._what)
+        subject = TransferSubject(handle, self._body.request_id, self._api.cluster, self._api.trace, self._what)
         self._log = TransferLog("receive", subject)
         self._state: ReceiveState | None = None
         self._grant: PrefillGrant | None = None
@@ -152,11 +147,11 @@ class RemoteFetch:
             result, outcome = error, None
         except PrfaasError as error:
             reason = str(error)
-            result = PeerError(f"{self._what} at {self._wanted.url} failed: {error}")
+            result = PeerError(f"{self._what} at {self._api.url} failed: {error}")
         except Exception as error:  # a bug here must end this one request, never leave it waiting
             log.exception("fetch of %s", self._body.request_id)
             reason = repr(error)
-            result = PeerError(f"{self._what} at {self._wanted.url} failed: {error!r}")
+            result = PeerError(f"{self._what} at {self._api.url} failed: {error!r}")
         self._over.set()
         if outcome is not None:
             told = self._log.end("cancelled" if self._cancelled else outcome, reason, self._totals)
@@ -172,7 +167,7 @@ class RemoteFetch:
             if source is None or self._shared.connections.silent_seconds(source) > _TICK_SECONDS:
                 left_seconds -= _TICK_SECONDS
             if left_seconds <= 0:
-                log.info("fetch of %s: %s is silent for too long", self._body.request_id, self._wanted.url)
+                log.info("fetch of %s: %s is silent for too long", self._body.request_id, self._api.url)
                 self._cut()
 
     def _fetch(self) -> Fetched:
@@ -180,7 +175,7 @@ class RemoteFetch:
         self._log.transfer_id = grant.transfer_id
         self._log.mark("granted", tokens=grant.end_token, start_token=self._body.start_token)
         source = self._source = SourceAddress(
-            urlsplit(self._wanted.url).hostname or "", grant.data_port, self._wanted.cluster
+            urlsplit(self._api.url).hostname or "", grant.data_port, self._api.cluster
         )
         layout, connections, counters, traffic = self._shared
         address = Address(grant.transfer_id, grant.epoch)
@@ -214,7 +209,7 @@ class RemoteFetch:
         path = "/v1/prefixes" if self._is_prefix else "/v1/prefills"
         status, answer = self._api.call("POST", path, msgspec.json.encode(body), self._hold)
         if self._is_prefix and status == NOT_FOUND:
-            raise AbsentError(f"{self._wanted.url} has no prefix longer than {body.start_token} tokens")
+            raise AbsentError(f"{self._api.url} has no prefix longer than {body.start_token} tokens")
         if status != CREATED:
             text = answer[:500].decode("utf-8", "replace")
             raise PeerError(f"refused with HTTP {status}: {text}")
