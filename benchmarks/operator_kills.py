@@ -26,6 +26,7 @@ import yaml
 from benchmarks.report import Figure, run
 
 from prfaas.ports import free_ports
+from prfaas.util import Deadline
 from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.tools import Tools, ensure_tools
 
@@ -213,14 +214,14 @@ def live(stage: Stage, secret: dict[str, Any], chance: random.Random, moments: i
 
 def converge(stage: Stage, want: Want) -> str:
     """Wait until all is as wanted; return what is not, where that takes too long."""
-    deadline = time.monotonic() + CONVERGE_SECONDS
+    deadline = Deadline(CONVERGE_SECONDS)
     while True:
         stage.revive()
         problem = stage.differs(want) or ("" if stage.statuses_are_current() else "a status is not current")
         if not problem and not want.replicas:
             left = stage.hub.listing("prefillpools,decodepools,prfaaspolicies,memberclusters")
             problem = f"{len(left)} objects are left" if left else ""
-        if not problem or time.monotonic() > deadline:
+        if not problem or deadline.is_over:
             return problem
         time.sleep(0.2)
 

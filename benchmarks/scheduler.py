@@ -25,6 +25,7 @@ from prfaas.routing.controller import Config, ControllerFacts, Offered, State, i
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import Bins, demand_of
 from prfaas.routing.links import LinkFacts, LinkSample
+from prfaas.util import Deadline
 from prfaas.wire.control import Counters
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, decode
@@ -202,9 +203,9 @@ async def _watch_process(around: Surroundings, control: str) -> tuple[float, flo
 
 
 async def _until(around: Surroundings, rounds: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = Deadline(60)
     while around.rounds < rounds:
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             sys.exit("the scheduler makes no rounds: run python -m prfaas_scheduler by hand to see why")
         await asyncio.sleep(0.05)
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from benchmarks.report import MIB, Figure, run
 
+from prfaas.util import Deadline
+
 REACH_MIB = 200.0  # both processes may take this much more than `import torch` alone
 START_SECONDS = 120
 HOST = f"127.{50 + os.getpid() % 50}.{os.getpid() // 50 % 250}.7"
@@ -56,14 +58,14 @@ def idle_worker() -> dict[str, tuple[float, float]]:
 
 def answer(process: subprocess.Popen, url: str, body: bytes) -> None:
     """Send the request until the worker has loaded its model and answers it."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = Deadline(START_SECONDS)
     while True:
         try:
             request = urllib.request.Request(url, body, {"content-type": "application/json"})
             with urllib.request.urlopen(request, timeout=30):
                 return
         except (urllib.error.URLError, ConnectionError):
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or deadline.is_over:
                 raise
             time.sleep(0.2)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prfaas.ports import free_ports
+from prfaas.util import Deadline
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 READY_SECONDS = 60.0
@@ -74,9 +75,9 @@ def rival(folder: Path, worker: Router, *, two_legs: bool) -> Iterator[Router | 
     else:
         command += ["--worker-urls", decode, "--policy", "round_robin"]
     with (folder / "rival.log").open("w") as output, started(command, stdout=output, stderr=output) as process:
-        deadline = time.monotonic() + READY_SECONDS
+        deadline = Deadline(READY_SECONDS)
         while not listens(port):
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or deadline.is_over:
                 raise SystemExit(f"{RIVAL} did not start: {(folder / 'rival.log').read_text()[-2000:]}")
             time.sleep(0.1)
         yield Router(process.pid, port)

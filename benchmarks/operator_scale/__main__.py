@@ -20,6 +20,7 @@ from benchmarks.operator_kills import MODEL, resource
 from benchmarks.operator_scale.stage import CALLS_AT_ONCE, CLUSTER, CONVERGE_SECONDS, Operator, Stage, follow, staged
 from benchmarks.report import Figure, cpu_seconds, percentile, run, say
 
+from prfaas.util import Deadline
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import DEPLOYMENT, PREFILL_POOL
 from prfaas_sandbox.tools import ensure_tools
@@ -139,8 +140,8 @@ async def outage(stage: Stage, changes: Changes, scale: Scale) -> AsyncIterator[
     chance = random.Random(2)
     stage.relay.freeze()
     late = [await changes.begin(pool_name(number)) for number in range(1, min(scale.pools, 20), 2)]
-    until, took = time.monotonic() + scale.outage_seconds, []
-    while time.monotonic() < until:
+    deadline, took = Deadline(scale.outage_seconds), []
+    while not deadline.is_over:
         took.append(await changes.one(pool_name(2 * chance.randrange(scale.pools // 2))))
         await asyncio.sleep(0.2)
     stage.relay.thaw()

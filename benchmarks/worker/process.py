@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from prfaas.util import Deadline
 from prfaas.wire import headers
 
 MODEL = "m"
@@ -74,8 +75,8 @@ class Worker:
 
     def wait_ready(self) -> None:
         """Wait until it takes requests."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
+        deadline = Deadline(START_SECONDS)
+        while not deadline.is_over:
             if self._process.poll() is not None:
                 raise RuntimeError("the worker ended before it was ready")
             try:

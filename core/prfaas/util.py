@@ -1,15 +1,34 @@
-"""Four small mechanisms for every deployable: rate bucket, back-off, watched files, and a message logged once.
+"""Five small mechanisms for every deployable: deadline, rate bucket, back-off, watched files, a message logged once.
 
-Each computes from a time that the caller gives, or compares with an earlier value. The caller waits, reads and decides.
+None waits, reads or decides: the caller does.
 """
 
 import logging
 import os
 import random
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 Stamp = tuple[int, int, int]
+
+
+class Deadline:
+    """A deadline; `renew` moves it, from any thread."""
+
+    def __init__(self, seconds: float):
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left_seconds(self) -> float:
+        return self._at - time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        return self.left_seconds < 0
+
+    def renew(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
 
 
 class RateBucket:

@@ -6,7 +6,6 @@ operator answers on its metrics port. The last check uses addresses: the cluster
 
 import asyncio
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Final
 
@@ -17,6 +16,7 @@ from prfaas.api import KINDS
 from prfaas.errors import PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef
 from prfaas.names import API_VERSION
+from prfaas.util import Deadline
 from prfaas_operator.clusters.kinds import DEPLOYMENT
 
 OPERATOR: Final = "prfaas-operator"
@@ -91,7 +91,7 @@ CHECKS: Final[tuple[Check, ...]] = (kinds_are_served, operator_is_available, met
 
 async def check(session: KubeSession, namespace: str, patience_seconds: float, say: Callable[[str], None]) -> bool:
     """Run all checks, each until it holds or their common deadline passes; print each result. True if all hold."""
-    deadline = time.monotonic() + patience_seconds
+    deadline = Deadline(patience_seconds)
     good = True
     for each in CHECKS:
         while True:
@@ -99,7 +99,7 @@ async def check(session: KubeSession, namespace: str, patience_seconds: float, s
                 say(f"ok      {await each(session, namespace)}")
                 break
             except PrfaasError as error:
-                if time.monotonic() > deadline:
+                if deadline.is_over:
                     say(f"FAILED  {error}")
                     good = False
                     break

@@ -1,12 +1,12 @@
 """`prfaas cluster join`, `list` and `leave`: registers a member cluster in the hub, lists and removes it."""
 
 import asyncio
-import time
 from typing import Final
 
 from prfaas.api import Condition, MemberCluster, PrefillPool
 from prfaas.errors import ConfigError
 from prfaas.kube.session import ObjectKind
+from prfaas.util import Deadline
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, open_context
@@ -68,8 +68,8 @@ async def _make_account(member: ClusterClient) -> None:
 
 async def _authority(member: ClusterClient) -> str:
     """Return the cluster's CA as Kubernetes publishes it in every namespace."""
-    deadline = time.monotonic() + AUTHORITY_SECONDS
-    while time.monotonic() < deadline:
+    deadline = Deadline(AUTHORITY_SECONDS)
+    while not deadline.is_over:
         published = await member.get(kinds.CONFIG_MAP, ROOT_CA)
         if published is not None:
             return published["data"]["ca.crt"]
@@ -80,14 +80,14 @@ async def _authority(member: ClusterClient) -> str:
 
 
 async def _until_ready(hub: ClusterClient, name: str, wait_seconds: float) -> Object:
-    deadline = time.monotonic() + wait_seconds
+    deadline = Deadline(wait_seconds)
     while True:
         live = await hub.get(kinds.MEMBER_CLUSTER, name) or {}
         ready = ready_condition(live)
         generation = live.get("metadata", {}).get("generation", 0)
         if ready and ready.status == "True" and ready.observed_generation == generation:
             return live
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             why = f"{ready.reason}: {ready.message}" if ready else "no operator has reconciled it; is it installed?"
             raise ConfigError(f"MemberCluster {name} is registered, but not Ready after {wait_seconds:g} s: {why}")
         await asyncio.sleep(POLL_SECONDS)
@@ -122,9 +122,9 @@ async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_se
 
 
 async def _until_gone(hub: ClusterClient, name: str, wait_seconds: float) -> None:
-    deadline = time.monotonic() + wait_seconds
+    deadline = Deadline(wait_seconds)
     while (live := await hub.get(kinds.MEMBER_CLUSTER, name)) is not None:
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             ready = ready_condition(live)
             why = ready.message if ready else "no operator has reconciled it"
             raise ConfigError(f"MemberCluster {name} is being deleted, but still there after {wait_seconds:g} s: {why}")

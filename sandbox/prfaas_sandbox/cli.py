@@ -15,6 +15,7 @@ from rich.table import Table
 
 from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, PeerError
+from prfaas.util import Deadline
 from prfaas_sandbox.api import connect
 from prfaas_sandbox.credentials import read_kubeconfig
 from prfaas_sandbox.environment import ClusterAccess
@@ -95,9 +96,9 @@ def down(state: StateOption = DEFAULT_STATE) -> None:
         typer.echo(f"no sandbox runs in {folder.root}")
         return
     os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + DOWN_TIMEOUT_SECONDS
+    deadline = Deadline(DOWN_TIMEOUT_SECONDS)
     while folder.owner() is not None:
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             os.kill(pid, signal.SIGKILL)  # the inside ends with it all the same
         time.sleep(POLL_SECONDS)
     typer.echo(f"stopped the sandbox in {folder.root}")

@@ -4,7 +4,7 @@ A request is sent again only where the server said that it did nothing (429, 503
 Any other failure may have cost tokens already; the caller decides about it.
 """
 
-import time
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypedDict
@@ -15,6 +15,7 @@ import msgspec
 
 from prfaas.client.errors import BusyError, DeadlinePassedError, error_of
 from prfaas.errors import BadInputError, PeerError, PrfaasError, UnreachableError
+from prfaas.util import Deadline, backoff_seconds
 from prfaas.wire import headers as names
 from prfaas.wire.preferences import (
     MAX_DEADLINE_SECONDS,
@@ -155,7 +156,7 @@ class RequestAttempt:
         self._call = call
         self._options = options
         self._http = http
-        self._ends_seconds = None if options.deadline is None else time.monotonic() + options.deadline
+        self._deadline = Deadline(math.inf if options.deadline is None else options.deadline)
         self._retries = 0
         self.pause_seconds = 0.0
         """How long to wait before the next sending."""
@@ -171,8 +172,8 @@ class RequestAttempt:
         if options.offload != "auto":
             headers[names.OFFLOAD] = options.offload
         timeout_seconds = None
-        if self._ends_seconds is not None:
-            left_seconds = self._ends_seconds - time.monotonic()
+        if options.deadline is not None:
+            left_seconds = self._deadline.left_seconds
             if left_seconds < 0.001:
                 raise DeadlinePassedError(f"no answer within {options.deadline} s")
             headers[names.DEADLINE_SECONDS] = f"{left_seconds:.3f}"
@@ -188,7 +189,7 @@ class RequestAttempt:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             unreachable = UnreachableError(f"{self._http.base_url}: {error}")
-            self._pause(unreachable, FIRST_PAUSE_SECONDS * 2**self._retries)
+            self._pause(unreachable, backoff_seconds(self._retries + 1, FIRST_PAUSE_SECONDS, math.inf, jitter=False))
         except httpx.TimeoutException as error:
             raise DeadlinePassedError(f"no answer within {self._options.deadline} s") from error
         except httpx.HTTPError as error:
@@ -202,8 +203,7 @@ class RequestAttempt:
         self._pause(error, error.retry_after_seconds)
 
     def _pause(self, error: PrfaasError, seconds: float) -> None:
-        is_too_late = self._ends_seconds is not None and time.monotonic() + seconds >= self._ends_seconds
-        if self._retries == RETRIES or is_too_late:
+        if self._retries == RETRIES or seconds >= self._deadline.left_seconds:
             raise error
         self._retries += 1
         self.pause_seconds = seconds

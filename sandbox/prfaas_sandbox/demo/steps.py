@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from prfaas.util import Deadline
 from prfaas_sandbox.demo.client import DemoClient, text_of
 from prfaas_sandbox.demo.display import DemoDisplay, summary
 from prfaas_sandbox.demo.install import MODEL, OFFLOAD_POOL, ExampleInstallation
@@ -160,12 +161,12 @@ class DemoSteps:
             sent = (await self._sampler.query(query) or 0.0) - before
         pod = await self._installation.ready_pod(OFFLOAD_POOL)
         await self._environment.kill_pod(self._environment.member, self._installation.namespace, pod)
-        killed_at = time.monotonic()
+        killed_at, deadline = time.monotonic(), Deadline(RECOVERY_TIMEOUT_SECONDS)
         sent_before_kill = 0 if request.done() else int(sent)
         self._display.line(f"  killed {pod}")
         record = await request
         await self._shape(WIDE_MBPS)
-        after = await self._until_offloaded_again(tokens, killed_at + RECOVERY_TIMEOUT_SECONDS)
+        after = await self._until_offloaded_again(tokens, deadline)
         self._results.failure_drill = FailureDrill(
             request=record,
             killed_pod=pod,
@@ -174,12 +175,12 @@ class DemoSteps:
             request_after_recovery=after,
         )
 
-    async def _until_offloaded_again(self, tokens: int, deadline: float) -> RequestRecord:
+    async def _until_offloaded_again(self, tokens: int, deadline: Deadline) -> RequestRecord:
         """Send prompts until one is offloaded: the gateway ejects a failed worker for a moment."""
-        await self._installation.wait_ready("prefillpool", OFFLOAD_POOL, timeout_seconds=deadline - time.monotonic())
+        await self._installation.wait_ready("prefillpool", OFFLOAD_POOL, timeout_seconds=deadline.left_seconds)
         while True:
             record = await self._ask(tokens, "again")
-            if record.prefilled_in == self._installation.member_name or time.monotonic() > deadline:
+            if record.prefilled_in == self._installation.member_name or deadline.is_over:
                 return record
             await asyncio.sleep(1.0)
 
@@ -235,9 +236,9 @@ class ThresholdSampler:
 
     async def until(self, holds: Callable[[int], bool], *, timeout_seconds: float) -> int:
         """Wait until a new sample satisfies `holds`, or time is up; return the last threshold."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = Deadline(timeout_seconds)
         seen = len(self.samples)
-        while time.monotonic() < deadline:
+        while not deadline.is_over:
             if any(holds(sample.tokens) for sample in self.samples[seen:]):
                 break
             await asyncio.sleep(0.2)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
+from prfaas.util import Deadline
 from prfaas_sandbox.kind.layout import Layout
 from prfaas_sandbox.processes import Command, run, tail
 from prfaas_sandbox.progress import OnProgress
@@ -162,9 +163,9 @@ def stop_daemon(layout: Layout) -> bool:
     if pid is None:
         return False
     os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+    deadline = Deadline(STOP_TIMEOUT_SECONDS)
     while _is_daemon(pid):  # its file is gone before it is
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             raise PeerError(f"dockerd (process {pid}) did not end within {STOP_TIMEOUT_SECONDS:.0f} s of SIGTERM")
         time.sleep(POLL_SECONDS)
     return True

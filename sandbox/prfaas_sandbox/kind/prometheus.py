@@ -3,12 +3,12 @@
 import asyncio
 import base64
 import json
-import time
 from pathlib import Path
 
 import yaml
 
 from prfaas.errors import PeerError
+from prfaas.util import Deadline
 from prfaas_sandbox.environment import ClusterAccess, run_in
 from prfaas_sandbox.kind.layout import Layout
 from prfaas_sandbox.prometheus import configuration
@@ -52,13 +52,13 @@ def manifests(text: str, image: str) -> list[dict]:
 
 async def _kubeconfig(kubectl: str, cluster: ClusterAccess) -> str:
     """Return a kubeconfig with the account's token, as soon as there is one."""
-    deadline = time.monotonic() + TOKEN_TIMEOUT_SECONDS
+    deadline = Deadline(TOKEN_TIMEOUT_SECONDS)
     while True:
         found = await run_in(kubectl, cluster, ["-n", NAMESPACE, "get", "secret", "prometheus-token", "-o", "json"])
         data = json.loads(found).get("data", {})
         if "token" in data and "ca.crt" in data:
             break
-        if time.monotonic() > deadline:
+        if deadline.is_over:
             raise PeerError(
                 f"Secret prometheus-token of cluster {cluster.name} got no token in {TOKEN_TIMEOUT_SECONDS:g} s"
             )

@@ -13,12 +13,13 @@ from contextlib import closing, suppress
 from functools import partial
 
 from prfaas.errors import ConfigError, DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.util import Deadline
 from prfaas.wire.frames import Address, Kind
 from prfaas.wire.transfer import VERSION, Abort, Hello, Welcome, decode_message, message_frame
 from prfaas_worker.transfer.leases import Offer, Offers
 from prfaas_worker.transfer.limits import Traffic
 from prfaas_worker.transfer.link_stats import read_tcp_info
-from prfaas_worker.transfer.net import CUBIC, DataStream, Deadline, use_congestion
+from prfaas_worker.transfer.net import CUBIC, DataStream, use_congestion
 from prfaas_worker.transfer.send import SendChannel, SendLoop, receive_message
 
 log = logging.getLogger(__name__)

@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prfaas.errors import CapacityError, PrfaasError
-from prfaas.util import LogOnce, RateBucket
+from prfaas.util import Deadline, LogOnce, RateBucket
 from prfaas.wire.transfer import Buffer
 from prfaas_worker.credentials import WorkerCredentials
 from prfaas_worker.options import Options
 from prfaas_worker.transfer.compression import Packer
 from prfaas_worker.transfer.link_stats import BYTES_PER_MBIT, LinkMonitor
-from prfaas_worker.transfer.net import Deadline
 from prfaas_worker.transfer.tls import PeerAuth, TlsAuth
 
 log = logging.getLogger(__name__)

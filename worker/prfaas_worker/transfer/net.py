@@ -82,24 +82,6 @@ def tune(sock: socket.socket) -> None:
     use_congestion(sock, CUBIC if (read_tcp_info(sock).rtt_seconds or 0.0) < NEAR_SECONDS else BBR)
 
 
-class Deadline:
-    """A deadline; `renew` moves it, from any thread."""
-
-    def __init__(self, seconds: float):
-        self._at = time.monotonic() + seconds
-
-    @property
-    def left_seconds(self) -> float:
-        return self._at - time.monotonic()
-
-    @property
-    def is_over(self) -> bool:
-        return self.left_seconds < 0
-
-    def renew(self, seconds: float) -> None:
-        self._at = time.monotonic() + seconds
-
-
 def give_up(silent_seconds: float) -> None:
     """Raise UnreachableError after `STALL_SECONDS` of silence."""
     if silent_seconds > STALL_SECONDS:

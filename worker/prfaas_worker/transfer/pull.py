@@ -14,13 +14,14 @@ from functools import partial
 from typing import NamedTuple
 
 from prfaas.errors import DamagedError, InternalError, PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.util import Deadline
 from prfaas.wire.frames import MAX_MESSAGE_BYTES, Kind
 from prfaas.wire.transfer import NO_PROGRESS_SECONDS, Abort, Hello, Welcome, decode_message, message_frame
 from prfaas_worker.transfer.compression import DECODABLE
 from prfaas_worker.transfer.layout import CacheLayout
 from prfaas_worker.transfer.limits import Traffic
 from prfaas_worker.transfer.link_stats import read_tcp_info
-from prfaas_worker.transfer.net import NEAR_SECONDS, DataStream, Deadline, connect_tcp
+from prfaas_worker.transfer.net import NEAR_SECONDS, DataStream, connect_tcp
 from prfaas_worker.transfer.receive import ReceiveLoop, ReceiveState
 from prfaas_worker.transfer.send import receive_message
 from prfaas_worker.transfer.tls import CONNECT_SECONDS, PeerAuth

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.util import Deadline
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_HELLO_BYTES, Address, Codec, FrameHeader, Kind, verify
 from prfaas.wire.receive_ledger import CachePart, HiddenState, ReceiveLedger
 from prfaas.wire.transfer import HEARTBEAT_SECONDS, NO_PROGRESS_SECONDS, Abort, message_frame
@@ -18,7 +19,7 @@ from prfaas_worker.cache.memory import bytes_of
 from prfaas_worker.transfer.compression import decode_into
 from prfaas_worker.transfer.layout import CachePlace, land, room_for
 from prfaas_worker.transfer.limits import MemoryBudget, Stop, StoppedError
-from prfaas_worker.transfer.net import DataStream, Deadline
+from prfaas_worker.transfer.net import DataStream
 from prfaas_worker.transfer.send import receive_header
 
 STARVED_SECONDS = 5.0

@@ -12,8 +12,9 @@ from contextlib import suppress
 from typing import Final
 
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
+from prfaas.util import Deadline
 from prfaas_worker.credentials import Contexts, WorkerCredentials, explain
-from prfaas_worker.transfer.net import DataStream, Deadline, ProvenPeer, TlsStream, plain, tune
+from prfaas_worker.transfer.net import DataStream, ProvenPeer, TlsStream, plain, tune
 
 # RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
 _ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
