@@ -1,12 +1,9 @@
-"""What tests start of their own: an HTTP server with one handler for all requests, and processes that end with them."""
+"""What tests start of their own: an HTTP server with one handler for all requests."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-
-ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
-"""Put before a command: the kernel ends the process with ours, also when ours is killed."""
 
 
 @asynccontextmanager

@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.errors import ConfigError
+from prfaas.processes import ends_with_us
 
 SOURCE_ADDRESS, DESTINATION_ADDRESS = "10.77.0.1", "10.77.0.2"
 WIRE = "wire0"
 SIDES = ("source", "destination")
 QUEUE_MILLIS = 50
 BURST_BYTES = 256 << 10
-# A program dies with the thread that started it, however that ends.
-_MORTAL = ("setpriv", "--pdeathsig", "KILL")
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,7 +69,7 @@ class Namespace:
 
         """
         with self.inside():
-            ended = subprocess.run([*_MORTAL, *command], capture_output=True, text=True, check=False)
+            ended = subprocess.run([*ends_with_us(), *command], capture_output=True, text=True, check=False)
         if ended.returncode:
             raise ConfigError(f"{' '.join(command)} failed: {ended.stderr.strip() or ended.stdout.strip()}")
         return ended.stdout
@@ -78,9 +77,9 @@ class Namespace:
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a program there, which dies with the thread that calls this. Options are those of Popen."""
         with self.inside():
-            started = subprocess.Popen([*_MORTAL, *command], text=True, **options)
+            started = subprocess.Popen([*ends_with_us(), *command], text=True, **options)
         # Until then a death of ours would pass unnoticed. A program has no arguments yet where it has just taken over.
-        while started.poll() is None and _program(started.pid) in ("", _MORTAL[0]):
+        while started.poll() is None and _program(started.pid) in ("", "setpriv"):
             time.sleep(0.001)
         return started
 

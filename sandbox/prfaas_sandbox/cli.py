@@ -15,12 +15,12 @@ from rich.table import Table
 
 from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, PeerError
+from prfaas.processes import tail
 from prfaas.util import Deadline
 from prfaas_sandbox.api import connect
 from prfaas_sandbox.credentials import read_kubeconfig
 from prfaas_sandbox.environment import ClusterAccess
 from prfaas_sandbox.network import checked_rate
-from prfaas_sandbox.processes import tail
 from prfaas_sandbox.progress import console, progress
 from prfaas_sandbox.sandbox import DEFAULT_LINK_MBPS, Description, Sandbox, change_link, link_rate
 from prfaas_sandbox.state import StateFolder

@@ -16,9 +16,9 @@ from typing import Self
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.kube import KubeSession
 from prfaas.ports import free_ports
+from prfaas.processes import ChildProcess
 from prfaas_sandbox.api import connect
 from prfaas_sandbox.credentials import ClusterAuthority, Kubeconfig, service_account_key, write_pair, write_private
-from prfaas_sandbox.processes import ChildProcess
 from prfaas_sandbox.tools import Tools
 
 log = logging.getLogger(__name__)
@@ -226,10 +226,10 @@ class ControlPlane:
         """End clients before servers: the API server waits for its watches, etcd for none."""
         children = {child.name.rsplit(" ", 1)[1]: child for child in self._children}
         server, store = children.pop("kube-apiserver", None), children.pop("etcd", None)
-        await asyncio.gather(*(child.stop(CLIENT_GRACE_SECONDS) for child in children.values()))
+        await asyncio.gather(*(asyncio.to_thread(child.stop, CLIENT_GRACE_SECONDS) for child in children.values()))
         for child in (server, store):
             if child is not None:
-                await child.stop(API_SERVER_GRACE_SECONDS)
+                await asyncio.to_thread(child.stop, API_SERVER_GRACE_SECONDS)
 
 
 def _client_flags(kubeconfig: Path) -> dict[str, object]:

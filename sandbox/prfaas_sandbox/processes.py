@@ -1,12 +1,7 @@
-"""Runs other programs: children that end with this process, and commands with a time limit.
-
-An error carries the end of the program's output. All functions work on any event loop.
-"""
+"""Runs commands with a time limit. An error carries the end of their output. All functions work on any event loop."""
 
 import asyncio
-import contextlib
 import os
-import signal
 import subprocess
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,55 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError, UnreachableError
+from prfaas.processes import TAIL_LINES
 
-LOG_TAIL_BYTES = 2000
-TAIL_LINES = 15
 LONGEST_LINE_BYTES = 1 << 20
-
-
-class ChildProcess:
-    """A running child process with its log file.
-
-    The kernel kills the child when the *thread* that started it ends, also after SIGKILL (prctl PR_SET_PDEATHSIG). So
-    start children from a thread that lives as long as they do. Every user of the machine can read `command`: give no
-    secret. With `share_output` stdout goes to ours, and only stderr to the log.
-    """
-
-    def __init__(self, name: str, command: Sequence[str | Path], log: Path, *, share_output: bool = False):
-        self.name = name
-        self._log = log
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=None if share_output else output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C is ours to handle: children end in our order
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def check_running(self) -> None:
-        """Raise PeerError with the end of the log if the process has ended."""
-        if (status := self._process.poll()) is not None:
-            raise PeerError(f"{self.name} ended with status {status}; the end of {self._log}:\n{tail(self._log)}")
-
-    async def wait(self) -> int:
-        """Wait for the end of the process and return its status, negative for a signal."""
-        return await wait_process(self._process)
-
-    async def stop(self, grace_seconds: float) -> None:
-        """Send SIGTERM, SIGKILL after `grace_seconds`, and wait for the end."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(grace_seconds):
-                await self.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self.wait()
 
 
 async def wait_process(process: subprocess.Popen[bytes]) -> int:
@@ -80,14 +29,6 @@ async def wait_process(process: subprocess.Popen[bytes]) -> int:
         loop.remove_reader(descriptor)
         os.close(descriptor)
     return process.wait()
-
-
-def tail(log: Path) -> str:
-    """Return the last lines of a log."""
-    with log.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
-        return file.read().decode(errors="replace")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import aiohttp
 
 from prfaas.errors import BadInputError, ConfigError, PeerError, UnreachableError
 from prfaas.kube.session import with_query
+from prfaas.processes import tail
 from prfaas_sandbox import prometheus
 from prfaas_sandbox.api import connect
 from prfaas_sandbox.cluster import API_PORT
@@ -29,7 +30,6 @@ from prfaas_sandbox.credentials import read_kubeconfig
 from prfaas_sandbox.environment import ClusterAccess, Images, run_in
 from prfaas_sandbox.forward import Forwards, HostPort, endpoints
 from prfaas_sandbox.network import CLUSTERS, HUB, ClusterNetwork, checked_rate
-from prfaas_sandbox.processes import tail
 from prfaas_sandbox.state import Description, NamespaceMessage, SandboxPlan, StateFolder
 from prfaas_sandbox.tools import Tools, ensure_tools
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from aiohttp import web
 
 from prfaas.errors import BadInputError, InternalError, PeerError
+from prfaas.processes import ChildProcess
 from prfaas_sandbox import prometheus
 from prfaas_sandbox.network import CLUSTERS, HUB, checked_rate, create_link, cut_link, enter, shape_link
-from prfaas_sandbox.processes import ChildProcess
 from prfaas_sandbox.state import NamespaceMessage, SandboxPlan, StateFolder
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
+from prfaas.processes import ends_with_us
 from prfaas_sandbox.progress import OnProgress
 
 CACHE_VARIABLE = "PRFAAS_CACHE_DIR"
@@ -308,7 +309,7 @@ def _go_install(name: str, go: Path, source: Path, target: tuple[Path, list[str]
         f"{os.environ.get('GOFLAGS', '')} -buildvcs=false".strip()
     )  # our own programs are no release of theirs
     environment = os.environ | {"GOBIN": str(folder), "CGO_ENABLED": "0", "GOWORK": "off", "GOFLAGS": flags_of_go}
-    command = ["setpriv", "--pdeathsig", "TERM", go, "install", "-v", *flags, "tool"]
+    command = [*ends_with_us("TERM"), go, "install", "-v", *flags, "tool"]
     seen = {"downloaded": 0, "compiled": 0}
     last: deque[str] = deque(maxlen=15)
 

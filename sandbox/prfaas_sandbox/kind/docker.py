@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
+from prfaas.processes import tail
 from prfaas.util import Deadline
 from prfaas_sandbox.kind.layout import Layout
-from prfaas_sandbox.processes import Command, run, tail
+from prfaas_sandbox.processes import Command, run
 from prfaas_sandbox.progress import OnProgress
 
 INSTALL_ADVICE = (

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import pytest
 import yaml
-from tests.serving import ENDS_WITH_US
 
 from prfaas.ports import free_ports
+from prfaas.processes import ends_with_us
 
 from ..reader import Reader, UnansweredError
 
@@ -324,8 +324,8 @@ def start_operator(
     namespace: str, kubeconfig: Path, log: Path, ports: list[int], *flags: str, **variables: str
 ) -> subprocess.Popen[bytes]:
     """Start the operator and wait until it is ready."""
-    command = [*ENDS_WITH_US, sys.executable, "-m", "prfaas_operator", "--namespace", namespace, "--host", "127.0.0.1"]
-    command += ["--metrics-port", str(ports[0]), "--health-port", str(ports[1]), *flags]
+    command = [*ends_with_us(), sys.executable, "-m", "prfaas_operator", "--namespace", namespace]
+    command += ["--host", "127.0.0.1", "--metrics-port", str(ports[0]), "--health-port", str(ports[1]), *flags]
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), **variables}
     with log.open("ab") as sink:
         process = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT)

@@ -17,7 +17,6 @@ NAMES = sorted(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_tells_its_flags(name, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)

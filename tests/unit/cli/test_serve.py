@@ -28,8 +28,9 @@ from prfaas.cli.serve.plan import (
     update_of,
     worker_command,
 )
-from prfaas.cli.serve.run import ANSWER_BYTES, Caller, Child, Watch
+from prfaas.cli.serve.run import ANSWER_BYTES, Caller, Watch
 from prfaas.errors import PeerError, ProtocolError
+from prfaas.processes import ChildProcess
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Route, RoutingFacts, rule_in_force
 from prfaas.routing.prices import Backlog, Work
@@ -185,7 +186,7 @@ def test_a_wrong_flag_is_refused_by_name_value_and_fix(flags, words):
     assert words in f"{ended.output} {ended.exception}"
 
 
-def until_it_died(child: Child) -> None:
+def until_it_died(child: ChildProcess) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         child.check_running()
@@ -194,7 +195,7 @@ def until_it_died(child: Child) -> None:
 
 def test_a_process_that_dies_is_named_with_its_last_words(tmp_path):
     program = "import sys; print('step 1'); sys.exit('the model is damaged')"
-    child = Child("the worker", [sys.executable, "-c", program], tmp_path / "worker.log")
+    child = ChildProcess("the worker", [sys.executable, "-c", program], tmp_path / "worker.log")
     with pytest.raises(PeerError, match=r"the worker ended with status 1; (.|\n)*the model is damaged"):
         until_it_died(child)
     child.stop(60)
@@ -203,7 +204,7 @@ def test_a_process_that_dies_is_named_with_its_last_words(tmp_path):
 def test_a_process_that_does_not_end_is_killed(tmp_path):
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
     log = tmp_path / "worker.log"
-    child = Child("the worker", [sys.executable, "-c", program], log)
+    child = ChildProcess("the worker", [sys.executable, "-c", program], log)
     deadline = time.monotonic() + 60
     while "deaf" not in log.read_text():
         assert time.monotonic() < deadline

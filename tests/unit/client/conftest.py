@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import web
-from tests.serving import ENDS_WITH_US, serving
+from tests.serving import serving
 
 from prfaas.client import AsyncClient, Client
+from prfaas.processes import ends_with_us
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -137,7 +138,7 @@ def _started(command: list[str], log: Path) -> subprocess.Popen:
     with log.open("wb") as output:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [*ENDS_WITH_US, *command], stdout=output, stderr=output, env=environment, start_new_session=True
+            [*ends_with_us(), *command], stdout=output, stderr=output, env=environment, start_new_session=True
         )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from tests.serving import ENDS_WITH_US
 
+from prfaas.processes import ends_with_us
 from prfaas.wire.engine import LENGTH, KvEvents, ToEngine, ToFront, decode_for_engine, encode_batch
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.server import build_app
@@ -37,7 +37,7 @@ class Worker:
         self.host = next(_ADDRESSES)
         self.url = f"{'https' if '--tls-dir' in flags else 'http'}://{self.host}:8000"
         self.log = log
-        command = [*ENDS_WITH_US, sys.executable, "-m", "prfaas_worker", "--model-source", "builtin:kimi-linear-tiny"]
+        command = [*ends_with_us(), sys.executable, "-m", "prfaas_worker", "--model-source", "builtin:kimi-linear-tiny"]
         command += ["--model-name", "tiny", "--host", self.host, "--instance", log.stem, "--threads", "1", *flags]
         with log.open("wb") as output:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}

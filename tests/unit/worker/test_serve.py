@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import aiohttp
 import pytest
-from tests.serving import ENDS_WITH_US
 
 from prfaas import identity
+from prfaas.processes import ends_with_us
 
 from ..tls.mounts import Mount
 from .conftest import START_SECONDS, Client, Worker
@@ -56,7 +56,7 @@ def start(output: Path, *flags: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with output.open("wb") as file:
         return subprocess.Popen(
-            [*ENDS_WITH_US, *COMMAND, *flags], stdout=file, stderr=file, env=environment, start_new_session=True
+            [*ends_with_us(), *COMMAND, *flags], stdout=file, stderr=file, env=environment, start_new_session=True
         )
 
 

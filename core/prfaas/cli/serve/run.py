@@ -14,11 +14,9 @@ size. Inside TLS the peer must first show a certificate of the expected cluster;
 """
 
 import http.client
-import os
 import shutil
 import socket
 import ssl
-import subprocess
 import tempfile
 import threading
 import time
@@ -47,6 +45,7 @@ from prfaas.cli.serve.plan import (
 from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, InternalError, PeerError, ProtocolError, UnreachableError
 from prfaas.names import HUB
+from prfaas.processes import ChildProcess
 from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.profile import PATH as PROFILE_PATH
 from prfaas.wire.profile import ProfileAnswer, read_profile
@@ -57,47 +56,8 @@ GRACE_SECONDS: Final = 35.0
 """For a process to end by itself; requests that run are finished within 30."""
 CALL_SECONDS: Final = 5.0
 ANSWER_BYTES: Final = 64 * 1024
-TAIL_LINES: Final = 12
-TAIL_BYTES: Final = 16 * 1024
 
 Say = Callable[[str], None]
-
-
-class Child:
-    """A running process. Messages call it `name`; its output goes to the file `log`."""
-
-    def __init__(self, name: str, command: Sequence[str], log: Path):
-        self.name = name
-        self.log = log
-        tether = ["setpriv", "--pdeathsig", "TERM", "--"] if shutil.which("setpriv") else []
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [*tether, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
-
-    def check_running(self) -> None:
-        """Raise PeerError, with the end of the log, when the process has ended."""
-        status = self._process.poll()
-        if status is not None:
-            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-            raise PeerError(f"{self.name} {how}; the end of {self.log}:\n{tail(self.log)}")
-
-    def stop(self, grace_seconds: float) -> None:
-        """Ask the process to end, kill it after `grace_seconds` or a second Ctrl-C, and wait until it is gone."""
-        self._process.terminate()
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_seconds)
-        finally:
-            self._process.kill()
-            self._process.wait()
-
-
-def tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-    return "\n".join(f"  {line}" for line in lines) or "  (it is empty)"
 
 
 class Caller:
@@ -268,7 +228,7 @@ class Serving:
             self._say("ending: running requests are finished first")
         shutil.rmtree(directory)
 
-    def _serve(self, children: Sequence[Child], watch: Watch, stop: threading.Event) -> None:
+    def _serve(self, children: Sequence[ChildProcess], watch: Watch, stop: threading.Event) -> None:
         watch.round()
         watching = threading.Thread(target=watch.run, args=(stop,), daemon=True)
         watching.start()
@@ -281,12 +241,15 @@ class Serving:
                     "the thread that watches the service ended; start again, and report the output above"
                 )
 
-    def _start(self, running: ExitStack, name: str, command: Sequence[str]) -> Child:
-        child = Child(name, command, self._directory / f"{name.removeprefix('the ')}.log")
+    def _start(self, running: ExitStack, name: str, command: Sequence[str]) -> ChildProcess:
+        log = self._directory / f"{name.removeprefix('the ')}.log"
+        child = ChildProcess(name, command, log, death_signal="TERM")
         running.callback(child.stop, GRACE_SECONDS)
         return child
 
-    def _until_ready(self, children: Sequence[Child], clusters: Mapping[str, str], stop: threading.Event) -> bool:
+    def _until_ready(
+        self, children: Sequence[ChildProcess], clusters: Mapping[str, str], stop: threading.Event
+    ) -> bool:
         """Wait until all are ready; return False when `stop` is set earlier."""
         started = shown = time.monotonic()
         while not all(self._caller.is_ready(url, cluster) for url, cluster in clusters.items()):
