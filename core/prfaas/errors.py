@@ -13,6 +13,13 @@ PrfaasError
 └── InternalError        our own promise is broken: a bug
 """
 
+from typing import Final
+
+import msgspec
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack."""
+
 
 class PrfaasError(Exception):
     """Root of all errors that prfaas raises on purpose."""

@@ -1,4 +1,4 @@
-"""Chooses free ports for processes that need them on their command line.
+"""Chooses free ports for processes that need them on their command line, and writes hosts as URLs need them.
 
 Any program may take a port between the choice and the listening. Usually that is an outgoing connection, whose port the
 kernel takes from its ephemeral range (net.ipv4.ip_local_port_range, from 32768). The ports chosen here are below it,
@@ -32,3 +32,8 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
             if len(found) >= count:
                 return found
     raise OSError(errno.EADDRINUSE, f"fewer than {count} of the ports {PORTS.start} to {PORTS.stop - 1} are free")
+
+
+def url_host(host: str) -> str:
+    """Return a host for a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -27,7 +27,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from prfaas.errors import ConfigError, RequestError
+from prfaas.errors import UNREADABLE, ConfigError, RequestError
 from prfaas.util import LogOnce, RateBucket, Stamp, file_stamp
 from prfaas_gateway.openai import LimitError
 
@@ -246,7 +246,7 @@ def _read(path: Path) -> _KeyFile:
             found = msgspec.json.decode(content, type=_KeyFile)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{error}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             raise ConfigError("it begins like JSON, but is not valid JSON") from None
     else:
         found = _KeyFile([line.strip().decode("ascii", "replace") for line in content.splitlines() if line.strip()])

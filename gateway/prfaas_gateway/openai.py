@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from prfaas.errors import BadInputError, CapacityError, PeerError, RequestError
+from prfaas.errors import UNREADABLE, BadInputError, CapacityError, PeerError, RequestError
 from prfaas.wire import headers
 
 HOP_BY_HOP = frozenset(
@@ -26,8 +26,6 @@ HOP_BY_HOP = frozenset(
 CODE_DEADLINE = "deadline_exceeded"
 CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
-# What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class LimitError(RequestError):

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from prfaas.errors import RequestError
+from prfaas.errors import UNREADABLE, RequestError
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.routing.facts import Route
 from prfaas.telemetry.logs import line, tell
@@ -31,7 +31,7 @@ from prfaas.wire.profile import Profile
 from prfaas.wire.resume import ResumableHeader
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
-from prfaas_gateway.openai import UNREADABLE, DeadlineError
+from prfaas_gateway.openai import DeadlineError
 from prfaas_gateway.stream import AnswerStream
 from prfaas_gateway.upstream import Answer
 

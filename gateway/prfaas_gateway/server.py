@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from prfaas.errors import ConfigError, RequestError
+from prfaas.errors import UNREADABLE, ConfigError, RequestError
 from prfaas.kube import KubeSession
 from prfaas.telemetry.tracing import tracing_from_environment
 from prfaas.wire import openapi
@@ -27,7 +27,7 @@ from prfaas_gateway.dispatch import Dispatcher
 from prfaas_gateway.engines import Engines
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.metrics import GatewayMetrics
-from prfaas_gateway.openai import UNREADABLE, error_response, model_card, model_not_found
+from prfaas_gateway.openai import error_response, model_card, model_not_found
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.table import RolePublisher, follow_configmap, follow_file, read_file

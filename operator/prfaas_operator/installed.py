@@ -16,6 +16,7 @@ from prfaas.api import KINDS
 from prfaas.errors import PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef
 from prfaas.names import API_VERSION
+from prfaas.ports import url_host
 from prfaas.util import Deadline
 from prfaas_operator.clusters.kinds import DEPLOYMENT
 
@@ -65,7 +66,7 @@ def addresses(endpoint_slice: dict[str, Any]) -> list[tuple[str, int]]:
     """Return (host, metrics port) of the ready pods of an EndpointSlice, with IPv6 in brackets for URLs."""
     ports = [port["port"] for port in endpoint_slice.get("ports") or () if port.get("name") == "metrics"]
     hosts = [
-        f"[{host}]" if ":" in host else host
+        url_host(host)
         for endpoint in endpoint_slice.get("endpoints") or ()
         if endpoint.get("conditions", {}).get("ready")
         for host in endpoint["addresses"]

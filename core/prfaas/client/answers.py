@@ -9,11 +9,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from prfaas.client.errors import BrokenStreamError, error_in_stream
-from prfaas.errors import ProtocolError
+from prfaas.errors import UNREADABLE, ProtocolError
 from prfaas.wire import headers as names
 
 MAX_EVENT_BYTES: Final = 16 << 20
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class ReportedDecision(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from prfaas.errors import CapacityError, PeerError, PrfaasError, RequestError
+from prfaas.errors import UNREADABLE, CapacityError, PeerError, PrfaasError, RequestError
 
 
 class BusyError(CapacityError):
@@ -62,7 +62,7 @@ def error_in_stream(told: object) -> PrfaasError:
 def _told(body: bytes) -> dict[str, Any]:
     try:
         told = msgspec.json.decode(body)["error"]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         return {}
     return cast(dict[str, Any], told) if isinstance(told, dict) else {}
 

@@ -16,7 +16,8 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
-from prfaas.errors import ConfigError, InternalError, PeerError, ProtocolError, UnreachableError
+from prfaas.errors import UNREADABLE, ConfigError, InternalError, PeerError, ProtocolError, UnreachableError
+from prfaas.ports import url_host
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
@@ -27,8 +28,6 @@ DEFAULT_CONNECTIONS = 8
 MAX_ANSWER_BYTES = 64 << 20
 """Much more than a page of 500 pods. A hostile member's server must not fill this process's memory."""
 MAX_REFUSAL_BYTES = 1 << 20
-# What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 Object = dict[str, Any]
 """An object of the API server's, as JSON has it."""
@@ -135,9 +134,8 @@ class KubeSession:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"{directory}/ca.crt cannot be read ({error}): give the pod a service account") from error
         # An address, because a cluster's DNS may be down or missing.
-        address = f"[{host}]" if ":" in host else host
         authorization = token_of_file(directory / "token")
-        return cls(f"https://{address}:{port}", authorization=authorization, tls=tls, connections=connections)
+        return cls(f"https://{url_host(host)}:{port}", authorization=authorization, tls=tls, connections=connections)
 
     def open(self) -> None:
         """Make the connection pool. Call it inside the event loop."""

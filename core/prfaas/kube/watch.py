@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 import msgspec
 
-from prfaas.errors import ConfigError, PeerError, ProtocolError
-from prfaas.kube.session import UNREADABLE, KubeSession, ObjectRef, StatusError, with_query
+from prfaas.errors import UNREADABLE, ConfigError, PeerError, ProtocolError
+from prfaas.kube.session import KubeSession, ObjectRef, StatusError, with_query
 from prfaas.util import Backoff, backoff_seconds
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 
-from prfaas.errors import ProtocolError
+from prfaas.errors import UNREADABLE, ProtocolError
 
 EventHash: TypeAlias = bytes | int
 AttentionSpecKind = Literal["mla_attention", "full_attention"]
@@ -168,7 +168,7 @@ def read_events(payload: bytes) -> Iterator[KvEvent]:
             for event in map(_event, msgspec.convert(raw, _AnyBatch).events):
                 if event is not None:
                     yield event
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"a batch of KV cache events cannot be read: {error}") from error
 
 
@@ -176,7 +176,7 @@ def decode_byte_map(payload: bytes) -> ByteMapBatch:
     """Read a batch of the byte map; raises ProtocolError for what is none."""
     try:
         return _BYTE_MAP.decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"a batch of the byte map cannot be read: {error}") from error
 
 

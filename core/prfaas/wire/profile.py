@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from prfaas.errors import ProtocolError
+from prfaas.errors import UNREADABLE, ProtocolError
 
 PATH: Final = "/v1/profile"
 
@@ -76,5 +76,5 @@ def read_profile(document: bytes, url: str) -> ProfileAnswer:
     """Read the answer of GET /v1/profile of the instance at `url`; raises ProtocolError for something else."""
     try:
         return msgspec.json.decode(document, type=ProfileAnswer)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"{url}{PATH} answers something else: {error}; is that a prfaas worker?") from error

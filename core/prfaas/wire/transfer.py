@@ -25,7 +25,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from prfaas.errors import ProtocolError
+from prfaas.errors import UNREADABLE, ProtocolError
 from prfaas.wire.frames import Address, Buffer, FrameHeader, Kind, seal
 
 VERSION: Final = 2
@@ -149,7 +149,7 @@ def decode_message(header: FrameHeader, payload: Buffer, kind: type[_Message]) -
     """Read a JSON payload as `kind`; raises ProtocolError where it is no such message."""
     try:
         return msgspec.json.decode(payload, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"{header.describe()} cannot be read: {error}") from error
 
 

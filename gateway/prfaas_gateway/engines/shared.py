@@ -13,6 +13,7 @@ import msgspec
 
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
+from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
 from prfaas.wire.routes import Instance
 from prfaas_gateway.request import Fields, GatewayRequest
@@ -164,7 +165,7 @@ def _raw(value: Any) -> msgspec.Raw:
 def bootstrap_host(instance: Instance) -> str:
     """Return the instance's host, an IPv6 address in brackets."""
     host = urlsplit(instance.url).hostname or ""
-    return f"[{host}]" if ":" in host else host
+    return url_host(host)
 
 
 def bootstrap_url(instance: Instance) -> str:

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from prfaas.errors import UnreachableError
+from prfaas.errors import UNREADABLE, UnreachableError
 from prfaas.routing.facts import Route
 from prfaas.wire.routes import Instance
 from prfaas_gateway.engines.shared import (
@@ -33,7 +33,6 @@ from prfaas_gateway.engines.shared import (
     for_prefill,
     with_fields,
 )
-from prfaas_gateway.openai import UNREADABLE
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 

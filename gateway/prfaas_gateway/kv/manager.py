@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from prfaas.errors import PrfaasError
+from prfaas.errors import UNREADABLE, PrfaasError
 from prfaas.kvindex.byte_maps import SentPrompts
 from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
 from prfaas.kvindex.canonical import (
@@ -37,7 +37,6 @@ from prfaas_gateway.kv.cache_events import EventStream, NoStreamError
 from prfaas_gateway.kv.foreign_events import ForeignEventStream
 from prfaas_gateway.kv.own_events import OwnEventStream
 from prfaas_gateway.metrics import GatewayMetrics
-from prfaas_gateway.openai import UNREADABLE
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.upstream import Upstream

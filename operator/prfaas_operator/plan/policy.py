@@ -11,6 +11,7 @@ from typing import NamedTuple
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
 from prfaas.errors import PrfaasError
 from prfaas.names import HUB, WORKER_API_PORT
+from prfaas.ports import url_host
 from prfaas.wire import routes
 from prfaas.wire.routes import RoutingTable
 from prfaas_operator.errors import reason_of
@@ -231,18 +232,13 @@ def _of_pool(
                 pool=pool.metadata.name,
                 cluster=cluster,
                 role=role_of(pool),
-                url=f"{pod.scheme}://{_host(address)}:{WORKER_API_PORT}",
+                url=f"{pod.scheme}://{url_host(address)}:{WORKER_API_PORT}",
                 state="Draining" if pod.terminating else "Ready",
                 convertible=pod.shared.gated and engine_name(pool) == "prfaas",
                 engine=engine_name(pool),
             )
         )
     return instances
-
-
-def _host(address: str) -> str:
-    """Return an address for a URL: IPv6 in brackets."""
-    return f"[{address}]" if ":" in address else address
 
 
 def ready_by_role(table: routes.RoutingTable, role: routes.PoolRole) -> int:

@@ -126,7 +126,7 @@ def test_what_is_wrong_with_a_service_is_said(settings, home, away, words):
     assert bool(words) == bool(found)
 
 
-@pytest.mark.parametrize("document", [b"", b"[]", b'{"model": "m"}', b"\xff", b'{"model": 5}'])
+@pytest.mark.parametrize("document", [b"", b"[]", b'{"model": "m"}', b"\xff", b'{"model": 5}', b'{"x":' + b"[" * 9999])
 def test_what_is_no_profile_is_a_protocol_error(document):
     with pytest.raises(ProtocolError, match="is that a prfaas worker"):
         read_profile(document, "http://192.0.2.1:1")

@@ -159,7 +159,9 @@ def test_messages_come_back_as_they_were():
         assert decode_message(header, payload, type(message)) == message  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("payload", [b"", b"{", b"{}", b'{"token": 1}', b"\xff\xfe", b'{"token": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "payload", [b"", b"{", b"{}", b'{"token": 1}', b"\xff\xfe", b'{"token": "\\ud800"}', b'{"x":' + b"[" * 9999]
+)
 def test_a_payload_that_is_no_such_message_is_a_protocol_error(payload: bytes):
     with pytest.raises(ProtocolError, match="cannot be read"):
         decode_message(FrameHeader(Kind.HELLO, ADDRESS, len(payload)), payload, Hello)

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from prfaas.capacity.profile import cache_bytes, kv_bits_per_second, prefill_seconds
-from prfaas.errors import RequestError
+from prfaas.errors import UNREADABLE, RequestError
 from prfaas.wire.engine import CacheReset, EgressSet, ResetCache, Role, RoleSet, SetEgress, SetRole, StartFailed
 from prfaas.wire.profile import CurvePoint, Fitted, Profile, ProfileAnswer
 from prfaas_worker.front.metrics import PROFILE_TOKENS
@@ -90,7 +90,7 @@ async def read_profile(request: web.Request) -> web.Response:
 async def _body(request: web.Request, kind: type[B], want: str, param: str) -> B:
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise RequestError(f"{error}; {want}", param=param) from error
 
 

@@ -33,6 +33,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from prfaas.errors import ConfigError, RequestError
+from prfaas.ports import url_host
 from prfaas_worker.front.kv_events import KvEventPublisher, PublishedBatch, TopicLog
 from prfaas_worker.front.serving import STATE
 
@@ -174,11 +175,10 @@ class KvEventSockets:
 
     @staticmethod
     def _bind(socket: zmq.Socket[Any], host: str, port: int) -> None:
-        name = f"[{host}]" if ":" in host else host
         if ":" in host:
             socket.setsockopt(zmq.IPV6, 1)
         try:
-            socket.bind(f"tcp://{name}:{port}")
+            socket.bind(f"tcp://{url_host(host)}:{port}")
         except zmq.ZMQError as error:
             raise ConfigError(f"events port {host}:{port} cannot be opened: {error.strerror}") from error
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Raw
 
-from prfaas.errors import RequestError
+from prfaas.errors import UNREADABLE, RequestError
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,7 +221,7 @@ def read_body(body: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, kind) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 import torch
 
-from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.errors import UNREADABLE, PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.wire.engine import Cached, TransferOutcome
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
@@ -215,7 +215,7 @@ class RemoteFetch:
             raise PeerError(f"refused with HTTP {status}: {text}")
         try:
             grant = msgspec.json.decode(answer, type=PrefillGrant)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"the answer is no prefill grant: {error}") from error
         count = len(body.token_ids)
         if not (body.start_token < grant.end_token < count if self._is_prefix else grant.end_token == count):
