@@ -13,16 +13,12 @@ SHUTDOWN_SECONDS = 1.0
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
-def no_obstacle() -> str:
-    return ""
-
-
 class Health:
     """Answers the probes. `ready` is set once; `obstacle` names a problem that does not end by itself, or is empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, obstacle: Callable[[], str]) -> None:
         self.ready = asyncio.Event()
-        self.obstacle: Callable[[], str] = no_obstacle
+        self.obstacle = obstacle
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import kopf
 
 from prfaas.errors import ConfigError
+from prfaas.ports import url_host
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
 from prfaas_operator import http, metrics
 from prfaas_operator.clusters.client import ClusterClient, MayWrite, always
@@ -45,7 +46,7 @@ def login(settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo |
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     return kopf.ConnectionInfo(
         # An address, because a cluster's DNS may be down or missing.
-        server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
+        server=f"https://{url_host(host)}:{port}",
         ca_path=str(SERVICE_ACCOUNT / "ca.crt"),
         token=(SERVICE_ACCOUNT / "token").read_text().strip(),
     )
@@ -57,10 +58,12 @@ class _Operator(NamedTuple):
     certificates: Certificates
 
 
-def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tracing: Tracing) -> _Operator:
+def assemble(
+    hub: ClusterClient, connect: Connect, queue: ReconcileQueue, options: OperatorOptions, tracing: Tracing
+) -> _Operator:
     """Build the operator; all of its state can be lost and is read again."""
-    view = HubView(hub, ReconcileQueue())
-    members = Members(connect, view.queue)
+    view = HubView(hub, queue)
+    members = Members(connect, queue)
     certificates = Certificates(view, members, options.certificate_terms())
     children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
     secrets = SecretGuard(view)
@@ -78,13 +81,12 @@ def assemble(hub: ClusterClient, connect: Connect, options: OperatorOptions, tra
 
 @contextlib.asynccontextmanager
 async def running(
-    hub: ClusterClient, connect: Connect, options: OperatorOptions, health: http.Health
+    hub: ClusterClient, connect: Connect, queue: ReconcileQueue, options: OperatorOptions
 ) -> AsyncIterator[_Operator]:
     """Watch the hub's pods and children, and close every connection at the end."""
     tracing = tracing_from_environment("prfaas-operator", {"k8s.pod.name": os.environ.get("POD_NAME", "")})
-    operator = assemble(hub, connect, options, tracing)
+    operator = assemble(hub, connect, queue, options, tracing)
     view = operator.controller.hub
-    health.obstacle = view.queue.stuck
     tasks = [asyncio.create_task(informer.run()) for informer in view.informers]
     try:
         try:
@@ -96,15 +98,20 @@ async def running(
         tasks.append(asyncio.create_task(operator.certificates.run()))
         yield operator
     finally:
-        health.obstacle = http.no_obstacle
         tracing.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        queue.clear()
 
 
 async def lead(
-    options: OperatorOptions, may_write: MayWrite, health: http.Health, ending: Ending, term: asyncio.Event
+    options: OperatorOptions,
+    may_write: MayWrite,
+    queue: ReconcileQueue,
+    health: http.Health,
+    ending: Ending,
+    term: asyncio.Event,
 ) -> None:
     hub = ClusterClient(hub_session(), options.namespace, "hub", may_write=may_write)
     connect = partial(connect_member, may_write=may_write)
@@ -113,7 +120,7 @@ async def lead(
         await is_served()  # Fails at once and names the kind that is missing or cannot be read.
         again = True
         while again and not term.is_set():
-            async with running(hub, connect, options, health) as operator:
+            async with running(hub, connect, queue, options) as operator:
                 operate = partial(_operate, operator, options.namespace, health, ending)
                 again = await handlers.follow(operate, term)
             if again:
@@ -145,14 +152,15 @@ async def _operate(
 async def serve(options: OperatorOptions) -> None:
     """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
     options.certificate_terms()  # wrong combinations of flags are refused before any connection
-    health, ending = http.Health(), Ending()
+    queue, ending = ReconcileQueue(), Ending()
+    health = http.Health(queue.stuck)
     ending.listen()
     async with http.serving(options, health):
         if not options.leader_elect:
             metrics.LEADER.set(1)
-            await lead(options, always, health, ending, ending.term)
+            await lead(options, always, queue, health, ending, ending.term)
             return
         # The Lease has connections of its own, so that it waits behind no other call.
         async with hub_session() as session:
             election = Election(session, options.namespace, health.ready)
-            await election.run(partial(lead, options, election.may_write, health, ending), ending)
+            await election.run(partial(lead, options, election.may_write, queue, health, ending), ending)

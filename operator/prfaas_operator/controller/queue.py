@@ -94,6 +94,10 @@ class ReconcileQueue:
         if ref not in self._by_uid.values():
             self._wakers.pop(ref, None)
 
+    def clear(self) -> None:
+        self._wakers.clear()
+        self._by_uid.clear()
+
     def depth(self) -> int:
         return sum(waker.event.is_set() for waker in self._wakers.values())
 

@@ -14,7 +14,7 @@ from prfaas.telemetry.tracing import OFF
 from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, PREFILL_POOL, SECRET, Object
 from prfaas_operator.controller.children import Children
 from prfaas_operator.controller.loop import RECONCILES_AT_ONCE, Controller
-from prfaas_operator.controller.queue import Ref
+from prfaas_operator.controller.queue import ReconcileQueue, Ref
 from prfaas_operator.controller.status import ReconcileResult
 from prfaas_operator.errors import (
     ChildConflictError,
@@ -97,7 +97,7 @@ async def refuse(name: str, namespace: str, access: Any) -> Any:
 
 def controller_over(hub: MemoryCluster) -> Controller:
     options = OperatorOptions("ns", leader_elect=False, member_token_days=30, certificates=CertificateMode.DISABLED)
-    return assemble(hub, refuse, options, OFF).controller  # pyright: ignore[reportArgumentType]  # only what these tests need
+    return assemble(hub, refuse, ReconcileQueue(), options, OFF).controller  # pyright: ignore[reportArgumentType]  # only what these tests need
 
 
 def children_over(hub: MemoryCluster) -> Children:
