@@ -17,7 +17,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas import identity
 from prfaas.errors import ConfigError, PrfaasError
-from prfaas.util import WatchedFiles
+from prfaas.util import LogOnce, WatchedFiles
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class CredentialFiles(Generic[T]):
         self._lock = threading.Lock()
         self._watched = WatchedFiles(self.directory / name for name in FILES)
         self._watched.changed()  # from here on
+        self._once = LogOnce(log)
         self._retry_at = 0.0
         self.problem = ""
         """Why newer files are not in use; empty if they are."""
@@ -80,11 +81,13 @@ class CredentialFiles(Generic[T]):
             files = self._read(self._files.generation + 1)
             self._made = self._use(files)
         except PrfaasError as error:
-            if str(error) != self.problem:
-                log.warning("new credentials in %s are not used, the former ones stay: %s", self.directory, error)
             self.problem = str(error)
+            self._once.failed(
+                "files", f"new credentials in {self.directory} are not used, the former ones stay: {error}"
+            )
         else:
             self._files, self.problem = files, ""
+            self._once.forget("files")
             ends = files.validity.not_after
             log.info("credentials of cluster %s are in use, valid until %s", files.cluster, f"{ends:%F %R} UTC")
 

@@ -25,6 +25,7 @@ from typing import Final
 
 from prfaas.errors import ConfigError, PeerError
 from prfaas.kube import KubeSession, LeaseHolder
+from prfaas.util import LogOnce
 from prfaas_operator import metrics
 
 log = logging.getLogger(__name__)
@@ -107,14 +108,12 @@ class Election:
 
     async def _stand_by(self, ending: Ending) -> bool:
         """Wait until this replica leads; False if the process is asked to end before."""
-        told = False
+        once = LogOnce(log)
         while not ending.asked.is_set():
             if await self._renew():
                 return True
             self._ready.set()
-            if not told:
-                log.info("standing by: another replica holds the Lease %s", LEASE)
-                told = True
+            once.failed("lease", f"standing by: another replica holds the Lease {LEASE}", level=logging.INFO)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STANDBY_SECONDS):
                     await ending.asked.wait()

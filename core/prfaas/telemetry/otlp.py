@@ -18,6 +18,7 @@ from opentelemetry.trace import Span as SdkSpan
 from opentelemetry.trace import SpanKind, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from prfaas.util import LogOnce
 from prfaas.wire.trace import TraceContext, read_trace
 
 log = logging.getLogger(__name__)
@@ -62,17 +63,14 @@ class _LoggedExporter(SpanExporter):
 
     def __init__(self, exporter: SpanExporter):
         self._exporter = exporter
-        self._works = True
+        self._once = LogOnce(log)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
-        works = result is SpanExportResult.SUCCESS
-        if works != self._works:
-            self._works = works
-            if works:
-                log.info("the collector takes spans again")
-            else:
-                log.warning("the collector takes no spans: they are dropped until it does, requests are not held up")
+        if result is SpanExportResult.SUCCESS:
+            self._once.worked("spans", "the collector takes spans again")
+        else:
+            self._once.failed("spans", "the collector takes no spans: they are dropped until it does")
         return result
 
     def shutdown(self) -> None:

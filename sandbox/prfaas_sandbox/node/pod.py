@@ -13,6 +13,7 @@ import aiohttp
 from prfaas.errors import BadInputError, PeerError
 from prfaas.kube import KubeSession, StatusError
 from prfaas.kube.session import APPLY_PATCH, with_query
+from prfaas.util import LogOnce
 from prfaas_sandbox.api import Object
 from prfaas_sandbox.node.container import Container, ContainerContext, now_text
 from prfaas_sandbox.node.process import Mount, ProcessSpec, program_folders, with_programs
@@ -168,14 +169,13 @@ class Pod:
 
     async def _write_volumes(self) -> None:
         """Write all volumes; report missing sources in the containers' status and in an Event."""
-        told = ""
+        once = LogOnce(log)
         while True:
             try:
                 return await self._volumes.write()
             except (BadInputError, PeerError, OSError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    await self._wait_for("CreateContainerConfigError", told)
+                if once.failed("volumes", "pod {}/{}: {}".format(*self.name, error)):
+                    await self._wait_for("CreateContainerConfigError", str(error))
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _wait_for(self, reason: str, message: str) -> None:
