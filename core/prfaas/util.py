@@ -1,11 +1,12 @@
-"""Five small mechanisms for every deployable: deadline, rate bucket, back-off, watched files, a message logged once.
+"""Small mechanisms for every deployable: deadline, rate bucket, back-off, whole and watched files, logging once.
 
-None waits, reads or decides: the caller does.
+None waits or decides: the caller does.
 """
 
 import logging
 import os
 import random
+import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -93,6 +94,20 @@ def file_stamp(file: Path | os.DirEntry[str]) -> Stamp | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write a file so that a reader sees it whole, old or new, also after a crash."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 class WatchedFiles:

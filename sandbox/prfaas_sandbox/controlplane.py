@@ -17,8 +17,9 @@ from prfaas.errors import PeerError, UnreachableError
 from prfaas.kube import KubeSession
 from prfaas.ports import free_ports
 from prfaas.processes import ChildProcess
+from prfaas.util import replace_file
 from prfaas_sandbox.api import connect
-from prfaas_sandbox.credentials import ClusterAuthority, Kubeconfig, service_account_key, write_pair, write_private
+from prfaas_sandbox.credentials import ClusterAuthority, Kubeconfig, service_account_key, write_pair
 from prfaas_sandbox.tools import Tools
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class ControlPlane:
     def _start_servers(self, tools: Tools) -> None:
         (self._pki / "ca.crt").write_bytes(self.authority.certificate)
         private, public = service_account_key()
-        write_private(self._pki / "service-account.key", private)
+        replace_file(self._pki / "service-account.key", private, 0o600)
         (self._pki / "service-account.pub").write_bytes(public)
         self._child("etcd", tools, self._etcd_flags())
         self._child("kube-apiserver", tools, self._api_server_flags())

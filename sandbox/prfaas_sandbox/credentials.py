@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from prfaas.errors import ConfigError
 from prfaas.identity import KeyPair, issue_client, issue_server, make_authority, valid_for
+from prfaas.util import replace_file
 
 VALID_DAYS = 30
 
@@ -41,15 +42,8 @@ def write_pair(pair: KeyPair, folder: Path, name: str) -> tuple[Path, Path]:
     """Write NAME.crt and NAME.key (mode 0600) and return the two paths."""
     certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
     certificate.write_bytes(pair.certificate)
-    write_private(key, pair.key)
+    replace_file(key, pair.key, 0o600)
     return certificate, key
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, from its first byte on."""
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600)
-    path.write_bytes(content)
 
 
 def service_account_key() -> tuple[bytes, bytes]:
@@ -86,7 +80,7 @@ class Kubeconfig:
         return json.dumps(document, indent=2) + "\n"
 
     def write(self, path: Path) -> Path:
-        write_private(path, self.render().encode())
+        replace_file(path, self.render().encode(), 0o600)
         return path
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from prfaas.errors import ConfigError
+from prfaas.util import replace_file
 from prfaas_sandbox.environment import ClusterAccess
 
 # sockaddr_un holds 108 bytes with the final zero.
@@ -167,9 +168,7 @@ class Description:
 
     def write(self, path: Path) -> None:
         """Write the description atomically."""
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(self), indent=2, default=str) + "\n")
-        fresh.replace(path)
+        replace_file(path, (json.dumps(asdict(self), indent=2, default=str) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -5,7 +5,6 @@ printed, and only their owner can read them from the first byte on. Files are ov
 """
 
 import datetime
-import os
 import secrets
 from pathlib import Path
 from typing import Annotated, Final
@@ -15,6 +14,7 @@ import typer
 
 from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, IdentityError
+from prfaas.util import replace_file
 
 AUTHORITY: Final = "ca.crt"
 AUTHORITY_KEY: Final = "ca.key"
@@ -123,22 +123,10 @@ def _write(directory: Path, files: dict[str, bytes], force: bool) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            _replace(directory / name, content, 0o600 if name.endswith(".key") else 0o644)
+            replace_file(directory / name, content, 0o600 if name.endswith(".key") else 0o644)
             typer.echo(f"wrote {directory / name}")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _now() -> datetime.datetime:

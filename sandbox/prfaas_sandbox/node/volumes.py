@@ -10,6 +10,7 @@ from typing import Any
 
 from prfaas.errors import ConfigError
 from prfaas.kube import KubeSession, StatusError
+from prfaas.util import replace_file
 from prfaas_sandbox.api import Object
 from prfaas_sandbox.node.variables import ConfigSource, SourceKind
 from prfaas_sandbox.node.variables import field as pod_field
@@ -162,11 +163,7 @@ def write_files(folder: Path, files: VolumeFiles) -> None:
         if path.is_file() and path.read_bytes() == content:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.touch(mode=0o600)
-        fresh.write_bytes(content)
-        fresh.chmod(mode)
-        fresh.replace(path)
+        replace_file(path, content, mode)
     for path in [each for each in folder.rglob("*") if each.is_file()]:
         if str(path.relative_to(folder)) not in files:
             path.unlink()
