@@ -150,6 +150,11 @@ def whole_number(low: int, high: int = 1 << 31) -> Callable[[str], int]:
     return parse
 
 
+def port_option(help_text: str, low: int = 1) -> Any:
+    """Return the typer option of a port; with `low` 0 it may be none, or any."""
+    return typer.Option(parser=whole_number(low, 65535), metavar="PORT", help=help_text)
+
+
 def seconds_up_to(high: float) -> Callable[[str], float]:
     """Return a parser of seconds from 0 to `high`."""
 

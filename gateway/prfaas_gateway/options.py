@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from prfaas.console import LogFormatOption, read_options, refuse, seconds_up_to, whole_number
+from prfaas.console import LogFormatOption, port_option, read_options, refuse, seconds_up_to
 from prfaas.names import GATEWAY_PORT
 from prfaas_gateway.limits import Limits
 
@@ -23,9 +23,7 @@ class GatewayOptions(NamedTuple):
     """The flags. The table comes from `routes_file`, or else from `policy` in `namespace`."""
 
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option(parser=whole_number(0, 65535), metavar="PORT", help="Port to listen on; 0: any free one.")
-    ] = GATEWAY_PORT
+    port: Annotated[int, port_option("Port to listen on; 0: any free one.", low=0)] = GATEWAY_PORT
     policy: Annotated[str, typer.Option(help="PrfaaSPolicy with the routing table to watch.")] = ""
     namespace: Annotated[str, typer.Option(help="Namespace of the policy.")] = ""
     routes_file: Annotated[

@@ -4,7 +4,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from prfaas.console import LogFormatOption, whole_number
+from prfaas.console import LogFormatOption, port_option
 from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from prfaas_operator.plan.certificates import (
     DEFAULT_AUTHORITY_HOURS,
@@ -22,18 +22,13 @@ HELP = """Reconcile the prfaas resources of one namespace.
 Example:
   prfaas-operator --namespace prfaas
 """
-_PORT = whole_number(1, 65535)
 
 
 class OperatorOptions(NamedTuple):
     namespace: Annotated[str, typer.Option(help="Namespace in the hub.")]
     host: Annotated[str, typer.Option(help="Address to serve health and metrics on.")] = "127.0.0.1"
-    metrics_port: Annotated[int, typer.Option(parser=_PORT, metavar="PORT", help="Port of /metrics.")] = (
-        OPERATOR_METRICS_PORT
-    )
-    health_port: Annotated[int, typer.Option(parser=_PORT, metavar="PORT", help="Port of /healthz and /readyz.")] = (
-        OPERATOR_HEALTH_PORT
-    )
+    metrics_port: Annotated[int, port_option("Port of /metrics.")] = OPERATOR_METRICS_PORT
+    health_port: Annotated[int, port_option("Port of /healthz and /readyz.")] = OPERATOR_HEALTH_PORT
     leader_elect: Annotated[
         bool, typer.Option(help="Work only while this replica holds the Lease prfaas-operator.")
     ] = False

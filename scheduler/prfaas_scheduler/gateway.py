@@ -1,7 +1,6 @@
 """Calls the gateway's control socket: reads the routing table and the counters, and sets the threshold."""
 
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -26,9 +25,7 @@ class GatewayClient:
         self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._http is not None:
             await self._http.close()
 

@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from prfaas.console import LogFormatOption, whole_number
+from prfaas.console import LogFormatOption, port_option
 from prfaas.names import SCHEDULER_METRICS_PORT
 
 HELP = """Move a policy's offload threshold with the measured link: Prometheus in, threshold out.
@@ -23,7 +23,5 @@ class SchedulerOptions(NamedTuple):
     namespace: Annotated[str, typer.Option(help="Namespace of the policy.")]
     identity: Annotated[str, typer.Option(help="Name of this replica in the Lease: its pod's.")]
     host: Annotated[str, typer.Option(help="Address of the metrics port.")] = "127.0.0.1"
-    metrics_port: Annotated[
-        int, typer.Option(parser=whole_number(0, 65535), metavar="PORT", help="Port of /metrics.")
-    ] = SCHEDULER_METRICS_PORT
+    metrics_port: Annotated[int, port_option("Port of /metrics.", low=0)] = SCHEDULER_METRICS_PORT
     log_format: LogFormatOption = "text"

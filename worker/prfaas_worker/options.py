@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from prfaas.console import LogFormatOption, ip_address, read_options, refuse, seconds_up_to, whole_number
+from prfaas.console import LogFormatOption, ip_address, port_option, read_options, refuse, seconds_up_to, whole_number
 from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.routing.compression import WireCodec
 from prfaas.wire.engine import Role
@@ -35,9 +35,9 @@ def _step_shape(given: str) -> tuple[int, int]:
         raise typer.BadParameter(f"{given!r} is not like 16x1024, sequences and tokens of each") from None
 
 
-_PORT = whole_number(1, 65535)
-_COUNT = whole_number(0)
-_POSITIVE = whole_number(1)
+def _count(help_text: str, *names: str, low: int = 1, shown: str | bool = True) -> Any:
+    """Return the option of a whole number from `low`; `shown` is what the help says of its default."""
+    return typer.Option(*names, parser=whole_number(low), metavar="N", help=help_text, show_default=shown)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,17 +49,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ]
     model_name: Annotated[str, typer.Option(metavar="NAME", help="Name of the model in requests.")]
     host: Annotated[str, typer.Option(parser=ip_address, metavar="IP", help="Address of both ports.")] = "127.0.0.1"
-    api_port: Annotated[int, typer.Option(parser=_PORT, metavar="PORT", help="HTTP port.")] = WORKER_API_PORT
-    data_port: Annotated[int, typer.Option(parser=_PORT, metavar="PORT", help="Port of cache transfers.")] = (
-        WORKER_DATA_PORT
-    )
+    api_port: Annotated[int, port_option("HTTP port.")] = WORKER_API_PORT
+    data_port: Annotated[int, port_option("Port of cache transfers.")] = WORKER_DATA_PORT
     instance: Annotated[
         str, typer.Option(metavar="NAME", help="Name of this replica: its pod's.", show_default="host name")
     ] = os.uname().nodename
     cluster: Annotated[str, typer.Option(metavar="NAME", help="The cluster that the worker runs in.")] = "hub"
     pool: Annotated[str, typer.Option(metavar="NAME", help="The pool that the worker belongs to.")] = ""
     role: Annotated[Role, typer.Option(help="Requests that its steps favour.")] = "mixed"
-    drain_seconds: Annotated[int, typer.Option(parser=_COUNT, metavar="N", help="Time to finish after SIGTERM.")] = 30
+    drain_seconds: Annotated[int, _count("Time to finish after SIGTERM.", low=0)] = 30
     device: Annotated[
         Device, typer.Option(help="Device of the model; auto is a GPU that can run it, else the CPU.")
     ] = "auto"
@@ -69,16 +67,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             help="Type of matrix products; auto is bfloat16 on a GPU, and on a CPU if measured quicker, and close."
         ),
     ] = "auto"
-    threads: Annotated[
-        int, typer.Option(parser=_POSITIVE, metavar="N", help="Threads of torch.", show_default="all cores")
-    ] = 0
-    max_context_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-context", parser=_POSITIVE, metavar="N", help="Longest sequence.", show_default="the model's"
-        ),
-    ] = 0
-    max_running: Annotated[int, typer.Option(parser=_POSITIVE, metavar="N", help="Sequences computed at once.")] = 32
+    threads: Annotated[int, _count("Threads of torch.", shown="all cores")] = 0
+    max_context_tokens: Annotated[int, _count("Longest sequence.", "--max-context", shown="the model's")] = 0
+    max_running: Annotated[int, _count("Sequences computed at once.")] = 32
     compile: Annotated[
         tuple[tuple[int, int], ...],
         typer.Option(
@@ -90,20 +81,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     cache_mib: Annotated[
         int,
-        typer.Option(
-            parser=_POSITIVE,
-            metavar="N",
-            show_default="1024; on a GPU nine tenths of what the weights leave",
-            help="Memory for the cache's pages.",
-        ),
+        _count("Memory for the cache's pages.", shown="1024; on a GPU nine tenths of what the weights leave"),
     ] = 0
-    host_cache_mib: Annotated[
-        int, typer.Option(parser=_COUNT, metavar="N", help="Host memory for evicted prefixes.")
-    ] = 0
+    host_cache_mib: Annotated[int, _count("Host memory for evicted prefixes.", low=0)] = 0
     disk_cache: Annotated[
         str, typer.Option(metavar="DIR", help="Keep evicted prefixes here, over restarts too.", show_default="nowhere")
     ] = ""
-    disk_cache_mib: Annotated[int, typer.Option(parser=_POSITIVE, metavar="N", help="MiB to keep in DIR.")] = 4096
+    disk_cache_mib: Annotated[int, _count("MiB to keep in DIR.")] = 4096
     tls_dir: Annotated[
         str,
         typer.Option(
@@ -114,11 +98,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     kv_events_port: Annotated[
         int,
-        typer.Option(
-            parser=whole_number(0, 65535),
-            metavar="PORT",
-            help="Publish cache events over ZMQ here, replays on the next port; 0: only on the API port.",
-        ),
+        port_option("Publish cache events over ZMQ here, replays on the next port; 0: only on the API port.", low=0),
     ] = 0
     profile_seconds: Annotated[
         float,
@@ -130,10 +110,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.0
     egress_mbps: Annotated[
         int,
-        typer.Option(
-            parser=_COUNT,
-            metavar="N",
-            help="Most Mbit/s to send to other instances, over all connections; 0: no cap. PUT /v1/egress changes it.",
+        _count(
+            "Most Mbit/s to send to other instances, over all connections; 0: no cap. PUT /v1/egress changes it.", low=0
         ),
     ] = 0
     egress_file: Annotated[
@@ -142,9 +120,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             metavar="FILE", show_default="nowhere", help="Read --egress-mbps here while the file exists; it may change."
         ),
     ] = ""
-    transfer_memory_mib: Annotated[
-        int, typer.Option(parser=_POSITIVE, metavar="N", help="Memory of cache transfers beside the cache.")
-    ] = 256
+    transfer_memory_mib: Annotated[int, _count("Memory of cache transfers beside the cache.")] = 256
     wire_codec: Annotated[
         WireCodec,
         typer.Option(

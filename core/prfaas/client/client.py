@@ -7,7 +7,7 @@ import asyncio
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, Generic, Self, TypeVar, Unpack
 
@@ -115,7 +115,9 @@ class AsyncStream(_BaseStream[ChunkT], _AsyncClosing):
         await self._response.aclose()
 
 
-class _BaseClient(ABC, Generic[Http]):
+class _BaseClient(Generic[Http]):
+    _connect: Callable[..., Http]
+
     def __init__(
         self,
         base_url: str,
@@ -127,9 +129,6 @@ class _BaseClient(ABC, Generic[Http]):
     ):
         self._options = ClientOptions(api_key, datacenters, offload, deadline).checked()
         self._http = self._connect(base_url=server_of(base_url), timeout=CONNECT_SECONDS)
-
-    @abstractmethod
-    def _connect(self, **settings: Any) -> Http: ...
 
     def asking(self, **changes: Any) -> Self:
         """Return a client that shares this one's connections, with other options: asking(offload="never")."""
@@ -149,6 +148,8 @@ class Client(_BaseClient[httpx.Client], _Closing):
         deadline: seconds from asking to the last byte of the answer, retries included.
 
     """
+
+    _connect = httpx.Client
 
     def complete(self, model: str, prompt: Prompt, **parameters: Unpack[Parameters]) -> Completion:
         """Continue a prompt, given as text or as token ids."""
@@ -176,9 +177,6 @@ class Client(_BaseClient[httpx.Client], _Closing):
         """Close the connections, also for clients made by `asking`."""
         self._http.close()
 
-    def _connect(self, **settings: Any) -> httpx.Client:
-        return httpx.Client(**settings)
-
     def _answer(self, call: GatewayCall, kind: type[Whole]) -> Whole:
         response = self._ask(call)
         return read_whole(_read(response), kind, response.headers)
@@ -197,6 +195,8 @@ class Client(_BaseClient[httpx.Client], _Closing):
 
 class AsyncClient(_BaseClient[httpx.AsyncClient], _AsyncClosing):
     """Asks a gateway; see `Client`, whose methods it has."""
+
+    _connect = httpx.AsyncClient
 
     async def complete(self, model: str, prompt: Prompt, **parameters: Unpack[Parameters]) -> Completion:
         return await self._answer(call_completions(model, prompt, parameters), Completion)
@@ -219,9 +219,6 @@ class AsyncClient(_BaseClient[httpx.AsyncClient], _AsyncClosing):
 
     async def close(self) -> None:
         await self._http.aclose()
-
-    def _connect(self, **settings: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(**settings)
 
     async def _answer(self, call: GatewayCall, kind: type[Whole]) -> Whole:
         response = await self._ask(call)

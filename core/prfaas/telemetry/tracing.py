@@ -7,7 +7,6 @@ that came in and goes on. With an endpoint, otlp.py makes a real span of the sam
 import logging
 import os
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from prfaas.errors import install_extra
@@ -62,9 +61,7 @@ class Span:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.fail(str(error) or type(error).__name__)
         self.end()

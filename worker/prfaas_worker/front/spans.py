@@ -11,7 +11,6 @@ A transfer's report carries the context that it began with, so its span needs no
 
 import asyncio
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final, Self
 
 from prfaas.errors import RequestError
@@ -63,9 +62,7 @@ class RequestSpans:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, asyncio.CancelledError):
             self.fail("the client left")
         elif error is not None and not isinstance(error, RequestError):  # a wrong request is no failure of ours
