@@ -1,4 +1,4 @@
-"""Small mechanisms for every deployable: deadline, rate bucket, back-off, whole and watched files, logging once.
+"""Small mechanisms for every deployable: deadline, rate bucket, back-off, whole and watched files, logging once, JSON.
 
 None waits or decides: the caller does.
 """
@@ -10,7 +10,13 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
+
+from prfaas.errors import UNREADABLE, ProtocolError
+
+T = TypeVar("T")
 Stamp = tuple[int, int, int]
 
 
@@ -94,6 +100,14 @@ def file_stamp(file: Path | os.DirEntry[str]) -> Stamp | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def decode_json(document: bytes | bytearray | memoryview | msgspec.Raw, kind: type[T], what: str, hint: str = "") -> T:
+    """Read JSON as `kind`; raise ProtocolError for anything else: `what`, the reason, and the hint."""
+    try:
+        return msgspec.json.decode(document, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolError(f"{what}: {error}{hint}") from error
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:

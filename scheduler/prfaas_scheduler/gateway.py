@@ -6,7 +6,8 @@ from typing import Self
 import aiohttp
 import msgspec
 
-from prfaas.errors import ProtocolError, UnreachableError
+from prfaas.errors import UnreachableError
+from prfaas.util import decode_json
 from prfaas.wire import routes
 from prfaas.wire.control import Counters, ThresholdUpdate
 
@@ -34,10 +35,8 @@ class GatewayClient:
 
     async def counters(self) -> Counters:
         """Return the gateway's counters since its start."""
-        try:
-            return msgspec.json.decode(await self._call("GET", "/counters"), type=Counters)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"GET /counters on {self._socket} answers something else: {error}") from error
+        answer = await self._call("GET", "/counters")
+        return decode_json(answer, Counters, f"GET /counters on {self._socket} answers something else")
 
     async def put_threshold(self, update: ThresholdUpdate) -> None:
         """Make the gateway route by `update` until the next one, or until it expires."""

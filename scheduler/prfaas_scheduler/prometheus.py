@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from prfaas.errors import ConfigError, ProtocolError, UnreachableError
+from prfaas.util import decode_json
 
 FIGURE_LABEL = "figure"
 """Label that tells figures apart where one query asks for several."""
@@ -82,24 +83,15 @@ def parse(status: int, body: bytes, query: str) -> list[Figure]:
     """Read one answer of /api/v1/query; `query` is named in errors, which are those of `Prometheus.vector`."""
     if status >= 500 or status in BUSY_STATUSES:
         raise UnreachableError(f"Prometheus answers HTTP {status}: {body[:200].decode('utf-8', 'replace')}")
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"Prometheus answers HTTP {status} with no JSON of its own: {error}") from error
+    answer = decode_json(body, _Answer, f"Prometheus answers HTTP {status} with no JSON of its own")
     if answer.status != "success" or answer.data is None:
         raise ConfigError(f"Prometheus rejects {_shown(query)}: {answer.error or f'HTTP {status}'}")
-    try:
-        return _figures(answer.data, query)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"Prometheus's answer to {_shown(query)} is damaged: {error}") from error
-
-
-def _figures(data: _Data, query: str) -> list[Figure]:
+    data, damaged = answer.data, f"Prometheus's answer to {_shown(query)} is damaged"
     if data.result_type == "scalar":
-        at_seconds, text = msgspec.json.decode(data.result, type=tuple[float, str])
+        at_seconds, text = decode_json(data.result, tuple[float, str], damaged)
         return [Figure({}, _float(text, query), at_seconds)]
     if data.result_type == "vector":
-        elements = msgspec.json.decode(data.result, type=list[_Element])
+        elements = decode_json(data.result, list[_Element], damaged)
         return [Figure(one.metric, _float(one.value[1], query), one.value[0]) for one in elements]
     raise ConfigError(f"{_shown(query)} answers a {data.result_type} where one value is needed")
 

@@ -10,6 +10,7 @@ import msgspec
 
 from prfaas.client.errors import BrokenStreamError, error_in_stream
 from prfaas.errors import UNREADABLE, ProtocolError
+from prfaas.util import decode_json
 from prfaas.wire import headers as names
 
 MAX_EVENT_BYTES: Final = 16 << 20
@@ -142,10 +143,7 @@ ChunkT = TypeVar("ChunkT", CompletionChunk, ChatCompletionChunk)
 
 def read_answer(body: bytes, kind: type[_Answer]) -> _Answer:
     """Return an answer's body as a type; raises ProtocolError where it does not fit."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"the answer is no {kind.__name__}: {error}; is the address a gateway's?") from error
+    return decode_json(body, kind, f"the answer is no {kind.__name__}", "; is the address a gateway's?")
 
 
 def read_whole(body: bytes, kind: type[Whole], headers: Mapping[str, str]) -> Whole:

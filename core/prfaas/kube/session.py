@@ -18,6 +18,7 @@ import msgspec
 
 from prfaas.errors import UNREADABLE, ConfigError, InternalError, PeerError, ProtocolError, UnreachableError
 from prfaas.ports import url_host
+from prfaas.util import decode_json
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
@@ -278,10 +279,7 @@ async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
 
 
 def decode_object(raw: bytes, what: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except UNREADABLE as error:
-        raise ProtocolError(f"{what} did not answer with a JSON object: {error}") from error
+    return decode_json(raw, dict[str, Any], f"{what} did not answer with a JSON object")
 
 
 async def apply_status(

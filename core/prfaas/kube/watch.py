@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 import msgspec
 
-from prfaas.errors import UNREADABLE, ConfigError, PeerError, ProtocolError
+from prfaas.errors import ConfigError, PeerError, ProtocolError
 from prfaas.kube.session import KubeSession, ObjectRef, StatusError, with_query
-from prfaas.util import Backoff, backoff_seconds
+from prfaas.util import Backoff, backoff_seconds, decode_json
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +150,7 @@ def version_of(current: Mapping[str, Any]) -> str:
 
 
 def _event(line: bytes, path: str) -> WatchEvent:
-    try:
-        found = msgspec.json.decode(line, type=_Line)
-    except UNREADABLE as error:
-        raise ProtocolError(f"GET {path} sent a damaged event: {error}") from error
+    found = decode_json(line, _Line, f"GET {path} sent a damaged event")
     if found.type == "ERROR":
         if found.object.get("code") == GONE:
             raise ExpiredError(f"GET {path}: {found.object.get('message', 'the resource version is too old')}")

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from prfaas.errors import UNREADABLE, ProtocolError
+from prfaas.util import decode_json
 
 PATH: Final = "/v1/profile"
 
@@ -74,7 +74,4 @@ class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_profile(document: bytes, url: str) -> ProfileAnswer:
     """Read the answer of GET /v1/profile of the instance at `url`; raises ProtocolError for something else."""
-    try:
-        return msgspec.json.decode(document, type=ProfileAnswer)
-    except UNREADABLE as error:
-        raise ProtocolError(f"{url}{PATH} answers something else: {error}; is that a prfaas worker?") from error
+    return decode_json(document, ProfileAnswer, f"{url}{PATH} answers something else", "; is that a prfaas worker?")

@@ -25,7 +25,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from prfaas.errors import UNREADABLE, ProtocolError
+from prfaas.util import decode_json
 from prfaas.wire.frames import Address, Buffer, FrameHeader, Kind, seal
 
 VERSION: Final = 2
@@ -147,10 +147,7 @@ _Message = TypeVar("_Message", Hello, Welcome, Done, Abort)
 
 def decode_message(header: FrameHeader, payload: Buffer, kind: type[_Message]) -> _Message:
     """Read a JSON payload as `kind`; raises ProtocolError where it is no such message."""
-    try:
-        return msgspec.json.decode(payload, type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"{header.describe()} cannot be read: {error}") from error
+    return decode_json(payload, kind, f"{header.describe()} cannot be read")
 
 
 def message_frame(kind: Kind, address: Address, message: msgspec.Struct | None = None) -> bytes:

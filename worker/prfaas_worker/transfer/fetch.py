@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 import msgspec
 import torch
 
-from prfaas.errors import UNREADABLE, PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.util import decode_json
 from prfaas.wire.engine import Cached, TransferOutcome
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
@@ -213,10 +214,7 @@ class RemoteFetch:
         if status != CREATED:
             text = answer[:500].decode("utf-8", "replace")
             raise PeerError(f"refused with HTTP {status}: {text}")
-        try:
-            grant = msgspec.json.decode(answer, type=PrefillGrant)
-        except UNREADABLE as error:
-            raise ProtocolError(f"the answer is no prefill grant: {error}") from error
+        grant = decode_json(answer, PrefillGrant, "the answer is no prefill grant")
         count = len(body.token_ids)
         if not (body.start_token < grant.end_token < count if self._is_prefix else grant.end_token == count):
             raise ProtocolError(f"granted up to token {grant.end_token} of {count}, from {body.start_token}")
