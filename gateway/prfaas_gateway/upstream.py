@@ -18,7 +18,7 @@ import aiohttp
 
 from prfaas import identity
 from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
-from prfaas.errors import IdentityError, InternalError, UnreachableError
+from prfaas.errors import IdentityError, UnreachableError
 from prfaas.wire.routes import Instance
 from prfaas_gateway.limits import Limits
 
@@ -49,7 +49,7 @@ class Answer:
 
 
 class Upstream:
-    """Connections to all workers. Use as an async context manager.
+    """Connections to all workers. Make it inside the event loop, and use it as an async context manager.
 
     Without `credentials`, workers with TLS are not reachable.
     """
@@ -57,27 +57,24 @@ class Upstream:
     def __init__(self, limits: Limits, credentials: "GatewayCredentials | None" = None):
         self._limits = limits
         self._credentials = credentials
-        self._client: aiohttp.ClientSession | None = None
         self._liveness = LivenessProbes(self._lives, limits)
-
-    async def __aenter__(self) -> Self:
         # Shorter than any worker's own keep-alive: a request must not meet a connection that is being closed.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15, socket_factory=worker_socket)
-        self._client = aiohttp.ClientSession(
+        self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_seconds),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_seconds),
             auto_decompress=False,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
+
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._liveness.close()
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        await self._session.close()
 
     async def post(self, worker: Instance, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Send a request and return the answer: its headers, and its body if it is not a stream.
@@ -107,12 +104,12 @@ class Upstream:
 
     async def _lives(self, worker: Instance) -> bool:
         """Ask a worker for its role, which needs both of its processes; other engines lack that path."""
-        if self._client is None:
+        if self._session.closed:
             return False
         try:
             async with (
                 asyncio.timeout(self._limits.alive_seconds),
-                self._client.get(f"{worker.url}/v1/role", allow_redirects=False, ssl=self._tls(worker)) as answer,
+                self._session.get(f"{worker.url}/v1/role", allow_redirects=False, ssl=self._tls(worker)) as answer,
             ):
                 await answer.read()
                 return True
@@ -154,12 +151,6 @@ class Upstream:
             if type(error) is TimeoutError:
                 raise
             raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
-
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        if self._client is None:
-            raise InternalError("Upstream is used outside its `async with` block")
-        return self._client
 
     def _tls(self, worker: Instance) -> ssl.SSLContext | bool:
         """Return aiohttp's `ssl` argument, which plain addresses ignore."""

@@ -15,20 +15,21 @@ TIMEOUT_SECONDS = 2.0
 
 
 class GatewayClient:
-    """One gateway in the same pod. Use as an async context manager. Every call raises PeerError when it fails."""
+    """One gateway in the same pod. Make it inside the event loop, and use it as an async context manager.
+
+    Every call raises PeerError when it fails.
+    """
 
     def __init__(self, control_socket: Path):
         self._socket = control_socket
-        self._http: aiohttp.ClientSession | None = None
+        connector = aiohttp.UnixConnector(path=str(control_socket))
+        self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS))
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.UnixConnector(path=str(self._socket))
-        self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._http is not None:
-            await self._http.close()
+        await self._http.close()
 
     async def table(self) -> routes.RoutingTable:
         return routes.decode(await self._call("GET", "/table"))
@@ -43,8 +44,6 @@ class GatewayClient:
         await self._call("PUT", "/threshold", msgspec.json.encode(update))
 
     async def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        if self._http is None:
-            raise RuntimeError("GatewayClient is used outside its `async with` block")
         what = f"{method} {path} on {self._socket}"
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:

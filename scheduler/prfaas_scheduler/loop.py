@@ -18,7 +18,7 @@ import msgspec
 
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.routing import controller
-from prfaas.routing.controller import Config, ControllerFacts, Offered, State, Step
+from prfaas.routing.controller import Config, ControllerFacts, Offered, State, Step, config_of
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts
@@ -167,10 +167,6 @@ def permitted(table: RoutingTable) -> RoutingTable:
     """Return the table without clusters whose datacenter is forbidden: a link that is never used must not move t."""
     clusters = tuple(one for one in table.clusters if one.datacenter not in table.forbid_datacenters)
     return msgspec.structs.replace(table, clusters=clusters)
-
-
-def config_of(table: RoutingTable) -> Config:
-    return Config(threshold=table.threshold, watermarks=table.watermarks, stale_after_seconds=table.stale_after_seconds)
 
 
 def links_of(table: RoutingTable, measured: Measurements) -> tuple[LinkFacts, ...]:

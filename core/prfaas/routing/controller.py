@@ -50,7 +50,7 @@ from prfaas.routing.links import (
 )
 from prfaas.routing.prices import prices_of
 from prfaas.wire.control import Bandwidth, LinkReport, Price, ThresholdUpdate
-from prfaas.wire.routes import LinkWatermarks, Threshold
+from prfaas.wire.routes import LinkWatermarks, RoutingTable, Threshold
 
 RISE_FACTOR = 1.5
 FALL_FACTOR = 0.7
@@ -150,6 +150,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             prices=self.prices,
             links=self.links,
         )
+
+
+def config_of(table: RoutingTable) -> Config:
+    """Return the part of a table that the threshold follows."""
+    return Config(threshold=table.threshold, watermarks=table.watermarks, stale_after_seconds=table.stale_after_seconds)
 
 
 def initial_state(config: Config) -> State:

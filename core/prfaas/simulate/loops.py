@@ -17,7 +17,7 @@ from prfaas.capacity.longloop import InstallationState, Rules, decide
 from prfaas.capacity.system import HubPool, LinkCapacity
 from prfaas.capacity.workload import MIN_PROMPTS, slices, workload_of
 from prfaas.names import HUB
-from prfaas.routing.controller import Config, ControllerFacts, Offered, Step, initial_state, step
+from prfaas.routing.controller import ControllerFacts, Offered, Step, config_of, initial_state, step
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, EDGES, demand_of
 from prfaas.routing.links import LinkFacts, LinkSample
@@ -42,9 +42,7 @@ class ShortLoop:
         table = process.table
         self._process = process
         self._table = table
-        self._config = Config(
-            threshold=table.threshold, watermarks=table.watermarks, stale_after_seconds=table.stale_after_seconds
-        )
+        self._config = config_of(table)
         self._state = initial_state(self._config)
         self._offloads = deque([(0.0, 0)])
         self._lengths: deque[_Counted] = deque()

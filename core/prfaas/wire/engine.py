@@ -6,7 +6,7 @@ number of one call; all the engine's messages about that call carry it. Only tok
 
 import struct
 from collections.abc import Sequence
-from typing import Final, Generic, Literal, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -298,22 +298,29 @@ class Measured(msgspec.Struct, frozen=True, array_like=True, tag=True):
     profile: Profile
 
 
+class TransferSubject(NamedTuple):
+    """A transfer's ids: the front's handle and the request's id, the peer's cluster, and the kind of content."""
+
+    handle: int
+    request_id: str
+    peer: str = ""
+    trace: TraceContext = NO_TRACE
+    what: Cached = "prefill"
+
+
 class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A transfer is over; sent once for each, before the messages about its request.
 
-    Belongs to no call: that of `handle` may be over. `transfer_id` is empty if nothing was granted, `reason` if it was
+    Belongs to no call: its own may be over. `transfer_id` is empty if nothing was granted, `reason` if it was
     delivered. `began_at` is unix seconds; `marks` are seconds after it, in order: some of granted, computing,
     connected, first_byte and computed. The transfer took `seconds`, `flow_seconds` of them since the first cache byte.
     `payload_bytes` travelled, in frames through these `codecs`. The last count is that of its broken connections.
     """
 
-    handle: int
+    subject: TransferSubject
     direction: Direction
     outcome: TransferOutcome
-    request_id: str
     transfer_id: str
-    peer: str
-    trace: TraceContext
     began_at: float
     marks: tuple[tuple[str, float], ...]
     seconds: float
@@ -322,7 +329,6 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     codecs: tuple[str, ...]
     breaks: int
     reason: str
-    what: Cached = "prefill"
 
 
 class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):

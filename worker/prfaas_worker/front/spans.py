@@ -86,19 +86,19 @@ class TransferSpans:
             self._report(message)
 
     def _report(self, transfer: TransferEnded) -> None:
-        began, moments = transfer.began_at, dict(transfer.marks)
+        subject, began, moments = transfer.subject, transfer.began_at, dict(transfer.marks)
         sends = transfer.direction == "send"
-        name = "prefix" if sends and transfer.what == "prefix" else NAMES[transfer.direction]
+        name = "prefix" if sends and subject.what == "prefix" else NAMES[transfer.direction]
         at = began if sends else began + moments.get("first_byte", moments.get("granted", 0.0))
-        span = self._tracing.start(name, transfer.trace, "server" if sends else "internal", at)
+        span = self._tracing.start(name, subject.trace, "server" if sends else "internal", at)
         span.set(
-            request_id=transfer.request_id,
-            what=transfer.what,
+            request_id=subject.request_id,
+            what=subject.what,
             outcome=transfer.outcome,
             bytes=transfer.payload_bytes,
             codecs=",".join(transfer.codecs),
             breaks=transfer.breaks,
-            peer=transfer.peer,
+            peer=subject.peer,
         )
         if transfer.transfer_id:
             span.set(transfer_id=transfer.transfer_id)

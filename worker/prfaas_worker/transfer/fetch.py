@@ -20,7 +20,7 @@ import torch
 
 from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.util import decode_json
-from prfaas.wire.engine import Cached, TransferOutcome
+from prfaas.wire.engine import Cached, TransferOutcome, TransferSubject
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
@@ -31,7 +31,7 @@ from prfaas_worker.transfer.layout import CachePlace
 from prfaas_worker.transfer.pull import FetchContext, Pull, SourceAddress
 from prfaas_worker.transfer.receive import ReceiveState
 from prfaas_worker.transfer.tls import CONNECT_SECONDS, PeerAuth
-from prfaas_worker.transfer.transfer_log import TransferLog, TransferSubject, TransferTotals
+from prfaas_worker.transfer.transfer_log import TransferLog, TransferTotals
 
 log = logging.getLogger(__name__)
 

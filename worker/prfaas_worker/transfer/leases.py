@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 from prfaas.errors import CapacityError, PeerError
 from prfaas.util import Deadline
-from prfaas.wire.engine import StartPrefill, StartPrefix
+from prfaas.wire.engine import StartPrefill, StartPrefix, TransferSubject
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillState, PrefillStatus
 from prfaas.wire.transfer import Hello, Manifest
 from prfaas_worker.transfer.layout import CacheLayout
 from prfaas_worker.transfer.net import DataStream
 from prfaas_worker.transfer.send import Frame, SendState
-from prfaas_worker.transfer.transfer_log import TransferCounters, TransferLog, TransferOutcome, TransferSubject
+from prfaas_worker.transfer.transfer_log import TransferCounters, TransferLog, TransferOutcome
 
 LEASE_SECONDS = 10
 RESUME_SECONDS = 5.0

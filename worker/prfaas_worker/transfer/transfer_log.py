@@ -12,24 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from prfaas.telemetry.logs import line
-from prfaas.wire.engine import Cached, Direction, TransferEnded, TransferOutcome
+from prfaas.wire.engine import Direction, TransferEnded, TransferOutcome, TransferSubject
 from prfaas.wire.frames import Codec
-from prfaas.wire.trace import NO_TRACE, TraceContext
 
 log = logging.getLogger(__name__)
 
 TransferMark = Literal["granted", "computing", "connected", "first_byte", "computed"]
 _ENDS = {"send": "transfer sent", "receive": "transfer received"}
-
-
-class TransferSubject(NamedTuple):
-    """A transfer's ids: the front's handle and the request's id, the peer's cluster, and the kind of content."""
-
-    handle: int
-    request_id: str
-    peer: str = ""
-    trace: TraceContext = NO_TRACE
-    what: Cached = "prefill"
 
 
 class TransferTotals(NamedTuple):
@@ -84,13 +73,10 @@ class TransferLog:
             ),
         )
         return TransferEnded(
-            handle=self._subject.handle,
+            subject=self._subject,
             direction=self._direction,
             outcome=outcome,
-            request_id=self._subject.request_id,
             transfer_id=self.transfer_id,
-            peer=self._subject.peer,
-            trace=self._subject.trace,
             began_at=self._began_at,
             marks=tuple(sorted(self._marks.items(), key=lambda mark: mark[1])),
             seconds=seconds,
@@ -99,7 +85,6 @@ class TransferLog:
             codecs=names,
             breaks=self.breaks,
             reason=reason,
-            what=self._subject.what,
         )
 
     def _line(self, words: str, **fields: str | float | None) -> str:
