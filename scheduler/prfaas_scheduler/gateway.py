@@ -15,10 +15,7 @@ TIMEOUT_SECONDS = 2.0
 
 
 class GatewayClient:
-    """One gateway in the same pod. Make it inside the event loop, and use it as an async context manager.
-
-    Every call raises PeerError when it fails.
-    """
+    """One gateway in the same pod. Made inside the event loop, as a context. A call that fails raises PeerError."""
 
     def __init__(self, control_socket: Path):
         self._socket = control_socket

@@ -12,7 +12,7 @@ from prfaas_worker.engine.sequences import PrefillOffered, Sequence
 from prfaas_worker.models.base import Model
 from prfaas_worker.transfer import pull
 from prfaas_worker.transfer.data_port import DataPort, listen
-from prfaas_worker.transfer.fetch import AbsentError, FetchRequest, RemoteFetch, SourceApi
+from prfaas_worker.transfer.fetch import AbsentError, RemoteFetch, SourceApi
 from prfaas_worker.transfer.pull import FetchContext
 from prfaas_worker.transfer.tls import PeerAuth
 
@@ -103,8 +103,8 @@ class Destination(Bench):
             token_ids=generate.token_ids,
             start_token=sequence.computed_tokens,
         )
-        wanted = FetchRequest(sequence.request.handle, body, SourceApi("http://127.0.0.1:1", "", PeerAuth()))
-        fetch = FetchWithoutHttp(wanted, self.engine.runner.place(sequence.held), self.shared)
+        place, source = self.engine.runner.place(sequence.held), SourceApi("http://127.0.0.1:1", "", PeerAuth())
+        fetch = FetchWithoutHttp(sequence.request.handle, body, source, place, self.shared)
         fetch.source = self.source
         self.fetches.append(fetch)
         return fetch

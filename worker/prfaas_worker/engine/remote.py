@@ -33,7 +33,7 @@ from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import ScheduleFacts
 from prfaas_worker.engine.sequences import Event, FetchEnded, Phase, Sequence
-from prfaas_worker.transfer.fetch import AbsentError, Fetched, FetchRequest, RemoteFetch, SourceApi
+from prfaas_worker.transfer.fetch import AbsentError, Fetched, RemoteFetch, SourceApi
 from prfaas_worker.transfer.layout import prefix_frames
 from prfaas_worker.transfer.leases import Offers
 from prfaas_worker.transfer.pull import FetchContext
@@ -64,7 +64,7 @@ class Fetcher:
             url, cluster = generate.prefill_url, generate.prefill_cluster
             body = PrefillRequest(**prompt, prefix_url=generate.prefix_url, prefix_cluster=generate.prefix_cluster)
         source = SourceApi(url, cluster, self.shared.traffic.auth, request.message.trace)
-        return RemoteFetch(FetchRequest(request.handle, body, source), self.runner.place(sequence.held), self.shared)
+        return RemoteFetch(request.handle, body, source, self.runner.place(sequence.held), self.shared)
 
 
 class _PrefixFetch(NamedTuple):

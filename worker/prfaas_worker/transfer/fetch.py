@@ -22,7 +22,7 @@ from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableErro
 from prfaas.util import decode_json
 from prfaas.wire.engine import Cached, TransferOutcome, TransferSubject
 from prfaas.wire.frames import Address
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
+from prfaas.wire.prefill import CacheRequest, PrefillGrant, PrefixRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.trace import NO_TRACE, TraceContext
 from prfaas.wire.transfer import Done
@@ -71,14 +71,6 @@ class AbsentError(PeerError):
     """The other instance has no longer prefix than ours."""
 
 
-class FetchRequest(NamedTuple):
-    """A fetch: the body for the source's API. `handle` is the front's, of the call that the fetch is for."""
-
-    handle: int
-    body: PrefillRequest | PrefixRequest
-    source: SourceApi
-
-
 class Fetched(NamedTuple):
     """The result of a fetch: cached tokens, hidden state fp32 [hidden_size] (empty for a prefix), the source's figures,
     cache bytes, seconds from first to last data byte, and if it is bit by bit the result of a prefill."""
@@ -93,15 +85,15 @@ class Fetched(NamedTuple):
 
 
 class RemoteFetch:
-    """One fetch into `place`. `on_end(result or error)` is called once, from its thread, which then touches nothing."""
+    """One fetch of `body` into `place`, for the front's call `handle`. `on_end(result or error)` is called once, from
+    its thread, which then touches nothing."""
 
-    def __init__(self, wanted: FetchRequest, place: CachePlace, shared: FetchContext):
-        handle, self._body, self._api = wanted
-        self._place = place
-        self._shared = shared
-        self._is_prefix = isinstance(self._body, PrefixRequest)
+    def __init__(self, handle: int, body: CacheRequest, source: SourceApi, place: CachePlace, shared: FetchContext):
+        self._body, self._api = body, source
+        self._place, self._shared = place, shared
+        self._is_prefix = isinstance(body, PrefixRequest)
         self._what: Cached = "prefix" if self._is_prefix else "prefill"
-        subject = TransferSubject(handle, self._body.request_id, self._api.cluster, self._api.trace, self._what)
+        subject = TransferSubject(handle, body.request_id, source.cluster, source.trace, self._what)
         self._log = TransferLog("receive", subject)
         self._state: ReceiveState | None = None
         self._grant: PrefillGrant | None = None
