@@ -34,7 +34,7 @@ async def eventually(check: Callable[[], Awaitable[bool]], what: str, timeout_se
     deadline = time.monotonic() + timeout_seconds
     while not await check():
         assert time.monotonic() < deadline, f"not within {timeout_seconds:.0f} s: {what}"
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.6)
 
 
 async def apply(installation: ExampleInstallation, body: dict) -> None:
@@ -73,6 +73,7 @@ async def asking(installation: ExampleInstallation, tokens: int = 200) -> AsyncI
         while not stopped.is_set():
             text = text_of(tokens, start=400_000 + 31 * len(records))
             records.append(await client.ask(text, act="meanwhile", max_tokens=8))
+            await asyncio.sleep(0.2)  # leaves the machine time for what the test is about
 
     task = asyncio.create_task(ask())
     try:

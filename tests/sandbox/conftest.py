@@ -60,7 +60,7 @@ class Pods:
         try:
             async with asyncio.timeout(EVENTUALLY_SECONDS):
                 while not (found := await check()):  # noqa: ASYNC110  # the state is another process's
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.3)
         except TimeoutError:
             pytest.fail(f"not within {EVENTUALLY_SECONDS:.0f} s: {what}")
         return found

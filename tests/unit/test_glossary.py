@@ -52,6 +52,11 @@ def sources() -> tuple[Path, ...]:
     return tuple(path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py")) if ".venv" not in path.parts)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def forms(word: str) -> tuple[str, str, str]:
     """Return a word and its plurals."""
     return word, f"{word}s", f"{word}es"
@@ -143,7 +148,7 @@ def test_no_replaced_word_is_a_word_of_the_glossary():
 def test_modules_and_classes_are_named_by_words_that_hold():
     wrong = {banned_in_name(path.stem) for path in sources()}
     for path in sources():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 wrong.add(banned_in_name(node.name))
 
@@ -154,7 +159,7 @@ def test_nothing_is_named_by_a_replaced_word():
     wrong = {
         f"{path.relative_to(ROOT)}: {found}"
         for path in sources()
-        for name in identifiers_of(ast.parse(path.read_text()))
+        for name in identifiers_of(tree_of(path))
         if (found := banned_in_identifier(name))
     }
 
@@ -175,7 +180,7 @@ def test_file_names_are_made_of_known_words():
 
 
 def test_type_names_are_made_of_known_words():
-    names = {name for path in sources() for name in types_of(ast.parse(path.read_text()))}
+    names = {name for path in sources() for name in types_of(tree_of(path))}
     used = {part for name in names for part in parts_of(name)}
 
     wrong = {name: found for name in names if (found := unknown_in_type(name))}
@@ -218,7 +223,7 @@ def test_strings_in_code_hold_no_replaced_word():
     """Errors, help texts, metric help, log lines and docstrings are strings."""
     wrong: dict[str, list[str]] = {}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and (found := banned_in_text(node.value)):
                 wrong.setdefault(str(path.relative_to(ROOT)), []).extend(found)
 

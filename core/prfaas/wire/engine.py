@@ -25,7 +25,7 @@ TransferOutcome = Literal["delivered", "cancelled", "expired", "failed"]
 Role = Literal["prefill", "decode", "mixed"]
 ALL_CHOICES: Final = -1
 
-Wanted = TypeVar("Wanted", bound=CacheRequest)
+OfferedRequest = TypeVar("OfferedRequest", bound=CacheRequest)
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -88,11 +88,11 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first choice's number, from which its random numbers and its answers derive."""
 
 
-class StartOffer(msgspec.Struct, Generic[Wanted], frozen=True, array_like=True):
+class StartOffer(msgspec.Struct, Generic[OfferedRequest], frozen=True, array_like=True):
     """Offer a cache to another instance. Answered by Granted or Failed."""
 
     handle: int
-    request: Wanted
+    request: OfferedRequest
     identity: str = ""
     """The cluster in the caller's certificate; empty without TLS."""
     trace: TraceContext = NO_TRACE

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.clusters
 
 CRDS = {
     crd["spec"]["names"]["kind"]: crd
-    for crd in (yaml.safe_load(path.read_text()) for path in (Path(__file__).parents[3] / "crds").glob("*.yaml"))
+    for crd in (
+        yaml.load(path.read_text(), yaml.CSafeLoader) for path in (Path(__file__).parents[3] / "crds").glob("*.yaml")
+    )
 }
 Change = Callable[[dict[str, Any]], object]
 LOOKS = 5
