@@ -112,7 +112,7 @@ def decode_json(document: bytes | bytearray | memoryview | msgspec.Raw, kind: ty
 
 def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a file so that a reader sees it whole, old or new, also after a crash."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    new = path.with_name(f".{secrets.token_hex(8)}")  # a name may be as long as the file system takes
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             os.fchmod(file.fileno(), mode)

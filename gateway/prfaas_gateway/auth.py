@@ -134,8 +134,12 @@ class Meter:
 
     def _bucket(self, per_minute: int | None, before: RateBucket | None) -> RateBucket | None:
         now = self._clock()
-        left = before.level(now) / before.depth if before else 1.0
-        return RateBucket(per_minute / MINUTE_SECONDS, per_minute, now, per_minute * left) if per_minute else None
+        if not per_minute:
+            return None
+        level = before.level(now) if before else per_minute
+        share = per_minute * level / (before.depth if before else per_minute)
+        # What is left stays the same share. A debt takes no longer than before, and is no greater.
+        return RateBucket(per_minute / MINUTE_SECONDS, per_minute, now, max(share, level) if level < 0 else share)
 
 
 class Meters:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from prfaas.telemetry.logs import LEVELS
+from prfaas_operator.plan.certificates import CertificateMode, terms_of
 
 ROOT = Path(__file__).parents[2]
 CHARTS = ("prfaas", "prfaas-member")
@@ -69,7 +70,8 @@ def test_wrong_value_is_refused_and_named(render, chart, value, complaint):
 
 
 @pytest.mark.parametrize(
-    "range_", ["192.0.2.0/24", "0.0.0.0/0", "10.255.0.1/32", "2001:db8::/32", "::/0", "fd00::1/128"]
+    "range_",
+    ["192.0.2.0/24", "0.0.0.0/0", "10.255.0.1/32", "2001:db8::/32", "::/0", "fd00::1/128", "64:ff9b::192.0.2.0/120"],
 )
 def test_every_form_of_a_range_is_taken(render, range_):
     assert range_ in str(render("prfaas-member", "--set", f"networkPolicy.hubCidrs[0]={range_}"))
@@ -81,6 +83,11 @@ def test_an_authority_that_its_certificates_would_outlive_is_refused_in_a_senten
         render("prfaas", "--set", f"certificates.{hours}")
     render("prfaas", "--set", f"certificates.{hours},certificates.mode=Disabled")
     render("prfaas", "--set", "certificates.authorityHours=6480")
+
+
+def test_chart_and_operator_count_three_lives_alike(render):
+    render("prfaas", "--set-json", "certificates.certificateHours=1.1", "--set-json", "certificates.authorityHours=3.3")
+    terms_of(CertificateMode.OPERATOR, "", 1.1, 3.3, 180)
 
 
 def test_a_namespace_that_helm_makes_is_not_made_twice(render):

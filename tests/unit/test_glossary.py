@@ -1,11 +1,13 @@
 """One word a thing: names and texts use the glossary's words, and none of those that the glossary replaces.
 
 docs/glossary.md is the source: its first table holds the words, its second those that give way, its last section the
-ordinary words that names of files and types are made of. A new coined name fails here until it is chosen on purpose.
+ordinary words. Names of files and of public types are made of listed words. Other names avoid those that give way.
 """
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,11 @@ ROOT: Final = Path(__file__).parents[2]
 GLOSSARY: Final = ROOT / "docs/glossary.md"
 MAX_WORDS: Final = 45
 CODE: Final = ("core", "operator", "gateway", "scheduler", "worker", "sandbox")
-TEXTS: Final = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "charts", "examples")
+TEXTS: Final = (
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "Dockerfile"),
+    *("docs", "charts", "crds", "examples", "kind-configs", "gateway/prfaas_gateway/static"),
+)
+READ: Final = frozenset((".md", ".yaml", ".tpl", ".txt", ".json", ".html", ".js", ".css", ""))
 _CAMEL: Final = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
 
 
@@ -122,12 +128,15 @@ def unknown_in_type(name: str) -> list[str]:
 
 
 def banned_in_text(text: str) -> list[str]:
-    """Return the replaced words that a text for users holds."""
-    found: list[str] = []
-    for one in replaced():
-        if one.scope == "text" and (match := re.search(rf"\b{one.word}s?\b", text, re.IGNORECASE)):
-            found.append(f"{match[0]!r} gives way to {one.use}")
-    return found
+    """Return the replaced words that a text for users holds, also within the names that it speaks of."""
+    words = {part for token in re.findall(r"\w+", text) for part in parts_of(token)}
+    return [
+        f"{form!r} gives way to {one.use}"
+        for one in replaced()
+        if one.scope == "text"
+        for form in forms(one.word)
+        if form in words
+    ]
 
 
 def test_the_glossary_is_short():
@@ -201,7 +210,7 @@ def test_texts_for_users_hold_no_replaced_word():
     wrong = {
         str(page.relative_to(ROOT)): banned_in_text(page.read_text())
         for page in pages
-        if page.suffix in {".md", ".yaml", ".tpl", ".txt"} and page != GLOSSARY
+        if page.is_file() and page.suffix in READ and page != GLOSSARY
     }
 
     assert {page: found for page, found in wrong.items() if found} == {}
@@ -230,6 +239,17 @@ def test_strings_in_code_hold_no_replaced_word():
     assert wrong == {}
 
 
+def test_comments_hold_no_replaced_word():
+    wrong = {
+        f"{path.relative_to(ROOT)}: {token.string}"
+        for path in sources()
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.COMMENT and banned_in_text(token.string)
+    }
+
+    assert sorted(wrong) == []
+
+
 def test_a_coined_name_and_a_replaced_word_are_found():
     assert banned_in_name("front_door")
     assert banned_in_name("TlsDoor")
@@ -240,6 +260,7 @@ def test_a_coined_name_and_a_replaced_word_are_found():
     assert banned_in_identifier("_WISHES")
     assert not banned_in_identifier("others"), "an ordinary word of variables, but no name of a file"
     assert banned_in_text("The takers ask first.")
+    assert banned_in_text("prfaas_taker_bytes of a TakerSide")
     assert not banned_in_text("The destination asks first.")
 
 

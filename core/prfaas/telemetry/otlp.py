@@ -70,7 +70,7 @@ class _LoggedExporter(SpanExporter):
         if result is SpanExportResult.SUCCESS:
             self._once.worked("spans", "the collector takes spans again")
         else:
-            self._once.failed("spans", "the collector takes no spans: they are dropped until it does")
+            self._once.failed("spans", "the collector takes no spans: they are dropped, and requests not held up")
         return result
 
     def shutdown(self) -> None:

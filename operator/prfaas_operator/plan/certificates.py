@@ -273,7 +273,9 @@ def terms_of(
     """
     if (mode is CertificateMode.ISSUER) != bool(issuer):
         raise ConfigError("--certificate-issuer names the issuer of --certificates Issuer: give both or neither")
-    if mode is CertificateMode.OPERATOR and authority_hours < LIVES * certificate_hours:
+    if mode is CertificateMode.OPERATOR and authority_hours < LIVES * certificate_hours * (
+        1 - 1e-9
+    ):  # 3 * 1.1 is more than 3.3
         raise ConfigError(
             f"--authority-hours {authority_hours:g} is less than {LIVES} times --certificate-hours "
             f"{certificate_hours:g}: an authority could not be replaced before certificates of it run out"

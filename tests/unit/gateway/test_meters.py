@@ -100,6 +100,7 @@ def test_changed_limits_keep_what_was_spent():
     assert [asked(requests_per_minute=2) for _ in range(2)] == [0, pytest.approx(29)]
     assert asked(3000, tokens_per_minute=1000) == 0
     assert asked(tokens_per_minute=100) == pytest.approx(120, abs=1), "a debt takes as long as it did"
+    assert asked(tokens_per_minute=1_000_000) == pytest.approx(0, abs=0.1), "a higher limit pays a debt off sooner"
 
 
 # Through the gateway

@@ -250,7 +250,7 @@ def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, autho
     assert {message.identity for message in port.asked} == {"eu"}
 
 
-def test_a_kept_connection_is_judged_by_the_authorities_of_the_moment(calls: Calls, eu_mount, eu, authority, other):
+def test_a_kept_connection_is_checked_by_the_authorities_of_the_moment(calls: Calls, eu_mount, eu, authority, other):
     kept = calls.connect(eu)
     assert calls.ask(kept, *PREFILL)[0] == 201
     eu_mount.put(identity.issue(other, "hub", identity.valid_for(CREATED, 30)), authority, other)
