@@ -93,6 +93,11 @@ class Backoff:
         self.failures = 0
 
 
+def retry_after_seconds(text: str | None) -> float:
+    """Return the seconds of a Retry-After header, a million at most; one if it is missing or a date."""
+    return min(float(text), 1e6) if text and text.isdecimal() else 1.0
+
+
 def file_stamp(file: Path | os.DirEntry[str]) -> Stamp | None:
     """Return a value that changes when the file is written or replaced, through symlinks; None if it is missing."""
     try:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.util import Backoff, LogOnce, RateBucket, WatchedFiles, backoff_seconds
+from prfaas.util import Backoff, LogOnce, RateBucket, WatchedFiles, backoff_seconds, retry_after_seconds
 
 
 def test_a_bucket_refills_up_to_its_depth():
@@ -30,6 +30,17 @@ def test_a_clock_that_goes_back_adds_nothing_and_takes_nothing():
     bucket.take(1.0, 50.0)
 
     assert bucket.level(50.0) == bucket.level(100.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("0", 0), ("120", 120), ("9" * 7, 1e6), ("9" * 5000, 1e6)),
+        *(("Wed, 21 Oct 2026 07:28:00 GMT", 1), (None, 1), ("", 1), ("-5", 1), ("1e9", 1), ("²", 1)),
+    ],
+)
+def test_the_pause_that_a_server_asks_for(text, seconds):
+    assert retry_after_seconds(text) == seconds
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 20)), max_size=30))

@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from prfaas.errors import UNREADABLE, CapacityError, PeerError, PrfaasError, RequestError
+from prfaas.util import retry_after_seconds
 
 
 class BusyError(CapacityError):
@@ -43,7 +44,7 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> PrfaasErro
     message = str(told.get("message") or f"HTTP {status}")
     code = str(told.get("code") or "")
     if status in (429, 503):
-        return BusyError(message, code, _seconds(headers.get("retry-after", "")))
+        return BusyError(message, code, retry_after_seconds(headers.get("retry-after")))
     if status == 504:
         return DeadlinePassedError(message)
     if status >= 500:
@@ -65,8 +66,3 @@ def _told(body: bytes) -> dict[str, Any]:
     except (*UNREADABLE, KeyError, TypeError):
         return {}
     return cast(dict[str, Any], told) if isinstance(told, dict) else {}
-
-
-def _seconds(text: str) -> float:
-    """Return Retry-After in seconds; its other form, a date, counts as one second."""
-    return float(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1.0

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
-from prfaas.util import RateBucket
+from prfaas.util import RateBucket, retry_after_seconds
 
 CALLS_PER_SECOND: Final = 200.0
 """More than a thousand pools need within a minute of a start, and a fraction of one API server's capacity."""
@@ -19,7 +19,6 @@ CALLS_AT_ONCE: Final = 20
 """Calls under way; more would wait for a connection, and their timeouts would run meanwhile."""
 PATIENCE_SECONDS: Final = 30.0
 """A call that would wait longer fails instead; its object's status says so, and it retries later."""
-DEFAULT_REST_SECONDS: Final = 1.0
 LONGEST_REST_SECONDS: Final = 60.0
 """Longest pause: a server or proxy that asks for an hour is called again after this."""
 
@@ -78,5 +77,4 @@ def asked_rest_seconds(status: int, headers: Mapping[str, str] | None) -> float 
     named = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), None)
     if status not in {429, 503} or (status == 503 and named is None):  # the two statuses that carry a time
         return None
-    # The header may hold a date too, which no API server sends.
-    return float(named) if named and named.isdecimal() else DEFAULT_REST_SECONDS
+    return retry_after_seconds(named)
