@@ -18,7 +18,6 @@ from rich.table import Table
 from prfaas.console import TableOrJson, echo_json, new_app, run_app
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-MIB = 1 << 20
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):

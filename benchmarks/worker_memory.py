@@ -15,9 +15,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from benchmarks.report import MIB, Figure, run
+from benchmarks.report import Figure, run
 
-from prfaas.util import Deadline
+from prfaas.util import MIB, Deadline
 
 REACH_MIB = 200.0  # both processes may take this much more than `import torch` alone
 START_SECONDS = 120

@@ -12,9 +12,10 @@ from benchmarks.reproduction.rows import Row, Section
 from prfaas.capacity import optimum
 from prfaas.capacity.comparison import Comparison, Figures, compare
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.planfile import MIB, PlanFile
+from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import cache_bytes, kv_bits_per_second, prefill_seconds
 from prfaas.capacity.system import System
+from prfaas.util import MIB
 from prfaas.wire.profile import Profile
 
 GPUS_AN_INSTANCE: Final = 8

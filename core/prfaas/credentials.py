@@ -17,14 +17,12 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas import identity
 from prfaas.errors import ConfigError, PrfaasError
+from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas.util import LogOnce, WatchedFiles
 
 log = logging.getLogger(__name__)
 
-CERTIFICATE: Final = "tls.crt"
-KEY: Final = "tls.key"
-AUTHORITIES: Final = "ca.crt"
-FILES: Final = (CERTIFICATE, KEY, AUTHORITIES)
+FILES: Final = (TLS_CERT, TLS_KEY, TLS_TRUSTED)
 RETRY_SECONDS: Final = 1.0
 """Interval of re-reads of unusable files that did not change."""
 

@@ -49,6 +49,11 @@ TLS_SECRET: Final = "prfaas-tls"  # noqa: S105  # a name
 """Every cluster's instances mount it, and so do the hub's gateways."""
 KUBECONFIG_SECRET_SUFFIX: Final = "-kubeconfig"  # noqa: S105  # a name
 
+# The files of a cluster's certificate, in a directory or a Secret.
+TLS_CERT: Final = "tls.crt"
+TLS_KEY: Final = "tls.key"
+TLS_TRUSTED: Final = "ca.crt"
+
 ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
 
 

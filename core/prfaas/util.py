@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from prfaas.errors import UNREADABLE, ProtocolError
 
 T = TypeVar("T")
 Stamp = tuple[int, int, int]
+MIB: Final = 1 << 20
 
 
 class Deadline:

@@ -19,10 +19,10 @@ from prfaas.capacity.profile import Curve, MeasuredPoint, Sample
 from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System, check, check_profile
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
+from prfaas.util import MIB
 from prfaas.wire.profile import Profile
 
 T = TypeVar("T")
-MIB: Final = 1 << 20
 SYSTEMS: Final = ("prfaas_pd", "homogeneous", "naive_heterogeneous")
 _REQUIRED: Final = object()
 _WITH_UNIT: Final = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+(?:/s|ps)?)\s*")

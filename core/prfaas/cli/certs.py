@@ -14,12 +14,10 @@ import typer
 
 from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, IdentityError
+from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas.util import replace_file
 
-AUTHORITY: Final = "ca.crt"
 AUTHORITY_KEY: Final = "ca.key"
-CERTIFICATE: Final = "tls.crt"
-KEY: Final = "tls.key"
 
 app = new_app(
     help="Make certificates that name an instance's cluster. Example: prfaas certs init --out ca",
@@ -52,7 +50,7 @@ def init(
 
     validity = identity.valid_for(_now(), days)
     pair = identity.make_authority(f"prfaas {validity.not_before:%F}-{secrets.token_hex(4)}", validity)
-    _write(out, {AUTHORITY_KEY: pair.key, AUTHORITY: pair.certificate}, force)
+    _write(out, {AUTHORITY_KEY: pair.key, TLS_TRUSTED: pair.certificate}, force)
 
 
 @app.command()
@@ -69,10 +67,10 @@ def issue(
     """
     from prfaas import identity
 
-    authority = identity.KeyPair(_read(ca / AUTHORITY), _read(ca / AUTHORITY_KEY))
+    authority = identity.KeyPair(_read(ca / TLS_TRUSTED), _read(ca / AUTHORITY_KEY))
     pair = identity.issue(authority, cluster, identity.valid_for(_now(), days))
     trusted = identity.bundle(authority.certificate)
-    _write(out, {AUTHORITY: trusted, KEY: pair.key, CERTIFICATE: pair.certificate}, force)
+    _write(out, {TLS_TRUSTED: trusted, TLS_KEY: pair.key, TLS_CERT: pair.certificate}, force)
 
 
 @app.command()
@@ -84,7 +82,7 @@ def show(
 
     Example: prfaas certs show prefill-eu -o json.
     """
-    shown = _inspect(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
+    shown = _inspect(*(_read(directory / name) for name in (TLS_CERT, TLS_KEY, TLS_TRUSTED)))
     if output == "json":
         typer.echo(msgspec.json.encode(shown))
     else:

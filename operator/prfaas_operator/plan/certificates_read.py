@@ -13,12 +13,10 @@ from typing import Any, Final, NamedTuple
 
 from prfaas import identity
 from prfaas.errors import PrfaasError
+from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas_operator.errors import AuthorityDamagedError
 from prfaas_operator.plan.certificates import Authorities, Leaf, RotationStep, SecretContent, Terms, after
 
-CERTIFICATE: Final = "tls.crt"
-KEY: Final = "tls.key"
-TRUSTED: Final = "ca.crt"
 NEXT: Final = "next.crt"
 NEXT_KEY: Final = "next.key"
 PREVIOUS: Final = "previous.crt"
@@ -49,8 +47,8 @@ class Store(NamedTuple):
         """The Secret's content; an empty state or key has no entry."""
         states = self.authorities
         entries = {
-            CERTIFICATE: self.texts(states.current),
-            KEY: self.key,
+            TLS_CERT: self.texts(states.current),
+            TLS_KEY: self.key,
             NEXT: self.texts(states.next),
             NEXT_KEY: self.next_key,
             PREVIOUS: self.texts(states.previous),
@@ -75,17 +73,17 @@ def read_store(secret: Secret, now: datetime) -> Store:
 
     Raises AuthorityDamagedError: it holds no authority, or a key that is not its certificate's.
     """
-    texts = {name: content(secret, name) for name in (CERTIFICATE, KEY, NEXT, NEXT_KEY, PREVIOUS)}
+    texts = {name: content(secret, name) for name in (TLS_CERT, TLS_KEY, NEXT, NEXT_KEY, PREVIOUS)}
     try:
-        current, following, previous = (identity.fingerprints(texts[name]) for name in (CERTIFICATE, NEXT, PREVIOUS))
+        current, following, previous = (identity.fingerprints(texts[name]) for name in (TLS_CERT, NEXT, PREVIOUS))
         ends = None
-        if texts[KEY]:
-            signer = identity.signing_certificate(identity.KeyPair(texts[CERTIFICATE], texts[KEY]))
+        if texts[TLS_KEY]:
+            signer = identity.signing_certificate(identity.KeyPair(texts[TLS_CERT], texts[TLS_KEY]))
             ends = identity.validity_of(signer).not_after
         if texts[NEXT_KEY]:
             identity.signing_certificate(identity.KeyPair(texts[NEXT], texts[NEXT_KEY]))
         if not current:
-            raise AuthorityDamagedError(f"it has no {CERTIFICATE}")
+            raise AuthorityDamagedError(f"it has no {TLS_CERT}")
         ends = ends or min(identity.validity_of_pem(text).not_after for text in current.values())
     except PrfaasError as error:
         raise AuthorityDamagedError(
@@ -96,9 +94,9 @@ def read_store(secret: Secret, now: datetime) -> Store:
         frozenset(following) - frozenset(current),
         frozenset(previous) - frozenset(current) - frozenset(following),
         ends,
-        signs=bool(texts[KEY]) and now < ends,
+        signs=bool(texts[TLS_KEY]) and now < ends,
     )
-    return Store(states, {**current, **following, **previous}, texts[KEY], texts[NEXT_KEY])
+    return Store(states, {**current, **following, **previous}, texts[TLS_KEY], texts[NEXT_KEY])
 
 
 def first_store(certificates: Mapping[str, bytes], key: bytes = b"") -> Store:
@@ -134,7 +132,7 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretConte
     if secret is None:
         return SecretContent()
     try:
-        trusted = frozenset(identity.fingerprints(content(secret, TRUSTED)))
+        trusted = frozenset(identity.fingerprints(content(secret, TLS_TRUSTED)))
     except PrfaasError:
         trusted = frozenset()
     try:
@@ -146,12 +144,12 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretConte
 
 def read_issued(secret: Secret, now: datetime) -> Leaf:
     """Read an issuer's certificate for a cluster. Raises PrfaasError: it cannot be used."""
-    return _leaf(secret, content(secret, TRUSTED), now)
+    return _leaf(secret, content(secret, TLS_TRUSTED), now)
 
 
 def _leaf(secret: Secret, trusted: bytes, now: datetime) -> Leaf:
-    certificate = content(secret, CERTIFICATE)
-    facts = identity.check(certificate, content(secret, KEY), trusted, now)
+    certificate = content(secret, TLS_CERT)
+    facts = identity.check(certificate, content(secret, TLS_KEY), trusted, now)
     return Leaf(facts.cluster, facts.authority, facts.validity, next(iter(identity.fingerprints(certificate))))
 
 

@@ -19,7 +19,7 @@ from typing import Final, Literal, NamedTuple
 from prfaas import identity
 from prfaas.errors import PrfaasError
 from prfaas.identity import KeyPair
-from prfaas.names import HUB, LABEL_CLUSTER
+from prfaas.names import HUB, LABEL_CLUSTER, TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas.util import LogOnce
 from prfaas_operator import metrics
 from prfaas_operator.clusters.client import ClusterClient
@@ -400,7 +400,7 @@ def _problem(target: _Target, members: Collection[str]) -> ConditionState:
 
 
 def _pair_of(secret: Object | None) -> KeyPair:
-    return KeyPair(read.content(secret or {}, read.CERTIFICATE), read.content(secret or {}, read.KEY))
+    return KeyPair(read.content(secret or {}, TLS_CERT), read.content(secret or {}, TLS_KEY))
 
 
 async def _issued(hub: ClusterClient, name: str, known: Mapping[str, Object], wanted: Object) -> _Issued:
@@ -412,8 +412,8 @@ async def _issued(hub: ClusterClient, name: str, known: Mapping[str, Object], wa
     if secret is None:
         return _Issued(problem=_why_pending(live))
     try:
-        if not read.content(secret, read.TRUSTED).strip():
-            return _Issued(problem=f"the issuer gives no {read.TRUSTED}; choose an issuer that publishes its authority")
+        if not read.content(secret, TLS_TRUSTED).strip():
+            return _Issued(problem=f"the issuer gives no {TLS_TRUSTED}; choose an issuer that publishes its authority")
         return _Issued(read.read_issued(secret, hub.now()), secret)
     except PrfaasError as error:
         return _Issued(problem=f"Secret {render.issued_secret(name)}: {error}")
@@ -432,5 +432,5 @@ def _authorities_of(targets: Iterable[_Target]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for leaf, secret, _ in (target.issued for target in targets):
         if leaf is not None and secret is not None:
-            found[leaf.authority] = identity.fingerprints(read.content(secret, read.TRUSTED))[leaf.authority]
+            found[leaf.authority] = identity.fingerprints(read.content(secret, TLS_TRUSTED))[leaf.authority]
     return found

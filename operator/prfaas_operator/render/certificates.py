@@ -14,7 +14,7 @@ from prfaas.identity import URI_PREFIX, KeyPair
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.plan.certificates import Issuer
-from prfaas_operator.plan.certificates_read import CERTIFICATE, KEY, TRUSTED, WRITTEN_AT
+from prfaas_operator.plan.certificates_read import WRITTEN_AT
 from prfaas_operator.plan.conditions import rfc3339
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, PART_OF
 
@@ -57,7 +57,7 @@ def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
 def cluster_secret(wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Object:
     """Return the Secret that holds a cluster's certificate, key and trusted authorities."""
     metadata = {"name": SECRET, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
-    return _secret(metadata, {CERTIFICATE: pair.certificate, KEY: pair.key, TRUSTED: trusted})
+    return _secret(metadata, {names.TLS_CERT: pair.certificate, names.TLS_KEY: pair.key, names.TLS_TRUSTED: trusted})
 
 
 def authority_secret(data: Mapping[str, bytes], live: Mapping[str, Any] | None) -> Object:

@@ -12,10 +12,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain, BlockHash
+from prfaas.util import MIB
 from prfaas.wire.kvevents import AttentionSpecKind, KvEvent
 from prfaas.wire.stats import CacheStats
 from prfaas_worker.cache.blocks import Blocks, Evicted, Lease, Match, checkpoint_blocks
@@ -25,8 +26,6 @@ from prfaas_worker.cache.tiering import PrefixLoad, Tiering
 from prfaas_worker.cache.tiers import Tiers
 
 log = logging.getLogger(__name__)
-
-MIB: Final = 1 << 20
 
 
 class Opened(NamedTuple):

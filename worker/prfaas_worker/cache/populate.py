@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from prfaas.util import MIB
+
 log = logging.getLogger(__name__)
 
 STEP_BYTES: Final = 4 << 20  # All threads that map memory wait for the end of a step: about a millisecond.
 LEFT_SHARE: Final = 0.1  # Share of the memory available at the start that stays free for others.
-MIB: Final = 1 << 20
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _HUGE_PAGE_BYTES: Final = 2 << 20

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from prfaas.errors import CapacityError, ConfigError
+from prfaas.util import MIB
 from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
@@ -34,7 +35,6 @@ from prfaas_worker.transfer.transfer_log import TransferCounters
 
 log = logging.getLogger(__name__)
 
-MIB = 1 << 20
 CPU_CACHE_MIB = 1024
 LARGE_VOCABULARY = 10_000
 """With more tokens the trie is built at the start. The first grammar would delay every stream for most of a second."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prfaas.errors import CapacityError, PrfaasError
-from prfaas.util import Deadline, LogOnce, RateBucket
+from prfaas.util import MIB, Deadline, LogOnce, RateBucket
 from prfaas.wire.transfer import Buffer
 from prfaas_worker.credentials import WorkerCredentials
 from prfaas_worker.options import Options
@@ -46,7 +46,6 @@ _MIN_PAUSE_SECONDS: Final = 1e-6
 LOOK_SECONDS: Final = 1.0
 MAX_MBPS: Final = 100_000_000
 _MAX_BYTES: Final = 64
-MIB = 1 << 20
 
 
 class StoppedError(PrfaasError):
