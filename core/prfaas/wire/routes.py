@@ -100,5 +100,5 @@ def decode(document: bytes) -> RoutingTable:
     try:
         raw = gzip.decompress(document) if document[:2] == b"\x1f\x8b" else document
         return msgspec.json.decode(raw, type=RoutingTable)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ProtocolError(f"routing table cannot be read: {error}; this version reads format 1") from error
