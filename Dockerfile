@@ -1,6 +1,6 @@
 # One image a deployable, all non-root and fit for a read-only root:
 #     docker build --target operator -t prfaas/operator .
-#     docker build --target gateway  -t prfaas/gateway  .     (router and scheduler)
+#     docker build --target gateway  -t prfaas/gateway  .     (gateway and scheduler)
 #     docker build --target worker   -t prfaas/worker   .     (with torch's CUDA build: large; no compiler, so without the extra `cuda`)
 # BASE is any Debian with python3, its venv module and CA certificates. TORCH=debian takes the distribution's torch, for
 # CPUs alone and a quarter of the size, where BASE's python3 is Debian's too (trixie). Needs BuildKit, which builds only

@@ -168,7 +168,7 @@ class GatewaySpec(ApiModel):
     image: Image = "prfaas/gateway:0.1.0"
     """Container image of the gateway and its scheduler sidecar."""
     resources: Resources = Resources()
-    """Requests and limits of the router container."""
+    """Requests and limits of the gateway container."""
     api_keys_secret_ref: ApiKeysSecretRef | None = None
     """API keys of the gateway's clients: each entry holds a client's keys, one a line, or a JSON object with keys and
     limits. Without it the gateway asks for no key.

@@ -36,7 +36,7 @@ def worker_in_tls(deployment: Object) -> Object:
 
 
 def gateway_in_tls(deployment: Object) -> Object:
-    """Return a gateway's Deployment whose router reaches workers over TLS with the hub's certificate."""
+    """Return a gateway's Deployment whose gateway container reaches workers over TLS with the hub's certificate."""
     changed = deepcopy(deployment)
     template = changed["spec"]["template"]
     template["metadata"].setdefault("annotations", {})[names.ANNOTATION_SCHEME] = "https"

@@ -1,4 +1,4 @@
-"""The gateway of a policy: the router that relays requests, the scheduler that moves the threshold, their rights and
+"""A policy's gateway pods: the gateway that relays requests, the scheduler that moves the threshold, their rights and
 their routing table."""
 
 import base64
@@ -24,7 +24,7 @@ TMP_VOLUME: Final = "tmp"
 
 
 def deployment(policy: PrfaaSPolicy) -> Object:
-    """Return the gateway's Deployment: the router and the scheduler in one pod."""
+    """Return the gateway's Deployment: the gateway and the scheduler in one pod."""
     name = names.gateway_name(policy.metadata.name)
     pod = {
         "serviceAccountName": name,
@@ -32,7 +32,7 @@ def deployment(policy: PrfaaSPolicy) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": common.grace_seconds(policy.spec.gateway.drain_seconds),
         "securityContext": common.POD_SECURITY,
-        "containers": [_router(policy), _scheduler(policy)],
+        "containers": [_gateway(policy), _scheduler(policy)],
         "volumes": _volumes(policy),
     }
     spec = {
@@ -52,7 +52,7 @@ def _volumes(policy: PrfaaSPolicy) -> list[Object]:
     return volumes
 
 
-def _router(policy: PrfaaSPolicy) -> Object:
+def _gateway(policy: PrfaaSPolicy) -> Object:
     arguments = {
         "--host": "$(POD_IP)",
         "--port": str(names.GATEWAY_PORT),
@@ -64,7 +64,7 @@ def _router(policy: PrfaaSPolicy) -> Object:
     keys = policy.spec.gateway.api_keys_secret_ref
     if keys is not None:
         arguments["--keys-dir"] = KEYS_PATH
-    container = _container(policy, "router", "prfaas-gateway", arguments)
+    container = _container(policy, "gateway", "prfaas-gateway", arguments)
     if keys is not None:
         # The whole folder: the kubelet never updates a file that is mounted by itself.
         container["volumeMounts"].append({"name": KEYS_VOLUME, "mountPath": KEYS_PATH, "readOnly": True})

@@ -124,9 +124,9 @@ def test_a_worker_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for
 
 def test_a_gateway_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for_both(make):
     manifest = gateway.deployment(make.policy(gateway={"drainSeconds": 90}))
-    router = pod_of(manifest)["containers"][0]
-    assert router["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "5"]}}}
-    assert flags_of(router)["--drain-seconds"] == "90"
+    container = pod_of(manifest)["containers"][0]
+    assert container["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "5"]}}}
+    assert flags_of(container)["--drain-seconds"] == "90"
     assert pod_of(manifest)["terminationGracePeriodSeconds"] == 105
 
 
@@ -242,11 +242,12 @@ def test_instances_spread_over_zones_and_nodes_unless_the_pool_says_otherwise(ma
     assert "topologySpreadConstraints" not in pod_of(pool_deployment.deployment(nowhere, None))
 
 
-def test_the_gateway_pod_has_router_and_scheduler_on_one_socket(make):
+def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
     manifest = gateway.deployment(make.policy(gateway={"replicas": 3, "image": "reg/g:1"}))
-    router, scheduler = pod_of(manifest)["containers"]
-    assert (router["command"], scheduler["command"]) == (["prfaas-gateway"], ["prfaas-scheduler"])
-    assert flags_of(router) == {
+    serving, scheduler = pod_of(manifest)["containers"]
+    assert (serving["name"], scheduler["name"]) == ("gateway", "scheduler")
+    assert (serving["command"], scheduler["command"]) == (["prfaas-gateway"], ["prfaas-scheduler"])
+    assert flags_of(serving) == {
         "--host": "$(POD_IP)",
         "--port": "8080",
         "--policy": "kimi",
@@ -262,8 +263,8 @@ def test_the_gateway_pod_has_router_and_scheduler_on_one_socket(make):
         "--host": "$(POD_IP)",
         "--metrics-port": "9091",
     }
-    assert (router["ports"][0]["name"], scheduler["ports"][0]["name"]) == ("http", "metrics")
-    assert {router["image"], scheduler["image"]} == {"reg/g:1"}
+    assert (serving["ports"][0]["name"], scheduler["ports"][0]["name"]) == ("http", "metrics")
+    assert {serving["image"], scheduler["image"]} == {"reg/g:1"}
     assert (manifest["metadata"]["name"], manifest["spec"]["replicas"]) == ("kimi-gateway", 3)
     assert pod_of(manifest)["serviceAccountName"] == "kimi-gateway"
 

@@ -13,14 +13,14 @@ def pod_of(policy) -> dict:
     return gateway.deployment(policy)["spec"]["template"]["spec"]
 
 
-def test_the_router_reads_the_folder_that_the_secret_is_mounted_as_and_the_scheduler_does_not(make):
+def test_the_gateway_reads_the_folder_that_the_secret_is_mounted_as_and_the_scheduler_does_not(make):
     pod = pod_of(make.policy(gateway=KEYS))
     (volume,) = [one for one in pod["volumes"] if "secret" in one]
     assert volume["secret"] == {"secretName": "gateway-keys", "defaultMode": 0o440}
-    router, scheduler = pod["containers"]
-    (mount,) = [one for one in router["volumeMounts"] if one["name"] == volume["name"]]
+    serving, scheduler = pod["containers"]
+    (mount,) = [one for one in serving["volumeMounts"] if one["name"] == volume["name"]]
     assert (mount["readOnly"], "subPath" in mount) == (True, False)
-    assert router["args"][router["args"].index("--keys-dir") + 1] == mount["mountPath"]
+    assert serving["args"][serving["args"].index("--keys-dir") + 1] == mount["mountPath"]
     assert volume["name"] not in json.dumps(scheduler)
 
 
