@@ -33,7 +33,7 @@ from prfaas_gateway.openai import LimitError
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 MAX_FILES: Final = 10_000
 MAX_FILE_BYTES: Final = 64 * 1024
 MINUTE_SECONDS: Final = 60.0
@@ -191,7 +191,7 @@ class KeyRing:
         return self._clients.get(self._hidden(hashlib.sha256(key).digest()))
 
     def _read_changed(self) -> None:
-        self._look_at = self._clock() + LOOK_SECONDS
+        self._look_at = self._clock() + POLL_SECONDS
         stamps = self._stamps_now()
         if stamps == self._stamps:
             return

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RELAYED: Final = ("/v1/chat/completions", "/v1/completions")
 KEPT_SECONDS: Final = 1.0
 """A client sends its next request on the same kept connection right after a stream."""
-LOOK_SECONDS: Final = 0.05
+POLL_SECONDS: Final = 0.05
 
 
 class RunningGateway(NamedTuple):
@@ -64,7 +64,7 @@ async def run(config: GatewayOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     # Requests that outlast the drain are cut off.
-    async with serving(config._replace(drain_seconds=LOOK_SECONDS)) as running:
+    async with serving(config._replace(drain_seconds=POLL_SECONDS)) as running:
         await stop.wait()
         log.info("draining: %d requests in flight", running.state.in_flight)
         await _drain(running, config)
@@ -79,7 +79,7 @@ async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
     now = asyncio.get_running_loop().time
     began = quiet_since = now()
     while now() - quiet_since < KEPT_SECONDS and now() - began < config.drain_seconds:
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
         if running.dispatcher.open_requests:
             quiet_since = now()
 

@@ -25,7 +25,7 @@ from prfaas_gateway.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 0.25
+POLL_SECONDS: Final = 0.25
 AGAIN_SECONDS: Final = 30.0
 RETRY_SECONDS: Final = 1.0
 WAIT_SECONDS: Final = 2.0
@@ -104,7 +104,7 @@ class RolePublisher:
     async def run(self) -> None:
         while True:
             await self.send_due()
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def send_due(self) -> None:
         """Send the role to every instance without it, or to which it was sent long ago."""

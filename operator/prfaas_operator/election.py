@@ -38,7 +38,7 @@ CALL_SECONDS: Final = 4.0
 """A renewal is two calls, so one that begins in time ends before the Lease is lost, also on a busy server."""
 RELEASE_SECONDS: Final = 2.0
 HARD_END_SECONDS: Final = 14.0
-WATCH_SECONDS: Final = 0.25
+POLL_SECONDS: Final = 0.25
 HARD_END_CODE: Final = 70
 GRACE_SECONDS: Final = 25.0
 """An orderly end takes half of this at most; a pod is killed 30 s after it was asked to end."""
@@ -159,7 +159,7 @@ class Election:
 
     def _watch(self, done: threading.Event) -> None:
         """End the process where its event loop cannot: it is frozen, or its work does not stop."""
-        while not done.wait(WATCH_SECONDS):
+        while not done.wait(POLL_SECONDS):
             if self._works and time.monotonic() > self._renewed_at + HARD_END_SECONDS:
                 log.critical("the Lease %s was lost %g s ago and the work still runs: ending", LEASE, HARD_END_SECONDS)
                 os._exit(HARD_END_CODE)

@@ -19,7 +19,7 @@ from prfaas_operator.clusters.connect import KubeContext, open_context
 from prfaas_operator.plan.reading import read_each
 from prfaas_operator.status_view import Overview, drawn, lines, overview
 
-WATCH_SECONDS: Final = 1.0
+REFRESH_SECONDS: Final = 1.0
 
 app = new_app()
 
@@ -88,7 +88,7 @@ async def _follow(target: KubeContext, console: Console, output: str) -> None:
                     live.update(drawn(view, _title(view)), refresh=True)
                 except PeerError as error:
                     live.update(drawn(view, f"{_title(view)}: not fresh, {error}"), refresh=True)
-                await asyncio.sleep(WATCH_SECONDS)
+                await asyncio.sleep(REFRESH_SECONDS)
 
 
 async def _follow_changes(hub: ClusterClient, console: Console, output: str) -> None:
@@ -98,7 +98,7 @@ async def _follow_changes(hub: ClusterClient, console: Console, output: str) -> 
         if known is None or _without_ages(view) != _without_ages(known):
             _show(view, console, output)
         known = view
-        await asyncio.sleep(WATCH_SECONDS)
+        await asyncio.sleep(REFRESH_SECONDS)
 
 
 def _without_ages(view: Overview) -> dict:

@@ -11,7 +11,7 @@ from prfaas_sandbox.credentials import Kubeconfig
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 240.0
+WATCH_TIMEOUT_SECONDS = 240.0
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.5, 2.0
 UNLIMITED = 0  # a node's pods ask all at once
 
@@ -31,7 +31,7 @@ async def follow(session: KubeSession, path: str, **query: str) -> AsyncIterator
         return found["items"], version_of(found)
 
     def watch(version: str) -> AsyncIterator[WatchEvent]:
-        return watch_events(session, path, version, window_seconds=WATCH_SECONDS, query=query)
+        return watch_events(session, path, version, window_seconds=WATCH_TIMEOUT_SECONDS, query=query)
 
     def failed(error: PeerError | ConfigError, pause_seconds: float) -> float:
         log.info("watch of %s broke, starting over: %s", path, error)

@@ -30,7 +30,7 @@ from prfaas_sandbox.progress import OnProgress
 CACHE_VARIABLE = "PRFAAS_CACHE_DIR"
 VERSION_TIMEOUT_SECONDS = 10.0
 INSTALL_TIMEOUT_SECONDS = 600.0
-TICK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def _go_install(name: str, go: Path, source: Path, target: tuple[Path, list[str]
         try:
             while reader.is_alive():
                 report(_progress(name, seen, time.monotonic() - started))
-                reader.join(TICK_SECONDS)
+                reader.join(POLL_SECONDS)
         except BaseException:
             process.terminate()
             raise

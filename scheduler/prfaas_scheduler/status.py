@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 METRICS_FRESH: Final = "MetricsFresh"
 LINK_HEALTHY: Final = "LinkHealthy"
 MAX_MESSAGE_CHARS: Final = 1000
-TICK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 RENEW_SECONDS = 3.0
 LEASE_SECONDS = 15
 MIN_WRITE_SECONDS = 2.0
@@ -192,7 +192,7 @@ class Publisher:
         try:
             while True:
                 await self.once()
-                await asyncio.sleep(TICK_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             await self._lease.release()
 

@@ -50,7 +50,7 @@ PROFILE_SECONDS: Final = 60.0
 PROFILE_BYTES: Final = 64 << 10
 TURN_SECONDS: Final = 0.002
 REST_FACTOR: Final = 3
-LOOK_SECONDS: Final = 0.25
+POLL_SECONDS: Final = 0.25
 MAX_BODY_BYTES: Final = 4 << 20
 """About a million tokens. Larger bodies are not matched: hashing would delay other requests."""
 MAX_TOKEN_BLOCKS: Final = 1 << 14
@@ -83,7 +83,7 @@ class KvManager:
         try:
             while True:
                 self._keep_up()
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
         finally:
             for _, task in self._followers.values():
                 task.cancel()

@@ -29,7 +29,7 @@ from prfaas_operator.clusters.kinds import BY_NAME, SERVICE_ACCOUNT, Object
 from prfaas_operator.clusters.throttle import Throttle, asked_rest_seconds
 
 CALL_SECONDS: Final = 5.0
-WATCH_SECONDS: Final = 60
+WATCH_TIMEOUT_SECONDS: Final = 60
 PAGE_LIMIT: Final = 500
 TRIES: Final = 3
 MIN_TOKEN_SECONDS: Final = 600  # API servers refuse to grant less
@@ -236,7 +236,9 @@ class ClusterClient:
         with self._translate(what), self._counted("watch") as answer:
             query = {"labelSelector": selector}
             path = kind.path(self.namespace)
-            async for event in watch_events(self._session, path, since, window_seconds=WATCH_SECONDS, query=query):
+            async for event in watch_events(
+                self._session, path, since, window_seconds=WATCH_TIMEOUT_SECONDS, query=query
+            ):
                 answer["code"] = "200"
                 yield event
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 ANNOTATION_PREFIX: Final = f"internal.{GROUP}"
 CANCEL_SECONDS: Final = 5.0
 REQUEST_SECONDS: Final = 30.0
-WATCH_SECONDS: Final = 60
+WATCH_TIMEOUT_SECONDS: Final = 60
 WATCH_SLACK_SECONDS: Final = 5
 ERROR_DELAYS: Final = (1, 1, 2, 3, 5, 8, 13, 21, 34, 60)
 SERVED_POLL_SECONDS: Final = 1.0
@@ -62,8 +62,8 @@ def settings() -> kopf.OperatorSettings:
     chosen.execution.default_backoff = CANCEL_SECONDS
     chosen.queueing.error_delays = ERROR_DELAYS
     # A watch whose connection died is silent for at most this long; the store is as old.
-    chosen.watching.server_timeout = WATCH_SECONDS
-    chosen.watching.client_timeout = WATCH_SECONDS + WATCH_SLACK_SECONDS
+    chosen.watching.server_timeout = WATCH_TIMEOUT_SECONDS
+    chosen.watching.client_timeout = WATCH_TIMEOUT_SECONDS + WATCH_SLACK_SECONDS
     return chosen
 
 

@@ -151,8 +151,8 @@ def test_the_end_of_a_large_payload_is_taken_when_it_comes_though_nothing_follow
     pair: Pair, last_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
     size, reader = 4 * LOW_WATER_BYTES, pair[1]
-    reader.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))  # no tick looks after it
-    monkeypatch.setattr(net, "TICK_SECONDS", 3600.0)
+    reader.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))  # no timeout
+    monkeypatch.setattr(net, "SOCKET_TIMEOUT_SECONDS", 3600.0)
     thread = in_thread(lambda: reader.receive_into(bytearray(size)))
     pair[0].send([bytes(size - last_bytes)])
     await_taken(reader)  # and the reader sleeps, or is about to

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 2.0
 IDLE_SECONDS = 30.0  # A connection without a transfer is closed after this.
-TICK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 MAX_CONNECTIONS = 512
 
 
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise ConfigError(f"data port {host}:{port} cannot be opened: {error.strerror}") from error
-    listener.settimeout(TICK_SECONDS)
+    listener.settimeout(POLL_SECONDS)
     use_congestion(listener, CUBIC)
     return listener
 
@@ -61,7 +61,7 @@ class DataPort:
                 continue
             except OSError as error:  # out of descriptors, or the peer left in the backlog
                 log.warning("data port: accepting failed: %s", error)
-                time.sleep(TICK_SECONDS)
+                time.sleep(POLL_SECONDS)
                 continue
             if not self._free.acquire(blocking=False):
                 log.warning("data port: %d connections are open, %s is refused", MAX_CONNECTIONS, address[0])

@@ -39,7 +39,7 @@ CREATED: Final = http.client.CREATED
 NOT_FOUND: Final = http.client.NOT_FOUND
 MAX_ANSWER_BYTES = 1 << 16
 PREFIX_SILENCE_SECONDS = 2.0  # Limit of a prefix fetch's silences in all: the prefix can be computed instead.
-_TICK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 
 
 class SourceApi(NamedTuple):
@@ -155,10 +155,10 @@ class RemoteFetch:
 
     def _watch(self) -> None:
         left_seconds = PREFIX_SILENCE_SECONDS
-        while not self._over.wait(_TICK_SECONDS):
+        while not self._over.wait(_POLL_SECONDS):
             source = self._source
-            if source is None or self._shared.connections.silent_seconds(source) > _TICK_SECONDS:
-                left_seconds -= _TICK_SECONDS
+            if source is None or self._shared.connections.silent_seconds(source) > _POLL_SECONDS:
+                left_seconds -= _POLL_SECONDS
             if left_seconds <= 0:
                 log.info("fetch of %s: %s is silent for too long", self._body.request_id, self._api.url)
                 self._cut()

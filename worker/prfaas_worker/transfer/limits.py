@@ -43,7 +43,7 @@ GRANT_SECONDS: Final = 0.01
 ROUND_SECONDS: Final = 0.25
 MIN_GRANT_BYTES: Final = 4096
 _MIN_PAUSE_SECONDS: Final = 1e-6
-LOOK_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 MAX_MBPS: Final = 100_000_000
 _MAX_BYTES: Final = 64
 
@@ -296,7 +296,7 @@ class EgressFile:
 
     def _run(self) -> None:
         while True:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             self.look()
 
 

@@ -4,11 +4,11 @@ Plain TCP moves memory without copies: the kernel gathers and scatters. TLS cann
 way. OpenSSL makes records of 16 KiB. So smaller pieces are first gathered into one buffer, and larger ones go as they
 are. (A call for each piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times.)
 
-A call waits for a tick at most, all its waits together. Then `on_wait(silent_seconds)` decides, by raising, whether to
-go on. The callback knows about the peer's other connections and about a cancelled transfer. It is called between
-partial reads and writes too. So a peer that moves a byte now and then cannot outlast a deadline. Plain TCP waits inside
-the call that moves the bytes, all but the end of a frame at once. Polling in between costs a third more CPU. One thread
-uses a stream; any may cut it.
+A call waits for the socket timeout at most, all its waits together. Then `on_wait(silent_seconds)` decides, by
+raising, whether to go on. The callback knows about the peer's other connections and about a cancelled transfer. It is
+called between partial reads and writes too. So a peer that moves a byte now and then cannot outlast a deadline. Plain
+TCP waits inside the call that moves the bytes, all but the end of a frame at once. Polling in between costs a third
+more CPU. One thread uses a stream; any may cut it.
 """
 
 import logging
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 CUBIC, BBR = "cubic", "bbr"
 NEAR_SECONDS = 0.002  # A peer within this round trip is in the same site.
-TICK_SECONDS: Final = 0.2
-_TICK: Final = struct.pack("@ll", 0, int(TICK_SECONDS * 1e6))  # struct timeval
+SOCKET_TIMEOUT_SECONDS: Final = 0.2
+_SOCKET_TIMEOUT: Final = struct.pack("@ll", 0, int(SOCKET_TIMEOUT_SECONDS * 1e6))  # struct timeval
 STALL_SECONDS: Final = 5.0  # A peer that takes nothing, or sends nothing that is due, for this long counts as gone.
 WRITE_BYTES: Final = 64 << 10  # Most that one call encrypts: 4 records. Beyond it neither speed nor CPU changes.
 RECORD_BYTES: Final = 16 << 10
@@ -109,7 +109,7 @@ class DataStream:
         self.heard_at = time.monotonic()  # Monotonic seconds of the last received byte.
         sock.settimeout(None)
         for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            sock.setsockopt(socket.SOL_SOCKET, which, _TICK)
+            sock.setsockopt(socket.SOL_SOCKET, which, _SOCKET_TIMEOUT)
 
     def send(self, parts: Sequence[Buffer], on_sent: OnSent = lambda _sent: None, on_wait: OnWait = give_up) -> None:
         """Send all parts; `on_sent(bytes)` is called for every accepted piece. Raises UnreachableError if the peer is
@@ -168,7 +168,7 @@ class DataStream:
         self.socket.close()
 
     def _send_some(self, left: list[memoryview]) -> int:
-        """Give the kernel what it takes; 0 after a tick without room."""
+        """Give the kernel what it takes; 0 after a timeout without room."""
         try:
             return self.socket.sendmsg(left[:_MAX_PIECES])
         except BlockingIOError:
@@ -177,7 +177,7 @@ class DataStream:
             raise UnreachableError(f"the connection broke while sending: {error}") from error
 
     def _receive_some(self, left: list[memoryview], left_bytes: int, /) -> int | None:
-        """Receive all that is expected, or a tick's part of it; None after a tick without a byte, 0 at the end.
+        """Receive all that is expected, or what comes before the timeout; None if no byte came, 0 at the end.
 
         The kernel wakes us for many bytes at once, half the CPU on a slow link, as long as that many are due. It does
         not count bytes that it has already given us, so in the middle of a call it would wait for bytes beyond the
@@ -189,7 +189,7 @@ class DataStream:
             pieces, flags = _front(left, left_bytes - LOW_WATER_BYTES), socket.MSG_WAITALL
         elif left_bytes >= LOW_WATER_BYTES:
             self._wake_at(left_bytes)
-            self._poll(select.POLLIN | select.POLLRDHUP, TICK_SECONDS)
+            self._poll(select.POLLIN | select.POLLRDHUP, SOCKET_TIMEOUT_SECONDS)
             flags = socket.MSG_DONTWAIT
         else:
             self._wake_at(1)
@@ -234,10 +234,10 @@ class TlsStream(DataStream):
         try:
             return self.socket.send(left[0])
         except ssl.SSLWantWriteError:
-            self._poll(select.POLLOUT, TICK_SECONDS)
+            self._poll(select.POLLOUT, SOCKET_TIMEOUT_SECONDS)
             return 0
         except ssl.SSLWantReadError:
-            self._poll(select.POLLIN, TICK_SECONDS)
+            self._poll(select.POLLIN, SOCKET_TIMEOUT_SECONDS)
             return 0
         except (OSError, ValueError) as error:  # ValueError: closed under us
             raise self._refusal(error) from error
@@ -246,10 +246,10 @@ class TlsStream(DataStream):
         try:
             return self.socket.recv_into(left[0])
         except ssl.SSLWantReadError:
-            self._poll(select.POLLIN | select.POLLRDHUP, TICK_SECONDS)
+            self._poll(select.POLLIN | select.POLLRDHUP, SOCKET_TIMEOUT_SECONDS)
             return None
         except ssl.SSLWantWriteError:
-            self._poll(select.POLLOUT, TICK_SECONDS)
+            self._poll(select.POLLOUT, SOCKET_TIMEOUT_SECONDS)
             return None
         except (OSError, ValueError) as error:
             raise explain(error, "while receiving") from error

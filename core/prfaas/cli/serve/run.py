@@ -50,7 +50,7 @@ from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.profile import PATH as PROFILE_PATH
 from prfaas.wire.profile import ProfileAnswer, read_profile
 
-LOOK_SECONDS: Final = 0.25
+POLL_SECONDS: Final = 0.25
 SHOW_SECONDS: Final = 15.0
 GRACE_SECONDS: Final = 35.0
 """For a process to end by itself; requests that run are finished within 30."""
@@ -233,7 +233,7 @@ class Serving:
         watching = threading.Thread(target=watch.run, args=(stop,), daemon=True)
         watching.start()
         typer.echo(f"serving {self._settings.model_name} at {self._url}/v1  (Ctrl-C ends it)")
-        while not stop.wait(LOOK_SECONDS):
+        while not stop.wait(POLL_SECONDS):
             for child in children:
                 child.check_running()
             if not watching.is_alive() and not stop.is_set():
@@ -253,7 +253,7 @@ class Serving:
         """Wait until all are ready; return False when `stop` is set earlier."""
         started = shown = time.monotonic()
         while not all(self._caller.is_ready(url, cluster) for url, cluster in clusters.items()):
-            if stop.wait(LOOK_SECONDS):
+            if stop.wait(POLL_SECONDS):
                 return False
             for child in children:
                 child.check_running()
