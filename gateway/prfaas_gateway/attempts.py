@@ -212,7 +212,7 @@ class Attempts:
             is_final = isinstance(decision, Route) or decision.reason == "OffloadRejected"
             if is_final or self._state.clock() >= until_seconds or not self._state.decode_instances():
                 return decision
-            await asyncio.sleep(self._limits.look_again_seconds)
+            await asyncio.sleep(self._limits.poll_seconds)
             request.tried = set(request.refused)
 
     def _learn(self, route: Route, answer: Answer) -> None:

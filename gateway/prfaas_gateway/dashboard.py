@@ -25,8 +25,8 @@ from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
 
 REQUESTS: Final = 200
-MOMENTS: Final = 600
-MOMENT_SECONDS: Final = 1.0
+SAMPLES: Final = 600
+SAMPLE_SECONDS: Final = 1.0
 FILES: Final = {
     "": ("index.html", "text/html"),
     "app.js": ("app.js", "text/javascript"),
@@ -65,10 +65,10 @@ class Dashboard:
 
     async def _show_state(self, request: web.Request) -> web.StreamResponse:
         try:
-            after_number, after_moment = int(_number(request, "number")), _number(request, "moment")
+            after_number, sampled_after = int(_number(request, "number")), _number(request, "moment")
         except RequestError as error:
             return error_response(error)
-        document = _document(self._state, self._history, after_number, after_moment)
+        document = _document(self._state, self._history, after_number, sampled_after)
         return web.Response(body=msgspec.json.encode(document), content_type="application/json", headers=HEADERS)
 
 
@@ -78,7 +78,7 @@ class RequestHistory:
     def __init__(self, clock: Callable[[], float] = time.time):
         self.now = clock
         self._placed: deque[PagePart] = deque(maxlen=REQUESTS)
-        self._moments: deque[PagePart] = deque(maxlen=MOMENTS)
+        self._samples: deque[PagePart] = deque(maxlen=SAMPLES)
         self.count = 0
         self.started = clock()
 
@@ -109,23 +109,23 @@ class RequestHistory:
     async def watch(self, state: GatewayState) -> None:
         """Record the gateway's state every second, until cancelled."""
         while True:
-            self.add_moment(state)
-            await asyncio.sleep(MOMENT_SECONDS)
+            self.add_sample(state)
+            await asyncio.sleep(SAMPLE_SECONDS)
 
-    def add_moment(self, state: GatewayState) -> None:
-        self._moments.append({"at": self.now(), **_load(state), "links": state.links})
+    def add_sample(self, state: GatewayState) -> None:
+        self._samples.append({"at": self.now(), **_load(state), "links": state.links})
 
     def placed_after(self, number: int) -> list[PagePart]:
         """Return the requests with a greater number, oldest first."""
         known = len(self._placed) - (self.count - number) if number <= self.count else 0
         return list(islice(self._placed, max(0, known), None))
 
-    def moments_after(self, at: float) -> list[PagePart]:
-        """Return the later moments, oldest first."""
-        return [moment for moment in self._moments if moment["at"] > at]
+    def samples_after(self, at: float) -> list[PagePart]:
+        """Return the later samples, oldest first."""
+        return [sample for sample in self._samples if sample["at"] > at]
 
 
-def _document(state: GatewayState, history: RequestHistory, after_number: int, after_moment: float) -> PagePart:
+def _document(state: GatewayState, history: RequestHistory, after_number: int, sampled_after: float) -> PagePart:
     """Return everything that the page draws; `placed` and `moments` hold only entries newer than the request's."""
     table = state.table
     return {
@@ -140,7 +140,7 @@ def _document(state: GatewayState, history: RequestHistory, after_number: int, a
         "failed_offloads": state.counters.failed_offloads,
         "clusters": _clusters(state),
         "placed": history.placed_after(after_number),
-        "moments": history.moments_after(after_moment),
+        "moments": history.samples_after(sampled_after),
     }
 
 

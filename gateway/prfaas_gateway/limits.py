@@ -13,9 +13,9 @@ class Limits(NamedTuple):
     connect_seconds: float = 1.0
     first_byte_seconds: float = 600.0
     """Timeout of the worker's response headers: queueing, prefill, and without streaming the whole generation."""
-    doubt_seconds: float = 5.0
+    liveness_interval_seconds: float = 5.0
     """Interval of liveness probes to a worker that has not answered yet."""
-    alive_seconds: float = 2.0
+    liveness_timeout_seconds: float = 2.0
     """Timeout of a liveness probe; the second failure in a row gives the worker up."""
     idle_seconds: float = 60.0
     """Timeout of the request body, and between two pieces of a stream, from the worker or to the client."""
@@ -25,12 +25,12 @@ class Limits(NamedTuple):
     """How long the gateway tries to resume a broken stream."""
     hold_seconds: float = 2.0
     """How long a request waits if every decode instance is ejected: one may return."""
-    look_again_seconds: float = 0.1
+    poll_seconds: float = 0.1
     """The poll interval of both waits."""
     attempts: int = 4
     """Most legs of one request."""
     eject_seconds: float = 0.5
     """Duration of an instance's first ejection; it doubles with every further failure in a row."""
     eject_max_seconds: float = 5.0
-    linger_seconds: float = 1.0
+    drain_lead_seconds: float = 1.0
     """After SIGTERM, how long new connections are still accepted, until load balancers know of the drain."""

@@ -73,7 +73,7 @@ async def run(config: GatewayOptions) -> None:
 async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
     """Serve new connections while peers learn of the drain; then serve the open ones until traffic stops."""
     running.state.draining = True
-    await asyncio.sleep(config.limits.linger_seconds)
+    await asyncio.sleep(config.limits.drain_lead_seconds)
     for site in running.runner.sites:
         await site.stop()
     now = asyncio.get_running_loop().time

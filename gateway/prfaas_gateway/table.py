@@ -26,7 +26,7 @@ from prfaas_gateway.upstream import Upstream
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.25
-AGAIN_SECONDS: Final = 30.0
+ROLE_RESEND_SECONDS: Final = 30.0
 RETRY_SECONDS: Final = 1.0
 WAIT_SECONDS: Final = 2.0
 AT_ONCE: Final = 16
@@ -134,5 +134,5 @@ class RolePublisher:
             self._failures.worked(one.name, f"instance {one.name} takes roles again")
             if known is None or known.role != one.role:
                 log.info("instance %s took its role: %s", one.name, one.role)
-        pause_seconds = RETRY_SECONDS if failure else AGAIN_SECONDS
+        pause_seconds = RETRY_SECONDS if failure else ROLE_RESEND_SECONDS
         self._told[one.name] = _Told(one.role, one.url, self._state.clock() + pause_seconds)

@@ -108,7 +108,7 @@ class Upstream:
             return False
         try:
             async with (
-                asyncio.timeout(self._limits.alive_seconds),
+                asyncio.timeout(self._limits.liveness_timeout_seconds),
                 self._session.get(f"{worker.url}/v1/role", allow_redirects=False, ssl=self._tls(worker)) as answer,
             ):
                 await answer.read()
@@ -213,7 +213,7 @@ class LivenessProbes:
         """Record a wait for a worker; `end` must follow."""
         wait = _Wait(timer)
         loop = asyncio.get_running_loop()
-        wait.late = loop.call_later(self._limits.doubt_seconds, self._doubt, worker, wait)
+        wait.late = loop.call_later(self._limits.liveness_interval_seconds, self._doubt, worker, wait)
         return wait
 
     def end(self, worker: Instance, wait: _Wait) -> None:
@@ -244,7 +244,7 @@ class LivenessProbes:
                             wait.given_up = True
                             wait.timer.reschedule(0)
                     return
-                await asyncio.sleep(self._limits.doubt_seconds)
+                await asyncio.sleep(self._limits.liveness_interval_seconds)
         finally:
             del self._asking[worker.url], self._late[worker.url]
 

@@ -52,7 +52,7 @@ def identity() -> str:
     return os.environ.get("POD_NAME") or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
 
 
-class Ending:
+class Shutdown:
     """Handles SIGTERM and SIGINT; `term` is the event that stops the present work."""
 
     def __init__(self) -> None:
@@ -92,13 +92,13 @@ class Election:
         """Return true while no other replica can hold the Lease."""
         return self._holder.is_holder
 
-    async def run(self, work: LeaderWork, ending: Ending) -> None:
+    async def run(self, work: LeaderWork, shutdown: Shutdown) -> None:
         """Work whenever this replica leads, until the process is asked to end; then release the Lease."""
         watched = threading.Event()
         threading.Thread(target=self._watch, args=(watched,), name="lease-watch", daemon=True).start()
         try:
-            while await self._stand_by(ending):
-                lost = await self._lead(work, ending)
+            while await self._stand_by(shutdown):
+                lost = await self._lead(work, shutdown)
                 if not lost:
                     return
         finally:
@@ -106,28 +106,28 @@ class Election:
             await self._holder.release(RELEASE_SECONDS)
             metrics.LEADER.set(0)
 
-    async def _stand_by(self, ending: Ending) -> bool:
+    async def _stand_by(self, shutdown: Shutdown) -> bool:
         """Wait until this replica leads; False if the process is asked to end before."""
         once = LogOnce(log)
-        while not ending.asked.is_set():
+        while not shutdown.asked.is_set():
             if await self._renew():
                 return True
             self._ready.set()
             once.failed("lease", f"standing by: another replica holds the Lease {LEASE}", level=logging.INFO)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STANDBY_SECONDS):
-                    await ending.asked.wait()
+                    await shutdown.asked.wait()
         return False
 
-    async def _lead(self, work: LeaderWork, ending: Ending) -> bool:
+    async def _lead(self, work: LeaderWork, shutdown: Shutdown) -> bool:
         """Work while the Lease is renewed; return true if the Lease was lost, false if the process was asked to end."""
         log.info("leading: this replica holds the Lease %s", LEASE)
-        ending.term = asyncio.Event()
+        shutdown.term = asyncio.Event()
         self._works = True
         metrics.LEADER.set(1)
-        renewing = asyncio.create_task(self._keep_renewed(ending.term))
+        renewing = asyncio.create_task(self._keep_renewed(shutdown.term))
         try:
-            await work(ending.term)
+            await work(shutdown.term)
         finally:
             self._works = False
             lost = renewing.done()

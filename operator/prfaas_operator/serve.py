@@ -23,7 +23,7 @@ from prfaas_operator.controller.children import Children
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.loop import Controller
 from prfaas_operator.controller.queue import ReconcileQueue
-from prfaas_operator.election import Election, Ending
+from prfaas_operator.election import Election, Shutdown
 from prfaas_operator.options import OperatorOptions
 from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.longloop import PolicyBalancer
@@ -110,7 +110,7 @@ async def lead(
     may_write: MayWrite,
     queue: ReconcileQueue,
     health: http.Health,
-    ending: Ending,
+    shutdown: Shutdown,
     term: asyncio.Event,
 ) -> None:
     hub = ClusterClient(hub_session(), options.namespace, "hub", may_write=may_write)
@@ -121,7 +121,7 @@ async def lead(
         again = True
         while again and not term.is_set():
             async with running(hub, connect, queue, options) as operator:
-                operate = partial(_operate, operator, options.namespace, health, ending)
+                operate = partial(_operate, operator, options.namespace, health, shutdown)
                 again = await handlers.follow(operate, term)
             if again:
                 await handlers.until_served(is_served, term)
@@ -130,7 +130,7 @@ async def lead(
 
 
 async def _operate(
-    operator: _Operator, namespace: str, health: http.Health, ending: Ending, stop: asyncio.Event
+    operator: _Operator, namespace: str, health: http.Health, shutdown: Shutdown, stop: asyncio.Event
 ) -> None:
     """Let kopf watch our kinds until `stop` is set."""
     registry = handlers.register(operator.controller, operator.members.close)
@@ -145,22 +145,22 @@ async def _operate(
         ready_flag=health.ready,
     )
     # kopf has installed its own handlers there, which lose a signal that arrives during their shutdown.
-    ending.listen()
+    shutdown.listen()
     await handlers.run_kopf(tasks, others)
 
 
 async def serve(options: OperatorOptions) -> None:
     """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
     options.certificate_terms()  # wrong combinations of flags are refused before any connection
-    queue, ending = ReconcileQueue(), Ending()
+    queue, shutdown = ReconcileQueue(), Shutdown()
     health = http.Health(queue.stuck)
-    ending.listen()
+    shutdown.listen()
     async with http.serving(options, health):
         if not options.leader_elect:
             metrics.LEADER.set(1)
-            await lead(options, always, queue, health, ending, ending.term)
+            await lead(options, always, queue, health, shutdown, shutdown.term)
             return
         # The Lease has connections of its own, so that it waits behind no other call.
         async with hub_session() as session:
             election = Election(session, options.namespace, health.ready)
-            await election.run(partial(lead, options, election.may_write, queue, health, ending), ending)
+            await election.run(partial(lead, options, election.may_write, queue, health, shutdown), shutdown)

@@ -38,7 +38,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "tool_choice": "required", "seed": 3},
     ),
 }
-PATIENT = Limits(stall_seconds=3, recover_seconds=60, eject_seconds=0.1, eject_max_seconds=0.4, linger_seconds=0)
+PATIENT = Limits(stall_seconds=3, recover_seconds=60, eject_seconds=0.1, eject_max_seconds=0.4, drain_lead_seconds=0)
 
 
 @pytest.fixture(scope="module")

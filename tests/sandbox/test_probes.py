@@ -1,15 +1,15 @@
-"""A probe's verdict changes after as many attempts in a row as its thresholds say."""
+"""A probe's result changes after as many attempts in a row as its thresholds say."""
 
 import pytest
 
-from prfaas_sandbox.node.container import Outcomes
+from prfaas_sandbox.node.container import ProbeCounter
 
 PROBE = {"successThreshold": 2, "failureThreshold": 3}
 
 
-def verdicts(probe: dict, attempts: str, initial: bool | None) -> list[bool | None]:
-    outcomes = Outcomes(probe, initial=initial)
-    return [outcomes.add(succeeded=attempt == "+") for attempt in attempts]
+def probe_results(probe: dict, attempts: str, initial: bool | None) -> list[bool | None]:
+    counter = ProbeCounter(probe, initial=initial)
+    return [counter.add(succeeded=attempt == "+") for attempt in attempts]
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ def verdicts(probe: dict, attempts: str, initial: bool | None) -> list[bool | No
     ],
 )
 def test_thresholds(attempts, initial, expected):
-    assert verdicts(PROBE, attempts, initial) == expected
+    assert probe_results(PROBE, attempts, initial) == expected
 
 
 def test_defaults_are_one_success_and_three_failures():
-    assert verdicts({}, "+---", None) == [True, True, True, False]
+    assert probe_results({}, "+---", None) == [True, True, True, False]

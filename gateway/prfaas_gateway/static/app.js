@@ -1,6 +1,6 @@
 // The live page: asks /ui/state every second for what is new and draws it. Text goes in as text, never as HTML.
 
-const KEEP_REQUESTS = 200, KEEP_MOMENTS = 600, EVERY_MS = 1000, PATIENCE_MS = 5000;
+const KEEP_REQUESTS = 200, KEEP_SAMPLES = 600, EVERY_MS = 1000, PATIENCE_MS = 5000;
 const $ = (id) => document.getElementById(id);
 const kept = { started: 0, placed: [], moments: [], filter: "all", paused: false };
 const failed = (one) => ["failed", "rejected"].includes(one.outcome);
@@ -48,7 +48,7 @@ function say(text, state) {
 function take(view) {
   if (view.started !== kept.started) Object.assign(kept, { started: view.started, placed: [], moments: [] });
   kept.placed = [...kept.placed, ...view.placed].slice(-KEEP_REQUESTS);
-  kept.moments = [...kept.moments, ...view.moments].slice(-KEEP_MOMENTS);
+  kept.moments = [...kept.moments, ...view.moments].slice(-KEEP_SAMPLES);
   $("policy").textContent = view.policy ? `${view.policy} · ${view.model}` : "";
   if (view.draining) say("Draining: takes nothing new", "bad");
   else if (view.threshold_tokens === null) say("No routing table yet", "bad");
@@ -114,7 +114,7 @@ function chip(instance) {
 function chart(names) {
   const svg = $("chart"), moments = kept.moments.filter((one) => one.threshold_tokens !== null);
   if (moments.length < 2) return;
-  const end = moments.at(-1).at, start = Math.max(moments[0].at, end - KEEP_MOMENTS), span = Math.max(1, end - start);
+  const end = moments.at(-1).at, start = Math.max(moments[0].at, end - KEEP_SAMPLES), span = Math.max(1, end - start);
   const top = 1.1 * Math.max(1, ...moments.map((one) => one.threshold_tokens));
   const x = (at) => (800 * (at - start)) / span, y = (part) => 210 - 200 * Math.min(1, part);
   const line = (points) => points.map(([at, part], index) => `${index ? "L" : "M"}${x(at).toFixed(1)} ${y(part).toFixed(1)}`).join("");

@@ -31,7 +31,7 @@ Reconcile = Callable[[Object], Awaitable[ReconcileResult]]
 """Brings all children of an object to their wanted state; it must not change the given object."""
 
 RECONCILES_AT_ONCE: Final = 16
-REST_SECONDS: Final[Mapping[ObjectKind, float]] = {POLICY: 1.0, MEMBER_CLUSTER: 1.0}
+MIN_INTERVAL_SECONDS: Final[Mapping[ObjectKind, float]] = {POLICY: 1.0, MEMBER_CLUSTER: 1.0}
 """A routing table is written, and a member probed, at most once a second, whatever the rate of events."""
 
 FIRST_PAUSE_SECONDS: Final[Mapping[ObjectKind, float]] = {DECODE_POOL: 0.3}
@@ -77,7 +77,7 @@ class Controller:
                     self._children.forget(ref)
                     self._statuses.forget(ref)
                     return
-                await asyncio.sleep(REST_SECONDS.get(ref.kind, 0))
+                await asyncio.sleep(MIN_INTERVAL_SECONDS.get(ref.kind, 0))
                 is_resync = not await waker.wait(_pause_seconds(result))
 
     def slot(self, ref: Ref) -> asyncio.Semaphore:

@@ -327,7 +327,7 @@ class Certificates:
             await self._hub.client.apply(render.authority_secret(read.advance(store, step, added, key).data, live))
         except ConflictError:
             return  # somebody changed it since it was read
-        await self._say_of_authority("Normal", f"Authority{step.value}d", _TOLD[step])
+        await self._say_of_authority("Normal", f"Authority{step.value}d", _ROTATION_MESSAGES[step])
         self._wake.set()
 
     def _moment(self) -> ObservedTime:
@@ -369,7 +369,7 @@ class Certificates:
             await events.post(self._hub.client, self._subject(render.AUTHORITY_SECRET), type_, reason, message)
 
 
-_TOLD: Final[Mapping[RotationStep, str]] = {
+_ROTATION_MESSAGES: Final[Mapping[RotationStep, str]] = {
     RotationStep.ANNOUNCE: "a successor is announced; it signs once every cluster trusts it",
     RotationStep.PROMOTE: "every cluster trusts the successor: it signs all certificates from now on",
     RotationStep.RETIRE: "no cluster shows a certificate of the former authority any more; it is trusted no longer",

@@ -145,11 +145,11 @@ class Container:
 
     async def _probe(self, process: ContainerProcess, target: ProbeTarget) -> None:
         if startup := self._spec.get("startupProbe"):
-            async for verdict in verdicts(startup, target, initial=None):
-                if verdict is False:
+            async for result in probe_results(startup, target, initial=None):
+                if result is False:
                     await self._end_unhealthy(process, "startup")
                     return
-                if verdict:
+                if result:
                     break
             self._set(self._facts.state, ready="readinessProbe" not in self._spec, started=True)
         async with asyncio.TaskGroup() as group:
@@ -159,12 +159,12 @@ class Container:
                 group.create_task(self._follow_liveness(liveness, process, target))
 
     async def _follow_readiness(self, probe: Object, target: ProbeTarget) -> None:
-        async for verdict in verdicts(probe, target, initial=False):
-            self._set(self._facts.state, ready=bool(verdict), started=True)
+        async for result in probe_results(probe, target, initial=False):
+            self._set(self._facts.state, ready=bool(result), started=True)
 
     async def _follow_liveness(self, probe: Object, process: ContainerProcess, target: ProbeTarget) -> None:
-        async for verdict in verdicts(probe, target, initial=True):
-            if not verdict:
+        async for result in probe_results(probe, target, initial=True):
+            if not result:
                 await self._end_unhealthy(process, "liveness")
                 return
 
@@ -229,29 +229,29 @@ def now_text() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-class Outcomes:
-    """Counts attempts; the verdict changes after enough equal ones in a row. `initial` is None if there is none."""
+class ProbeCounter:
+    """Counts attempts; the result changes after enough equal ones in a row. `initial` is None if there is none."""
 
     def __init__(self, probe: Object, *, initial: bool | None):
         self._needed = {True: probe.get("successThreshold", 1), False: probe.get("failureThreshold", 3)}
-        self._verdict = initial
+        self._result = initial
         self._last: bool | None = None
         self._in_a_row = 0
 
     def add(self, *, succeeded: bool) -> bool | None:
-        """Count an attempt and return the present verdict."""
+        """Count an attempt and return the present result."""
         self._in_a_row = self._in_a_row + 1 if succeeded == self._last else 1
         self._last = succeeded
         if self._in_a_row >= self._needed[succeeded]:
-            self._verdict = succeeded
-        return self._verdict
+            self._result = succeeded
+        return self._result
 
 
-async def verdicts(probe: Object, target: ProbeTarget, *, initial: bool | None) -> AsyncIterator[bool | None]:
-    outcomes = Outcomes(probe, initial=initial)
+async def probe_results(probe: Object, target: ProbeTarget, *, initial: bool | None) -> AsyncIterator[bool | None]:
+    counter = ProbeCounter(probe, initial=initial)
     await asyncio.sleep(probe.get("initialDelaySeconds", 0))
     while True:
-        yield outcomes.add(succeeded=await attempt(probe, target))
+        yield counter.add(succeeded=await attempt(probe, target))
         await asyncio.sleep(probe.get("periodSeconds", 10))
 
 

@@ -23,7 +23,7 @@ from prfaas.cli.serve.plan import (
     Settings,
     gateway_url,
     name_of,
-    objection,
+    refusal,
     routing_table,
     update_of,
     worker_command,
@@ -121,7 +121,7 @@ def test_before_anything_is_known_no_price_is_guessed():
     ],
 )
 def test_what_is_wrong_with_a_service_is_said(settings, home, away, words):
-    found = objection(settings, home, away)
+    found = refusal(settings, home, away)
     assert words in found
     assert bool(words) == bool(found)
 

@@ -20,8 +20,8 @@ from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.server import RunningGateway, serving
 
 Reply = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
-QUICK = Limits(connect_seconds=5, eject_seconds=0.1, eject_max_seconds=0.4, linger_seconds=0.05, idle_seconds=5)
-QUICK = QUICK._replace(hold_seconds=0.05, look_again_seconds=0.02)
+QUICK = Limits(connect_seconds=5, eject_seconds=0.1, eject_max_seconds=0.4, drain_lead_seconds=0.05, idle_seconds=5)
+QUICK = QUICK._replace(hold_seconds=0.05, poll_seconds=0.02)
 
 
 class Seen(NamedTuple):

@@ -134,9 +134,9 @@ async def test_however_much_is_served_the_record_stays_small(world, short):
     history = RequestHistory(clock=lambda: 5.0)
     await world.post(short)
     for number in range(REQUESTS + 50):
-        history.add_moment(world.state)
+        history.add_sample(world.state)
         history._placed.append(number)  # only how many are kept is asked here
         history.count += 1
     assert len(history.placed_after(0)) == REQUESTS
     assert history.placed_after(history.count - 2) == [REQUESTS + 48, REQUESTS + 49]
-    assert len(history.moments_after(0)) <= 600
+    assert len(history.samples_after(0)) <= 600

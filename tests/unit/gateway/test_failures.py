@@ -216,7 +216,7 @@ def hanging(*paths):
 
 
 async def test_a_worker_that_hangs_is_given_up_and_another_one_serves(world, short):
-    await world.start("d0", "d1", limits=QUICK._replace(doubt_seconds=0.05, alive_seconds=0.1))
+    await world.start("d0", "d1", limits=QUICK._replace(liveness_interval_seconds=0.05, liveness_timeout_seconds=0.1))
     world.workers["d0"].reply = hanging("/v1/chat/completions", "/v1/role")
     answers = await asyncio.gather(*(world.post(short) for _ in range(6)))
     assert {(one.status, one.headers[headers.DECODE_INSTANCE]) for one in answers} == {(200, "d1")}
@@ -226,7 +226,7 @@ async def test_a_worker_that_hangs_is_given_up_and_another_one_serves(world, sho
 
 
 async def test_a_worker_that_takes_its_time_and_lives_is_waited_for(world, short):
-    await world.start("d0", limits=QUICK._replace(doubt_seconds=0.02, alive_seconds=30))
+    await world.start("d0", limits=QUICK._replace(liveness_interval_seconds=0.02, liveness_timeout_seconds=30))
 
     async def reply(request, body):
         if request.path == "/v1/role":

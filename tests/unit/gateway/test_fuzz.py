@@ -28,7 +28,7 @@ from prfaas_gateway.server import serving
 
 GOOD = b'{"model":"m","prompt":"x"}'
 PATHS = ["/v1/completions", "/v1/chat/completions"]
-LIMITS = Limits(request_bytes=50_000, idle_seconds=2.0, linger_seconds=0.0)
+LIMITS = Limits(request_bytes=50_000, idle_seconds=2.0, drain_lead_seconds=0.0)
 
 
 class Got(NamedTuple):

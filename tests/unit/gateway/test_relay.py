@@ -293,7 +293,7 @@ async def test_a_worker_that_never_answers_is_a_timeout(world):
 
 
 def world_limits(**changed) -> Limits:
-    return Limits(connect_seconds=0.3, linger_seconds=0)._replace(**changed)
+    return Limits(connect_seconds=0.3, drain_lead_seconds=0)._replace(**changed)
 
 
 async def test_an_http_1_0_client_gets_the_whole_stream(world):

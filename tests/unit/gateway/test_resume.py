@@ -17,7 +17,7 @@ from .conftest import QUICK
 from .speaker import AFTER_AN_EVENT, LENGTH, WHOLE, Speaker, read
 
 BODY = b'{"model":"m","stream":true,"messages":[]}'
-SOON = QUICK._replace(recover_seconds=0.3, look_again_seconds=0.02, stall_seconds=0.2)
+SOON = QUICK._replace(recover_seconds=0.3, poll_seconds=0.02, stall_seconds=0.2)
 
 
 async def begun_on(world, first: str, *others: str, limits=SOON) -> None:

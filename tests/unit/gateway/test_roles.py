@@ -11,7 +11,7 @@ from prfaas.wire import headers
 from prfaas.wire.routes import Instance
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.state import GatewayState
-from prfaas_gateway.table import AGAIN_SECONDS, RETRY_SECONDS, RolePublisher
+from prfaas_gateway.table import RETRY_SECONDS, ROLE_RESEND_SECONDS, RolePublisher
 
 
 def instance(name: str, role: str = "decode", url: str = "http://a:8000", **more) -> Instance:
@@ -93,7 +93,7 @@ async def test_a_worker_that_may_have_forgotten_is_told_again(telling):
     assert await telling.look() == []
     assert await telling.look(instance("a")) == [("a", "decode")], "it left the table and came back"
     assert await telling.look(instance("a", url="http://b:8000")) == [("a", "decode")], "it has another address"
-    telling.now_seconds = AGAIN_SECONDS
+    telling.now_seconds = ROLE_RESEND_SECONDS
     assert await telling.look(instance("a", url="http://b:8000")) == [("a", "decode")], "it was told long ago"
 
 

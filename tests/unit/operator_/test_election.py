@@ -28,7 +28,7 @@ def session() -> Session:
 async def test_a_token_that_cannot_be_read_for_a_moment_costs_no_lease(session, monkeypatch):
     monkeypatch.setattr(election, "RENEW_SECONDS", 0.01)
     monkeypatch.setattr(election, "STANDBY_SECONDS", 0.01)
-    ending, ready = election.Ending(), asyncio.Event()
+    shutdown, ready = election.Shutdown(), asyncio.Event()
     led = asyncio.Event()
 
     async def work(term: asyncio.Event) -> None:
@@ -43,28 +43,28 @@ async def test_a_token_that_cannot_be_read_for_a_moment_costs_no_lease(session, 
         led.set()
 
     candidate = election.Election(session, "ns", ready)  # pyright: ignore[reportArgumentType]
-    await asyncio.wait_for(candidate.run(work, ending), 10)
+    await asyncio.wait_for(candidate.run(work, shutdown), 10)
     assert led.is_set()
 
 
 async def test_a_candidate_without_a_token_stands_by(session, monkeypatch):
     monkeypatch.setattr(election, "STANDBY_SECONDS", 0.01)
     session.fails = ConfigError("service account token /token cannot be read")
-    ending, ready = election.Ending(), asyncio.Event()
+    shutdown, ready = election.Shutdown(), asyncio.Event()
 
     async def work(_term: asyncio.Event) -> None:
         return
 
-    running = asyncio.create_task(election.Election(session, "ns", ready).run(work, ending))  # pyright: ignore[reportArgumentType]
+    running = asyncio.create_task(election.Election(session, "ns", ready).run(work, shutdown))  # pyright: ignore[reportArgumentType]
     await asyncio.wait_for(ready.wait(), 5)
     session.fails = None
     await asyncio.wait_for(running, 5)
 
 
 async def test_a_token_that_is_gone_at_the_end_is_no_error(session):
-    ending, ready = election.Ending(), asyncio.Event()
+    shutdown, ready = election.Shutdown(), asyncio.Event()
 
     async def work(_term: asyncio.Event) -> None:
         session.fails = ConfigError("service account token /token cannot be read")
 
-    await asyncio.wait_for(election.Election(session, "ns", ready).run(work, ending), 10)  # pyright: ignore[reportArgumentType]
+    await asyncio.wait_for(election.Election(session, "ns", ready).run(work, shutdown), 10)  # pyright: ignore[reportArgumentType]

@@ -160,7 +160,7 @@ def routing_table(settings: Settings, ports: Ports) -> RoutingTable:
     )
 
 
-def objection(settings: Settings, local: ProfileAnswer | None, remote: ProfileAnswer) -> str:
+def refusal(settings: Settings, local: ProfileAnswer | None, remote: ProfileAnswer) -> str:
     """Return why a service that answers cannot be used; empty where it can."""
     if remote.model != settings.model_name:
         return (

@@ -36,7 +36,7 @@ from prfaas.cli.serve.plan import (
     Settings,
     gateway_command,
     gateway_url,
-    objection,
+    refusal,
     routing_table,
     update_of,
     worker_command,
@@ -178,7 +178,7 @@ class Watch:
         remote: ProfileAnswer | None = None
         try:
             remote = self._caller.profile(self._settings.service_url, self._settings.service_cluster)
-            problem = objection(self._settings, self._local, remote)
+            problem = refusal(self._settings, self._local, remote)
         except PeerError as error:
             problem = str(error)
         try:

@@ -14,10 +14,10 @@ election.GRACE_SECONDS = 0.5
 logging.basicConfig()
 
 async def main(heeds):
-    ending = election.Ending()
-    ending.listen()
+    shutdown = election.Shutdown()
+    shutdown.listen()
     print("listening", flush=True)
-    await ending.term.wait()
+    await shutdown.term.wait()
     if not heeds:
         await asyncio.create_task(asyncio.Event().wait(), name="stubborn")
 
