@@ -58,7 +58,7 @@ class CertificateFacts(NamedTuple):
     cluster: str
     validity: Validity
     authority: str
-    """Fingerprint of the trusted authority at the end of its chain."""
+    """Digest of the trusted authority at the end of its chain."""
 
 
 def valid_for(now: datetime.datetime, days: float) -> Validity:
@@ -138,9 +138,9 @@ def bundle(*authorities: bytes) -> bytes:
     return b"".join(dict.fromkeys(_pem(certificate) for text in authorities for certificate in _load_all(text)))
 
 
-def fingerprints(text: bytes) -> dict[str, bytes]:
-    """Return the PEM certificates of a bundle by their SHA-256 fingerprints."""
-    return {_fingerprint(one): _pem(one) for one in _load_all(text)} if text.strip() else {}
+def by_digest(text: bytes) -> dict[str, bytes]:
+    """Return the PEM certificates of a bundle by their SHA-256 digests."""
+    return {_digest(one): _pem(one) for one in _load_all(text)} if text.strip() else {}
 
 
 def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime) -> CertificateFacts:
@@ -152,7 +152,7 @@ def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime
     if _load_key(key).public_key() != leaf.public_key():
         raise ConfigError("the private key is not the certificate's; issue both together")
     authority = _check_chain(leaf, intermediates, _load_all(trusted), now)
-    return CertificateFacts(_cluster_of(leaf), validity_of(leaf), _fingerprint(authority))
+    return CertificateFacts(_cluster_of(leaf), validity_of(leaf), _digest(authority))
 
 
 def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> str:
@@ -322,7 +322,7 @@ def _signing_key(text: bytes) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def _fingerprint(certificate: x509.Certificate) -> str:
+def _digest(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex()
 
 

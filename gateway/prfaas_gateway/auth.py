@@ -1,4 +1,4 @@
-"""Authenticates clients and limits their use: API keys from a folder, and the limits of each key's owner.
+"""Authenticates clients and limits them: API keys from a folder, and each owner's rate limits and requests at once.
 
 The folder holds one file a client, named after the client, as a mounted Kubernetes Secret does. A file holds keys, one
 a line, each in plain text or as `sha256:` and 64 hexadecimal digits. Or, with limits, it holds a JSON object:

@@ -3,9 +3,9 @@
 Fields that are not known are left out. A server-side apply then removes them, and the column is empty instead of wrong.
 A condition names its cause in its reason, and keeps its lastTransitionTime until its status changes.
 
-The replica that holds the Lease `<policy>-scheduler` writes. It writes a change of threshold, bandwidth or condition at
-once, but not twice within two seconds. It writes the figures every ten seconds, changed or not, so that a field that
-somebody else removed comes back. An API server that is down delays the status and nothing else.
+The leader, the replica that holds the Lease `<policy>-scheduler`, writes. It writes a change of threshold, bandwidth or
+condition at once, but not twice within two seconds. It writes the figures every ten seconds, changed or not, so that a
+field that somebody else removed comes back. An API server that is down delays the status and nothing else.
 """
 
 import asyncio

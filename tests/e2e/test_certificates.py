@@ -24,12 +24,12 @@ CHANGE_SECONDS = 240.0
 
 
 async def authorities(installation: ExampleInstallation) -> list[set[str]]:
-    """Return the fingerprints in each cluster's ca.crt."""
+    """Return the certificates' digests in each cluster's ca.crt."""
     environment, found = installation.environment, []
     for cluster in (environment.hub, environment.member):
         command = ("-n", NAMESPACE, "get", "secret", "prfaas-tls", "-o", "json")
         secret = json.loads(await environment.kubectl(cluster, *command))
-        found.append(set(identity.fingerprints(base64.b64decode(secret["data"]["ca.crt"]))))
+        found.append(set(identity.by_digest(base64.b64decode(secret["data"]["ca.crt"]))))
     return found
 
 

@@ -1,9 +1,9 @@
-"""The data port's frames: a header of 64 bytes with address, place and kind, and a payload of bytes.
+"""The data port's frames: a header of 64 bytes with address, position and kind, and a payload of bytes.
 
-A frame proves two things by itself. `check` covers the header, so that a damaged length or place is detected before it
-is used. `digest` covers header and payload as they travelled. Both are xxh3, which detects damage; TLS protects against
-forgery. A frame names its transfer and epoch, so a frame of another life is never placed. It also names its own place.
-So frames may arrive in any order over any number of connections. docs/protocol.md has the bytes.
+A frame proves two things by itself. `check` covers the header, so that a damaged length or position is detected before
+it is used. `digest` covers header and payload as they travelled. Both are xxh3, which detects damage; TLS protects
+against forgery. A frame names its transfer and epoch, so a frame of another life is never placed. It also names its own
+position. So frames may arrive in any order over any number of connections. docs/protocol.md has the bytes.
 """
 
 import struct
@@ -90,7 +90,7 @@ class Address(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """One frame's header. `group` and `layer` place BLOCK and STATE; the token range places BLOCK.
+    """One frame's header. `group` and `layer` give the position of BLOCK and STATE, the token range that of BLOCK.
 
     `sequence` numbers the data frames of a transfer from 0; `payload_bytes` counts the bytes on the wire, which `codec`
     may have reduced. `flags` are reserved: 0.
@@ -109,10 +109,10 @@ class FrameHeader(NamedTuple):
     digest: int = 0
 
     def describe(self) -> str:
-        """Return the frame's place in words, for messages."""
-        place = f" of group {self.group} layer {self.layer}" if self.kind in (Kind.BLOCK, Kind.STATE) else ""
+        """Return the frame's position in words, for messages."""
+        position = f" of group {self.group} layer {self.layer}" if self.kind in (Kind.BLOCK, Kind.STATE) else ""
         span = f" tokens {self.start_token}..{self.start_token + self.tokens}" if self.kind == Kind.BLOCK else ""
-        return f"{self.kind.name} frame{place}{span}"
+        return f"{self.kind.name} frame{position}{span}"
 
 
 class Sealed(NamedTuple):

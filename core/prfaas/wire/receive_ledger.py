@@ -1,12 +1,12 @@
-"""The destination's half of a transfer as a state machine without sockets: permitted frames, their places, completion.
+"""The destination's half of a transfer as a state machine without sockets: permitted frames, positions, completion.
 
 The destination computes from its own model what has to arrive. So it builds the expected manifest before the first
-byte. For each data frame the caller asks `claim(connection, header)` for the payload's place and reads exactly that
-many bytes into it. The caller then passes header and payload to `accept`, which checks the digest. A place can be
-claimed once: two connections never write to one place. `lost` frees the places that a broken connection had claimed but
-not filled. Damage costs its connection only. Any other error raises ProtocolError and breaks the ledger for good:
-nothing of it may be used. Completion is final too: later frames from the source cost their connection, not the arrived
-data. With a guard any thread may call; digests are computed outside of the guard.
+byte. For each data frame the caller asks `claim(connection, header)` for the payload's position and reads exactly that
+many bytes into it. The caller then passes header and payload to `accept`, which checks the digest. A position can be
+claimed once: two connections never write to one position. `lost` frees the positions that a broken connection had
+claimed but not filled. Damage costs its connection only. Any other error raises ProtocolError and breaks the ledger for
+good: nothing of it may be used. Completion is final too: later frames from the source cost their connection, not the
+arrived data. With a guard any thread may call; digests are computed outside of the guard.
 
 Invariant: `whole` is true only if every attention row, every linear state, the hidden state and DONE arrived once each,
 undamaged. All must be for this transfer, epoch and manifest. The source's digest over all frames must be ours too.
@@ -59,7 +59,7 @@ GroupLayer = tuple[int, int]  # group, layer
 
 class _Claim(NamedTuple):
     connection: int
-    place: CachePart
+    position: CachePart
 
 
 class ReceiveLedger:
@@ -96,7 +96,7 @@ class ReceiveLedger:
                     self._rows_left[index, layer] = expected.tokens
 
     def claim(self, connection: int, header: FrameHeader) -> CachePart:
-        """Reserve the place of a data frame's payload and return it.
+        """Reserve the position of a data frame's payload and return it.
 
         Raises ProtocolError for a frame of another transfer, epoch or manifest, of a wrong size, or claimed before.
         """
@@ -104,28 +104,28 @@ class ReceiveLedger:
             self._require_ours(header)
             if header.sequence in self._claims or header.sequence in self._digests:
                 raise ProtocolError(f"{header.describe()} repeats sequence number {header.sequence}")
-            place = self._claim(header)
-            self._claims[header.sequence] = _Claim(connection, place)
-            return place
+            position = self._claim(header)
+            self._claims[header.sequence] = _Claim(connection, position)
+            return position
 
     def accept(self, header: FrameHeader, payload: Sequence[Buffer], land: Callable[[], None] = lambda: None) -> None:
         """Note that a claimed data frame arrived: `payload` holds its bytes, as they travelled, in order.
 
-        After the digest check, `land` moves them to their place if they are not there already. Raises DamagedError for
-        a wrong digest, where the claim stays until `lost` frees it; ProtocolError for a last one that contradicts the
-        source's account.
+        After the digest check, `land` moves them to their position if they are not there already. Raises DamagedError
+        for a wrong digest, where the claim stays until `lost` frees it; ProtocolError for a last one that contradicts
+        the source's account.
         """
         verify(header, payload)
         land()
         with self._breaking_on_error():
-            place = self._claims.pop(header.sequence).place
-            match place:
+            position = self._claims.pop(header.sequence).position
+            match position:
                 case LayerRows(group, layer, _, tokens):
                     self._rows_left[group, layer] -= tokens
                     if self._rows_left[group, layer] == 0:
                         del self._rows_left[group, layer]
                 case LayerState() | HiddenState():
-                    self._states_left.remove(place)
+                    self._states_left.remove(position)
             self._digests[header.sequence] = header.digest
             self.is_exact &= Codec(header.codec).is_exact
             self.received_bytes += header.payload_bytes
@@ -160,7 +160,7 @@ class ReceiveLedger:
             for sequence, claim in list(self._claims.items()):
                 if claim.connection == connection:
                     del self._claims[sequence]
-                    self._unclaim(claim.place)
+                    self._unclaim(claim.position)
 
     def require_manifest(self, found: Manifest) -> None:
         """Raise ProtocolError unless the source's manifest is the one that this instance needs."""
@@ -231,8 +231,8 @@ class ReceiveLedger:
             case Kind.BLOCK:
                 return self._claim_rows(header)
             case Kind.STATE:
-                place = LayerState(*self._place(header, "linear"))
-                return self._claim_state(header, place, self.expected.groups[header.group].nbytes)
+                position = LayerState(*self._position(header, "linear"))
+                return self._claim_state(header, position, self.expected.groups[header.group].nbytes)
             case Kind.HIDDEN if not self.expected.hidden_size:
                 raise ProtocolError(f"{header.describe()}: a prefix has none")
             case Kind.HIDDEN:
@@ -241,37 +241,37 @@ class ReceiveLedger:
                 raise ProtocolError(f"{header.describe()} carries no cache")
 
     def _claim_rows(self, header: FrameHeader) -> LayerRows:
-        place = self._place(header, "attention")
+        position = self._position(header, "attention")
         end = header.start_token + header.tokens
         if not (self.expected.start_token <= header.start_token < end <= self.expected.end_token):
             raise ProtocolError(
                 f"{header.describe()} is outside of tokens {self.expected.start_token}..{self.expected.end_token}"
             )
         self._require_size(header, header.tokens * self.expected.groups[header.group].nbytes)
-        starts, ends = self._starts.setdefault(place, []), self._ends.setdefault(place, [])
+        starts, ends = self._starts.setdefault(position, []), self._ends.setdefault(position, [])
         at = bisect_right(starts, header.start_token)
         if (at > 0 and ends[at - 1] > header.start_token) or (at < len(starts) and starts[at] < end):
             raise ProtocolError(f"{header.describe()} overlaps rows that were sent before")
         starts.insert(at, header.start_token)
         ends.insert(at, end)
-        return LayerRows(*place, header.start_token, header.tokens)
+        return LayerRows(*position, header.start_token, header.tokens)
 
-    def _claim_state(self, header: FrameHeader, place: LayerState | HiddenState, nbytes: int) -> CachePart:
+    def _claim_state(self, header: FrameHeader, position: LayerState | HiddenState, nbytes: int) -> CachePart:
         self._require_size(header, nbytes)
-        if place in self._states_claimed:
+        if position in self._states_claimed:
             raise ProtocolError(f"{header.describe()} was sent before")
-        self._states_claimed.add(place)
-        return place
+        self._states_claimed.add(position)
+        return position
 
-    def _unclaim(self, place: CachePart) -> None:
-        match place:
+    def _unclaim(self, position: CachePart) -> None:
+        match position:
             case LayerRows(group, layer, start_token, _):
                 at = self._starts[group, layer].index(start_token)
                 del self._starts[group, layer][at], self._ends[group, layer][at]
             case LayerState() | HiddenState():
-                self._states_claimed.remove(place)
+                self._states_claimed.remove(position)
 
-    def _place(self, header: FrameHeader, kind: str) -> GroupLayer:
+    def _position(self, header: FrameHeader, kind: str) -> GroupLayer:
         groups = self.expected.groups
         if header.group >= len(groups) or groups[header.group].kind != kind:
             raise ProtocolError(f"{header.describe()}: the manifest has no such {kind} group")

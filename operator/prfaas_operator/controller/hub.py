@@ -69,7 +69,7 @@ class HubView:
         self._objects[ref] = body
         if ref.kind == PREFILL_POOL:
             self.sharers[ref.name] = project_sharer(body)
-        self._wake(ref, changed=known is None or fingerprint(known) != fingerprint(body))
+        self._wake(ref, changed=known is None or wake_key(known) != wake_key(body))
 
     def discard(self, kind: ObjectKind, name: str, uid: str) -> None:
         """Forget a deleted object; keep a new one of the same name."""
@@ -159,7 +159,7 @@ class HubView:
             self.queue.wake_kinds(POLICY)
 
 
-def fingerprint(body: Object) -> tuple[Any, ...]:
+def wake_key(body: Object) -> tuple[Any, ...]:
     """Return the part of an object that others depend on; a status with other counts only wakes no other object."""
     ready = [
         (condition.get("status"), condition.get("reason"))

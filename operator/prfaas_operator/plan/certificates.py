@@ -15,7 +15,7 @@ reached read nothing. So an authority passes three states. Each step waits until
 
 All three are trusted, and every certificate that is written is signed by a current authority. So Secrets one step apart
 accept each other. One Secret of the hub holds the states; a member's Secret is never believed about authorities. This
-module knows authorities by their fingerprints; the caller has keys and texts.
+module knows authorities by their digests; the caller has keys and texts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -99,7 +99,7 @@ class Holder(NamedTuple):
 
 
 class Authorities(NamedTuple):
-    """Fingerprints by state; `ends` is the expiry of the current one, and `signs` is true if its key is at hand."""
+    """Digests by state; `ends` is the expiry of the current one, and `signs` is true if its key is at hand."""
 
     current: frozenset[str] = frozenset()
     next: frozenset[str] = frozenset()

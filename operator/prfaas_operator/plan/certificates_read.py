@@ -27,7 +27,7 @@ DAY: Final = timedelta(days=1)
 
 
 class Store(NamedTuple):
-    """The hub's Secret of authorities: certificates (PEM) by fingerprint, and the keys of the current and next ones."""
+    """The hub's Secret of authorities: certificates (PEM) by digest, and the keys of the current and next ones."""
 
     authorities: Authorities
     certificates: Mapping[str, bytes]
@@ -39,8 +39,8 @@ class Store(NamedTuple):
         """All trusted authorities, in a stable order."""
         return self.texts(self.authorities.trusted)
 
-    def texts(self, fingerprints: frozenset[str]) -> bytes:
-        return b"".join(self.certificates[one] for one in sorted(fingerprints))
+    def texts(self, digests: frozenset[str]) -> bytes:
+        return b"".join(self.certificates[one] for one in sorted(digests))
 
     @property
     def data(self) -> dict[str, bytes]:
@@ -75,7 +75,7 @@ def read_store(secret: Secret, now: datetime) -> Store:
     """
     texts = {name: content(secret, name) for name in (TLS_CERT, TLS_KEY, NEXT, NEXT_KEY, PREVIOUS)}
     try:
-        current, following, previous = (identity.fingerprints(texts[name]) for name in (TLS_CERT, NEXT, PREVIOUS))
+        current, following, previous = (identity.by_digest(texts[name]) for name in (TLS_CERT, NEXT, PREVIOUS))
         ends = None
         if texts[TLS_KEY]:
             signer = identity.signing_certificate(identity.KeyPair(texts[TLS_CERT], texts[TLS_KEY]))
@@ -132,7 +132,7 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretConte
     if secret is None:
         return SecretContent()
     try:
-        trusted = frozenset(identity.fingerprints(content(secret, TLS_TRUSTED)))
+        trusted = frozenset(identity.by_digest(content(secret, TLS_TRUSTED)))
     except PrfaasError:
         trusted = frozenset()
     try:
@@ -150,7 +150,7 @@ def read_issued(secret: Secret, now: datetime) -> Leaf:
 def _leaf(secret: Secret, trusted: bytes, now: datetime) -> Leaf:
     certificate = content(secret, TLS_CERT)
     facts = identity.check(certificate, content(secret, TLS_KEY), trusted, now)
-    return Leaf(facts.cluster, facts.authority, facts.validity, next(iter(identity.fingerprints(certificate))))
+    return Leaf(facts.cluster, facts.authority, facts.validity, next(iter(identity.by_digest(certificate))))
 
 
 def _written_at(secret: Secret) -> datetime | None:

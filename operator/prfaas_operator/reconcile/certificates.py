@@ -267,7 +267,7 @@ class Certificates:
                 return
         else:
             pair = self._new_authority()
-            store = read.first_store(identity.fingerprints(pair.certificate), pair.key)
+            store = read.first_store(identity.by_digest(pair.certificate), pair.key)
         # Server-side apply, because RBAC can limit an apply to one name even at the creation.
         await self._hub.client.apply(render.authority_secret(store.data, None))
         await self._say_of_authority(
@@ -320,7 +320,7 @@ class Certificates:
             added = _authorities_of(targets)
         elif step is RotationStep.ANNOUNCE:
             pair = self._new_authority()
-            added, key = identity.fingerprints(pair.certificate), pair.key
+            added, key = identity.by_digest(pair.certificate), pair.key
         elif step is RotationStep.PROMOTE:
             added, key = {one: store.certificates[one] for one in store.authorities.next}, store.next_key
         try:
@@ -428,9 +428,9 @@ def _why_pending(certificate: Object) -> str:
 
 
 def _authorities_of(targets: Iterable[_Target]) -> dict[str, bytes]:
-    """Return the authorities (PEM) of the issued certificates by fingerprint."""
+    """Return the authorities (PEM) of the issued certificates by digest."""
     found: dict[str, bytes] = {}
     for leaf, secret, _ in (target.issued for target in targets):
         if leaf is not None and secret is not None:
-            found[leaf.authority] = identity.fingerprints(read.content(secret, TLS_TRUSTED))[leaf.authority]
+            found[leaf.authority] = identity.by_digest(read.content(secret, TLS_TRUSTED))[leaf.authority]
     return found

@@ -51,7 +51,7 @@ class MemberConnection:
     """A connection to one member cluster with one set of credentials."""
 
     def __init__(self, member: MemberCluster, access: Access, cluster: ClusterClient, queue: ReconcileQueue):
-        self.made_for = fingerprint(member, access)
+        self.made_for = connection_key(member, access)
         self.cluster = cluster
         self._token = access.token
         mine = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_CLUSTER_UID: member.metadata.uid}
@@ -177,7 +177,7 @@ class Members:
         """Return the connection to this very server; a changed server gets a new connection."""
         name = member.metadata.name
         old = self._connections.get(name)
-        if old is not None and old.made_for == fingerprint(member, access):
+        if old is not None and old.made_for == connection_key(member, access):
             old.use(access)
             return old
         cluster = await self._connect(name, member.spec.namespace, access)
@@ -216,8 +216,8 @@ def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Acce
     return credentials.parse_kubeconfig(base64.b64decode(data[reference.key]))
 
 
-def fingerprint(member: MemberCluster, access: Access) -> tuple[str, str, Access]:
-    """Return a hash of the access that a connection depends on: all but the token, which may change during it."""
+def connection_key(member: MemberCluster, access: Access) -> tuple[str, str, Access]:
+    """Return what a connection depends on: all of the access but the token, which may change during it."""
     return member.metadata.uid, member.spec.namespace, access._replace(token="set" if access.token else "")
 
 

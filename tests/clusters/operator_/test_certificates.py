@@ -61,7 +61,7 @@ def warnings(place, name: str, reason: str) -> list[str]:
 def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays_in_the_hub(joined):
     hub, member, authority = read(joined.hub), read(joined.member), read(joined.hub, AUTHORITY)
     assert (facts(hub).cluster, facts(member).cluster) == ("hub", "eu")
-    assert facts(hub).authority == facts(member).authority == next(iter(identity.fingerprints(authority["tls.crt"])))
+    assert facts(hub).authority == facts(member).authority == next(iter(identity.by_digest(authority["tls.crt"])))
     assert hub["tls.key"] != member["tls.key"]
     assert set(member) == {"tls.crt", "tls.key", "ca.crt"}
     assert authority["tls.key"] not in {*hub.values(), *member.values()}
@@ -97,15 +97,15 @@ def test_what_is_edited_or_deleted_is_put_right(joined):
             ("tls.crt", "tls.key", "ca.crt"), (stranger.certificate, stranger.key, foreign.certificate), strict=True
         )
     }
-    own = identity.fingerprints(read(joined.hub)["ca.crt"])
+    own = identity.by_digest(read(joined.hub)["ca.crt"])
 
     def is_right() -> bool:
-        return usable(joined.member, "eu") and identity.fingerprints(read(joined.member)["ca.crt"]) == own
+        return usable(joined.member, "eu") and identity.by_digest(read(joined.member)["ca.crt"]) == own
 
     for change in (encoded, {"ca.crt": encoded["ca.crt"]}, {"tls.key": "bm90IGEga2V5"}, {"tls.crt": None}):
         patch(joined.member, SECRET, change)
         joined.eventually(is_right, f"{sorted(change)} are put right")
-        assert identity.fingerprints(read(joined.hub)["ca.crt"]) == own, "a member's word counts nothing in the hub"
+        assert identity.by_digest(read(joined.hub)["ca.crt"]) == own, "a member's word counts nothing in the hub"
     for place, cluster in ((joined.member, "eu"), (joined.hub, "hub")):
         place.kubectl("delete", "secret", SECRET)
         joined.eventually(lambda place=place, cluster=cluster: usable(place, cluster), f"{cluster} has one again")

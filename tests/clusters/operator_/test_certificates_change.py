@@ -121,7 +121,7 @@ def test_an_authority_is_replaced_although_the_operator_is_killed_at_every_step(
 
     def is_done() -> bool:
         now = change.look()
-        return all(len(identity.fingerprints(files["ca.crt"])) == 1 for files in now.values())
+        return all(len(identity.by_digest(files["ca.crt"])) == 1 for files in now.values())
 
     ground.eventually(is_done, "the former authority is trusted nowhere")
     assert first not in {authority(files) for files in change.look().values()}
@@ -171,13 +171,13 @@ def test_an_issuers_certificates_are_asked_for_copied_and_change_their_authority
 
     for number in (1, 2):
         signer = identity.make_authority(f"issuer {number}", validity)
-        [wanted] = identity.fingerprints(signer.certificate)
+        [wanted] = identity.by_digest(signer.certificate)
         issue(signer)
 
         def uses_it(wanted: str = wanted) -> bool:
             now = change.look()
             return all(
-                {authority(files)} == set(identity.fingerprints(files["ca.crt"])) == {wanted} for files in now.values()
+                {authority(files)} == set(identity.by_digest(files["ca.crt"])) == {wanted} for files in now.values()
             )
 
         ground.eventually(uses_it, f"both clusters hold certificates of issuer {number} alone", 120)

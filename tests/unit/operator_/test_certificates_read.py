@@ -24,14 +24,14 @@ def secret(data: dict[str, bytes], **metadata) -> dict:
 
 
 def store_of(pair: identity.KeyPair) -> read.Store:
-    first = read.first_store(identity.fingerprints(pair.certificate), pair.key)
+    first = read.first_store(identity.by_digest(pair.certificate), pair.key)
     return read.read_store(secret(first.data), NOW)
 
 
 def test_an_authority_passes_its_three_states_and_leaves_nothing_behind():
     store = store_of(ONE)
-    [old], [new] = identity.fingerprints(ONE.certificate), identity.fingerprints(TWO.certificate)
-    announced = read.advance(store, RotationStep.ANNOUNCE, identity.fingerprints(TWO.certificate), TWO.key)
+    [old], [new] = identity.by_digest(ONE.certificate), identity.by_digest(TWO.certificate)
+    announced = read.advance(store, RotationStep.ANNOUNCE, identity.by_digest(TWO.certificate), TWO.key)
     announced = read.read_store(secret(announced.data), NOW)
     assert announced.authorities[:3] == ({old}, {new}, set())
     assert (announced.key, announced.next_key) == (ONE.key, TWO.key)

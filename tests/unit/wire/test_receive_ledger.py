@@ -121,10 +121,10 @@ def test_a_stream_that_is_cut_anywhere_is_never_whole(transfer: Sent, data: st.D
 @pytest.mark.parametrize("frame", COMPLETE.frames[:-2])
 def test_what_a_broken_connection_had_claimed_is_free_for_another_and_for_nobody_before(frame: bytes):
     ledger = ReceiveLedger(MANIFEST)
-    place = ledger.claim(0, header_of(frame))
+    position = ledger.claim(0, header_of(frame))
     ledger.lost(1)  # another connection's claims are its own
     ledger.lost(0)
-    assert ledger.claim(2, header_of(frame)) == place
+    assert ledger.claim(2, header_of(frame)) == position
     with pytest.raises(ProtocolError, match="repeats"):
         ledger.claim(3, header_of(frame))
     assert ledger.received == ()
@@ -217,7 +217,7 @@ def test_a_frame_that_the_manifest_has_no_place_for_is_refused(frame: bytes, why
 def test_rows_that_overlap_earlier_rows_are_refused(start: int, tokens: int):
     destination = Receiver()
     destination.take(block(2, 4, bytes(12), 0))
-    destination.take(block(3, start, bytes(6 * tokens), 1))  # another layer's rows are another place
+    destination.take(block(3, start, bytes(6 * tokens), 1))  # another layer's rows are another position
     with pytest.raises(ProtocolError, match="overlaps"):
         destination.take(block(2, start, bytes(6 * tokens), 2))
 

@@ -5,9 +5,9 @@ ones have no holders, but a prompt with the same prefix could use them. A *block
 the hash of all tokens up to its end. A *checkpoint* is any `pages_per_state` free pages, named like its last block.
 
 The hard part is that a prefix needs both. **A match is the longest n with attention blocks to n and a state at n**. So
-one order of eviction holds for both kinds: least recently used first, and a chain's tail before its head. A checkpoint
-is evicted with its block, since no match reaches it any more. A checkpoint that a longer one of its own sequence has
-made useless is evicted before all others. Held pages are never evicted.
+one order of eviction holds for both kinds: least recently used first (LRU), and a chain's tail before its head. A
+checkpoint is evicted with its block, since no match reaches it any more. A checkpoint that a longer one of its own
+sequence has made useless is evicted before all others. Held pages are never evicted.
 
 Where to keep states. A state is right at exactly one length, so it must be where a later prompt parts from this one.
 Two such places are known. One is the prompt's end, where a conversation continues. The other is a branch, where an

@@ -120,32 +120,32 @@ class ReceiveLoop:
     def _take(self, header: FrameHeader) -> None:
         state = self._state
         state.start()
-        place = state.ledger.claim(self._connection, header)
-        with self._memory(self._copied_bytes(header, place)):
-            room = self._room(place)
+        part = state.ledger.claim(self._connection, header)
+        with self._memory(self._copied_bytes(header, part)):
+            room = self._room(part)
             payload = [memoryview(bytearray(header.payload_bytes))] if header.codec else room
             self._stream.receive_into(*payload, on_wait=self._wait)
-            state.ledger.accept(header, payload, lambda: self._land(header, place, payload, room))
+            state.ledger.accept(header, payload, lambda: self._land(header, part, payload, room))
         state.codecs.add(header.codec)
         state.received(HEADER_BYTES + header.payload_bytes)
 
-    def _copied_bytes(self, header: FrameHeader, place: CachePart) -> int:
-        """Memory that a frame takes beside its place: a codec's payload, its planes, and the tensors made of them."""
-        if isinstance(place, HiddenState):
+    def _copied_bytes(self, header: FrameHeader, part: CachePart) -> int:
+        """Memory that a frame takes outside the cache: a codec's payload, its planes, and the tensors made of them."""
+        if isinstance(part, HiddenState):
             return 0
         tensors_bytes = header.payload_bytes
         if header.codec:
-            tensors_bytes = (header.tokens or 1) * self._state.ledger.expected.groups[place.group].nbytes
+            tensors_bytes = (header.tokens or 1) * self._state.ledger.expected.groups[part.group].nbytes
         staged_bytes = tensors_bytes if self._state.place.staging else 0
         return staged_bytes + (header.payload_bytes + 2 * tensors_bytes if header.codec else 0)
 
-    def _land(self, header: FrameHeader, place: CachePart, payload: list[memoryview], room: list[memoryview]) -> None:
-        if isinstance(place, HiddenState):
+    def _land(self, header: FrameHeader, part: CachePart, payload: list[memoryview], room: list[memoryview]) -> None:
+        if isinstance(part, HiddenState):
             return
         expected = self._state.ledger.expected
         if header.codec:
-            decode_into(Codec(header.codec), expected.groups[place.group].tensors, header.tokens or 1, payload[0], room)
-        land(expected, self._state.place, place, room)
+            decode_into(Codec(header.codec), expected.groups[part.group].tensors, header.tokens or 1, payload[0], room)
+        land(expected, self._state.place, part, room)
 
     @contextmanager
     def _memory(self, count_bytes: int) -> Iterator[None]:
@@ -163,10 +163,10 @@ class ReceiveLoop:
         finally:
             self._state.memory.release(count_bytes)
 
-    def _room(self, place: CachePart) -> list[memoryview]:
-        if isinstance(place, HiddenState):
+    def _room(self, part: CachePart) -> list[memoryview]:
+        if isinstance(part, HiddenState):
             return [bytes_of(self._state.hidden)]
-        return list(room_for(self._state.ledger.expected, self._state.place, place))
+        return list(room_for(self._state.ledger.expected, self._state.place, part))
 
     def _wait(self, silent_seconds: float) -> None:
         """Send a heartbeat; raise if the source shows no life."""
