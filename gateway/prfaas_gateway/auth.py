@@ -81,9 +81,7 @@ class Auth:
         given = http.headers.get("Authorization", "")
         if given[: len(_SCHEME)].lower() != _SCHEME:
             raise RequestError(
-                "this endpoint requires a key: send `Authorization: Bearer KEY`",
-                status=401,
-                code="missing_api_key",
+                "this endpoint requires a key: send `Authorization: Bearer KEY`", status=401, code="missing_api_key"
             )
         client = self._keys.client(given[len(_SCHEME) :].strip().encode(errors="surrogateescape"))
         if client is None:

@@ -47,8 +47,7 @@ class GatewayMetrics:
             "prfaas_gateway_retries_refused", "Legs not started because the retry budget was empty"
         )
         self.slo_refusals = counter(
-            "prfaas_gateway_slo_refusals",
-            "Requests rejected because the prefill queue exceeded slo.ttftMillis",
+            "prfaas_gateway_slo_refusals", "Requests rejected because the prefill queue exceeded slo.ttftMillis"
         )
         self.in_flight = gauge("prfaas_gateway_in_flight", "Requests being served")
 

@@ -33,12 +33,7 @@ MemberNamespace = Annotated[str | None, typer.Option(help="Namespace in the memb
 ContextOption = Annotated[str | None, typer.Option(help="Kubeconfig context of the member cluster.")]
 KubeconfigOption = Annotated[Path | None, typer.Option(help="Kubeconfig file of the member cluster.")]
 TokenDays = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        max=3650,
-        help="Days that the token is valid; the operator renews it at half of them.",
-    ),
+    int, typer.Option(min=1, max=3650, help="Days that the token is valid; the operator renews it at half of them.")
 ]
 WaitSeconds = Annotated[float, typer.Option(min=0, help="Longest wait for the operator.")]
 

@@ -89,10 +89,7 @@ PROMETHEUS = GoModule(
 KIND = GoModule("kind", "sigs.k8s.io/kind", (Program("kind", "kind", ("version",), r"^kind v{version}\b"),))
 # What a node of kind is made of, where its published image cannot be pulled.
 NODE = GoModule(
-    "node",
-    "k8s.io/kubernetes",
-    (Program("kube", "kube"), Program("pause", "pause")),
-    ldflags=_KUBERNETES_LDFLAGS,
+    "node", "k8s.io/kubernetes", (Program("kube", "kube"), Program("pause", "pause")), ldflags=_KUBERNETES_LDFLAGS
 )
 COREDNS = GoModule("coredns", "github.com/coredns/coredns", (Program("coredns", "coredns"),))
 

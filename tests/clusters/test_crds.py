@@ -66,10 +66,7 @@ GOOD = {
         "DecodePool",
         {"model": FOLDER, "engine": {"type": "vllm", "image": "v:1", "args": ["--max-model-len", "9"]}},
     ),
-    "mooncake": (
-        "PrefillPool",
-        {"model": FOLDER, "engine": {"type": "vllm", "connector": "Mooncake", "image": "v:1"}},
-    ),
+    "mooncake": ("PrefillPool", {"model": FOLDER, "engine": {"type": "vllm", "connector": "Mooncake", "image": "v:1"}}),
     "sglang": ("PrefillPool", {"model": FOLDER, "engine": {"type": "sglang", "image": "s:1"}}),
     "api-keys": ("PrfaaSPolicy", POLICY | {"gateway": {"apiKeysSecretRef": {"name": "gateway-keys"}}}),
     "decode-pool": ("DecodePool", POOL | {"clusterName": "", "template": {"resources": {"limits": {"cpu": "500m"}}}}),
@@ -147,12 +144,7 @@ def test_examples_are_accepted(crds):
 
 def test_stored_object_holds_no_empty_lists_and_maps(crds):
     stored = create(crds, "PrefillPool", "tidy", POOL)["spec"]
-    assert stored == {
-        "clusterName": "",
-        "model": POOL["model"],
-        "replicas": 1,
-        "shareWith": "",
-    }
+    assert stored == {"clusterName": "", "model": POOL["model"], "replicas": 1, "shareWith": ""}
 
 
 def test_update_that_leaves_optional_fields_unset_is_not_blocked(crds):
@@ -261,12 +253,7 @@ def test_status_is_validated_too(crds, status, where):
             {"readyReplicas": 3, "conditions": [condition("False", "InstancesNotReady")]},
             ["False", "3", "4", "eu", "InstancesNotReady"],
         ),
-        (
-            "DecodePool",
-            POOL,
-            {"readyReplicas": 1, "conditions": [condition()]},
-            ["True", "1", "1", "AllReady"],
-        ),
+        ("DecodePool", POOL, {"readyReplicas": 1, "conditions": [condition()]}, ["True", "1", "1", "AllReady"]),
         (
             "PrfaaSPolicy",
             POLICY,

@@ -154,10 +154,7 @@ MODULE: Final = re.compile(
     r"(?<![\w./-])(prfaas(?:_(?:operator|gateway|scheduler|worker|sandbox))?)((?:\.[a-z_]+)+)(?![\w/:]|-|\.io)"
 )
 FOLDERS: Final = {"prfaas": "core"}
-SAID: Final = (
-    *DOCUMENTS,
-    *(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")),
-)
+SAID: Final = (*DOCUMENTS, *(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")))
 
 
 def missing_modules(text: str) -> list[str]:

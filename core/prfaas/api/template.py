@@ -7,17 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import (
-    ApiModel,
-    Count,
-    DataKey,
-    DnsLabel,
-    DnsName,
-    Hint,
-    LongText,
-    Rule,
-    keyed_by,
-)
+from prfaas.api.base import ApiModel, Count, DataKey, DnsLabel, DnsName, Hint, LongText, Rule, keyed_by
 
 EnvName = Annotated[
     str,

@@ -136,11 +136,7 @@ def _figures(system: System, workload: Workload, plan: Plan) -> Figures:
     carried = {name: getattr(plan, name) for name in Throughput.__struct_fields__}
     for name in ("n_p", "n_d"):
         carried[name] = int(carried[name]) if carried[name].is_integer() else carried[name]
-    return Figures(
-        **carried,
-        ttft_mean_seconds=first.mean_seconds,
-        ttft_p90_seconds=first.p90_seconds,
-    )
+    return Figures(**carried, ttft_mean_seconds=first.mean_seconds, ttft_p90_seconds=first.p90_seconds)
 
 
 def _loaded(system: System, workload: Workload, plan: Plan) -> list[TtftUnderLoad]:

@@ -160,11 +160,7 @@ def find_bound(system: System, workload: Workload) -> Bound:
             break
         columns.append(column)
         reached, prices = _pack(columns)
-    return Bound(
-        lambda_max=upper,
-        reached=reached,
-        prices=dict(zip(resources, best_prices, strict=True)),
-    )
+    return Bound(lambda_max=upper, reached=reached, prices=dict(zip(resources, best_prices, strict=True)))
 
 
 class _Option(msgspec.Struct, frozen=True):

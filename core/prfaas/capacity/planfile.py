@@ -252,9 +252,7 @@ def _profile(section: Section) -> Profile:
 
 def _point(section: Section) -> MeasuredPoint:
     return MeasuredPoint(
-        tokens=section.whole("tokens"),
-        seconds=section.number("seconds"),
-        cache_bytes=section.number("cacheMib") * MIB,
+        tokens=section.whole("tokens"), seconds=section.number("seconds"), cache_bytes=section.number("cacheMib") * MIB
     )
 
 

@@ -20,8 +20,7 @@ from prfaas.util import replace_file
 AUTHORITY_KEY: Final = "ca.key"
 
 app = new_app(
-    help="Make certificates that name an instance's cluster. Example: prfaas certs init --out ca",
-    no_args_is_help=True,
+    help="Make certificates that name an instance's cluster. Example: prfaas certs init --out ca", no_args_is_help=True
 )
 
 Out = Annotated[Path, typer.Option("--out", help="Directory to write to; it is made if missing.")]

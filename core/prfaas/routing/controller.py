@@ -41,13 +41,7 @@ from msgspec.structs import replace
 from prfaas.names import HUB
 from prfaas.routing.feedforward import PoolFacts, optimum, sustainable_in_hub
 from prfaas.routing.lengths import Demand, DemandAbove
-from prfaas.routing.links import (
-    SATURATED_DRAIN_SECONDS,
-    SATURATED_QUEUE_PER_INSTANCE,
-    LinkFacts,
-    LinkView,
-    view_link,
-)
+from prfaas.routing.links import SATURATED_DRAIN_SECONDS, SATURATED_QUEUE_PER_INSTANCE, LinkFacts, LinkView, view_link
 from prfaas.routing.prices import prices_of
 from prfaas.wire.control import Bandwidth, LinkReport, Price, ThresholdUpdate
 from prfaas.wire.routes import LinkWatermarks, RoutingTable, Threshold

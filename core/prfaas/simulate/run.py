@@ -31,11 +31,7 @@ def simulate(
 
 class _Run:
     def __init__(
-        self,
-        scenario: Scenario,
-        arrivals: Iterator[Arrival],
-        tally: Tally,
-        progress: Callable[[int], None] | None,
+        self, scenario: Scenario, arrivals: Iterator[Arrival], tally: Tally, progress: Callable[[int], None] | None
     ):
         self._arrivals = arrivals
         self._tally = tally

@@ -18,15 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from prfaas.errors import PeerError, ProtocolError
-from prfaas.wire.frames import (
-    MAX_DATA_BYTES,
-    Buffer,
-    Codec,
-    FrameHeader,
-    Kind,
-    verify,
-    whole_digest,
-)
+from prfaas.wire.frames import MAX_DATA_BYTES, Buffer, Codec, FrameHeader, Kind, verify, whole_digest
 from prfaas.wire.transfer import Abort, Done, Manifest, Ranges, as_ranges, decode_message
 
 NO_GUARD = nullcontext()
@@ -66,10 +58,7 @@ class ReceiveLedger:
     """Keeps account of one transfer, as the module's docstring explains. `codecs` are the permitted ones; 0 is none."""
 
     def __init__(
-        self,
-        expected: Manifest,
-        codecs: Collection[int] = (0,),
-        guard: AbstractContextManager[object] = NO_GUARD,
+        self, expected: Manifest, codecs: Collection[int] = (0,), guard: AbstractContextManager[object] = NO_GUARD
     ):
         self.expected = expected
         self.done: Done | None = None

@@ -24,15 +24,7 @@ import msgspec
 from prfaas.errors import UNREADABLE, UnreachableError
 from prfaas.routing.facts import Route
 from prfaas.wire.routes import Instance
-from prfaas_gateway.engines.shared import (
-    Leg,
-    LegFailedError,
-    bootstrap_url,
-    call,
-    call_both,
-    for_prefill,
-    with_fields,
-)
+from prfaas_gateway.engines.shared import Leg, LegFailedError, bootstrap_url, call, call_both, for_prefill, with_fields
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 

@@ -26,7 +26,7 @@ from prfaas.kube.watch import ExpiredError, WatchEvent, watch_events
 from prfaas.names import API_VERSION, FIELD_MANAGER_OPERATOR
 from prfaas_operator import errors, metrics
 from prfaas_operator.clusters.kinds import BY_NAME, SERVICE_ACCOUNT, Object
-from prfaas_operator.clusters.throttle import Throttle, retry_after_seconds
+from prfaas_operator.clusters.throttle import Throttle, requested_pause_seconds
 
 CALL_SECONDS: Final = 5.0
 WATCH_TIMEOUT_SECONDS: Final = 60
@@ -327,7 +327,7 @@ class ClusterClient:
             raise errors.ClusterUnreachableError(f"{self._label} did not answer with JSON: {error} ({what})") from error
 
     def _refusal(self, what: str, error: StatusError) -> Exception:
-        pause_seconds = retry_after_seconds(error.status, error.headers)
+        pause_seconds = requested_pause_seconds(error.status, error.headers)
         if pause_seconds is not None:
             self._throttle.rest(pause_seconds)
             return _BusyError(f"{self._label} is too busy: {error.said} ({what})")

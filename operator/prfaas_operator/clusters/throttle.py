@@ -72,7 +72,7 @@ class Throttle:
         return max(0.0, self._rest_until - self._clock())
 
 
-def retry_after_seconds(status: int, headers: Mapping[str, str] | None) -> float | None:
+def requested_pause_seconds(status: int, headers: Mapping[str, str] | None) -> float | None:
     """Return the pause that an answer asks for, None without one: 429, or 503 with a time."""
     named = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), None)
     if status not in {429, 503} or (status == 503 and named is None):  # the two statuses that carry a time

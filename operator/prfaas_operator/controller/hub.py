@@ -12,15 +12,7 @@ from prfaas.api.base import Resource
 from prfaas.kube.session import ObjectKind
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.informer import Informer
-from prfaas_operator.clusters.kinds import (
-    BY_NAME,
-    DECODE_POOL,
-    MEMBER_CLUSTER,
-    POD,
-    POLICY,
-    PREFILL_POOL,
-    Object,
-)
+from prfaas_operator.clusters.kinds import BY_NAME, DECODE_POOL, MEMBER_CLUSTER, POD, POLICY, PREFILL_POOL, Object
 from prfaas_operator.controller.child_cache import ChildCache, ChildFacts
 from prfaas_operator.controller.queue import ReconcileQueue, Ref
 from prfaas_operator.plan.conditions import READY

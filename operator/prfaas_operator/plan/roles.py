@@ -80,9 +80,7 @@ def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple
         roles = _roles(staying, older, wanted, fallback)
     return tuple(
         Assignment(
-            pod,
-            "decode" if pod == fallback else roles.get(pod.name) or _role_of(pod),
-            cheap=pod.name not in roles,
+            pod, "decode" if pod == fallback else roles.get(pod.name) or _role_of(pod), cheap=pod.name not in roles
         )
         for pod in alive
     )

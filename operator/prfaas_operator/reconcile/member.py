@@ -171,10 +171,7 @@ class MemberReconciler:
             if secret is not None and contact.token is not None:
                 there = await self.members.cluster(member.metadata.name)
                 await self.tokens.renew(hub, there, live, secret, contact.token)
-        conditions = {
-            **plan.conditions(member, contact, users),
-            **self.certificates.conditions(member.metadata.name),
-        }
+        conditions = {**plan.conditions(member, contact, users), **self.certificates.conditions(member.metadata.name)}
         return ReconcileResult(conditions, fields, again_seconds=PROBE_SECONDS)
 
     async def _sweep(self, member: MemberCluster) -> Owned:

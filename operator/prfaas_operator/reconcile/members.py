@@ -22,12 +22,7 @@ from prfaas_operator.clusters.informer import Informer
 from prfaas_operator.clusters.kinds import CONFIG_MAP, DEPLOYMENT, POD, POLICY, PREFILL_POOL, Object
 from prfaas_operator.controller.child_cache import ChildCache
 from prfaas_operator.controller.queue import ReconcileQueue
-from prfaas_operator.errors import (
-    ClusterUnreachableError,
-    SecretNotFoundError,
-    TokenExpiredError,
-    UnauthorizedError,
-)
+from prfaas_operator.errors import ClusterUnreachableError, SecretNotFoundError, TokenExpiredError, UnauthorizedError
 from prfaas_operator.plan import credentials
 from prfaas_operator.plan.conditions import rfc3339
 from prfaas_operator.plan.credentials import Access, TokenFacts

@@ -93,10 +93,7 @@ class PolicyReconciler:
         used = {pool.spec.cluster_name for pool in (*prefill.values(), *decode.values()) if pool.spec.cluster_name}
         clusters = hub.named(kinds.MEMBER_CLUSTER, MemberCluster, used)
         return plan.PolicyFacts(
-            policy,
-            decode,
-            {pool.metadata.name: pool for pool in roles.resolved(prefill.values(), decode)},
-            clusters,
+            policy, decode, {pool.metadata.name: pool for pool in roles.resolved(prefill.values(), decode)}, clusters
         )
 
     async def _table(self, facts: plan.PolicyFacts) -> RoutingTable:

@@ -37,11 +37,7 @@ NOTICE_SECONDS: Final = 5
 """Longest time that a leaving pod still serves as before, until all clients know that it leaves. A routing table takes
 up to a second to be written and as long to arrive, and so do a Service's endpoints.
 """
-POD_FIELDS: Final = (
-    ("POD_IP", "status.podIP"),
-    ("POD_NAME", "metadata.name"),
-    ("POD_NAMESPACE", "metadata.namespace"),
-)
+POD_FIELDS: Final = (("POD_IP", "status.podIP"), ("POD_NAME", "metadata.name"), ("POD_NAMESPACE", "metadata.namespace"))
 
 
 def owner_reference(owner: Resource) -> Object:

@@ -56,9 +56,7 @@ async def _up(link_mbps: float) -> None:
 
 
 @app.command("down")
-def remove(
-    purge: Annotated[bool, typer.Option("--purge", help="Remove the built images too.")] = False,
-) -> None:
+def remove(purge: Annotated[bool, typer.Option("--purge", help="Remove the built images too.")] = False) -> None:
     """Remove clusters, network and files; images stay for the next time. Example: prfaas kind down --purge."""
     asyncio.run(down(layout(), purge=purge))
     typer.echo("Nothing of the kind clusters is left" + ("." if purge else " but images (PURGE=1 removes them)."))
@@ -77,9 +75,7 @@ def link(mbps: Annotated[float, typer.Argument(help="New rate in Mbit/s, each wa
 
 
 @app.command("status")
-def status(
-    output: TextOrJson = "text",
-) -> None:
+def status(output: TextOrJson = "text") -> None:
     """Show what runs and where; exit code 1 when nothing does. Example: prfaas kind status -o json."""
     found = asyncio.run(_status())
     if output == "json":

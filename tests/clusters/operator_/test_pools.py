@@ -78,9 +78,7 @@ def test_kubectl_scale_works_on_both_pools_independently(joined):
     assert ready["message"] == "scaled to zero"
     scale = json.loads(
         joined.hub.kubectl(
-            "get",
-            "--raw",
-            f"/apis/prfaas.io/v1alpha1/namespaces/{joined.hub.name}/prefillpools/offload/scale",
+            "get", "--raw", f"/apis/prfaas.io/v1alpha1/namespaces/{joined.hub.name}/prefillpools/offload/scale"
         )
     )
     joined.eventually(lambda: joined.hub.get("pfpool", "offload")["status"]["replicas"] == 3, "status counts 3")

@@ -109,10 +109,7 @@ def test_one_deployment_runs_the_instances_of_both_pools(shared):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        [("pfpool/swing", 2), ("dcpool/decode", 1)],
-        [("dcpool/decode", 2), ("pfpool/swing", 1)],
-    ],
+    [[("pfpool/swing", 2), ("dcpool/decode", 1)], [("dcpool/decode", 2), ("pfpool/swing", 1)]],
     ids=["to prefill, growing first", "back, growing first"],
 )
 def test_a_conversion_is_a_changed_label_and_neither_starts_nor_ends_a_pod(shared, changes):

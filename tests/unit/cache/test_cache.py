@@ -114,10 +114,7 @@ def test_routers_hear_of_blocks_and_states_apart(rig):
     assert (state.token_ids, state.group_idx, state.kv_cache_spec_kind) == (A[16:20], 1, "mamba")
     rig.events.clear()
     rig.fill()
-    assert rig.events == [
-        BlockRemoved([chain.hashes[4]], "GPU", 1),
-        BlockRemoved(chain.hashes[::-1], "GPU", 0),
-    ]
+    assert rig.events == [BlockRemoved([chain.hashes[4]], "GPU", 1), BlockRemoved(chain.hashes[::-1], "GPU", 0)]
 
 
 def test_the_counts_tell_hits_from_attention_without_a_state(rig):

@@ -124,8 +124,4 @@ def test_without_a_disk_there_is_nothing_to_keep(new_rig, caplog):
 def test_each_state_stands_right_behind_what_it_needs():
     parent = {"a": "1", "b": "1"}.get
     order = [[(name.key, name.is_state) for name in names] for names in order_by_value("ba", ["z", "a"], parent)]
-    assert order == [
-        [("1", False), ("b", False), ("b", True)],
-        [("a", False), ("a", True)],
-        [("z", False)],
-    ]
+    assert order == [[("1", False), ("b", False), ("b", True)], [("a", False), ("a", True)], [("z", False)]]

@@ -9,15 +9,7 @@ import socket
 import pytest
 from aiohttp import web
 
-from prfaas.client import (
-    AsyncClient,
-    BrokenStreamError,
-    BusyError,
-    Client,
-    DeadlinePassedError,
-    Forbid,
-    Prefer,
-)
+from prfaas.client import AsyncClient, BrokenStreamError, BusyError, Client, DeadlinePassedError, Forbid, Prefer
 from prfaas.errors import BadInputError, PeerError, ProtocolError, RequestError, UnreachableError
 from prfaas.wire import headers
 

@@ -21,10 +21,7 @@ LAYOUTS = {dtype: [rows(CHANNELS, dtype)] for dtype in DTYPES}
 VALID = {
     (codec, dtype): b"".join(
         encode(
-            codec,
-            LAYOUTS[dtype],
-            ITEMS,
-            [packed(np.random.default_rng(0).standard_normal((ITEMS, CHANNELS)), dtype)],
+            codec, LAYOUTS[dtype], ITEMS, [packed(np.random.default_rng(0).standard_normal((ITEMS, CHANNELS)), dtype)]
         ).buffers
     )
     for codec in DECODABLE

@@ -61,11 +61,7 @@ async def test_a_body_over_the_limit_is_refused(world, announced):
 
 async def test_an_unknown_path_is_404_in_openai_form(world):
     await world.start("d0")
-    for got in (
-        await world.get("/v2"),
-        await world.get("/v2/%0A"),
-        await world.post({}, "/v1/embeddings"),
-    ):
+    for got in (await world.get("/v2"), await world.get("/v2/%0A"), await world.post({}, "/v1/embeddings")):
         assert (got.status, got.json["error"]["code"]) == (404, "unknown_url")
 
 

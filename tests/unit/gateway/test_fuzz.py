@@ -92,10 +92,7 @@ def _table(url: str) -> RoutingTable:
 def send(port: int, raw: bytes, *, leave: bool) -> Got:
     """Send bytes, and then wait for an answer, or `leave` at once: whoever ends his side of a connection has left."""
     received = b""
-    with (
-        socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
-        contextlib.suppress(ConnectionError),
-    ):
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(raw)
         if leave:
             connection.shutdown(socket.SHUT_WR)

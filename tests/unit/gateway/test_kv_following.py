@@ -11,10 +11,7 @@ from aiohttp import web
 
 from prfaas.names import HUB
 from prfaas.wire import headers
-from prfaas.wire.kvevents import (
-    EventBatch,
-    encode_events,
-)
+from prfaas.wire.kvevents import EventBatch, encode_events
 from prfaas_gateway.kv import manager
 
 from .caches import CONTENT_TYPE, QUICK, body_of, frame, hello, holding, served_by, start, telling, until, until_metric

@@ -67,11 +67,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x" * 4096}], "to
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", body_of("one")),
-        ("/v1/chat/completions", json.dumps(CHAT).encode()),
-    ],
+    ("path", "body"), [("/v1/completions", body_of("one")), ("/v1/chat/completions", json.dumps(CHAT).encode())]
 )
 async def test_a_prompt_that_is_looked_up_is_parsed_once_also_when_its_first_leg_fails(world, decoded, path, body):
     await start(world, {"d0": telling(holding(body_of("one"))), "d1": telling(hello())}, tokens=5000)

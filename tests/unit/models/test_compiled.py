@@ -23,12 +23,7 @@ LAYERS = {
 CONFIG = (
     ORACLE_CONFIG
     | LAYERS
-    | {
-        "model_type": "kimi_linear",
-        "rms_norm_eps": 1e-5,
-        "first_k_dense_replace": 1,
-        "moe_renormalize": True,
-    }
+    | {"model_type": "kimi_linear", "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "moe_renormalize": True}
 )
 TOKENS = torch.randint(320, (200,), generator=torch.Generator().manual_seed(5))
 

@@ -292,11 +292,7 @@ def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
         (Holder("eu", None), "Unknown", "ClusterUnreachable"),
         (Holder("eu", SecretContent(problem="why")), "False", "CertificatePending"),
         (Holder("eu", SecretContent(leaf("x"), frozenset("a"), START)), "False", "CertificateRefused"),
-        (
-            Holder("eu", SecretContent(leaf(end=-MINUTE), frozenset("a"), START)),
-            "False",
-            "CertificateRefused",
-        ),
+        (Holder("eu", SecretContent(leaf(end=-MINUTE), frozenset("a"), START)), "False", "CertificateRefused"),
         (Holder("eu", SecretContent(leaf(), frozenset("a"), START)), "True", "Issued"),
     ],
 )

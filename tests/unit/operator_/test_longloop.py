@@ -66,9 +66,7 @@ def built(make):
         pools = [made(make.prefill_pool(replicas=1), 1), made(swing(make), 1)]
         resolved = roles.resolved(pools, {"decode": decode})
         return make.facts(
-            policy=policy,
-            decode_pools={"decode": decode},
-            prefill_pools={one.metadata.name: one for one in resolved},
+            policy=policy, decode_pools={"decode": decode}, prefill_pools={one.metadata.name: one for one in resolved}
         )
 
     return build
@@ -146,11 +144,7 @@ def test_arrivals_are_those_of_all_gateways(built):
 
 @pytest.mark.parametrize(
     "unsettled",
-    [
-        {"ready": 2},
-        {"ready": 3, "status": "False", "reason": "RollingOut"},
-        {"ready": 3, "observedGeneration": 2},
-    ],
+    [{"ready": 2}, {"ready": 3, "status": "False", "reason": "RollingOut"}, {"ready": 3, "observedGeneration": 2}],
     ids=["an instance is missing", "a rollout", "a change not looked at"],
 )
 def test_nothing_is_changed_while_a_pool_is_not_what_its_spec_says(built, make, unsettled):

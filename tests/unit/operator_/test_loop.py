@@ -16,12 +16,7 @@ from prfaas_operator.controller.children import Children
 from prfaas_operator.controller.loop import RECONCILES_AT_ONCE, Controller
 from prfaas_operator.controller.queue import ReconcileQueue, Ref
 from prfaas_operator.controller.status import ReconcileResult
-from prfaas_operator.errors import (
-    ChildConflictError,
-    ClusterUnreachableError,
-    InvalidObjectError,
-    NotLeaderError,
-)
+from prfaas_operator.errors import ChildConflictError, ClusterUnreachableError, InvalidObjectError, NotLeaderError
 from prfaas_operator.options import OperatorOptions
 from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.plan.roles import Sharer

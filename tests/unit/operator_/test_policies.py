@@ -43,11 +43,7 @@ def test_the_link_of_each_member_in_use_is_listed_with_its_query(make):
 
 
 def test_unready_pods_pods_without_address_and_pods_of_others_are_left_out(make):
-    hub = (
-        make.pod("a", "decode", ready=False),
-        make.pod("b", "decode", pod_ip=""),
-        make.pod("c", "stranger"),
-    )
+    hub = (make.pod("a", "decode", ready=False), make.pod("b", "decode", pod_ip=""), make.pod("c", "stranger"))
     assert routing_table(make.facts(), views(hub, ()), None).instances == ()
 
 

@@ -297,12 +297,7 @@ def test_one_gateway_has_no_disruption_budget(make):
 
 
 @pytest.mark.parametrize(
-    ("url", "port"),
-    [
-        ("http://prometheus:9090", 9090),
-        ("http://prometheus", 80),
-        ("https://prometheus/x", 443),
-    ],
+    ("url", "port"), [("http://prometheus:9090", 9090), ("http://prometheus", 80), ("https://prometheus/x", 443)]
 )
 def test_the_gateway_may_reach_prometheus_where_it_is(make, url, port):
     ports = protection.network_policy(make.policy(metrics={"prometheusUrl": url}))["spec"]["egress"][1]["ports"]

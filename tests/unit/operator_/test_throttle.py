@@ -17,7 +17,7 @@ from prfaas_operator.clusters.throttle import (
     LONGEST_REST_SECONDS,
     PATIENCE_SECONDS,
     Throttle,
-    retry_after_seconds,
+    requested_pause_seconds,
 )
 from prfaas_operator.errors import ClusterUnreachableError
 
@@ -91,7 +91,7 @@ async def test_a_server_that_asks_for_a_long_rest_is_not_called_and_its_objects_
     ],
 )
 def test_what_an_answer_asks_for(status, headers, seconds):
-    assert retry_after_seconds(status, headers) == seconds
+    assert requested_pause_seconds(status, headers) == seconds
 
 
 class Clock:

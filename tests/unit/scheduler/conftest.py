@@ -28,11 +28,7 @@ SCRAPE_MILLIS = 200
 
 def make_table(**given) -> RoutingTable:
     """A policy with one offload pool of two instances in `eu` and one decode instance in the hub."""
-    eu = Cluster(
-        name="eu",
-        capacity_mbps=100,
-        utilisation_query=DEFAULT_UTILISATION_QUERY,
-    )
+    eu = Cluster(name="eu", capacity_mbps=100, utilisation_query=DEFAULT_UTILISATION_QUERY)
     instances = tuple(
         Instance(name=f"eu-{n}", pool="offload", cluster="eu", role="prefill", url="http://192.0.2.1:8000")
         for n in range(2)

@@ -326,13 +326,7 @@ def test_one_lost_scrape_is_no_dead_link_and_a_second_one_is():
         result = step(CONFIG, state, world(link, now=100.0 + second))
         state = result.state
         seen.append((result.links[0].state, result.metrics))
-    assert seen == [
-        ("Alive", "Held"),
-        ("Alive", "Fresh"),
-        ("Alive", "Held"),
-        ("Silent", "Fresh"),
-        ("Alive", "Fresh"),
-    ]
+    assert seen == [("Alive", "Held"), ("Alive", "Fresh"), ("Alive", "Held"), ("Silent", "Fresh"), ("Alive", "Fresh")]
 
 
 def test_a_link_that_was_never_heard_of_is_silent_at_once():

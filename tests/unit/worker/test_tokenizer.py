@@ -41,11 +41,7 @@ def test_a_conversation_is_rendered_with_special_tokens():
         {"role": "assistant", "content": "x"},
         {"role": "user", "content": ""},
     ]
-    assert chat(messages) == [
-        *(BOS, USER, *"hé".encode(), END),
-        *(ASSISTANT, ord("x"), END),
-        *(USER, END, ASSISTANT),
-    ]
+    assert chat(messages) == [*(BOS, USER, *"hé".encode(), END), *(ASSISTANT, ord("x"), END), *(USER, END, ASSISTANT)]
 
 
 @given(st.text(st.sampled_from("<|user|>end_of_turn|bos")))
@@ -94,10 +90,7 @@ def test_bytes_that_are_no_utf8_become_replacement_characters_wherever_they_are_
     assert "".join(streamed(data, cuts)) == data.decode("utf-8", "replace")
 
 
-@given(
-    st.text(st.sampled_from("abé")),
-    st.lists(st.text(st.sampled_from("abé"), min_size=1), min_size=1, max_size=3),
-)
+@given(st.text(st.sampled_from("abé")), st.lists(st.text(st.sampled_from("abé"), min_size=1), min_size=1, max_size=3))
 @settings(deadline=None)
 def test_text_ends_right_before_the_first_stop_string(text: str, stops: list[str]):
     """Cut token by token, so that "first" is the one completed first, as an unhurried stream finds it."""

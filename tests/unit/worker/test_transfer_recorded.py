@@ -30,13 +30,13 @@ LINEAR = LayerSpec(
     state=(
         TensorSpec("recurrent", ("head", "key", "value"), (2, 3, 5), "float32"),
         TensorSpec("conv", ("channel", "tap"), (4, 3), "bfloat16"),
-    ),
+    )
 )
 ATTENTION = LayerSpec(
     rows=(
         TensorSpec("key", ("token", "head", "channel"), (2, 4), "bfloat16"),
         TensorSpec("value", ("token", "head", "channel"), (2, 3), "float32"),
-    ),
+    )
 )
 MODEL = Model((LINEAR, ATTENTION, LINEAR, ATTENTION), 150)
 KINDS = ("bfloat16", "float16", "float32")

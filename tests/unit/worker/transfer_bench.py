@@ -45,7 +45,7 @@ LINEAR = LayerSpec(
     state=(
         TensorSpec("recurrent", ("head", "key", "value"), (2, 4, 4), "float32"),
         TensorSpec("conv", ("channel", "tap"), (8, 3), "float32"),
-    ),
+    )
 )
 ATTENTION = LayerSpec(rows=(TensorSpec("latent", ("token", "row"), (24,), "float32"),))
 WIDE = LayerSpec(rows=(TensorSpec("latent", ("token", "row"), (3072,), "float32"),))

@@ -40,17 +40,7 @@ class Sampler:
     """The state of one choice of a request, whose tokens `check_tokens` has checked. With a grammar, `matcher` is at
     its beginning, and `ignore_eos` has no effect. Raises RequestError if `generated` does not follow the grammar."""
 
-    __slots__ = (
-        "ends",
-        "generated",
-        "greedy",
-        "hold_back",
-        "logprobs",
-        "matcher",
-        "random",
-        "sampling",
-        "table",
-    )
+    __slots__ = ("ends", "generated", "greedy", "hold_back", "logprobs", "matcher", "random", "sampling", "table")
 
     def __init__(
         self,

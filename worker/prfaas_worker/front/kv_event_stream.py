@@ -138,8 +138,7 @@ def _hello(request: web.Request, events: KvEventPublisher) -> bytes:
     options = request.app[STATE].options
     topics = {log.topic: {"first_seq": log.first_seq, "next_seq": log.next_seq} for log in (events.kv, events.byte_map)}
     return _message(
-        "hello",
-        {"epoch": events.epoch, "instance": options.instance, "model": options.model_name, "topics": topics},
+        "hello", {"epoch": events.epoch, "instance": options.instance, "model": options.model_name, "topics": topics}
     )
 
 

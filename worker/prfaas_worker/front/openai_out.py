@@ -281,11 +281,7 @@ class ResponseFormatter:
         }
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._name(token),
-            "logprob": logprob,
-            "bytes": list(self._tokenizer.token_bytes(token)),
-        }
+        return {"token": self._name(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
 
     def _name(self, token: int) -> str:
         """A token's text, or its bytes as the OpenAI API writes them if they are not text."""

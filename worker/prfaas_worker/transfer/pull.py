@@ -247,13 +247,7 @@ class Pull:
         ledger = self._state.ledger
         broken = self._state.broken  # before what was received: these receive no more
         received = ledger.received
-        hello = Hello(
-            codecs=DECODABLE,
-            token=self._token,
-            connection=number,
-            broken=broken,
-            received=received,
-        )
+        hello = Hello(codecs=DECODABLE, token=self._token, connection=number, broken=broken, received=received)
         stream.send([message_frame(Kind.HELLO, ledger.expected.address, hello)])
         self._await_welcome(stream)
 

@@ -48,7 +48,7 @@ FAMILIES: Mapping[str, Family] = {
 
 _REFUSED = {
     "minimax": "its linear layers keep their state outside the layers of transformers' cache, so the state could "
-    "neither be sent nor kept",
+    "neither be sent nor kept"
 }
 
 # transformers recomputes the frequencies of these from the longest sequence that it has seen, so rows that were written

@@ -17,13 +17,7 @@ _Kind = TypeVar("_Kind")
 
 MODEL_TYPE = "kimi_linear"
 
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 # Values that change the computation and that we implement in one form only; an absent field has this value.
 _REQUIRED = {

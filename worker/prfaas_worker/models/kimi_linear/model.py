@@ -306,5 +306,5 @@ def _layer_spec(config: KimiLinearConfig, kind: str) -> LayerSpec:
         state=(
             TensorSpec("conv", ("q_k_v_channel", "tap"), (3 * config.kda_size, config.conv_kernel - 1), "float32"),
             TensorSpec("recurrent", ("head", "key", "value"), (config.kda_heads, head, head), "float32"),
-        ),
+        )
     )
