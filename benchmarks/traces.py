@@ -118,7 +118,7 @@ def _cells(row: Row) -> list[str]:
 
 def figures(
     traces: list[Path],
-    loads: list[float] = LOADS,
+    loads: Annotated[list[float], typer.Option(help="Share of the planned rate; repeat it for several.")] = LOADS,
     write: Annotated[bool, typer.Option(help="Also write docs/traces.md.")] = False,
 ) -> Iterator[Figure]:
     """Compute everything."""

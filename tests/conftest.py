@@ -2,7 +2,6 @@
 each time; elsewhere every run looks for new ones. What a test logs at is no other test's business.
 """
 
-import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -47,12 +46,6 @@ class Scheduler(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduler:
     return Scheduler(config, log)
-
-
-def pytest_collection_finish() -> None:
-    """Spare the collector what lives to the end: all tests and modules. It takes a tenth of the time else."""
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

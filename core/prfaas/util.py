@@ -116,12 +116,13 @@ def decode_json(document: bytes | bytearray | memoryview | msgspec.Raw, kind: ty
         raise ProtocolError(f"{what}: {error}{hint}") from error
 
 
-def replace_file(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file so that a reader sees it whole, old or new, also after a crash."""
+def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Write a file so that a reader sees it whole, old or new, also after a crash. No mode: 0644, less the umask."""
     new = path.with_name(f".{secrets.token_hex(8)}")  # a name may be as long as the file system takes
     try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            os.fchmod(file.fileno(), mode)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if mode else 0o644), "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

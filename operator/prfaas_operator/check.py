@@ -8,11 +8,12 @@ from urllib.parse import urlsplit
 
 from prfaas import names
 from prfaas.api import KINDS, Condition, MemberCluster, PrefillPool, PrfaaSPolicy, crd
+from prfaas.conditions import rfc3339
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient, Probe
 from prfaas_operator.clusters.connect import KubeContext, connect_member, open_context
-from prfaas_operator.plan.conditions import REACHABLE, READY, rfc3339
+from prfaas_operator.plan.conditions import REACHABLE, READY
 from prfaas_operator.plan.credentials import Access, TokenFacts, has_expired, read_token
 from prfaas_operator.plan.member import users_of
 from prfaas_operator.plan.reading import read

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from prfaas.conditions import rfc3339
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.routing import controller
 from prfaas.routing.controller import Config, ControllerFacts, Offered, State, Step, config_of
@@ -121,7 +122,7 @@ class Loop:
             return None
         self._observe_at = self._clock() + observe.OBSERVE_SECONDS
         seen = observe.SummaryInputs(self._history.lengths(), arrivals, step.links, measured.profiles)
-        return observe.summarise(seen, figures, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        return observe.summarise(seen, figures, rfc3339(datetime.now(UTC)))
 
     def _complain(self, errors: tuple[PrfaasError, ...]) -> None:
         self._metrics.query_errors.inc(len(errors))

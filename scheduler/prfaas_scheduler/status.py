@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from prfaas.conditions import ConditionState
+from prfaas.conditions import ConditionState, conditions_body, rfc3339
 from prfaas.errors import ConfigError, PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef, apply_status
 from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER, scheduler_lease
@@ -139,18 +139,8 @@ def busiest_percent(step: Step) -> int | None:
 
 def body_of(said: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[str, Any]:
     """Return the status to apply; `known` are the conditions as they stand in the object, `now` in RFC 3339."""
-    since = {(one.get("type"), one.get("status")): one.get("lastTransitionTime") for one in known}
-    conditions = [
-        {
-            "type": type_,
-            "status": condition.status,
-            "reason": condition.reason,
-            "message": condition.message[:MAX_MESSAGE_CHARS],
-            "observedGeneration": said.generation,
-            "lastTransitionTime": since.get((type_, condition.status)) or now,
-        }
-        for type_, condition in said.conditions.items()
-    ]
+    since = {(one.get("type", ""), one.get("status", "")): one.get("lastTransitionTime", "") for one in known}
+    conditions = conditions_body(said.conditions, since, said.generation, now, MAX_MESSAGE_CHARS)
     return {**{name: value for name, value in said.figures.items() if value is not None}, "conditions": conditions}
 
 
@@ -225,7 +215,7 @@ class Publisher:
     async def _write(self, said: Report) -> None:
         self._written_at = self._clock()  # also when it fails: a server in trouble is not asked twice a second
         known = await self._read_conditions() if self._conditions is None else self._conditions
-        body = body_of(said, known, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        body = body_of(said, known, rfc3339(datetime.now(UTC)))
         try:
             await apply_status(
                 self._session,

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from prfaas.api.base import PoolStatus, Resource, Rule
-from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, PoolSpec
+from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, PoolSpec
 
 
 class DecodePoolSpec(PoolSpec):
@@ -29,6 +29,8 @@ class DecodePoolSpec(PoolSpec):
         ),
     )
 
+    cluster_name: ClusterName = ""
+    """Must be empty: a DecodePool runs in the hub."""
     max_batch: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Requests that a full instance decodes together, for capacity planning; the engine's own limit if unset."""
     step_millis: Annotated[int, Field(ge=1, le=10_000)] | None = None

@@ -137,7 +137,7 @@ class PoolSpec(ApiModel):
     )
 
     cluster_name: ClusterName = ""
-    """Must be empty: a DecodePool runs in the hub."""
+    """MemberCluster to run in; empty is the hub."""
     model: ModelRef
     engine: Engine = Engine()
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1

@@ -120,7 +120,7 @@ def _write(directory: Path, files: dict[str, bytes], force: bool) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            replace_file(directory / name, content, 0o600 if name.endswith(".key") else 0o644)
+            replace_file(directory / name, content, 0o600 if name.endswith(".key") else None)
             typer.echo(f"wrote {directory / name}")
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error

@@ -9,15 +9,8 @@
 Needs the extra `client`. Its errors are subclasses of those in prfaas.errors.
 """
 
-from prfaas.client.answers import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    Message,
-    ReportedDecision,
-    Usage,
-)
+from prfaas.client.answers import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, Message, Usage
+from prfaas.client.answers import ReportedDecision as Decision
 from prfaas.client.client import AsyncClient, AsyncStream, Client, Stream
 from prfaas.client.errors import BrokenStreamError, BusyError, DeadlinePassedError
 from prfaas.client.requests import Forbid, Parameters, Places, Prefer
@@ -33,12 +26,12 @@ __all__ = [
     "Completion",
     "CompletionChunk",
     "DeadlinePassedError",
+    "Decision",
     "Forbid",
     "Message",
     "Parameters",
     "Places",
     "Prefer",
-    "ReportedDecision",
     "Stream",
     "Usage",
 ]

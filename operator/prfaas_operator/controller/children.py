@@ -8,12 +8,12 @@ Two controllers that keep reverting each other are slowed down.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from prfaas import names
 from prfaas.kube.session import ObjectKind
-from prfaas.util import RateBucket
 from prfaas_operator import metrics
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import BY_NAME, Object
@@ -36,17 +36,17 @@ class EditLimiter:
     """Rate-limits reverting external edits: at once, unless the edits go on.
 
     Two controllers that revert each other would write as fast as their watches deliver, without end. A person's edit is
-    reverted within a second a few times in a row; after that each revert waits for its turn.
+    reverted within a second a few times in a row; after that the child waits until a minute has passed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._reverts: dict[str, RateBucket] = {}
+        self._at: dict[str, deque[float]] = {}
         self._held_back_at = float("-inf")
 
     def may_revert(self, uid: str) -> bool:
-        bucket, now = self._reverts.get(uid), self._clock()
-        may = bucket is None or bucket.level(now) >= 1
+        times, now = self._at.get(uid), self._clock()
+        may = times is None or len(times) < EDITS_AT_ONCE or now - times[0] > EDIT_WINDOW_SECONDS
         if not may:
             self._held_back_at = now
         return may
@@ -56,11 +56,11 @@ class EditLimiter:
         return self._clock() - self._held_back_at <= 2 * EDIT_WINDOW_SECONDS
 
     def reverted(self, uid: str) -> None:
-        """Note a revert, and forget children without an edit for long."""
+        """Note a revert, and forget children without an edit since."""
         now = self._clock()
-        self._reverts = {one: bucket for one, bucket in self._reverts.items() if bucket.level(now) < EDITS_AT_ONCE}
-        full = RateBucket(EDITS_AT_ONCE / EDIT_WINDOW_SECONDS, EDITS_AT_ONCE, now)
-        self._reverts.setdefault(uid, full).take(1, now)
+        for other in [one for one, times in self._at.items() if now - times[-1] > EDIT_WINDOW_SECONDS]:
+            del self._at[other]
+        self._at.setdefault(uid, deque(maxlen=EDITS_AT_ONCE)).append(now)
 
 
 class _Child(NamedTuple):

@@ -4,12 +4,12 @@ import hashlib
 import logging
 from typing import Literal
 
+from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas.names import FIELD_MANAGER_OPERATOR
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import EVENT, Object, manifest
 from prfaas_operator.errors import ConflictError
-from prfaas_operator.plan.conditions import rfc3339
 
 log = logging.getLogger(__name__)
 

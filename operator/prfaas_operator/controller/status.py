@@ -15,6 +15,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from prfaas.api import Condition
+from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas.kube.session import ObjectKind
 from prfaas.util import LogOnce
@@ -33,7 +34,6 @@ from prfaas_operator.plan.conditions import (
     ConditionState,
     merge,
     no,
-    rfc3339,
     turned,
 )
 from prfaas_operator.plan.drift import status_differs

@@ -24,8 +24,9 @@ from enum import Enum, StrEnum
 from typing import Final, NamedTuple
 
 from prfaas import identity
+from prfaas.conditions import rfc3339
 from prfaas.errors import ConfigError
-from prfaas_operator.plan.conditions import ConditionState, no, rfc3339, yes
+from prfaas_operator.plan.conditions import ConditionState, no, yes
 
 MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
 """A Secret dated later than this from now has a wrong date, and is written again."""

@@ -14,9 +14,10 @@ from typing import Final, NamedTuple
 from prfaas import names
 from prfaas.api import MemberCluster, PrefillPool
 from prfaas.api.template import PodTemplate
+from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator.errors import ClusterUnreachableError, ForbiddenSecretError, reason_of
-from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, ConditionState, no, rfc3339, yes
+from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, ConditionState, no, yes
 from prfaas_operator.plan.credentials import TokenFacts
 
 CONTACT_TIME_STEP: Final = timedelta(minutes=1)

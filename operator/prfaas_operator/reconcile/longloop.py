@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from prfaas.api import DecodePool, PrfaaSPolicy
 from prfaas.capacity.longloop import LongLoopDecision, decide
+from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator import metrics
 from prfaas_operator.clusters.kinds import DECODE_POOL, POLICY, PREFILL_POOL, Object, manifest
@@ -23,7 +24,7 @@ from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import ReconcileResult, write_status
 from prfaas_operator.errors import ConflictError, reason_of
 from prfaas_operator.plan import installation, longloop, ownership
-from prfaas_operator.plan.conditions import ConditionState, no, rfc3339
+from prfaas_operator.plan.conditions import ConditionState, no
 from prfaas_operator.plan.longloop import BALANCED, LongLoopResult, PoolSeen
 from prfaas_operator.plan.policy import PolicyFacts
 from prfaas_operator.plan.pool_status import PoolObject

@@ -15,6 +15,7 @@ from typing import Final
 
 from prfaas import names
 from prfaas.api import MemberCluster
+from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import PREFILL_POOL, SECRET, Object, manifest
@@ -24,7 +25,6 @@ from prfaas_operator.controller.status import ReconcileResult
 from prfaas_operator.errors import ConflictError
 from prfaas_operator.plan import credentials
 from prfaas_operator.plan import member as plan
-from prfaas_operator.plan.conditions import rfc3339
 from prfaas_operator.plan.credentials import SECONDS_PER_DAY, TokenFacts
 from prfaas_operator.plan.member import secret_is_needed
 from prfaas_operator.plan.reading import read

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from prfaas import names
 from prfaas.api import MemberCluster
+from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas.kube.session import ObjectKind
 from prfaas_operator import metrics
@@ -24,7 +25,6 @@ from prfaas_operator.controller.child_cache import ChildCache
 from prfaas_operator.controller.queue import ReconcileQueue
 from prfaas_operator.errors import ClusterUnreachableError, SecretNotFoundError, TokenExpiredError, UnauthorizedError
 from prfaas_operator.plan import credentials
-from prfaas_operator.plan.conditions import rfc3339
 from prfaas_operator.plan.credentials import Access, TokenFacts
 from prfaas_operator.plan.member import Contact
 from prfaas_operator.plan.pod_facts import PodFacts, project_pod

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 
 from prfaas import names
 from prfaas.api import DecodePool, MemberCluster, PrefillPool
+from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import CONFIG_MAP, DECODE_POOL, DEPLOYMENT, MEMBER_CLUSTER, PREFILL_POOL, Object
@@ -17,7 +18,7 @@ from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, SEE
 from prfaas_operator.errors import ClusterNotFoundError, ForbiddenError, reason_of
 from prfaas_operator.plan import ownership
 from prfaas_operator.plan import pool_status as plan
-from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no, rfc3339
+from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
 from prfaas_operator.plan.member import check_secrets
 from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.certificates import Certificates

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from prfaas import names
 from prfaas.api import DecodePool, PrefillPool
+from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator import metrics
 from prfaas_operator.clusters.kinds import DECODE_POOL, POD, PREFILL_POOL, Object, manifest
@@ -21,7 +22,7 @@ from prfaas_operator.controller.status import ReconcileResult
 from prfaas_operator.errors import ConflictError, reason_of
 from prfaas_operator.plan import ownership
 from prfaas_operator.plan import roles as plan
-from prfaas_operator.plan.conditions import READY, no, rfc3339
+from prfaas_operator.plan.conditions import READY, no
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import PoolObject
 from prfaas_operator.plan.reading import read

@@ -10,12 +10,12 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from prfaas import names
+from prfaas.conditions import rfc3339
 from prfaas.identity import URI_PREFIX, KeyPair
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.plan.certificates import Issuer
 from prfaas_operator.plan.certificates_read import WRITTEN_AT
-from prfaas_operator.plan.conditions import rfc3339
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, PART_OF
 
 SECRET: Final = names.TLS_SECRET

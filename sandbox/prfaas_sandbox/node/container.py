@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
+from prfaas.conditions import rfc3339
 from prfaas.errors import ConfigError, PeerError
 from prfaas.util import backoff_seconds
 from prfaas_sandbox.api import Object
@@ -226,7 +227,7 @@ def _terminated(exit_code: int, started_at: str) -> ContainerTerminated:
 
 def now_text() -> str:
     """Return the time in the API's form (RFC 3339, UTC, whole seconds)."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return rfc3339(datetime.now(UTC))
 
 
 class ProbeCounter:

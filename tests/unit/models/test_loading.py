@@ -91,7 +91,6 @@ def test_loading_takes_a_tenth_more_than_the_weights_at_most(shards):
     assert peak_bytes("mapped", directory) <= 1.1 * weights_bytes
 
 
-@pytest.mark.parametrize("shards", [torch.float32], indirect=True, ids=["float32"])
 def test_loading_whole_files_would_take_far_more(shards):
     """Negative control: what the measure says of the plain way."""
     directory, weights_bytes = shards
