@@ -5,6 +5,7 @@ lines of kopf carry their object themselves, and get the same keys.
 """
 
 import logging
+import traceback
 from contextvars import ContextVar
 from typing import Final
 
@@ -15,6 +16,7 @@ KEYS: Final = ("kind", "namespace", "name", "cluster", "uid")
 KOPF_OBJECTS: Final = "kopf.objects"
 KOPF_CLIENT: Final = "kopf._cogs.clients"
 """The module of kopf's errors of API calls; it has no public name."""
+KOPF_CANCELS: Final = "request_cancel_callback"
 
 
 def about(**keys: str) -> None:
@@ -41,9 +43,19 @@ def is_refusal(error: BaseException | None) -> bool:
     return type(error).__module__.startswith(KOPF_CLIENT)
 
 
+def is_missed_cancellation(error: BaseException) -> bool:
+    """Return true for kopf's error when it ends a watch that has not begun: its callback finds no task to cancel.
+
+    `handlers.run_kopf` cancels that watch.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_name == KOPF_CANCELS
+
+
 def drop_traceback(record: logging.LogRecord) -> bool:
-    """Log an API server's refusal in kopf's lines as one sentence. It is no bug, so the traceback is left out."""
-    if record.exc_info and is_refusal(record.exc_info[1]):
+    """Log a refusal of an API server, and a cancellation that kopf missed, without traceback: neither is a bug."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and (is_refusal(error) or is_missed_cancellation(error)):
         record.exc_info = None
     return True
 

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import logging
+from typing import Any
 
+import kopf
 import pytest
+from kopf._cogs.clients import api
 
 from prfaas.errors import PeerError
 from prfaas_operator import logs
@@ -73,6 +76,33 @@ async def test_kopf_ends_though_one_of_its_watches_takes_a_cancellation_for_a_pa
         async with asyncio.timeout(60):
             await handlers.run_kopf([asyncio.create_task(refused())], others)
     assert watches[0].done()
+
+
+async def test_a_watch_that_ends_before_it_began_is_no_traceback(monkeypatch: pytest.MonkeyPatch):
+    """kopf's own code brings the error: when it no longer does, the operator need not know it."""
+
+    async def unanswered(**_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(api, "request", unanswered)
+    loop, reported = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, context: reported.put_nowait(context))
+    stopper = loop.create_future()
+    settings, logger = kopf.OperatorSettings(), logging.getLogger("kopf")
+    watch = api.stream("/", settings=settings, stopper=stopper, logger=logger)
+    watching = asyncio.create_task(anext(watch))
+    await asyncio.sleep(0)
+    stopper.set_result(None)
+    context = await asyncio.wait_for(reported.get(), 10)
+    watching.cancel()
+    await asyncio.wait((watching,))
+    loop.set_exception_handler(None)
+    error = context["exception"]
+    record = logging.LogRecord(
+        "asyncio", logging.ERROR, "", 0, context["message"], (), (type(error), error, error.__traceback__)
+    )
+    assert logs.drop_traceback(record)
+    assert record.exc_info is None
 
 
 def test_what_an_api_server_refused_is_no_traceback():
