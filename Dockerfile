@@ -25,6 +25,7 @@ COPY core core
 COPY operator operator
 COPY gateway gateway
 COPY scheduler scheduler
+COPY transfer transfer
 COPY worker worker
 RUN uv build -q --wheel --out-dir /dist
 

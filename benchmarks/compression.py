@@ -26,10 +26,10 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from prfaas.wire.frames import Codec
 from prfaas.wire.transfer import Buffer, TensorLayout
+from prfaas_transfer.compression import decode_into, encode
 from prfaas_worker.cache_spec import TensorSpec
 from prfaas_worker.models import load_model
 from prfaas_worker.models.solo import Solo, SoloSequence
-from prfaas_worker.transfer.compression import decode_into, encode
 
 ROUNDS = 9
 GIB = 1 << 30

@@ -15,8 +15,13 @@ import torch
 from benchmarks.report import Figure, run
 
 from prfaas.wire.engine import Generate, Sampling
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.leases import Offers
+from prfaas_transfer.limits import unlimited
+from prfaas_transfer.pull import Connections, FetchContext
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
@@ -26,10 +31,6 @@ from prfaas_worker.engine.schedule import BUDGETS, schedule
 from prfaas_worker.engine.sequences import Event
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
-from prfaas_worker.transfer.layout import CacheLayout, layer_groups
-from prfaas_worker.transfer.leases import Offers
-from prfaas_worker.transfer.limits import unlimited
-from prfaas_worker.transfer.pull import Connections, FetchContext
 
 RUNNING = 64
 PROMPT_TOKENS = 200

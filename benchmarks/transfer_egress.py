@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from benchmarks.report import Figure, run
 
-from prfaas_worker.transfer.limits import BYTES_PER_MBIT, EgressBucket, Stop, StoppedError
-from prfaas_worker.transfer.net import DataStream
+from prfaas_transfer.limits import BYTES_PER_MBIT, EgressBucket, Stop, StoppedError
+from prfaas_transfer.net import DataStream
 
 RUN_SECONDS = 7.0
 RUNNING_AFTER_SECONDS = 0.5

@@ -21,25 +21,19 @@ from prfaas.wire.engine import StartPrefill
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import Manifest
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.compression import Packer
+from prfaas_transfer.credentials import PeerCredentials
+from prfaas_transfer.data_port import DataPort, listen
+from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.limits import EgressBucket, MemoryBudget, Traffic
+from prfaas_transfer.link_stats import LinkMonitor
+from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
+from prfaas_transfer.receive import ReceiveState
+from prfaas_transfer.tls import PeerAuth, TlsAuth
+from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
-from prfaas_worker.credentials import WorkerCredentials
-from prfaas_worker.transfer.compression import Packer
-from prfaas_worker.transfer.data_port import DataPort, listen
-from prfaas_worker.transfer.layout import (
-    CacheLayout,
-    CachePlace,
-    block_frames,
-    hidden_frame,
-    layer_groups,
-    state_frames,
-)
-from prfaas_worker.transfer.leases import Offer, Offers
-from prfaas_worker.transfer.limits import EgressBucket, MemoryBudget, Traffic
-from prfaas_worker.transfer.link_stats import LinkMonitor
-from prfaas_worker.transfer.pull import Connections, FetchContext, Pull, SourceAddress
-from prfaas_worker.transfer.receive import ReceiveState
-from prfaas_worker.transfer.tls import PeerAuth, TlsAuth
-from prfaas_worker.transfer.transfer_log import TransferCounters
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, layer_groups, state_frames
 
 MEMORY_LIMIT_MIB: int | None = 256
 """The setting that bounds what transfers hold beside the cache."""
@@ -115,7 +109,7 @@ class Source:
     def offer(self, tokens: int, prefill_seconds: float) -> dict[str, Any]:
         """Begin a prefill that takes so long, and return the grant; without any time it is done on return."""
         asked = PrefillRequest(request_id="bench", model="bench", token_ids=[0] * tokens)
-        offer, grant = self._offers.grant(StartPrefill(0, asked, self._peer), tokens)
+        offer, grant = self._offers.grant(StartPrefill(0, asked, self._peer).subject, 0, tokens)
         if prefill_seconds:
             threading.Thread(target=self._prefill, args=(offer, tokens, prefill_seconds), daemon=True).start()
         else:
@@ -182,6 +176,6 @@ class Destination:
 def traffic_of(plan: Plan, cluster: str) -> Traffic:
     """Return what an instance's transfers share; no cap, and noise goes through no codec."""
     monitor = LinkMonitor()
-    auth = TlsAuth(WorkerCredentials(Path(plan.tls) / cluster)) if plan.tls else PeerAuth()
+    auth = TlsAuth(PeerCredentials(Path(plan.tls) / cluster)) if plan.tls else PeerAuth()
     limit_bytes = MEMORY_LIMIT_MIB << 20 if MEMORY_LIMIT_MIB else sys.maxsize
     return Traffic(monitor, EgressBucket(), MemoryBudget(limit_bytes), Packer("none", monitor), auth)

@@ -17,19 +17,13 @@ from benchmarks.worker.process import PORT
 from prfaas.names import WORKER_DATA_PORT
 from prfaas.wire.engine import StartPrefill
 from prfaas.wire.prefill import PrefillRequest
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.data_port import DataPort, listen
+from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, layer_groups, state_frames
 from prfaas_worker.models import load_model
-from prfaas_worker.transfer.data_port import DataPort, listen
-from prfaas_worker.transfer.layout import (
-    CacheLayout,
-    CachePlace,
-    block_frames,
-    hidden_frame,
-    layer_groups,
-    state_frames,
-)
-from prfaas_worker.transfer.leases import Offer, Offers
-from prfaas_worker.transfer.limits import unlimited
 
 SO_MAX_PACING_RATE = 47
 SOL_SOCKET = 1
@@ -70,7 +64,7 @@ def handler(peer: Peer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             asked = msgspec.json.decode(body, type=PrefillRequest)
-            offer, grant = peer.offers.grant(StartPrefill(0, asked), len(asked.token_ids))
+            offer, grant = peer.offers.grant(StartPrefill(0, asked).subject, asked.start_token, len(asked.token_ids))
             peer.fill(offer, len(asked.token_ids))
             answer = msgspec.json.encode(grant)
             self.send_response(201)

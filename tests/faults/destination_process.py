@@ -12,7 +12,7 @@ import msgspec
 
 from prfaas.wire.prefill import PrefillGrant
 from prfaas.wire.transfer import Manifest
-from prfaas_worker.transfer.layout import layer_groups
+from prfaas_worker.cache.transfer_frames import layer_groups
 
 from ..unit.worker import transfer_bench as bench
 

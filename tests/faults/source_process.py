@@ -10,8 +10,8 @@ import sys
 
 import msgspec
 
-from prfaas_worker.transfer import leases
-from prfaas_worker.transfer.limits import EgressBucket
+from prfaas_transfer import leases
+from prfaas_transfer.limits import EgressBucket
 
 from ..unit.worker import transfer_bench as bench
 

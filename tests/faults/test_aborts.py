@@ -14,17 +14,17 @@ from functools import partial
 from prfaas.errors import PrfaasError
 from prfaas.wire.prefill import PrefillGrant
 from prfaas.wire.receive_ledger import ReceiveLedger
+from prfaas_transfer.leases import Offer
+from prfaas_transfer.net import DataStream
+from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
+from prfaas_transfer.receive import ReceiveState
+from prfaas_transfer.send import Frame
+from prfaas_transfer.tls import PeerAuth
+from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.transfer.layout import CachePlace, block_frames, hidden_frame, state_frames
-from prfaas_worker.transfer.leases import Offer
-from prfaas_worker.transfer.net import DataStream
-from prfaas_worker.transfer.pull import Connections, FetchContext, Pull, SourceAddress
-from prfaas_worker.transfer.receive import ReceiveState
-from prfaas_worker.transfer.send import Frame
-from prfaas_worker.transfer.tls import PeerAuth
-from prfaas_worker.transfer.transfer_log import TransferCounters
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, state_frames
 
 from ..unit.worker.transfer_bench import (
     ATTENTION,

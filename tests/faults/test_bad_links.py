@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.errors import PeerError, ProtocolError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Kind
-from prfaas_worker.transfer import leases as leases_module
+from prfaas_transfer import leases as leases_module
 
 from ..unit.worker.transfer_bench import SMALL, Port, Taking, assert_same_bits, compute
 from ..unit.worker.transfer_proxy import (

@@ -14,12 +14,12 @@ import pytest
 
 from prfaas.errors import UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Kind
-from prfaas_worker.transfer import data_port as data_port_module
-from prfaas_worker.transfer import leases as leases_module
-from prfaas_worker.transfer import pull as pull_module
-from prfaas_worker.transfer.leases import Offer
-from prfaas_worker.transfer.pull import Connections
-from prfaas_worker.transfer.tls import PeerAuth
+from prfaas_transfer import data_port as data_port_module
+from prfaas_transfer import leases as leases_module
+from prfaas_transfer import pull as pull_module
+from prfaas_transfer.leases import Offer
+from prfaas_transfer.pull import Connections
+from prfaas_transfer.tls import PeerAuth
 
 from ..unit.worker.transfer_bench import (
     HIDDEN,

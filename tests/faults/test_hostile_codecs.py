@@ -14,9 +14,9 @@ import torch
 from prfaas.errors import ProtocolError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Codec, FrameHeader, Kind, seal, whole_digest
 from prfaas.wire.transfer import Done, decode_message, message_frame
-from prfaas_worker.transfer.compression import encode
-from prfaas_worker.transfer.layout import CachePlace, layer_groups
-from prfaas_worker.transfer.limits import MemoryBudget
+from prfaas_transfer.compression import encode
+from prfaas_transfer.limits import MemoryBudget
+from prfaas_worker.cache.transfer_frames import CachePlace, layer_groups
 
 from ..unit.codecs.test_hostile_payloads import run_block, zstd_frame
 from ..unit.worker.transfer_bench import (

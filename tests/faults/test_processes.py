@@ -15,8 +15,8 @@ import pytest
 
 from prfaas.errors import UnreachableError
 from prfaas.wire.prefill import PrefillGrant
-from prfaas_worker.transfer import leases as leases_module
-from prfaas_worker.transfer.limits import EgressBucket
+from prfaas_transfer import leases as leases_module
+from prfaas_transfer.limits import EgressBucket
 
 from ..unit.worker import transfer_bench as bench
 from ..unit.worker.transfer_bench import LARGE, Port, Taking, assert_same_bits, compute, eventually, transfer_threads

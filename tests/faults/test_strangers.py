@@ -13,9 +13,9 @@ import pytest
 from prfaas.errors import PeerError, ProtocolError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal
 from prfaas.wire.transfer import message_frame
-from prfaas_worker.transfer import leases
-from prfaas_worker.transfer.layout import hidden_frame, layer_groups
-from prfaas_worker.transfer.leases import Offer
+from prfaas_transfer import leases
+from prfaas_transfer.leases import Offer
+from prfaas_worker.cache.transfer_frames import hidden_frame, layer_groups
 
 from ..unit.worker.transfer_bench import (
     HIDDEN,

@@ -16,6 +16,7 @@ PACKAGES: Final = (
     "operator/prfaas_operator",
     "gateway/prfaas_gateway",
     "scheduler/prfaas_scheduler",
+    "transfer/prfaas_transfer",
     "worker/prfaas_worker",
     "sandbox/prfaas_sandbox",
 )

@@ -97,6 +97,12 @@ class StartOffer(msgspec.Struct, Generic[OfferedRequest], frozen=True, array_lik
     """The cluster in the caller's certificate; empty without TLS."""
     trace: TraceContext = NO_TRACE
 
+    @property
+    def subject(self) -> "TransferSubject":
+        """The transfer's ids; its peer is the caller."""
+        what: Cached = "prefix" if isinstance(self.request, PrefixRequest) else "prefill"
+        return TransferSubject(self.handle, self.request.request_id, self.identity, self.trace, what)
+
 
 class StartPrefill(StartOffer[PrefillRequest], frozen=True, array_like=True, tag=True):
     """Prefill for another instance."""

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from prfaas.cli import certs as command
 from prfaas.errors import ConfigError
-from prfaas_worker.credentials import WorkerCredentials
+from prfaas_transfer.credentials import PeerCredentials
 
 
 def certs(*arguments: object) -> Result:
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_worker_uses_what_was_written(made: Path):
-    credentials = WorkerCredentials(made / "eu")
+    credentials = PeerCredentials(made / "eu")
     assert credentials.cluster == "eu"
     assert {path.name for path in (made / "eu").iterdir()} == {"tls.crt", "tls.key", "ca.crt"}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import ProtocolError
 from prfaas.wire.frames import Codec
-from prfaas_worker.transfer.compression import DECODABLE, decode, decode_into, encode
+from prfaas_transfer.compression import DECODABLE, decode, decode_into, encode
 
 from .frames import DTYPES, packed, rows
 

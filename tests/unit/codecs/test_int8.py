@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prfaas.wire.frames import Codec
-from prfaas_worker.transfer.codecs.int8 import KINDS, STRIP_ELEMENTS, error_bound
-from prfaas_worker.transfer.compression import decode, encode
+from prfaas_transfer.codecs.int8 import KINDS, STRIP_ELEMENTS, error_bound
+from prfaas_transfer.compression import decode, encode
 
 from .frames import DTYPES, contents, packed, rows, state, unpacked
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import InternalError
 from prfaas.wire.frames import Codec
-from prfaas_worker.transfer.compression import decode, decode_into, encode
+from prfaas_transfer.compression import decode, decode_into, encode
 
 from .frames import DTYPES, contents, cut_at, packed, rows, state
 

@@ -9,9 +9,9 @@ import torch
 
 from prfaas.wire.frames import Codec
 from prfaas.wire.transfer import TensorLayout
+from prfaas_transfer.compression import decode_into, encode
 from prfaas_worker.models import load_model
 from prfaas_worker.models.solo import Solo, SoloSequence
-from prfaas_worker.transfer.compression import decode_into, encode
 
 READ, SCORED = 512, 24
 LARGEST_BOUND, MEAN_BOUND = 1.0, 0.005

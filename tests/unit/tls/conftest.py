@@ -1,4 +1,4 @@
-"""WorkerCredentials of two clusters, and connected sockets between them."""
+"""PeerCredentials of two clusters, and connected sockets between them."""
 
 import datetime
 import itertools
@@ -10,7 +10,7 @@ import pytest
 
 from prfaas import identity
 from prfaas.identity import KeyPair
-from prfaas_worker.credentials import WorkerCredentials
+from prfaas_transfer.credentials import PeerCredentials
 
 from .mounts import Mount
 
@@ -44,13 +44,13 @@ def mount(tmp_path: Path, authority: KeyPair) -> Callable[..., Mount]:
 
 
 @pytest.fixture
-def hub(mount: Callable[..., Mount]) -> WorkerCredentials:
-    return WorkerCredentials(mount("hub").path)
+def hub(mount: Callable[..., Mount]) -> PeerCredentials:
+    return PeerCredentials(mount("hub").path)
 
 
 @pytest.fixture
-def eu(mount: Callable[..., Mount]) -> WorkerCredentials:
-    return WorkerCredentials(mount("eu").path)
+def eu(mount: Callable[..., Mount]) -> PeerCredentials:
+    return PeerCredentials(mount("eu").path)
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from prfaas import identity
 from prfaas.ports import free_ports
 from prfaas.wire.engine import LENGTH, Granted, StartPrefill, decode_for_engine, encode_batch
 from prfaas.wire.prefill import PrefillGrant
-from prfaas_worker.credentials import WorkerCredentials
+from prfaas_transfer.credentials import PeerCredentials
+from prfaas_transfer.tls import TlsAuth
 from prfaas_worker.front import auth
 from prfaas_worker.front.auth import OPEN_PATHS, open_api_port
 from prfaas_worker.front.engine_client import EngineClient
@@ -32,7 +33,6 @@ from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState, ServedModel
 from prfaas_worker.options import parse
 from prfaas_worker.tokenizer import load_tokenizer
-from prfaas_worker.transfer.tls import TlsAuth
 
 SECONDS = 10.0
 CREATED = datetime.datetime.now(datetime.UTC)
@@ -71,7 +71,7 @@ async def serve(directory: Path, started: Callable[[Port], None], stop: threadin
     engine = asyncio.create_task(play_engine(theirs, asked))
     client = await EngineClient.connect(ours)
     reading = asyncio.create_task(client.run())
-    credentials = WorkerCredentials(directory)
+    credentials = PeerCredentials(directory)
     serving = FrontState(parse(flags), client, credentials=credentials)
     serving.loaded(SERVED, load_tokenizer(Path(prfaas_worker.assets.__file__).parent / "kimi-linear-tiny"))
     app = build_app(serving)
@@ -123,7 +123,7 @@ class Calls:
         self.port = port
         self.open: list[http.client.HTTPConnection] = []
 
-    def connect(self, credentials: WorkerCredentials | None) -> http.client.HTTPConnection:
+    def connect(self, credentials: PeerCredentials | None) -> http.client.HTTPConnection:
         """Connect with a certificate, or as a client that has none."""
         sock = socket.create_connection(self.port.address, SECONDS)
         if credentials is not None:
@@ -146,7 +146,7 @@ class Calls:
         return answer.status, answer.read()
 
     def once(
-        self, credentials: WorkerCredentials | None, method: str, path: str, body: object = None
+        self, credentials: PeerCredentials | None, method: str, path: str, body: object = None
     ) -> tuple[int, bytes]:
         """Make one call on a new connection."""
         connection = self.connect(credentials)
@@ -164,7 +164,7 @@ def calls(port: Port) -> Iterator[Calls]:
         connection.close()
 
 
-def test_the_engine_hears_which_cluster_asks_for_a_prefill(calls: Calls, eu: WorkerCredentials):
+def test_the_engine_hears_which_cluster_asks_for_a_prefill(calls: Calls, eu: PeerCredentials):
     status, body = calls.once(eu, *PREFILL)
     assert (status, msgspec.json.decode(body, type=PrefillGrant)) == (201, GRANT)
     assert [message.identity for message in calls.port.asked] == ["eu"]
@@ -193,7 +193,7 @@ def test_all_that_is_not_open_wants_a_certificate(calls: Calls):
 
 
 def test_a_stranger_is_refused_even_where_no_certificate_is_needed(calls: Calls, mount, authority, other):
-    stranger = WorkerCredentials(mount("eu", signer=other, trusts=(other, authority)).path)
+    stranger = PeerCredentials(mount("eu", signer=other, trusts=(other, authority)).path)
     with pytest.raises((ssl.SSLError, ConnectionError)):
         calls.once(stranger, "GET", "/healthz")
 
@@ -210,8 +210,8 @@ def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, autho
     """The steps of docs/tls.md: trust both, issue anew, trust the new one alone."""
     year = identity.valid_for(CREATED, 300)
     server_mount, client_mount = mount("hub"), mount("eu")
-    client = WorkerCredentials(client_mount.path)
-    old = WorkerCredentials(mount("old", trusts=(authority, other)).path)
+    client = PeerCredentials(client_mount.path)
+    old = PeerCredentials(mount("old", trusts=(authority, other)).path)
     port = next(running := run_port(server_mount.path, loop))
     calls = Calls(port)
     served: list[int] = []

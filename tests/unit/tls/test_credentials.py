@@ -13,10 +13,10 @@ from prfaas import credentials as module
 from prfaas import identity
 from prfaas.errors import ConfigError, IdentityError
 from prfaas.identity import KeyPair, Validity
-from prfaas_worker.credentials import WorkerCredentials
+from prfaas_transfer.credentials import PeerCredentials
+from prfaas_transfer.tls import accept_tls, connect_tls
 from prfaas_worker.front.auth import credentials_of
 from prfaas_worker.options import parse
-from prfaas_worker.transfer.tls import accept_tls, connect_tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 YEAR = identity.valid_for(NOW, 300)
@@ -32,7 +32,7 @@ def test_a_start_without_usable_files_names_the_directory(mount, name: str, cont
     if content is not None:
         (path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"--tls-dir {path}: .*(read|give)"):
-        WorkerCredentials(path)
+        PeerCredentials(path)
 
 
 def test_a_worker_does_not_start_with_another_clusters_credentials(mount):
@@ -51,7 +51,7 @@ def test_a_worker_without_credentials_warns(caplog: pytest.LogCaptureFixture):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_replaced_files_are_used_at_once(mount, authority, in_place: bool):
     place = mount("hub")
-    credentials = WorkerCredentials(place.path)
+    credentials = PeerCredentials(place.path)
     first = credentials.now()
     assert credentials.now() is first, "nothing is read again while nothing changes"
     pair = identity.issue(authority, "hub", Validity(YEAR.not_before, YEAR.not_after - DAY))
@@ -69,7 +69,7 @@ def test_replaced_files_are_used_at_once(mount, authority, in_place: bool):
 def test_what_cannot_be_used_changes_nothing_and_is_told_once(mount, authority, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     place = mount("hub")
-    credentials = WorkerCredentials(place.path)
+    credentials = PeerCredentials(place.path)
     first = credentials.now()
     moment = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: moment)
@@ -100,7 +100,7 @@ def test_streams_go_on_while_an_authority_is_replaced_and_the_old_one_is_refused
 ):
     """Open streams live on; each new one is made with what is current; none fails at any step."""
     places = mount("hub"), mount("eu")
-    hub, eu = (WorkerCredentials(place.path) for place in places)
+    hub, eu = (PeerCredentials(place.path) for place in places)
     stop, rounds, failed = threading.Event(), [0], []
 
     def transfer(pool: ThreadPoolExecutor) -> None:
@@ -136,7 +136,7 @@ def test_streams_go_on_while_an_authority_is_replaced_and_the_old_one_is_refused
     stop.set()
     thread.join(20)
     assert not failed
-    old = WorkerCredentials(mount("old", trusts=both).path)
+    old = PeerCredentials(mount("old", trusts=both).path)
     client, server = sockets()
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(accept_tls, server, eu, 10)

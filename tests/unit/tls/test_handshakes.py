@@ -19,9 +19,9 @@ from prfaas import credentials as module
 from prfaas import identity
 from prfaas.errors import IdentityError, PeerError, ProtocolError, UnreachableError
 from prfaas.identity import Validity
-from prfaas_worker.credentials import MIXED, WorkerCredentials, is_tls
-from prfaas_worker.transfer.net import DataStream, TlsStream
-from prfaas_worker.transfer.tls import TlsAuth, accept_tls, connect_tls
+from prfaas_transfer.credentials import MIXED, PeerCredentials, is_tls
+from prfaas_transfer.net import DataStream, TlsStream
+from prfaas_transfer.tls import TlsAuth, accept_tls, connect_tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 SECONDS = 5.0
@@ -35,7 +35,7 @@ def served(sockets) -> Iterator[Serve]:
     futures: list[Future[TlsStream]] = []
     with ThreadPoolExecutor(2) as pool:
 
-        def serve(credentials: WorkerCredentials, seconds: float = SECONDS) -> tuple[socket.socket, Future[TlsStream]]:
+        def serve(credentials: PeerCredentials, seconds: float = SECONDS) -> tuple[socket.socket, Future[TlsStream]]:
             client, server = sockets()
             futures.append(pool.submit(accept_tls, server, credentials, seconds))
             return client, futures[-1]
@@ -51,7 +51,7 @@ def connect() -> Iterator[Connect]:
     """Connect as `connect_tls` does, and close at the end."""
     streams: list[TlsStream] = []
 
-    def connect(sock: socket.socket, credentials: WorkerCredentials, expected_cluster: str = "") -> TlsStream:
+    def connect(sock: socket.socket, credentials: PeerCredentials, expected_cluster: str = "") -> TlsStream:
         streams.append(connect_tls(sock, credentials, SECONDS, expected_cluster))
         return streams[-1]
 
@@ -60,7 +60,7 @@ def connect() -> Iterator[Connect]:
         stream.close()
 
 
-def client_hears(connect: Connect, sock: socket.socket, credentials: WorkerCredentials, match: str) -> None:
+def client_hears(connect: Connect, sock: socket.socket, credentials: PeerCredentials, match: str) -> None:
     """Require that a client learns why it was refused: with its handshake or with its first read."""
     with pytest.raises(IdentityError, match=match):
         connect(sock, credentials).receive_into(bytearray(1))
@@ -104,7 +104,7 @@ def test_an_instance_of_another_cluster_than_expected_is_refused(served, connect
 
 
 def test_a_client_of_an_unknown_authority_is_refused_and_both_say_so(served, connect, mount, eu, authority, other):
-    stranger = WorkerCredentials(mount("hub", signer=other, trusts=(other, authority)).path)
+    stranger = PeerCredentials(mount("hub", signer=other, trusts=(other, authority)).path)
     sock, accepted = served(eu)
     client_hears(
         connect, sock, stranger, "the peer refuses our certificate: its ca.crt does not hold the authority of ours"
@@ -114,7 +114,7 @@ def test_a_client_of_an_unknown_authority_is_refused_and_both_say_so(served, con
 
 
 def test_a_server_of_an_unknown_authority_is_refused_and_both_say_so(served, connect, mount, hub, authority, other):
-    stranger = WorkerCredentials(mount("eu", signer=other, trusts=(other, authority)).path)
+    stranger = PeerCredentials(mount("eu", signer=other, trusts=(other, authority)).path)
     sock, accepted = served(stranger)
     client_hears(connect, sock, hub, r"comes from an authority that our ca\.crt does not hold")
     with pytest.raises(IdentityError, match=r"the peer refuses our certificate: its ca\.crt"):
@@ -132,13 +132,13 @@ def test_a_client_without_a_certificate_is_refused_and_told(served, eu):
 
 
 @pytest.fixture
-def expired(mount, authority, monkeypatch) -> WorkerCredentials:
-    """WorkerCredentials that have ended a minute ago: they were good when they were read."""
+def expired(mount, authority, monkeypatch) -> PeerCredentials:
+    """PeerCredentials that have ended a minute ago: they were good when they were read."""
     validity = Validity(NOW - datetime.timedelta(hours=1), NOW - datetime.timedelta(minutes=1))
     old = mount("old").put(identity.issue(authority, "old", validity), authority)
     with monkeypatch.context() as patch:
         patch.setattr(module, "utc_now", lambda: NOW - datetime.timedelta(minutes=5))
-        return WorkerCredentials(old.path)
+        return PeerCredentials(old.path)
 
 
 def test_a_client_knows_that_its_own_certificate_has_expired(sockets, expired):
@@ -148,7 +148,7 @@ def test_a_client_knows_that_its_own_certificate_has_expired(sockets, expired):
 
 def test_a_client_whose_certificate_has_expired_is_refused_and_both_say_so(served, connect, expired, eu, monkeypatch):
     sock, accepted = served(eu)
-    monkeypatch.setattr(WorkerCredentials, "require_valid", lambda _self: None)  # its clock is slow
+    monkeypatch.setattr(PeerCredentials, "require_valid", lambda _self: None)  # its clock is slow
     client_hears(connect, sock, expired, "the peer refuses our certificate: ours has expired")
     with pytest.raises(IdentityError, match="the peer's certificate has expired; renew it there"):
         accepted.result()
@@ -254,7 +254,7 @@ def test_a_connection_made_under_an_authority_that_was_dropped_is_refused_when_i
     served, connect, mount, authority, other
 ):
     eu_mount = mount("eu", trusts=(authority, other))
-    eu, hub = WorkerCredentials(eu_mount.path), WorkerCredentials(mount("hub").path)
+    eu, hub = PeerCredentials(eu_mount.path), PeerCredentials(mount("hub").path)
     sock, accepted = served(eu)
     connect(sock, hub, "eu")
     peer = accepted.result().peer
@@ -268,7 +268,7 @@ def test_a_connection_made_under_an_authority_that_was_dropped_is_refused_when_i
 def test_a_kept_connection_shows_what_we_have_now_or_is_made_anew(served, connect, mount, authority, renewed: str):
     """The peer may trust what our old certificate came from no more, which only the peer knows."""
     our_mount, their_mount = mount("hub"), mount("eu")
-    hub, eu = WorkerCredentials(our_mount.path), WorkerCredentials(their_mount.path)
+    hub, eu = PeerCredentials(our_mount.path), PeerCredentials(their_mount.path)
     sock, accepted = served(eu)
     stream = connect(sock, hub, "eu")
     accepted.result()

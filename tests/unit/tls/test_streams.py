@@ -17,9 +17,9 @@ from contextlib import suppress
 import pytest
 
 from prfaas.errors import PeerError, UnreachableError
-from prfaas_worker.transfer import link_stats, net
-from prfaas_worker.transfer.net import LOW_WATER_BYTES, WRITE_BYTES, DataStream, tune
-from prfaas_worker.transfer.tls import accept_tls, connect_tls
+from prfaas_transfer import link_stats, net
+from prfaas_transfer.net import LOW_WATER_BYTES, WRITE_BYTES, DataStream, tune
+from prfaas_transfer.tls import accept_tls, connect_tls
 
 SECONDS = 10.0
 Pair = tuple[DataStream, DataStream]

@@ -8,9 +8,14 @@ import torch
 
 from prfaas.wire.engine import Generate, Sampling, ToFront, Tokens
 from prfaas.wire.transfer import Done
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.fetch import Fetched
+from prfaas_transfer.leases import Offers
+from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
 from prfaas_worker.cache.tiers import Tiers
+from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
@@ -19,10 +24,6 @@ from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.sequences import Event, OfferEnded, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Model
 from prfaas_worker.models.solo import Solo
-from prfaas_worker.transfer.fetch import Fetched
-from prfaas_worker.transfer.layout import CacheLayout, layer_groups
-from prfaas_worker.transfer.leases import Offers
-from prfaas_worker.transfer.limits import unlimited
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
 # Bytes, and tokens that end an answer, as the built-in model has them.
@@ -138,7 +139,7 @@ def fetched(model: Model, sequence: Sequence) -> Fetched:
     with torch.inference_mode():
         (hidden,) = model.forward(Batch(tokens[start:], (Chunk(sequence.held.slot, start, len(tokens) - start),)))
     done = Done(frames=1, payload_bytes=7, digest="", prefill_seconds=0.5, first_byte_seconds=0.125)
-    return Fetched(len(tokens), hidden, done, 7, 0.25)
+    return Fetched(len(tokens), bytearray(bytes_of(hidden.contiguous())), done, 7, 0.25)
 
 
 def prefix_fetched(model: Model, sequence: Sequence, tokens: int, *, is_exact: bool = True) -> Fetched:
@@ -147,4 +148,4 @@ def prefix_fetched(model: Model, sequence: Sequence, tokens: int, *, is_exact: b
     chunk = torch.tensor(sequence.token_ids[start:tokens])
     with torch.inference_mode():
         model.forward(Batch(chunk, (Chunk(sequence.held.slot, start, len(chunk)),)))
-    return Fetched(tokens, torch.empty(0), Done(frames=1, payload_bytes=7, digest=""), 7, 0.25, is_exact)
+    return Fetched(tokens, bytearray(), Done(frames=1, payload_bytes=7, digest=""), 7, 0.25, is_exact)

@@ -8,13 +8,13 @@ from typing import Any
 from prfaas.errors import PeerError
 from prfaas.wire.engine import Failed, Granted, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefixRequest
+from prfaas_transfer import pull
+from prfaas_transfer.data_port import DataPort, listen
+from prfaas_transfer.fetch import AbsentError, RemoteFetch, SourceApi
+from prfaas_transfer.pull import FetchContext
+from prfaas_transfer.tls import PeerAuth
 from prfaas_worker.engine.sequences import PrefillOffered, Sequence
 from prfaas_worker.models.base import Model
-from prfaas_worker.transfer import pull
-from prfaas_worker.transfer.data_port import DataPort, listen
-from prfaas_worker.transfer.fetch import AbsentError, RemoteFetch, SourceApi
-from prfaas_worker.transfer.pull import FetchContext
-from prfaas_worker.transfer.tls import PeerAuth
 
 from .engine_bench import TRAFFIC, Bench
 from .transfer_bench import eventually, transfer_threads
@@ -63,8 +63,8 @@ class Source(Bench):
         self.asked += 1
         body = PrefillRequest(request_id="r", model="tiny", token_ids=prompt, start_token=start_token)
         message = StartPrefill(FAR + self.asked, body)
-        offer, grant = self.offers.grant(message, len(prompt))
-        self.engine.inbox.put(PrefillOffered(offer))
+        offer, grant = self.offers.grant(message.subject, start_token, len(prompt))
+        self.engine.inbox.put(PrefillOffered(message, offer))
         return grant
 
     def _ask_prefix(self, request_id: str, prompt: list[int], start_token: int) -> None:

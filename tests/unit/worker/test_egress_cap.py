@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas_worker.transfer.limits import (
+from prfaas_transfer.limits import (
     BYTES_PER_MBIT,
     DEPTH_SECONDS,
     GRANT_SECONDS,

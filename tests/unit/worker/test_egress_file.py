@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from prfaas_transfer.limits import EgressBucket, EgressFile, traffic_of
 from prfaas_worker.options import parse
-from prfaas_worker.transfer.limits import EgressBucket, EgressFile, traffic_of
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import torch
 
 from prfaas.errors import PeerError, PrfaasError, RequestError
 from prfaas.wire.engine import Cancel, Grammar
+from prfaas_transfer.fetch import Fetched
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine import loop, schedule
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
-from prfaas_worker.transfer.fetch import Fetched
 
 from .engine_bench import GRAMMARS, Bench, FetchByHand, fetched, prefix_fetched
 

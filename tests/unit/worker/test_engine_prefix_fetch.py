@@ -8,12 +8,12 @@ import pytest
 
 from prfaas.kvindex.blocks import BlockChain, chain_root
 from prfaas.wire.engine import Failed, Granted, Started
+from prfaas_transfer import leases
 from prfaas_worker.engine import schedule
 from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.sequences import Phase, Sequence
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
-from prfaas_worker.transfer import leases
 
 from .engine_bench import alone
 from .engine_pair import Destination, Source

@@ -9,10 +9,10 @@ import pytest
 from prfaas.errors import PeerError
 from prfaas.wire.engine import Cancel, Started, StartPrefill
 from prfaas.wire.prefill import PrefillRequest
+from prfaas_transfer.fetch import AbsentError
 from prfaas_worker.engine.sequences import Phase, PrefillOffered
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
-from prfaas_worker.transfer.fetch import AbsentError
 
 from .engine_bench import Bench, FetchByHand, alone, prefix_fetched
 
@@ -260,8 +260,8 @@ def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(
     for handle, ends_early in ((1, False), (2, True)):
         bench.engine.cache.reset()
         message = StartPrefill(handle, asked)
-        offer, _ = bench.offers.grant(message, len(prompt))
-        bench.engine.inbox.put(PrefillOffered(offer))
+        offer, _ = bench.offers.grant(message.subject, 0, len(prompt))
+        bench.engine.inbox.put(PrefillOffered(message, offer))
         bench.step()
         fetch = bench.fetches[-1]
         if ends_early:
@@ -283,8 +283,8 @@ def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(
 def test_what_a_prefill_computes_on_lossy_rows_is_told_to_be_so(model: Model):
     bench, prompt = Bench(model), list(prompt_of(b"first"))
     message = StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL))
-    offer, _ = bench.offers.grant(message, len(prompt))
-    bench.engine.inbox.put(PrefillOffered(offer))
+    offer, _ = bench.offers.grant(message.subject, 0, len(prompt))
+    bench.engine.inbox.put(PrefillOffered(message, offer))
     bench.step()
     bring(model, bench.fetches[0], is_exact=False)
     bench.run()

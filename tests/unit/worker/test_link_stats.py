@@ -10,16 +10,9 @@ from functools import partial
 import pytest
 
 from prfaas.wire.stats import LinkStats
-from prfaas_worker.transfer import link_stats
-from prfaas_worker.transfer.link_stats import (
-    Backlogged,
-    LinkMonitor,
-    LinkReading,
-    TcpInfo,
-    backlogged_between,
-    read_tcp_info,
-)
-from prfaas_worker.transfer.net import tune
+from prfaas_transfer import link_stats
+from prfaas_transfer.link_stats import Backlogged, LinkMonitor, LinkReading, TcpInfo, backlogged_between, read_tcp_info
+from prfaas_transfer.net import tune
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import CapacityError
-from prfaas_worker.transfer.limits import MemoryBudget, Stop, StoppedError
+from prfaas_transfer.limits import MemoryBudget, Stop, StoppedError
 
 LIMIT = 100
 

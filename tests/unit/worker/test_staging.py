@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.transfer_frames import Staging, TokenSpan
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-from prfaas_worker.transfer.layout import Staging, TokenSpan
 
 LAYERS = (
     LayerSpec(

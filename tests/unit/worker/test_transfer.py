@@ -9,14 +9,14 @@ from contextlib import closing, suppress
 
 import msgspec
 import pytest
-import torch
 
 from prfaas.errors import CapacityError, PeerError
 from prfaas.wire.frames import HEADER_BYTES, Address, Kind
 from prfaas.wire.transfer import Abort, Welcome, message_frame
-from prfaas_worker.transfer import leases as leases_module
-from prfaas_worker.transfer.pull import Connections
-from prfaas_worker.transfer.tls import PeerAuth
+from prfaas_transfer import leases as leases_module
+from prfaas_transfer.pull import Connections
+from prfaas_transfer.tls import PeerAuth
+from prfaas_worker.cache.memory import bytes_of
 
 from .transfer_bench import (
     HIDDEN,
@@ -66,7 +66,7 @@ def test_a_cache_arrives_bit_for_bit_whether_the_destination_comes_early_or_late
         compute(SMALL, offer, cache)
     done = taking.whole()
     assert_same_bits(SMALL, taking.place, cache)
-    assert torch.equal(taking.state.hidden, HIDDEN)
+    assert bytes(taking.state.hidden) == bytes(bytes_of(HIDDEN))
     assert done.prefill_seconds == 0.25
     assert taking.ledger.received_bytes == done.payload_bytes == SMALL.nbytes
     assert port.ends()

@@ -15,10 +15,10 @@ import torch
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Codec, Kind, parse_header, seal
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import VERSION, Done, Welcome
+from prfaas_transfer.compression import Packer, decode
 from prfaas_worker.cache.memory import bytes_of
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, state_frames
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-from prfaas_worker.transfer.compression import Packer, decode
-from prfaas_worker.transfer.layout import CachePlace, block_frames, hidden_frame, state_frames
 
 from ..wire import second_reader
 from ..wire.second_reader import Cache, RefusedError

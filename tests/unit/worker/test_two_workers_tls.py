@@ -14,9 +14,9 @@ import pytest
 from prfaas import identity
 from prfaas.errors import PeerError
 from prfaas.identity import KeyPair
-from prfaas_worker.credentials import WorkerCredentials
-from prfaas_worker.transfer.fetch import SourceApi
-from prfaas_worker.transfer.tls import TlsAuth
+from prfaas_transfer.credentials import PeerCredentials
+from prfaas_transfer.fetch import SourceApi
+from prfaas_transfer.tls import TlsAuth
 
 from ..tls.mounts import Mount
 from .conftest import Client, Worker
@@ -147,10 +147,10 @@ def assert_refused_with(gone: KeyPair, eu: Secure, hub: Secure) -> None:
         path = one.mount.path.parent / f"{one.cluster}-of-old"
         old = Mount(path).put(identity.issue(gone, "hub", identity.valid_for(NOW, 5)), FIRST, SECOND)
         with pytest.raises(PeerError):
-            call(WorkerCredentials(old.path), one.worker.url)
+            call(PeerCredentials(old.path), one.worker.url)
 
 
-def call(credentials: WorkerCredentials, url: str) -> int:
+def call(credentials: PeerCredentials, url: str) -> int:
     return SourceApi(url, "", TlsAuth(credentials)).call("GET", "/v1/role", b"", lambda _sock: None)[0]
 
 

@@ -18,13 +18,18 @@ from prfaas.wire.frames import HEADER_BYTES, Address, FrameHeader, Kind, parse_h
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import Done, Hello, message_frame
+from prfaas_transfer import data_port, pull, receive
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.compression import DECODABLE
+from prfaas_transfer.data_port import DataPort, listen
+from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.limits import Traffic, unlimited
+from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
+from prfaas_transfer.receive import ReceiveState
+from prfaas_transfer.tls import PeerAuth
+from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-from prfaas_worker.transfer import data_port, pull, receive
-from prfaas_worker.transfer.compression import DECODABLE
-from prfaas_worker.transfer.data_port import DataPort, listen
-from prfaas_worker.transfer.layout import (
-    CacheLayout,
+from prfaas_worker.cache.transfer_frames import (
     CachePlace,
     Staging,
     block_frames,
@@ -32,12 +37,7 @@ from prfaas_worker.transfer.layout import (
     layer_groups,
     state_frames,
 )
-from prfaas_worker.transfer.leases import Offer, Offers
-from prfaas_worker.transfer.limits import Traffic, unlimited
-from prfaas_worker.transfer.pull import Connections, FetchContext, Pull, SourceAddress
-from prfaas_worker.transfer.receive import ReceiveState
-from prfaas_worker.transfer.tls import PeerAuth
-from prfaas_worker.transfer.transfer_log import TransferCounters
+from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 FINGERPRINT = "f" * 64
 HIDDEN = torch.arange(16, dtype=torch.float32)
@@ -174,7 +174,9 @@ class Port:
         return {outcome: count for _, outcome, count in self.offers.counters.snapshot()[0]}
 
     def grant(self, handle: int = 1, start_token: int = 0) -> tuple[Offer, PrefillGrant]:
-        return self.offers.grant(start_prefill(self.model.tokens, handle, start_token), self.model.tokens)
+        return self.offers.grant(
+            start_prefill(self.model.tokens, handle, start_token).subject, start_token, self.model.tokens
+        )
 
     def ends(self, handle: int = 1, seconds: float = 60) -> bool:
         """Whether the offer with this handle is the next that ends, in time."""

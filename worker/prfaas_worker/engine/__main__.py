@@ -46,10 +46,10 @@ def _end_with_front(front: socket.socket) -> None:
 
 def _run(options: Options, front: socket.socket) -> None:
     # Imported here: torch takes seconds, and by then the process must be tied to the front.
+    from prfaas_transfer.data_port import DataPort, listen
+    from prfaas_transfer.limits import traffic_of
     from prfaas_worker.engine.assembly import load_and_assemble, max_context
     from prfaas_worker.engine.ipc import FrontMessages, Outbox, serve_front
-    from prfaas_worker.transfer.data_port import DataPort, listen
-    from prfaas_worker.transfer.limits import traffic_of
 
     try:
         outbox = Outbox(front)

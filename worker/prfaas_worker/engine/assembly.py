@@ -11,10 +11,16 @@ from prfaas.errors import CapacityError, ConfigError
 from prfaas.util import MIB
 from prfaas.wire.engine import Measured
 from prfaas.wire.kvevents import KvEvent
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.leases import Offers
+from prfaas_transfer.limits import Traffic
+from prfaas_transfer.pull import Connections, FetchContext
+from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.populate import populate_in_background
 from prfaas_worker.cache.tiers import Tiers
+from prfaas_worker.cache.transfer_frames import Staging, layer_groups
 from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.ipc import Outbox
 from prfaas_worker.engine.loop import EngineLoop
@@ -27,11 +33,6 @@ from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer
-from prfaas_worker.transfer.layout import CacheLayout, Staging, layer_groups
-from prfaas_worker.transfer.leases import Offers
-from prfaas_worker.transfer.limits import Traffic
-from prfaas_worker.transfer.pull import Connections, FetchContext
-from prfaas_worker.transfer.transfer_log import TransferCounters
 
 log = logging.getLogger(__name__)
 

@@ -36,10 +36,10 @@ from prfaas.wire.engine import (
     encode_batch,
 )
 from prfaas.wire.headers import CODE_OVERLOADED
+from prfaas_transfer.leases import Offers
+from prfaas_transfer.limits import Traffic
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.sequences import PrefillOffered
-from prfaas_worker.transfer.leases import Offers
-from prfaas_worker.transfer.limits import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -93,11 +93,12 @@ class FrontMessages:
 
     def _grant(self, message: StartPrefill) -> None:
         try:
-            offer, grant = self._offers.grant(message, len(message.request.token_ids))
+            request = message.request
+            offer, grant = self._offers.grant(message.subject, request.start_token, len(request.token_ids))
         except CapacityError as error:
             self._outbox.put([Failed(message.handle, 503, CODE_OVERLOADED, str(error))])
             return
-        self._engine.inbox.put(PrefillOffered(offer))
+        self._engine.inbox.put(PrefillOffered(message, offer))
         self._outbox.put([Granted(message.handle, grant)])
 
     def _stats(self, handle: int) -> Stats:

@@ -38,6 +38,7 @@ from prfaas.wire.engine import (
 )
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
 from prfaas.wire.kvevents import KvEvent
+from prfaas_transfer.fetch import Fetched
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.grammar import Compiled, Grammars
 from prfaas_worker.engine.profiler import Profiler
@@ -57,7 +58,6 @@ from prfaas_worker.engine.sequences import (
     Requests,
     Sequence,
 )
-from prfaas_worker.transfer.fetch import Fetched
 
 CODE_ENGINE_FAILED: Final = "engine_failed"
 LOAD_SECONDS: Final = 2.0
@@ -140,8 +140,8 @@ class EngineLoop:
                 self._add_generation(event)
             case Cancel():
                 self._cancel(event)
-            case PrefillOffered(offer):
-                self._add(EngineRequest(offer.message, offer))
+            case PrefillOffered(message, offer):
+                self._add(EngineRequest(message, offer))
             case StartPrefix():
                 self._add(EngineRequest(event))
             case OfferEnded(handle):
@@ -286,7 +286,7 @@ class EngineLoop:
         sequence.phase, sequence.is_exact = Phase.RUNNING, result.is_exact
         sequence.publish(self.cache)
         sequence.request.prefill_seconds = result.done.prefill_seconds
-        hidden = result.hidden.to(self.runner.model.device).unsqueeze(0)
+        hidden = torch.frombuffer(result.hidden, dtype=torch.float32).to(self.runner.model.device).unsqueeze(0)
         self._draw(self._start_choices(sequence, result), self.runner.model.logits(hidden))
 
     def _preempt(self, sequence: Sequence) -> None:

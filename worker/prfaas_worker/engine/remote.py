@@ -29,14 +29,14 @@ from prfaas.kvindex.blocks import BlockHash
 from prfaas.wire.engine import Failed, Granted, StartPrefix
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND
 from prfaas.wire.prefill import PrefillRequest, PrefixRequest
+from prfaas_transfer.fetch import AbsentError, Fetched, RemoteFetch, SourceApi
+from prfaas_transfer.leases import Offers
+from prfaas_transfer.pull import FetchContext
 from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.transfer_frames import prefix_frames
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import ScheduleFacts
 from prfaas_worker.engine.sequences import Event, FetchEnded, Phase, Sequence
-from prfaas_worker.transfer.fetch import AbsentError, Fetched, RemoteFetch, SourceApi
-from prfaas_worker.transfer.layout import prefix_frames
-from prfaas_worker.transfer.leases import Offers
-from prfaas_worker.transfer.pull import FetchContext
 
 FetchOutcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
 """The ways in which a request for a prefix ends."""
@@ -159,7 +159,7 @@ class RemoteCaches:
             self._cache.close(lease)
             return _overloaded(handle, "the cache of this instance is in use: no prefix can be given now")
         try:
-            offer, grant = self._offers.grant(message, tokens)
+            offer, grant = self._offers.grant(message.subject, start_token, tokens)
         except CapacityError as error:
             self._cache.close(lease)
             return _overloaded(handle, str(error))

@@ -10,13 +10,20 @@ import torch
 from prfaas.errors import CapacityError, InternalError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate, Sampling
+from prfaas_transfer.leases import Offer
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache.transfer_frames import (
+    CachePlace,
+    DeviceMark,
+    Staging,
+    block_frames,
+    hidden_frame,
+    state_frames,
+)
 from prfaas_worker.engine.sequences import EngineRequest, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
-from prfaas_worker.transfer.layout import CachePlace, DeviceMark, Staging, block_frames, hidden_frame, state_frames
-from prfaas_worker.transfer.leases import Offer
 
 Export = Callable[[int, DeviceMark | None], None]  # Sends a computed layer of a prefill to another instance.
 

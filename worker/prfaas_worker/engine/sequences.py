@@ -12,13 +12,13 @@ from prfaas.errors import InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Cancel, Generate, ResetCache, SetRole, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillRequest, PrefixRequest
+from prfaas_transfer.fetch import Fetched, RemoteFetch
+from prfaas_transfer.leases import Offer
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence
-from prfaas_worker.transfer.fetch import Fetched, RemoteFetch
-from prfaas_worker.transfer.leases import Offer
 
 Part = Literal["grammar", "cache", "prefix"]  # Parts that a request may wait for before it can be admitted.
 
@@ -205,6 +205,7 @@ def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence
 
 
 class PrefillOffered(NamedTuple):
+    message: StartPrefill
     offer: Offer
 
 

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from prfaas.errors import ConfigError, IdentityError, InternalError
-from prfaas_worker.credentials import WorkerCredentials, explain
+from prfaas_transfer.credentials import PeerCredentials, explain
 from prfaas_worker.front.openai_out import error_body
 from prfaas_worker.options import Options
 
@@ -43,14 +43,14 @@ CALLER_CLUSTER: Final = web.RequestKey("caller_cluster", str)
 """The cluster of a request's certificate, empty if none was required."""
 
 
-def credentials_of(options: Options) -> WorkerCredentials | None:
+def credentials_of(options: Options) -> PeerCredentials | None:
     """Read the credentials; None, with a warning, without any. Raises ConfigError if they cannot be used."""
     if not options.tls_dir:
         log.warning(
             "both ports are open and not encrypted: anyone with network access can use and read them; give --tls-dir"
         )
         return None
-    credentials = WorkerCredentials(options.tls_dir)
+    credentials = PeerCredentials(options.tls_dir)
     if credentials.cluster != options.cluster:
         raise ConfigError(
             f"--tls-dir {options.tls_dir} is of cluster {credentials.cluster!r} and --cluster is {options.cluster!r}; "
@@ -59,7 +59,7 @@ def credentials_of(options: Options) -> WorkerCredentials | None:
     return credentials
 
 
-def require_certificates(credentials: WorkerCredentials | None) -> Middleware:
+def require_certificates(credentials: PeerCredentials | None) -> Middleware:
     """Return the middleware that requires certificates, if there are `credentials` to check them with."""
 
     @web.middleware
@@ -75,7 +75,7 @@ def require_certificates(credentials: WorkerCredentials | None) -> Middleware:
     return check
 
 
-def _caller_cluster(request: web.Request, credentials: WorkerCredentials) -> str:
+def _caller_cluster(request: web.Request, credentials: PeerCredentials) -> str:
     """Return the cluster of a request's certificate, checked now: its connection may be old."""
     tls = request.get_extra_info("ssl_object")
     certificate = tls.getpeercert(True) if tls is not None else None
@@ -140,7 +140,7 @@ class _TlsSite(web.BaseSite):
         )
 
 
-async def open_api_port(runner: web.AppRunner, options: Options, credentials: WorkerCredentials | None) -> None:
+async def open_api_port(runner: web.AppRunner, options: Options, credentials: PeerCredentials | None) -> None:
     """Listen for the application of a runner. Raises ConfigError if the port is not available."""
     if credentials is None:
         site: web.BaseSite = web.TCPSite(runner, options.host, options.api_port)

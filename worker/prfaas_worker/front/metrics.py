@@ -38,7 +38,7 @@ from prfaas.wire.engine import (
 )
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats
-from prfaas_worker.credentials import WorkerCredentials
+from prfaas_transfer.credentials import PeerCredentials
 
 Described = Mapping[str, tuple[str, str]]
 
@@ -272,7 +272,7 @@ def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
 class WorkerMetrics(Collector):
     """All metrics of this worker. Listens to the engine."""
 
-    def __init__(self, model_name: str, max_running: int = 0, credentials: WorkerCredentials | None = None):
+    def __init__(self, model_name: str, max_running: int = 0, credentials: PeerCredentials | None = None):
         self._max_running = max_running
         self._credentials = credentials
         self.latencies = LatencyMetrics()

@@ -23,7 +23,7 @@ from prfaas.telemetry.tracing import Tracing, tracing_from_environment
 from prfaas.wire import openapi
 from prfaas.wire.engine import StartFailed
 from prfaas.wire.headers import CODE_OVERLOADED, TRANSFER_ID
-from prfaas_worker.credentials import WorkerCredentials
+from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front import control, generate, kv_event_stream, prefills
 from prfaas_worker.front.auth import credentials_of, open_api_port, require_certificates
 from prfaas_worker.front.engine_client import EngineClient, EngineError
@@ -49,7 +49,7 @@ def run(options: Options) -> int:
         return 1
 
 
-async def _run(options: Options, credentials: WorkerCredentials | None) -> int:
+async def _run(options: Options, credentials: PeerCredentials | None) -> int:
     stop = _stop_on_signals()
     ours, theirs = socket.socketpair()
     process = await _start_engine(options, theirs)

@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas.errors import CapacityError, RequestError
 from prfaas.telemetry.tracing import OFF, Tracing
-from prfaas_worker.credentials import WorkerCredentials
+from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.kv_events import KvEventPublisher
 from prfaas_worker.front.metrics import WorkerMetrics
@@ -59,11 +59,7 @@ class FrontState:
     """State of the front while it serves. `served` and `tokenizer` exist once the engine has loaded the model."""
 
     def __init__(
-        self,
-        options: Options,
-        engine: EngineClient,
-        tracing: Tracing = OFF,
-        credentials: WorkerCredentials | None = None,
+        self, options: Options, engine: EngineClient, tracing: Tracing = OFF, credentials: PeerCredentials | None = None
     ):
         self.options = options
         self.engine = engine

@@ -30,10 +30,10 @@ from prfaas.wire.frames import (
 )
 from prfaas.wire.send_queue import NextStep, NumberedItem, SendQueue
 from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, Abort, Done, TensorLayout, decode_message, message_frame
-from prfaas_worker.credentials import MIXED, is_tls
-from prfaas_worker.transfer.limits import Stop, StoppedError, Traffic
-from prfaas_worker.transfer.net import DataStream, OnWait, give_up
-from prfaas_worker.transfer.transfer_log import TransferTotals
+from prfaas_transfer.credentials import MIXED, is_tls
+from prfaas_transfer.limits import Stop, StoppedError, Traffic
+from prfaas_transfer.net import DataStream, OnWait, give_up
+from prfaas_transfer.transfer_log import TransferTotals
 
 
 class Frame(NamedTuple):

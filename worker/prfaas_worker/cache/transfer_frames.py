@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from prfaas.errors import InternalError
-from prfaas.wire.frames import Address, FrameHeader, Kind
+from prfaas.wire.frames import FrameHeader, Kind
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.transfer import LayerGroup, Manifest, TensorLayout
+from prfaas_transfer.send import Frame
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-from prfaas_worker.transfer.send import Frame
 
 BLOCK_BYTES = 4 << 20
 """Rows of one layer leave in frames of about this size at most: small enough to interleave layers on a slow link."""
@@ -127,25 +127,6 @@ class Staging:
             done.synchronize()
 
 
-class CacheLayout(NamedTuple):
-    """The shape of a model's caches: all that two instances must agree on."""
-
-    fingerprint: str
-    groups: tuple[LayerGroup, ...]
-    hidden_size: int
-
-    def manifest(self, address: Address, start_token: int, end_token: int, *, is_prefix: bool) -> Manifest:
-        return Manifest(
-            fingerprint=self.fingerprint,
-            transfer_id=address.transfer_id,
-            epoch=address.epoch,
-            start_token=start_token,
-            end_token=end_token,
-            groups=self.groups,
-            hidden_size=0 if is_prefix else self.hidden_size,
-        )
-
-
 class CachePlace(NamedTuple):
     """The location of a sequence's cache: its state slot and its pages in order of its tokens. On the CPU transfers
     read and write that memory itself; an accelerator's goes through `staging`."""
@@ -154,6 +135,28 @@ class CachePlace(NamedTuple):
     slot: int
     pages: Sequence[int]
     staging: Staging | None = None
+
+    @property
+    def is_staged(self) -> bool:
+        return self.staging is not None
+
+    def room_for(self, manifest: Manifest, part: LayerRows | LayerState) -> tuple[memoryview, ...]:
+        staging = self.staging
+        if staging is None:
+            return _in_place(manifest, self, part)
+        count = part.tokens if isinstance(part, LayerRows) else 1
+        return tuple(staging.room(count * tensor.nbytes) for tensor in manifest.groups[part.group].tensors)
+
+    def land(self, manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview]) -> None:
+        if self.staging is None:
+            return
+        names = [tensor.name for tensor in manifest.groups[part.group].tensors]
+        by_name = dict(zip(names, received, strict=True))
+        if isinstance(part, LayerState):
+            self.staging.land_state(part.layer, self.slot, by_name)
+        else:
+            span = TokenSpan(part.start_token, part.start_token + part.tokens)
+            self.staging.land_rows(part.layer, self.pages, span, by_name)
 
 
 def layer_groups(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
@@ -210,27 +213,6 @@ def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
     """Return the frame of the last hidden state, fp32 [hidden_size]."""
     payload = bytes_of(hidden.contiguous())
     return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda: (payload,))
-
-
-def room_for(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState) -> tuple[memoryview, ...]:
-    """Memory to receive rows or a state into, in manifest order, in any number of pieces; `land` follows."""
-    if place.staging is None:
-        return _in_place(manifest, place, part)
-    count = part.tokens if isinstance(part, LayerRows) else 1
-    return tuple(place.staging.room(count * tensor.nbytes) for tensor in manifest.groups[part.group].tensors)
-
-
-def land(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState, received: Sequence[memoryview]) -> None:
-    """Copy the contents of `room_for` into the cache, unless that is the cache's memory."""
-    if place.staging is None:
-        return
-    names = [tensor.name for tensor in manifest.groups[part.group].tensors]
-    by_name = dict(zip(names, received, strict=True))
-    if isinstance(part, LayerState):
-        place.staging.land_state(part.layer, place.slot, by_name)
-    else:
-        span = TokenSpan(part.start_token, part.start_token + part.tokens)
-        place.staging.land_rows(part.layer, place.pages, span, by_name)
 
 
 def _frame(

@@ -29,8 +29,8 @@ from prfaas.errors import ProtocolError
 from prfaas.routing.compression import CodecFacts, CodecSpeed, Estimate, WireCodec, choose_codec
 from prfaas.wire.frames import Codec
 from prfaas.wire.transfer import Buffer, TensorLayout
-from prfaas_worker.transfer.codecs import cut, int8, lossless, size_bytes
-from prfaas_worker.transfer.link_stats import RENEW_SECONDS, LinkMonitor, LinkRates
+from prfaas_transfer.codecs import cut, int8, lossless, size_bytes
+from prfaas_transfer.link_stats import RENEW_SECONDS, LinkMonitor, LinkRates
 
 DECODABLE = (Codec.NONE, Codec.LOSSLESS, Codec.INT8)  # Codecs that this version reads, for the handshake.
 CORES = 0.5  # Share of the cores for codecs: the others compute.

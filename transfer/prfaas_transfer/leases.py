@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 from prfaas.errors import CapacityError, PeerError
 from prfaas.util import Deadline
-from prfaas.wire.engine import StartPrefill, StartPrefix, TransferSubject
+from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import PrefillGrant, PrefillState, PrefillStatus
 from prfaas.wire.transfer import Hello, Manifest
-from prfaas_worker.transfer.layout import CacheLayout
-from prfaas_worker.transfer.net import DataStream
-from prfaas_worker.transfer.send import Frame, SendState
-from prfaas_worker.transfer.transfer_log import TransferCounters, TransferLog, TransferOutcome
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.net import DataStream
+from prfaas_transfer.send import Frame, SendState
+from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferOutcome
 
 LEASE_SECONDS = 10
 RESUME_SECONDS = 5.0
@@ -34,13 +34,11 @@ DELIVERY_GRACE_SECONDS = 30.0
 class Offer:
     """One cache for another instance. The engine's thread fills it, the connections' threads empty it."""
 
-    def __init__(self, message: StartPrefill | StartPrefix, manifest: Manifest, token: str):
-        self.message = message
+    def __init__(self, subject: TransferSubject, manifest: Manifest, token: str):
+        self.subject = subject
         self.manifest = manifest
         self.token = token
         self.send_state = SendState(manifest.address, self.note_life)
-        what = "prefill" if isinstance(message, StartPrefill) else "prefix"
-        subject = TransferSubject(message.handle, message.request.request_id, message.identity, message.trace, what)
         self.log = TransferLog("send", subject, manifest.transfer_id)
         self.lease = Deadline(LEASE_SECONDS)
         self._delivery = Deadline(math.inf)  # Limit for a destination that takes only a byte now and then.
@@ -102,8 +100,8 @@ class Offers:
         self.counters = counters or TransferCounters()
         self._on_end = on_end
 
-    def grant(self, message: StartPrefill | StartPrefix, end_token: int) -> tuple[Offer, PrefillGrant]:
-        """Open an offer of the rows up to `end_token`. Raises CapacityError if too many are open."""
+    def grant(self, subject: TransferSubject, start_token: int, end_token: int) -> tuple[Offer, PrefillGrant]:
+        """Open an offer of the rows from `start_token` up to `end_token`. Raises CapacityError if too many are open."""
         token = secrets.token_urlsafe(24)
         with self._lock:
             if len(self._offers) >= self._capacity:
@@ -112,9 +110,8 @@ class Offers:
                 )
             self._epoch += 1
             address = Address(secrets.token_hex(16), self._epoch)
-            is_prefix = isinstance(message, StartPrefix)
-            manifest = self._layout.manifest(address, message.request.start_token, end_token, is_prefix=is_prefix)
-            offer = self._offers[manifest.transfer_id] = Offer(message, manifest, token)
+            manifest = self._layout.manifest(address, start_token, end_token, is_prefix=subject.what == "prefix")
+            offer = self._offers[manifest.transfer_id] = Offer(subject, manifest, token)
         offer.log.mark("granted", tokens=end_token, start_token=manifest.start_token)
         return offer, PrefillGrant(
             transfer_id=manifest.transfer_id,
@@ -131,7 +128,7 @@ class Offers:
         with self._lock:
             offer = self._offers.get(address.transfer_id)
             known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
-            if offer is None or not known or offer.manifest.epoch != address.epoch or offer.message.identity != peer:
+            if offer is None or not known or offer.manifest.epoch != address.epoch or offer.subject.peer != peer:
                 raise PeerError(
                     f"no prefill {address.transfer_id} with this token and epoch: ended, expired or foreign"
                 )
@@ -153,7 +150,7 @@ class Offers:
                 offer.lease.renew(RESUME_SECONDS)
             released = offer.ended and not offer.streams
         if released:
-            self._on_end(offer.message.handle)
+            self._on_end(offer.subject.handle)
 
     def end(self, offer: Offer, outcome: TransferOutcome, reason: str = "") -> None:
         """End an offer; `reason` is empty after a delivery or an earlier failure. Only the first call counts."""
@@ -166,7 +163,7 @@ class Offers:
         self.counters.count_end(offer.log.end(outcome, reason, offer.send_state.totals))
         offer.fail(f"the prefill was {outcome}")  # its connections send ABORT and end
         if released:
-            self._on_end(offer.message.handle)
+            self._on_end(offer.subject.handle)
 
     def cancel(self, transfer_id: str) -> None:
         with self._lock:
@@ -191,7 +188,7 @@ class Offers:
             return None
         return PrefillStatus(
             transfer_id=transfer_id,
-            request_id=offer.message.request.request_id,
+            request_id=offer.subject.request_id,
             state=offer.state,
             prompt_tokens=offer.manifest.end_token,
             connected=offer.connected,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from prfaas.errors import ProtocolError
 from prfaas.wire.transfer import Buffer
-from prfaas_worker.transfer.codecs import Tensor, Words
+from prfaas_transfer.codecs import Tensor, Words
 
 LEVELS = 127
 STRIP_ELEMENTS = 1 << 20  # Rows pass through float32 in strips of this many elements.

@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
-import torch
 
 from prfaas.errors import PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.util import decode_json
@@ -26,12 +25,12 @@ from prfaas.wire.prefill import CacheRequest, PrefillGrant, PrefixRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.trace import NO_TRACE, TraceContext
 from prfaas.wire.transfer import Done
-from prfaas_worker.transfer.compression import DECODABLE
-from prfaas_worker.transfer.layout import CachePlace
-from prfaas_worker.transfer.pull import FetchContext, Pull, SourceAddress
-from prfaas_worker.transfer.receive import ReceiveState
-from prfaas_worker.transfer.tls import CONNECT_SECONDS, PeerAuth
-from prfaas_worker.transfer.transfer_log import TransferLog, TransferTotals
+from prfaas_transfer.cache import DestinationCache
+from prfaas_transfer.compression import DECODABLE
+from prfaas_transfer.pull import FetchContext, Pull, SourceAddress
+from prfaas_transfer.receive import ReceiveState
+from prfaas_transfer.tls import CONNECT_SECONDS, PeerAuth
+from prfaas_transfer.transfer_log import TransferLog, TransferTotals
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Fetched(NamedTuple):
     cache bytes, seconds from first to last data byte, and if it is bit by bit the result of a prefill."""
 
     tokens: int
-    hidden: torch.Tensor
+    hidden: bytearray
     done: Done
     received_bytes: int
     transfer_seconds: float
@@ -88,7 +87,9 @@ class RemoteFetch:
     """One fetch of `body` into `place`, for the front's call `handle`. `on_end(result or error)` is called once, from
     its thread, which then touches nothing."""
 
-    def __init__(self, handle: int, body: CacheRequest, source: SourceApi, place: CachePlace, shared: FetchContext):
+    def __init__(
+        self, handle: int, body: CacheRequest, source: SourceApi, place: DestinationCache, shared: FetchContext
+    ):
         self._body, self._api = body, source
         self._place, self._shared = place, shared
         self._is_prefix = isinstance(body, PrefixRequest)

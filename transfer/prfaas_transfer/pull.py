@@ -17,15 +17,15 @@ from prfaas.errors import DamagedError, InternalError, PeerError, PrfaasError, P
 from prfaas.util import Deadline
 from prfaas.wire.frames import MAX_MESSAGE_BYTES, Kind
 from prfaas.wire.transfer import NO_PROGRESS_SECONDS, Abort, Hello, Welcome, decode_message, message_frame
-from prfaas_worker.transfer.compression import DECODABLE
-from prfaas_worker.transfer.layout import CacheLayout
-from prfaas_worker.transfer.limits import Traffic
-from prfaas_worker.transfer.link_stats import read_tcp_info
-from prfaas_worker.transfer.net import NEAR_SECONDS, DataStream, connect_tcp
-from prfaas_worker.transfer.receive import ReceiveLoop, ReceiveState
-from prfaas_worker.transfer.send import receive_message
-from prfaas_worker.transfer.tls import CONNECT_SECONDS, PeerAuth
-from prfaas_worker.transfer.transfer_log import TransferCounters
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.compression import DECODABLE
+from prfaas_transfer.limits import Traffic
+from prfaas_transfer.link_stats import read_tcp_info
+from prfaas_transfer.net import NEAR_SECONDS, DataStream, connect_tcp
+from prfaas_transfer.receive import ReceiveLoop, ReceiveState
+from prfaas_transfer.send import receive_message
+from prfaas_transfer.tls import CONNECT_SECONDS, PeerAuth
+from prfaas_transfer.transfer_log import TransferCounters
 
 log = logging.getLogger(__name__)
 

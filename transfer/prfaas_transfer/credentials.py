@@ -58,7 +58,7 @@ class Contexts(NamedTuple):
     client: Context
 
 
-class WorkerCredentials:
+class PeerCredentials:
     """The current files of one directory. Any thread may call. Raises ConfigError if the files cannot be used at the
     start."""
 

@@ -16,11 +16,11 @@ from prfaas.errors import ConfigError, DamagedError, PeerError, ProtocolError, U
 from prfaas.util import Deadline
 from prfaas.wire.frames import Address, Kind
 from prfaas.wire.transfer import VERSION, Abort, Hello, Welcome, decode_message, message_frame
-from prfaas_worker.transfer.leases import Offer, Offers
-from prfaas_worker.transfer.limits import Traffic
-from prfaas_worker.transfer.link_stats import read_tcp_info
-from prfaas_worker.transfer.net import CUBIC, DataStream, use_congestion
-from prfaas_worker.transfer.send import SendChannel, SendLoop, receive_message
+from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.limits import Traffic
+from prfaas_transfer.link_stats import read_tcp_info
+from prfaas_transfer.net import CUBIC, DataStream, use_congestion
+from prfaas_transfer.send import SendChannel, SendLoop, receive_message
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +108,12 @@ class DataPort:
 
     def _deliver(self, stream: DataStream, offer: Offer, hello: Hello) -> None:
         traffic, sent = self._traffic, self._offers.counters.count_sent
-        channel = SendChannel(stream, hello.connection, offer.message.identity, hello.codecs)
+        channel = SendChannel(stream, hello.connection, offer.subject.peer, hello.codecs)
         try:
             welcome = Welcome(version=VERSION, manifest=offer.manifest)
             stream.send([message_frame(Kind.WELCOME, offer.manifest.address, welcome)])
             info = partial(read_tcp_info, stream.socket)
-            with traffic.monitor.watch(info, offer.send_state.queued_bytes, offer.message.identity):
+            with traffic.monitor.watch(info, offer.send_state.queued_bytes, offer.subject.peer):
                 SendLoop(channel, offer.send_state, traffic, sent).run()
         except (UnreachableError, DamagedError):
             raise  # the destination may reconnect

@@ -13,8 +13,8 @@ from typing import Final
 
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
 from prfaas.util import Deadline
-from prfaas_worker.credentials import Contexts, WorkerCredentials, explain
-from prfaas_worker.transfer.net import DataStream, ProvenPeer, TlsStream, plain, tune
+from prfaas_transfer.credentials import Contexts, PeerCredentials, explain
+from prfaas_transfer.net import DataStream, ProvenPeer, TlsStream, plain, tune
 
 # RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
 _ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
@@ -24,16 +24,14 @@ CONNECT_SECONDS: Final = 1.5  # Long enough to lose and repeat one SYN.
 ANSWER_SECONDS: Final = 2.0  # The API answers from a process that computes nothing.
 
 
-def accept_tls(sock: socket.socket, credentials: WorkerCredentials, seconds: float) -> TlsStream:
+def accept_tls(sock: socket.socket, credentials: PeerCredentials, seconds: float) -> TlsStream:
     """Serve the handshake of a client that must prove its cluster; close the socket on failure. Raises IdentityError
     without a valid certificate, ProtocolError for other protocols, UnreachableError after `seconds` or if it left."""
     contexts = credentials.now()
     return _prove(_handshake(sock, contexts.data, seconds, server_side=True), credentials, contexts, "")
 
 
-def connect_tls(
-    sock: socket.socket, credentials: WorkerCredentials, seconds: float, expected_cluster: str
-) -> TlsStream:
+def connect_tls(sock: socket.socket, credentials: PeerCredentials, seconds: float, expected_cluster: str) -> TlsStream:
     """Do the client's handshake with `expected_cluster`, or any if that is empty. A refusal of our certificate shows
     only with the first bytes: see credentials.py. Raises IdentityError for a wrong certificate, else as
     `accept_tls`."""
@@ -88,7 +86,7 @@ def _step(tls: ssl.SSLSocket, deadline: Deadline) -> bool:
     return False
 
 
-def _prove(tls: ssl.SSLSocket, credentials: WorkerCredentials, contexts: Contexts, expected_cluster: str) -> TlsStream:
+def _prove(tls: ssl.SSLSocket, credentials: PeerCredentials, contexts: Contexts, expected_cluster: str) -> TlsStream:
     try:
         certificate = tls.getpeercert(binary_form=True) or b""
         files = contexts.files
@@ -133,7 +131,7 @@ class PeerAuth:
 class TlsAuth(PeerAuth):
     """Inside TLS 1.3, with the current credentials."""
 
-    def __init__(self, credentials: WorkerCredentials):
+    def __init__(self, credentials: PeerCredentials):
         self._credentials = credentials
 
     def accept(self, sock: socket.socket) -> DataStream:

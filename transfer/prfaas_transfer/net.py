@@ -23,8 +23,8 @@ from typing import Final, NamedTuple
 
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.wire.frames import Buffer
-from prfaas_worker.credentials import explain, is_alert
-from prfaas_worker.transfer.link_stats import read_tcp_info
+from prfaas_transfer.credentials import explain, is_alert
+from prfaas_transfer.link_stats import read_tcp_info
 
 log = logging.getLogger(__name__)
 

@@ -8,19 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-import torch
-
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.util import Deadline
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_HELLO_BYTES, Address, Codec, FrameHeader, Kind, verify
 from prfaas.wire.receive_ledger import CachePart, HiddenState, ReceiveLedger
 from prfaas.wire.transfer import HEARTBEAT_SECONDS, NO_PROGRESS_SECONDS, Abort, message_frame
-from prfaas_worker.cache.memory import bytes_of
-from prfaas_worker.transfer.compression import decode_into
-from prfaas_worker.transfer.layout import CachePlace, land, room_for
-from prfaas_worker.transfer.limits import MemoryBudget, Stop, StoppedError
-from prfaas_worker.transfer.net import DataStream
-from prfaas_worker.transfer.send import receive_header
+from prfaas_transfer.cache import DestinationCache
+from prfaas_transfer.compression import decode_into
+from prfaas_transfer.limits import MemoryBudget, Stop, StoppedError
+from prfaas_transfer.net import DataStream
+from prfaas_transfer.send import receive_header
 
 STARVED_SECONDS = 5.0
 """A connection without a byte for this long is given up even while others of the same source carry some."""
@@ -33,14 +30,14 @@ class ReceiveState:
     def __init__(
         self,
         ledger: ReceiveLedger,
-        place: CachePlace,
+        place: DestinationCache,
         received: Callable[[int], None],
         source_silent_seconds: Callable[[], float],
         memory: MemoryBudget,
     ):
         self.ledger = ledger
         self.place = place
-        self.hidden = torch.empty(ledger.expected.hidden_size, dtype=torch.float32)
+        self.hidden = bytearray(4 * ledger.expected.hidden_size)  # fp32 [hidden_size]
         self.received = received
         self.source_silent_seconds = source_silent_seconds
         self.memory = memory
@@ -136,7 +133,7 @@ class ReceiveLoop:
         tensors_bytes = header.payload_bytes
         if header.codec:
             tensors_bytes = (header.tokens or 1) * self._state.ledger.expected.groups[part.group].nbytes
-        staged_bytes = tensors_bytes if self._state.place.staging else 0
+        staged_bytes = tensors_bytes if self._state.place.is_staged else 0
         return staged_bytes + (header.payload_bytes + 2 * tensors_bytes if header.codec else 0)
 
     def _land(self, header: FrameHeader, part: CachePart, payload: list[memoryview], room: list[memoryview]) -> None:
@@ -145,7 +142,7 @@ class ReceiveLoop:
         expected = self._state.ledger.expected
         if header.codec:
             decode_into(Codec(header.codec), expected.groups[part.group].tensors, header.tokens or 1, payload[0], room)
-        land(expected, self._state.place, part, room)
+        self._state.place.land(expected, part, room)
 
     @contextmanager
     def _memory(self, count_bytes: int) -> Iterator[None]:
@@ -165,8 +162,8 @@ class ReceiveLoop:
 
     def _room(self, part: CachePart) -> list[memoryview]:
         if isinstance(part, HiddenState):
-            return [bytes_of(self._state.hidden)]
-        return list(room_for(self._state.ledger.expected, self._state.place, part))
+            return [memoryview(self._state.hidden)]
+        return list(self._state.place.room_for(self._state.ledger.expected, part))
 
     def _wait(self, silent_seconds: float) -> None:
         """Send a heartbeat; raise if the source shows no life."""

@@ -25,16 +25,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from prfaas.errors import CapacityError, PrfaasError
+from prfaas.routing.compression import WireCodec
 from prfaas.util import MIB, Deadline, LogOnce, RateBucket
 from prfaas.wire.transfer import Buffer
-from prfaas_worker.credentials import WorkerCredentials
-from prfaas_worker.options import Options
-from prfaas_worker.transfer.compression import Packer
-from prfaas_worker.transfer.link_stats import BYTES_PER_MBIT, LinkMonitor
-from prfaas_worker.transfer.tls import PeerAuth, TlsAuth
+from prfaas_transfer.compression import Packer
+from prfaas_transfer.credentials import PeerCredentials
+from prfaas_transfer.link_stats import BYTES_PER_MBIT, LinkMonitor
+from prfaas_transfer.tls import PeerAuth, TlsAuth
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +310,22 @@ class Traffic(NamedTuple):
     auth: PeerAuth
 
 
-def traffic_of(options: Options) -> Traffic:
+class TrafficOptions(Protocol):
+    """The options of an engine that its transfers obey; empty paths and an egress of 0 mean without."""
+
+    @property
+    def tls_dir(self) -> str: ...
+    @property
+    def egress_mbps(self) -> int: ...
+    @property
+    def egress_file(self) -> str: ...
+    @property
+    def transfer_memory_mib(self) -> int: ...
+    @property
+    def wire_codec(self) -> WireCodec: ...
+
+
+def traffic_of(options: TrafficOptions) -> Traffic:
     """Return the options' limits; follow the cap's file. Raises ConfigError for unusable credentials."""
     mbps = options.egress_mbps or None
     egress = EgressBucket(mbps)
@@ -318,7 +333,7 @@ def traffic_of(options: Options) -> Traffic:
         EgressFile(Path(options.egress_file), egress, otherwise=mbps).start()
     memory_bytes = options.transfer_memory_mib * MIB
     monitor = LinkMonitor()
-    auth = TlsAuth(WorkerCredentials(Path(options.tls_dir))) if options.tls_dir else PeerAuth()
+    auth = TlsAuth(PeerCredentials(Path(options.tls_dir))) if options.tls_dir else PeerAuth()
     return Traffic(monitor, egress, MemoryBudget(memory_bytes), Packer(options.wire_codec, monitor), auth)
 
 

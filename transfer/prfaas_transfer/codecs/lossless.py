@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from prfaas.errors import ProtocolError
 from prfaas.wire.transfer import Buffer
-from prfaas_worker.transfer.codecs import Tensor, Words
+from prfaas_transfer.codecs import Tensor, Words
 
 Plane = NDArray[Any]
 

@@ -1,0 +1,48 @@
+"""The seam between a transfer and an engine's memory: all that this package knows of a cache.
+
+An engine implements `DestinationCache` for the caches that it receives, and makes frames whose payload it loads itself.
+So neither the shape of its memory nor the library behind it is known here.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from prfaas.wire.frames import Address
+from prfaas.wire.receive_ledger import LayerRows, LayerState
+from prfaas.wire.transfer import LayerGroup, Manifest
+
+
+class DestinationCache(Protocol):
+    """The cache of one sequence at the destination. The threads of connections call it, one a part."""
+
+    @property
+    def is_staged(self) -> bool:
+        """True if `room_for` gives memory of its own, which counts against the transfers' memory."""
+        ...
+
+    def room_for(self, manifest: Manifest, part: LayerRows | LayerState) -> Sequence[memoryview]:
+        """Return memory to receive rows or a state into, in manifest order, in any number of pieces."""
+        ...
+
+    def land(self, manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview]) -> None:
+        """Move the contents of `room_for` into the cache, unless that is the cache's memory."""
+        ...
+
+
+class CacheLayout(NamedTuple):
+    """The shape of a model's caches: all that two instances must agree on."""
+
+    fingerprint: str
+    groups: tuple[LayerGroup, ...]
+    hidden_size: int
+
+    def manifest(self, address: Address, start_token: int, end_token: int, *, is_prefix: bool) -> Manifest:
+        return Manifest(
+            fingerprint=self.fingerprint,
+            transfer_id=address.transfer_id,
+            epoch=address.epoch,
+            start_token=start_token,
+            end_token=end_token,
+            groups=self.groups,
+            hidden_size=0 if is_prefix else self.hidden_size,
+        )
