@@ -5,6 +5,7 @@ So neither the shape of its memory nor the library behind it is known here.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from prfaas.wire.frames import Address
@@ -20,8 +21,10 @@ class DestinationCache(Protocol):
         """True if `room_for` gives memory of its own, which counts against the transfers' memory."""
         ...
 
-    def room_for(self, manifest: Manifest, part: LayerRows | LayerState) -> Sequence[memoryview]:
-        """Return memory to receive rows or a state into, in manifest order, in any number of pieces."""
+    def room_for(
+        self, manifest: Manifest, part: LayerRows | LayerState
+    ) -> AbstractContextManager[Sequence[memoryview]]:
+        """Give memory to receive rows or a state into, for a block; in manifest order, in any number of pieces."""
         ...
 
     def land(self, manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview]) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from prfaas.errors import ConfigError, DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.util import Deadline
 from prfaas.wire.frames import Address, Kind
-from prfaas.wire.transfer import VERSION, Abort, Hello, Welcome, decode_message, message_frame
+from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, VERSION, Abort, Hello, Welcome, decode_message, message_frame
 from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import Traffic
 from prfaas_transfer.link_stats import read_tcp_info
@@ -43,9 +43,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class DataPort:
-    """Serves the data port from its own threads until the process ends."""
+    """Serves the data port from its own threads until the process ends. A destination may come `patience_seconds`
+    before its transfer is announced."""
 
-    def __init__(self, listener: socket.socket, offers: Offers, traffic: Traffic):
+    def __init__(self, listener: socket.socket, offers: Offers, traffic: Traffic, patience_seconds: float = 0.0):
+        self._patience_seconds = patience_seconds
         self._listener = listener
         self._offers = offers
         self._traffic = traffic
@@ -95,6 +97,7 @@ class DataPort:
                     f"HELLO speaks versions {hello.versions}, this instance {VERSION}: upgrade one side"
                 )
             self._traffic.auth.check(stream)
+            self._await_announced(stream, address)
             cluster = stream.peer.cluster if stream.peer else ""
             offer = self._offers.connect(address, hello, cluster, stream)
         except PeerError as error:
@@ -105,6 +108,12 @@ class DataPort:
             self._deliver(stream, offer, hello)
         finally:
             self._offers.disconnect(offer, hello.connection)
+
+    def _await_announced(self, stream: DataStream, address: Address) -> None:
+        """Let a destination wait that came before the source knew of the transfer."""
+        deadline = Deadline(self._patience_seconds)
+        while not deadline.is_over and not self._offers.await_announced(address.transfer_id, KEEP_ALIVE_SECONDS):
+            stream.send([message_frame(Kind.KEEP_ALIVE, address)])
 
     def _deliver(self, stream: DataStream, offer: Offer, hello: Hello) -> None:
         traffic, sent = self._traffic, self._offers.counters.count_sent

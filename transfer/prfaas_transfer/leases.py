@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from prfaas.errors import CapacityError, PeerError
+import msgspec
+
+from prfaas.errors import CapacityError, PeerError, ProtocolError
 from prfaas.util import Deadline
 from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import Address
@@ -34,7 +36,7 @@ DELIVERY_GRACE_SECONDS = 30.0
 class Offer:
     """One cache for another instance. The engine's thread fills it, the connections' threads empty it."""
 
-    def __init__(self, subject: TransferSubject, manifest: Manifest, token: str):
+    def __init__(self, subject: TransferSubject, manifest: Manifest, token: str, *, is_announced: bool = False):
         self.subject = subject
         self.manifest = manifest
         self.token = token
@@ -46,6 +48,9 @@ class Offer:
         self.streams: dict[int, DataStream] = {}
         self.was_connected = False
         self.ended = False
+        self._lock = threading.Lock()
+        self._held: list[Frame] | None = [] if is_announced else None
+        self._finished: tuple[float, bool] | None = None
 
     @property
     def connected(self) -> bool:
@@ -59,14 +64,48 @@ class Offer:
         self.log.mark("computing")
         self.state = "computing"
 
+    @property
+    def is_announced(self) -> bool:
+        """True until a destination says which rows it lacks."""
+        return self._held is not None
+
     def put(self, frame: Frame) -> None:
+        with self._lock:
+            if self._held is not None:
+                self._held.append(frame)
+                return
         self.send_state.put(frame)
+
+    def start_at(self, peer: str, start_token: int) -> None:
+        """Begin an announced offer: its destination, of this cluster, has the rows before `start_token`. Raises
+        ProtocolError if there is nothing behind that token."""
+        with self._lock:
+            if self._held is None:
+                return
+            if not 0 <= start_token < self.manifest.end_token:
+                raise ProtocolError(f"the destination asks from token {start_token} of {self.manifest.end_token}")
+            self.subject = self.subject._replace(peer=peer)
+            self.manifest = msgspec.structs.replace(self.manifest, start_token=start_token)
+            for frame in self._held:
+                first, _ = self.manifest.groups[frame.header.group].rows_span(start_token, start_token)
+                if (rest := frame.rest(first)) is not None:
+                    self.send_state.put(rest)
+            self._held = None
+            if self._finished is not None:
+                self._finish(*self._finished)
 
     def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec."""
-        self._delivery.renew(DELIVERY_GRACE_SECONDS + self.manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND)
         self.state = "sending"
         self.log.mark("computed")
+        with self._lock:
+            if self._held is not None:
+                self._finished = prefill_seconds, is_exact
+                return
+        self._finish(prefill_seconds, is_exact)
+
+    def _finish(self, prefill_seconds: float, is_exact: bool) -> None:
+        self._delivery.renew(DELIVERY_GRACE_SECONDS + self.manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND)
         self.send_state.finish(prefill_seconds, is_exact=is_exact)
 
     def fail(self, message: str) -> None:
@@ -94,6 +133,7 @@ class Offers:
         self._data_port = data_port
         self._capacity = capacity
         self._lock = threading.Lock()
+        self._announced = threading.Condition(self._lock)
         self._offers: dict[str, Offer] = {}
         # A restarted instance does not repeat the epochs of its former life.
         self._epoch = secrets.randbits(48)
@@ -122,16 +162,36 @@ class Offers:
             expires_seconds=LEASE_SECONDS,
         )
 
+    def announce(self, subject: TransferSubject, address: Address, token: str, end_token: int) -> Offer:
+        """Open an offer that both sides know from elsewhere: its destination says in HELLO what it lacks. Raises
+        CapacityError if too many are open, ProtocolError if this transfer was announced before."""
+        manifest = self._layout.manifest(address, 0, end_token, is_prefix=True)
+        with self._lock:
+            if len(self._offers) >= self._capacity:
+                raise CapacityError(f"{self._capacity} caches are undelivered already")
+            if address.transfer_id in self._offers:
+                raise ProtocolError(f"transfer {address.transfer_id} was announced before")
+            offer = self._offers[address.transfer_id] = Offer(subject, manifest, token, is_announced=True)
+            self._announced.notify_all()
+        offer.log.mark("granted", tokens=end_token)
+        return offer
+
+    def await_announced(self, transfer_id: str, seconds: float) -> bool:
+        """Wait until a transfer is open; False after so many seconds."""
+        with self._lock:
+            return self._announced.wait_for(lambda: transfer_id in self._offers, seconds)
+
     def connect(self, address: Address, hello: Hello, peer: str, stream: DataStream) -> Offer:
         """Bind a connection to the offer of its token; `disconnect` must follow. Raises PeerError for a wrong token,
         epoch or cluster, with one answer for all: strangers learn nothing; also for an impossible report of frames."""
         with self._lock:
             offer = self._offers.get(address.transfer_id)
             known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
-            if offer is None or not known or offer.manifest.epoch != address.epoch or offer.subject.peer != peer:
-                raise PeerError(
-                    f"no prefill {address.transfer_id} with this token and epoch: ended, expired or foreign"
-                )
+            if offer is None or not known or offer.manifest.epoch != address.epoch:
+                raise _unknown(address)
+            if not offer.is_announced and offer.subject.peer != peer:
+                raise _unknown(address)
+            offer.start_at(peer, hello.start_token)
             offer.send_state.queue.connect(hello.connection, hello.broken, hello.received)
             offer.note_life()
             stale = [stream for number, stream in offer.streams.items() if number in hello.broken]
@@ -193,3 +253,8 @@ class Offers:
             prompt_tokens=offer.manifest.end_token,
             connected=offer.connected,
         )
+
+
+def _unknown(address: Address) -> PeerError:
+    """One answer for every reason, so that strangers learn nothing."""
+    return PeerError(f"no prefill {address.transfer_id} with this token and epoch: ended, expired or foreign")

@@ -247,8 +247,18 @@ class Pull:
         ledger = self._state.ledger
         broken = self._state.broken  # before what was received: these receive no more
         received = ledger.received
-        hello = Hello(codecs=DECODABLE, token=self._token, connection=number, broken=broken, received=received)
-        stream.send([message_frame(Kind.HELLO, ledger.expected.address, hello)])
+        expected = ledger.expected
+        hello = Hello(
+            codecs=DECODABLE,
+            token=self._token,
+            connection=number,
+            broken=broken,
+            received=received,
+            start_token=expected.start_token,
+            rank=expected.rank,
+            ranks=expected.ranks,
+        )
+        stream.send([message_frame(Kind.HELLO, expected.address, hello)])
         self._await_welcome(stream)
 
     def _await_welcome(self, stream: DataStream) -> None:

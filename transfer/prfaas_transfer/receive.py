@@ -5,14 +5,14 @@ before. It must stay that sequence's until no connection reads into it any more.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.util import Deadline
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_HELLO_BYTES, Address, Codec, FrameHeader, Kind, verify
 from prfaas.wire.receive_ledger import CachePart, HiddenState, ReceiveLedger
-from prfaas.wire.transfer import HEARTBEAT_SECONDS, NO_PROGRESS_SECONDS, Abort, message_frame
+from prfaas.wire.transfer import HEARTBEAT_SECONDS, NO_PROGRESS_SECONDS, Abort, LayerGroup, message_frame
 from prfaas_transfer.cache import DestinationCache
 from prfaas_transfer.compression import decode_into
 from prfaas_transfer.limits import MemoryBudget, Stop, StoppedError
@@ -118,9 +118,8 @@ class ReceiveLoop:
         state = self._state
         state.start()
         part = state.ledger.claim(self._connection, header)
-        with self._memory(self._copied_bytes(header, part)):
-            room = self._room(part)
-            payload = [memoryview(bytearray(header.payload_bytes))] if header.codec else room
+        with self._memory(self._copied_bytes(header, part)), self._room(part) as room:
+            payload = [memoryview(bytearray(header.payload_bytes))] if header.codec else list(room)
             self._stream.receive_into(*payload, on_wait=self._wait)
             state.ledger.accept(header, payload, lambda: self._land(header, part, payload, room))
         state.codecs.add(header.codec)
@@ -132,16 +131,19 @@ class ReceiveLoop:
             return 0
         tensors_bytes = header.payload_bytes
         if header.codec:
-            tensors_bytes = (header.tokens or 1) * self._state.ledger.expected.groups[part.group].nbytes
+            tensors_bytes = items_of(header, group := self._state.ledger.expected.groups[part.group]) * group.nbytes
         staged_bytes = tensors_bytes if self._state.place.is_staged else 0
         return staged_bytes + (header.payload_bytes + 2 * tensors_bytes if header.codec else 0)
 
-    def _land(self, header: FrameHeader, part: CachePart, payload: list[memoryview], room: list[memoryview]) -> None:
+    def _land(
+        self, header: FrameHeader, part: CachePart, payload: Sequence[memoryview], room: Sequence[memoryview]
+    ) -> None:
         if isinstance(part, HiddenState):
             return
         expected = self._state.ledger.expected
         if header.codec:
-            decode_into(Codec(header.codec), expected.groups[part.group].tensors, header.tokens or 1, payload[0], room)
+            group = expected.groups[part.group]
+            decode_into(Codec(header.codec), group.tensors, items_of(header, group), payload[0], room)
         self._state.place.land(expected, part, room)
 
     @contextmanager
@@ -160,10 +162,10 @@ class ReceiveLoop:
         finally:
             self._state.memory.release(count_bytes)
 
-    def _room(self, part: CachePart) -> list[memoryview]:
+    def _room(self, part: CachePart) -> AbstractContextManager[Sequence[memoryview]]:
         if isinstance(part, HiddenState):
-            return [memoryview(self._state.hidden)]
-        return list(self._state.place.room_for(self._state.ledger.expected, part))
+            return nullcontext([memoryview(self._state.hidden)])
+        return self._state.place.room_for(self._state.ledger.expected, part)
 
     def _wait(self, silent_seconds: float) -> None:
         """Send a heartbeat; raise if the source shows no life."""
@@ -185,3 +187,8 @@ class ReceiveLoop:
     @property
     def _address(self) -> Address:
         return self._state.ledger.expected.address
+
+
+def items_of(header: FrameHeader, group: LayerGroup) -> int:
+    """Return the rows or states of a frame."""
+    return header.tokens // group.row_tokens or 1

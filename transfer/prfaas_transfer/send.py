@@ -9,8 +9,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -35,16 +35,31 @@ from prfaas_transfer.limits import Stop, StoppedError, Traffic
 from prfaas_transfer.net import DataStream, OnWait, give_up
 from prfaas_transfer.transfer_log import TransferTotals
 
+Payload = Sequence[memoryview]
+
 
 class Frame(NamedTuple):
-    """A frame to send. Its payload, from `load` in the sending thread, is the cache's own memory, which the lease
-    keeps, or a copy of `copied_bytes`: `items` rows or states of `tensors`, or bytes that no codec handles."""
+    """A frame to send. `load`, called in the sending thread, gives its payload for a block: the cache's own memory,
+    which the lease keeps, or a copy of `copied_bytes`. That is `items` rows or states of `tensors`, or bytes that no
+    codec handles."""
 
     header: FrameHeader
-    load: Callable[[], tuple[memoryview, ...]]
+    load: Callable[[FrameHeader], AbstractContextManager[Payload]]
     copied_bytes: int = 0
     tensors: tuple[TensorLayout, ...] = ()
     items: int = 1
+
+    def rest(self, start_token: int) -> "Frame | None":
+        """Return this frame without the rows before `start_token`, where a row begins; None if nothing is left."""
+        header = self.header
+        tokens = header.start_token + header.tokens - start_token
+        if header.kind != Kind.BLOCK or tokens >= header.tokens:
+            return self
+        if tokens <= 0:
+            return None
+        payload_bytes = header.payload_bytes * tokens // header.tokens
+        cut = header._replace(start_token=start_token, tokens=tokens, payload_bytes=payload_bytes)
+        return self._replace(header=cut, items=self.items * tokens // header.tokens)
 
 
 class WakeUp:
@@ -239,15 +254,16 @@ class SendLoop:
         return self._state.codecs.setdefault(sequence, chosen)
 
     def _send_loaded(self, sequence: int, frame: Frame, codec: Codec) -> None:
-        payload = frame.load()
         header = frame.header._replace(sequence=sequence)
-        if codec:
-            packed = self._traffic.packer.pack(codec, frame.tensors, frame.items, payload)
-            payload = tuple(memoryview(part).cast("B") for part in packed.buffers)
-            header = header._replace(codec=packed.codec, payload_bytes=packed.nbytes)
-        sealed = seal(header, payload)
-        self._state.queue.sealed(sequence, sealed.digest, header.payload_bytes)
-        self._pace([memoryview(sealed.header), *payload])
+        with frame.load(frame.header) as loaded:
+            payload = loaded
+            if codec:
+                packed = self._traffic.packer.pack(codec, frame.tensors, frame.items, loaded)
+                payload = [memoryview(part).cast("B") for part in packed.buffers]
+                header = header._replace(codec=packed.codec, payload_bytes=packed.nbytes)
+            sealed = seal(header, payload)
+            self._state.queue.sealed(sequence, sealed.digest, header.payload_bytes)
+            self._pace([memoryview(sealed.header), *payload])
 
     def _await_memory(self, count_bytes: int) -> bool:
         """Hold memory for a frame, and meanwhile keep the connection alive; False when the transfer is over."""

@@ -82,7 +82,8 @@ class ReceiveLedger:
                 if group.kind == "linear":
                     self._states_left.add(LayerState(index, layer))
                 elif expected.tokens:
-                    self._rows_left[index, layer] = expected.tokens
+                    start, end = group.rows_span(expected.start_token, expected.end_token)
+                    self._rows_left[index, layer] = end - start
 
     def claim(self, connection: int, header: FrameHeader) -> CachePart:
         """Reserve the position of a data frame's payload and return it.
@@ -231,12 +232,15 @@ class ReceiveLedger:
 
     def _claim_rows(self, header: FrameHeader) -> LayerRows:
         position = self._position(header, "attention")
-        end = header.start_token + header.tokens
-        if not (self.expected.start_token <= header.start_token < end <= self.expected.end_token):
+        group, end = self.expected.groups[header.group], header.start_token + header.tokens
+        first, last = group.rows_span(self.expected.start_token, self.expected.end_token)
+        if not (first <= header.start_token < end <= last):
             raise ProtocolError(
                 f"{header.describe()} is outside of tokens {self.expected.start_token}..{self.expected.end_token}"
             )
-        self._require_size(header, header.tokens * self.expected.groups[header.group].nbytes)
+        if header.start_token % group.row_tokens or header.tokens % group.row_tokens:
+            raise ProtocolError(f"{header.describe()} cuts rows of {group.row_tokens} tokens")
+        self._require_size(header, group.rows_bytes(header.tokens))
         starts, ends = self._starts.setdefault(position, []), self._ends.setdefault(position, [])
         at = bisect_right(starts, header.start_token)
         if (at > 0 and ends[at - 1] > header.start_token) or (at < len(starts) and starts[at] < end):

@@ -36,14 +36,14 @@ HEARTBEAT_SECONDS: Final = 1.0
 NO_PROGRESS_SECONDS: Final = 1.0
 """A destination counts a connection as broken after this long without a byte from the source."""
 
-ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 
 Ranges = tuple[tuple[int, int], ...]
 """Numbers as sorted ranges [first, end)."""
 
 
 class TensorLayout(msgspec.Struct, frozen=True):
-    """One tensor of a layer. In an attention group axes[0] is `token` and `shape` leaves that axis out."""
+    """One tensor of a layer. In an attention group axes[0] counts rows (`token`, or `page`); `shape` leaves it out."""
 
     name: str
     axes: tuple[str, ...]
@@ -52,26 +52,41 @@ class TensorLayout(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, or of one token's row in an attention group."""
+        """Bytes of the tensor, or of one row in an attention group."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class LayerGroup(msgspec.Struct, frozen=True):
-    """Layers of one kind with equal tensors. `layers` are the model's layer indices, from 0."""
+    """Layers of one kind with equal tensors. `layers` are the model's layer indices, from 0.
+
+    A row of an attention group has `row_tokens` tokens: one, or a page's where an engine's memory has no smaller part.
+    `spec` is the engine's own name of the kind.
+    """
 
     kind: Literal["attention", "linear"]
     layers: tuple[int, ...]
     tensors: tuple[TensorLayout, ...]
+    row_tokens: int = 1
+    spec: str = ""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one layer's state, or of one token in one layer of an attention group."""
+        """Bytes of one layer's state, or of one row in one layer of an attention group."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def rows_span(self, start_token: int, end_token: int) -> tuple[int, int]:
+        """Return the tokens of all rows that hold any of these, from the first row's start to the last row's end."""
+        return start_token // self.row_tokens * self.row_tokens, -(-end_token // self.row_tokens) * self.row_tokens
+
+    def rows_bytes(self, tokens: int) -> int:
+        """Return the bytes of whole rows with so many tokens, in one layer."""
+        return tokens // self.row_tokens * self.nbytes
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a transfer: rows of tokens `start_token` up to (excluding) `end_token`, and all states there; and
-    the hidden state of the last token, unless `hidden_size` is 0: then it is a prefix instead of a prompt.
+    the hidden state of the last token, unless `hidden_size` is 0: then it is a prefix instead of a prompt. Of an engine
+    with several ranks, each has a transfer of its own: `rank` of `ranks` holds a part of every tensor.
     """
 
     format: Literal[2] = 2
@@ -82,6 +97,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     end_token: int
     groups: tuple[LayerGroup, ...]
     hidden_size: int
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def address(self) -> Address:
@@ -96,16 +113,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Cache bytes, before any codec."""
-        rows = sum(len(group.layers) * group.nbytes for group in self.groups if group.kind == "attention")
-        states = sum(len(group.layers) * group.nbytes for group in self.groups if group.kind == "linear")
-        return rows * self.tokens + states + 4 * self.hidden_size
+        found = 4 * self.hidden_size
+        for group in self.groups:
+            if group.kind == "linear":
+                found += len(group.layers) * group.nbytes
+            elif self.tokens:
+                start, end = group.rows_span(self.start_token, self.end_token)
+                found += len(group.layers) * group.rows_bytes(end - start)
+        return found
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame on a connection, or the next after FREED. The token is a secret: it never enters a log.
 
     `connection` numbers the connections of this transfer. Frames that were sent on one of the `broken` and are not
-    among `received` were lost; the destination does not read from those connections any more.
+    among `received` were lost; the destination does not read from those connections any more. `start_token`, `rank`
+    and `ranks` say what the destination wants of a transfer that no grant described.
     """
 
     versions: tuple[int, ...] = (VERSION,)
@@ -114,6 +137,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     connection: int = 0
     broken: tuple[int, ...] = ()
     received: Ranges = ()
+    start_token: int = 0
+    rank: int = 0
+    ranks: int = 1
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -207,7 +207,8 @@ def test_what_was_recorded_is_what_is_sent_today_unless_the_version_changed():
     to_send.append(hidden_frame(manifest, HIDDEN))
     today = []
     for sequence, frame in enumerate(to_send):
-        payload = frame.load()
+        with frame.load(frame.header) as loaded:
+            payload = loaded
         today.append(seal(frame.header._replace(sequence=sequence), payload).header + b"".join(payload))
     assert today == [frame for frame in recorded if frame[4] in DATA_KINDS], "the format changed: so must its version"
 

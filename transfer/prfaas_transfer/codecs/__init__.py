@@ -15,7 +15,7 @@ from prfaas.wire.transfer import ITEM_BYTES, Buffer, TensorLayout
 
 Words = NDArray[np.unsignedinteger]
 STRIP_ELEMENTS = 1 << 18
-WORDS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+WORDS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 class Tensor(NamedTuple):

@@ -4,6 +4,7 @@ Payload: for each tensor in manifest order, for each of its planes, the plane's 
 network order). Then the planes in the same order. A plane of its full length is as it is, a shorter one is a zstd frame
 that states its content's size.
 
+    uint8               the byte
     bfloat16, float16   low byte, high byte (sign and exponent, or the most of it)
     float32             low half (16 bits, little endian), third byte, high byte
 
@@ -26,7 +27,7 @@ from prfaas_transfer.codecs import Tensor, Words
 Plane = NDArray[Any]
 
 # By bytes of an element: the bits of each plane, least significant first.
-PLANES = {2: (8, 8), 4: (16, 8, 8)}
+PLANES = {1: (8,), 2: (8, 8), 4: (16, 8, 8)}
 _KINDS = {8: np.dtype("u1"), 16: np.dtype("<u2")}
 
 SAMPLE_BYTES, SAMPLES = 1024, 8  # Judge a plane by so many samples, spread over it.

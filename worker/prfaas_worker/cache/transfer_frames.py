@@ -8,6 +8,7 @@ is cheap. Rows and states travel in the order of a layer's specification, each t
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -140,12 +141,14 @@ class CachePlace(NamedTuple):
     def is_staged(self) -> bool:
         return self.staging is not None
 
-    def room_for(self, manifest: Manifest, part: LayerRows | LayerState) -> tuple[memoryview, ...]:
+    def room_for(
+        self, manifest: Manifest, part: LayerRows | LayerState
+    ) -> AbstractContextManager[Sequence[memoryview]]:
         staging = self.staging
         if staging is None:
-            return _in_place(manifest, self, part)
+            return nullcontext(_in_place(manifest, self, part))
         count = part.tokens if isinstance(part, LayerRows) else 1
-        return tuple(staging.room(count * tensor.nbytes) for tensor in manifest.groups[part.group].tensors)
+        return nullcontext([staging.room(count * tensor.nbytes) for tensor in manifest.groups[part.group].tensors])
 
     def land(self, manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview]) -> None:
         if self.staging is None:
@@ -212,14 +215,14 @@ def prefix_frames(manifest: Manifest, place: CachePlace) -> Iterator[Frame]:
 def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
     """Return the frame of the last hidden state, fp32 [hidden_size]."""
     payload = bytes_of(hidden.contiguous())
-    return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda: (payload,))
+    return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda _header: nullcontext((payload,)))
 
 
 def _frame(
     header: FrameHeader, place: CachePlace, layout: LayerGroup, load: Callable[[], tuple[memoryview, ...]]
 ) -> Frame:
     copied_bytes = header.payload_bytes if place.staging else 0
-    return Frame(header, load, copied_bytes, layout.tensors, header.tokens or 1)
+    return Frame(header, lambda _header: nullcontext(load()), copied_bytes, layout.tensors, header.tokens or 1)
 
 
 def _payload(
