@@ -16,9 +16,8 @@ from prfaas.wire.transfer import LayerGroup, Manifest
 class DestinationCache(Protocol):
     """The cache of one sequence at the destination. The threads of connections call it, one a part."""
 
-    @property
-    def is_staged(self) -> bool:
-        """True if `room_for` gives memory of its own, which counts against the transfers' memory."""
+    def held_bytes(self, count_bytes: int, /) -> int:
+        """Return the memory that a part of so many bytes takes outside the cache, until it landed."""
         ...
 
     def room_for(
@@ -27,7 +26,7 @@ class DestinationCache(Protocol):
         """Give memory to receive rows or a state into, for a block; in manifest order, in any number of pieces."""
         ...
 
-    def land(self, manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview]) -> None:
+    def land(self, manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview], /) -> None:
         """Move the contents of `room_for` into the cache, unless that is the cache's memory."""
         ...
 
@@ -38,6 +37,8 @@ class CacheLayout(NamedTuple):
     fingerprint: str
     groups: tuple[LayerGroup, ...]
     hidden_size: int
+    rank: int = 0
+    ranks: int = 1
 
     def manifest(self, address: Address, start_token: int, end_token: int, *, is_prefix: bool) -> Manifest:
         return Manifest(
@@ -48,4 +49,6 @@ class CacheLayout(NamedTuple):
             end_token=end_token,
             groups=self.groups,
             hidden_size=0 if is_prefix else self.hidden_size,
+            rank=self.rank,
+            ranks=self.ranks,
         )

@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -22,12 +21,10 @@ from prfaas.util import decode_json
 from prfaas.wire.engine import Cached, TransferOutcome, TransferSubject
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import CacheRequest, PrefillGrant, PrefixRequest
-from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.trace import NO_TRACE, TraceContext
 from prfaas.wire.transfer import Done
 from prfaas_transfer.cache import DestinationCache
-from prfaas_transfer.compression import DECODABLE
-from prfaas_transfer.pull import FetchContext, Pull, SourceAddress
+from prfaas_transfer.pull import FetchContext, Pull, SourceAddress, open_pull
 from prfaas_transfer.receive import ReceiveState
 from prfaas_transfer.tls import CONNECT_SECONDS, PeerAuth
 from prfaas_transfer.transfer_log import TransferLog, TransferTotals
@@ -171,14 +168,13 @@ class RemoteFetch:
         source = self._source = SourceAddress(
             urlsplit(self._api.url).hostname or "", grant.data_port, self._api.cluster
         )
-        layout, connections, counters, traffic = self._shared
         address = Address(grant.transfer_id, grant.epoch)
-        expected = layout.manifest(address, self._body.start_token, grant.end_token, is_prefix=self._is_prefix)
-        ledger = ReceiveLedger(expected, DECODABLE, guard=threading.Lock())
-        silent_seconds = partial(connections.silent_seconds, source)
-        state = ReceiveState(ledger, self._place, counters.count_received, silent_seconds, traffic.memory)
-        self._state = state
-        pull = self._pull = Pull(self._shared, source, grant.token, state, self._log.record_break)
+        expected = self._shared.layout.manifest(
+            address, self._body.start_token, grant.end_token, is_prefix=self._is_prefix
+        )
+        pull = self._pull = open_pull(self._shared, source, grant.token, expected, self._place, self._log.record_break)
+        state = self._state = pull.state
+        ledger = state.ledger
         if self._over.is_set():  # `cancel` may have run before it could see the pull
             raise UnreachableError("cancelled")
         pull.run()

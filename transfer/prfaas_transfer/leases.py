@@ -74,7 +74,7 @@ class Offer:
             if self._held is not None:
                 self._held.append(frame)
                 return
-        self.send_state.put(frame)
+        self._put(frame)
 
     def start_at(self, peer: str, start_token: int) -> None:
         """Begin an announced offer: its destination, of this cluster, has the rows before `start_token`. Raises
@@ -87,9 +87,7 @@ class Offer:
             self.subject = self.subject._replace(peer=peer)
             self.manifest = msgspec.structs.replace(self.manifest, start_token=start_token)
             for frame in self._held:
-                first, _ = self.manifest.groups[frame.header.group].rows_span(start_token, start_token)
-                if (rest := frame.rest(first)) is not None:
-                    self.send_state.put(rest)
+                self._put(frame)
             self._held = None
             if self._finished is not None:
                 self._finish(*self._finished)
@@ -103,6 +101,13 @@ class Offer:
                 self._finished = prefill_seconds, is_exact
                 return
         self._finish(prefill_seconds, is_exact)
+
+    def _put(self, frame: Frame) -> None:
+        """Queue what the destination lacks of a frame."""
+        start_token = self.manifest.start_token
+        first, _ = self.manifest.groups[frame.header.group].rows_span(start_token, start_token)
+        if (rest := frame.rest(first)) is not None:
+            self.send_state.put(rest)
 
     def _finish(self, prefill_seconds: float, is_exact: bool) -> None:
         self._delivery.renew(DELIVERY_GRACE_SECONDS + self.manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND)

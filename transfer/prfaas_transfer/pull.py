@@ -16,8 +16,9 @@ from typing import NamedTuple
 from prfaas.errors import DamagedError, InternalError, PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.util import Deadline
 from prfaas.wire.frames import MAX_MESSAGE_BYTES, Kind
-from prfaas.wire.transfer import NO_PROGRESS_SECONDS, Abort, Hello, Welcome, decode_message, message_frame
-from prfaas_transfer.cache import CacheLayout
+from prfaas.wire.receive_ledger import ReceiveLedger
+from prfaas.wire.transfer import NO_PROGRESS_SECONDS, Abort, Hello, Manifest, Welcome, decode_message, message_frame
+from prfaas_transfer.cache import CacheLayout, DestinationCache
 from prfaas_transfer.compression import DECODABLE
 from prfaas_transfer.limits import Traffic
 from prfaas_transfer.link_stats import read_tcp_info
@@ -157,7 +158,7 @@ class Pull:
         self._connections = shared.connections
         self._source = source
         self._token = token
-        self._state = state
+        self.state = self._state = state
         self._on_broken = on_broken
         self._changed = threading.Condition()
         self._whole = False
@@ -313,3 +314,18 @@ class Pull:
         with self._changed:
             self._failure = self._failure or self._state.gave_up or error
             self._changed.notify_all()
+
+
+def open_pull(
+    shared: FetchContext,
+    source: SourceAddress,
+    token: str,
+    expected: Manifest,
+    cache: DestinationCache,
+    on_broken: Callable[[int, str], None],
+) -> Pull:
+    """Make a pull of all that a manifest describes into a cache; its arguments are those of `Pull`."""
+    ledger = ReceiveLedger(expected, DECODABLE, guard=threading.Lock())
+    silent_seconds = partial(shared.connections.silent_seconds, source)
+    state = ReceiveState(ledger, cache, shared.counters.count_received, silent_seconds, shared.traffic.memory)
+    return Pull(shared, source, token, state, on_broken)

@@ -132,8 +132,9 @@ class ReceiveLoop:
         tensors_bytes = header.payload_bytes
         if header.codec:
             tensors_bytes = items_of(header, group := self._state.ledger.expected.groups[part.group]) * group.nbytes
-        staged_bytes = tensors_bytes if self._state.place.is_staged else 0
-        return staged_bytes + (header.payload_bytes + 2 * tensors_bytes if header.codec else 0)
+        return self._state.place.held_bytes(tensors_bytes) + (
+            header.payload_bytes + 2 * tensors_bytes if header.codec else 0
+        )
 
     def _land(
         self, header: FrameHeader, part: CachePart, payload: Sequence[memoryview], room: Sequence[memoryview]

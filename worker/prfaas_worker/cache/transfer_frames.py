@@ -137,9 +137,8 @@ class CachePlace(NamedTuple):
     pages: Sequence[int]
     staging: Staging | None = None
 
-    @property
-    def is_staged(self) -> bool:
-        return self.staging is not None
+    def held_bytes(self, count_bytes: int) -> int:
+        return count_bytes if self.staging else 0
 
     def room_for(
         self, manifest: Manifest, part: LayerRows | LayerState

@@ -1,0 +1,205 @@
+"""Two engines and their movers: caches cross bit by bit, and every way of failing gives the memory back."""
+
+import os
+import queue
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from prfaas.errors import ConfigError
+from prfaas.wire.transfer import LayerGroup, TensorLayout
+from prfaas_transfer.mover.client import MoverClient
+from prfaas_transfer.mover.messages import Announce, Fetch, FetchOver, MoverOptions, Part
+
+from ..worker.transfer_bench import eventually
+
+PAGE_TOKENS = 4
+GROUPS = (
+    LayerGroup(
+        "linear",
+        (0, 2),
+        (
+            TensorLayout("conv", ("channel",), (96,), "bfloat16"),
+            TensorLayout("state", ("head", "value"), (4, 32), "float32"),
+        ),
+    ),
+    LayerGroup("attention", (1,), (TensorLayout("page", ("page", "byte"), (1000,), "uint8"),), PAGE_TOKENS, "Full"),
+)
+TOKENS = 42
+SPANS = ((0, 16), (16, 32), (32, 44))
+
+
+class Engine:
+    """Memory by part, and a mover."""
+
+    def __init__(self, **options: object):
+        self.parts: dict[tuple[str, Part], bytes] = {}
+        self.landed: dict[tuple[str, Part], bytes] = {}
+        self.offers_over: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.fetches_over: queue.SimpleQueue[FetchOver] = queue.SimpleQueue()
+        self.options = MoverOptions(
+            **{"host": "127.0.0.1", "data_port": 0, "fingerprint": "f", "groups": GROUPS, "slot_bytes": 4096} | options  # type: ignore[arg-type]
+        )
+        self.mover = MoverClient(self.options, self, self.offers_over.put, self.fetches_over.put)
+
+    def load(self, transfer_id: str, part: Part, room: memoryview) -> None:
+        group = GROUPS[part.group]
+        if not part.tokens:
+            room[:] = self.parts[transfer_id, part]
+            return
+        for token in range(part.start_token, part.start_token + part.tokens, PAGE_TOKENS):
+            at = (token - part.start_token) // PAGE_TOKENS * group.nbytes
+            room[at : at + group.nbytes] = self.parts[transfer_id, part._replace(start_token=token, tokens=PAGE_TOKENS)]
+
+    def land(self, request_id: str, part: Part, received: memoryview) -> None:
+        if not part.tokens:
+            self.landed[request_id, part] = bytes(received)
+            return
+        for at in range(part.tokens // PAGE_TOKENS):
+            page = part._replace(start_token=part.start_token + at * PAGE_TOKENS, tokens=PAGE_TOKENS)
+            self.landed[request_id, page] = bytes(received[at * 1000 : (at + 1) * 1000])
+
+    def compute(self, transfer_id: str) -> None:
+        for span in SPANS:
+            for token in range(*span, PAGE_TOKENS):
+                self.parts[transfer_id, Part(1, 1, token, PAGE_TOKENS)] = secrets.token_bytes(1000)
+            self.mover.put(transfer_id, [Part(1, 1, span[0], span[1] - span[0])])
+        for layer in (0, 2):
+            self.parts[transfer_id, Part(0, layer)] = secrets.token_bytes(GROUPS[0].nbytes)
+        self.mover.put(transfer_id, [Part(0, 0), Part(0, 2)])
+        self.mover.finish(transfer_id, 0.5)
+
+    def fetch(self, source: "Engine", announced: Announce, start_token: int = 0, **other: object) -> None:
+        fields = {
+            "request_id": announced.request_id,
+            "transfer_id": announced.transfer_id,
+            "epoch": announced.epoch,
+            "token": announced.token,
+            "host": "127.0.0.1",
+            "port": source.mover.data_port,
+            "cluster": "",
+            "start_token": start_token,
+            "end_token": announced.end_token,
+        }
+        self.mover.fetch(Fetch(**(fields | other)))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Engine, Engine]]:
+    source, destination = Engine(), Engine()
+    yield source, destination
+    source.mover.close()
+    destination.mover.close()
+
+
+def announced() -> Announce:
+    return Announce(secrets.token_hex(16), secrets.randbits(48), secrets.token_urlsafe(8), "request", TOKENS)
+
+
+def over(engine: Engine) -> FetchOver:
+    return engine.fetches_over.get(timeout=30)
+
+
+@pytest.mark.parametrize("start_token", [0, 8, 32])
+@pytest.mark.parametrize("first", ["source", "destination"])
+def test_a_cache_of_pages_crosses_bit_by_bit_from_where_the_destination_wants_it(pair, start_token, first):
+    source, destination = pair
+    message = announced()
+    if first == "destination":
+        destination.fetch(source, message, start_token)
+        time.sleep(0.3)
+    source.mover.announce(message)
+    source.compute(message.transfer_id)
+    if first == "source":
+        destination.fetch(source, message, start_token)
+    ended = over(destination)
+    assert ended.reason == ""
+    assert source.offers_over.get(timeout=30) == message.transfer_id
+    wanted = {
+        ("request", part): found
+        for (_, part), found in source.parts.items()
+        if not part.tokens or part.start_token >= start_token
+    }
+    assert destination.landed == wanted
+    assert ended.received_bytes == sum(map(len, wanted.values()))
+
+
+def test_a_destination_that_nobody_announced_hears_so_and_a_wrong_token_or_epoch_is_no_other(pair):
+    source, destination = pair
+    message = announced()
+    source.mover.announce(message)
+    for wrong in ({"token": "other"}, {"epoch": message.epoch + 1}):
+        destination.fetch(source, message, **wrong)
+        assert "no prefill" in over(destination).reason
+    began = time.monotonic()
+    destination.fetch(source, announced())
+    assert "no prefill" in over(destination).reason
+    assert 4 < time.monotonic() - began < 8
+    assert destination.landed == {}
+
+
+def test_both_models_are_named_where_they_differ(pair):
+    source, _ = pair
+    other = Engine(fingerprint="g")
+    message = announced()
+    source.mover.announce(message)
+    other.fetch(source, message)
+    assert "manifest field fingerprint is 'f', this instance needs 'g'" in over(other).reason
+    other.mover.close()
+
+
+def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pair):
+    source, destination = pair
+    message = announced()
+    source.mover.announce(message)
+    destination.fetch(source, message)
+    part = Part(1, 1, 0, PAGE_TOKENS)
+    source.parts[message.transfer_id, part] = secrets.token_bytes(1000)
+    source.mover.put(message.transfer_id, [part])
+    eventually(lambda: ("request", part) in destination.landed)
+    source.mover.fail(message.transfer_id, "the prefill was aborted")
+    assert "the prefill was aborted" in over(destination).reason
+    assert source.offers_over.get(timeout=5) == message.transfer_id
+
+    message = announced()
+    source.mover.announce(message)
+    destination.fetch(source, message)
+    time.sleep(0.5)
+    destination.mover.cancel_fetch("request")
+    assert "cancelled" in over(destination).reason
+    assert source.offers_over.get(timeout=10) == message.transfer_id
+
+
+def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):
+    source, destination = pair
+    message = announced()
+    source.mover.announce(message)
+    destination.fetch(source, message)
+    time.sleep(0.3)
+    os.kill(children_of(source)[0], signal.SIGKILL)
+    assert source.offers_over.get(timeout=5) == message.transfer_id
+    assert over(destination).reason
+    deadline = time.monotonic() + 30
+    while True:
+        message = announced()
+        source.mover.announce(message)
+        source.compute(message.transfer_id)
+        destination.fetch(source, message)
+        if not over(destination).reason:
+            break
+        assert time.monotonic() < deadline
+
+
+def test_a_port_that_is_taken_is_said_with_its_number(pair):
+    source, _ = pair
+    with pytest.raises(ConfigError, match=f"data port 127.0.0.1:{source.mover.data_port} cannot be opened"):
+        Engine(data_port=source.mover.data_port)
+
+
+def children_of(engine: Engine) -> list[int]:
+    process = engine.mover._process
+    assert process is not None
+    return [process.pid]

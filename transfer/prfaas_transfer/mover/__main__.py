@@ -1,0 +1,178 @@
+"""The mover's process: `python -m prfaas_transfer.mover SOCKET MEMORY OPTIONS`, descriptors and JSON.
+
+Its engine starts it and tells it what to do (messages.py). It ends with the engine: when the socket closes.
+"""
+
+import logging
+import mmap
+import os
+import socket
+import sys
+import threading
+
+import msgspec
+
+from prfaas.errors import PrfaasError
+from prfaas.telemetry.logs import configure_logs
+from prfaas.wire.engine import TransferSubject
+from prfaas.wire.frames import Address, FrameHeader, Kind
+from prfaas.wire.transfer import LayerGroup, Manifest
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.data_port import DataPort, listen
+from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.limits import Traffic, traffic_of
+from prfaas_transfer.mover.messages import (
+    MAX_MESSAGE_BYTES,
+    Announce,
+    CancelFetch,
+    Copied,
+    Fail,
+    Fetch,
+    FetchOver,
+    Finish,
+    FromMover,
+    MoverOptions,
+    OfferOver,
+    Part,
+    Put,
+    Ready,
+    Refused,
+    ToMover,
+    decode_for_mover,
+    encode,
+)
+from prfaas_transfer.mover.shared import SharedCache, SharedMemory, Slots
+from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress, open_pull
+from prfaas_transfer.send import Frame
+from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals
+
+log = logging.getLogger("prfaas.mover")
+
+ANNOUNCED_SECONDS = 5.0
+"""A destination may come this long before its source hears of the request."""
+MAX_OFFERS = 1024
+
+
+class Mover:
+    """All transfers of one engine process. Calls come from the thread that reads the engine's messages."""
+
+    def __init__(self, options: MoverOptions, sock: socket.socket, memory: mmap.mmap):
+        self._sock = sock
+        self._lock = threading.Lock()
+        self.traffic: Traffic = traffic_of(options)
+        self.shared = SharedMemory(Slots(memory, options.slot_bytes, options.slots), self.send)
+        listener = listen(options.host, options.data_port)
+        self.data_port: int = listener.getsockname()[1]
+        self._layout = CacheLayout(options.fingerprint, options.groups, 0, options.rank, options.ranks)
+        self._slot_bytes = options.slot_bytes
+        self.counters = TransferCounters()
+        self._offers = Offers(self._layout, self.data_port, MAX_OFFERS, self._offer_over, self.counters)
+        self._context = FetchContext(self._layout, Connections(self.traffic.auth), self.counters, self.traffic)
+        self._open: dict[str, Offer] = {}
+        self._handles: dict[int, str] = {}
+        self._pulls: dict[str, Pull] = {}
+        DataPort(listener, self._offers, self.traffic, ANNOUNCED_SECONDS)
+
+    def send(self, message: FromMover) -> None:
+        """Tell the engine; any thread may call."""
+        try:
+            self._sock.sendall(encode(message))
+        except OSError:
+            log.debug("the engine is gone")
+
+    def handle(self, message: ToMover) -> None:
+        match message:
+            case Copied():
+                self.shared.copies.finish(message)
+            case Announce():
+                self._announce(message)
+            case Put(transfer_id, parts):
+                if (offer := self._open.get(transfer_id)) is not None:
+                    for part in parts:
+                        offer.put(self._frame(offer.manifest, part))
+            case Finish(transfer_id, prefill_seconds):
+                if (offer := self._open.get(transfer_id)) is not None:
+                    offer.finish_computing(prefill_seconds)
+            case Fail(transfer_id, reason):
+                if (offer := self._open.get(transfer_id)) is not None:
+                    self._offers.end(offer, "cancelled", reason)
+            case Fetch():
+                threading.Thread(target=self._fetch, args=(message,), name="fetch", daemon=True).start()
+            case CancelFetch(request_id):
+                if (pull := self._pulls.get(request_id)) is not None:
+                    pull.cancel()
+
+    def _announce(self, message: Announce) -> None:
+        handle = len(self._handles) and max(self._handles) + 1
+        self._handles[handle] = message.transfer_id
+        subject = TransferSubject(handle, message.request_id)
+        try:
+            address = Address(message.transfer_id, message.epoch)
+            offer = self._offers.announce(subject, address, message.token, message.end_token)
+        except PrfaasError as error:
+            log.warning("cache of %s is not offered: %s", message.request_id, error)
+            self._offer_over(handle)
+            return
+        self._open[message.transfer_id] = offer
+        offer.start_computing()
+
+    def _frame(self, manifest: Manifest, part: Part) -> Frame:
+        group: LayerGroup = manifest.groups[part.group]
+        if part.tokens:
+            items, kind = part.tokens // group.row_tokens, Kind.BLOCK
+        else:
+            items, kind = 1, Kind.STATE
+        where = {"group": part.group, "layer": part.layer, "start_token": part.start_token, "tokens": part.tokens}
+        header = FrameHeader(kind, manifest.address, items * group.nbytes, **where)
+        return Frame(header, lambda header: self.shared.load(manifest, header), self._slot_bytes, group.tensors, items)
+
+    def _offer_over(self, handle: int) -> None:
+        transfer_id = self._handles.pop(handle)
+        self._open.pop(transfer_id, None)
+        self.send(OfferOver(transfer_id))
+
+    def _fetch(self, message: Fetch) -> None:
+        """Run one fetch to its end, in a thread of its own."""
+        subject = TransferSubject(0, message.request_id, message.cluster)
+        record = TransferLog("receive", subject, message.transfer_id)
+        address = Address(message.transfer_id, message.epoch)
+        expected = self._layout.manifest(address, message.start_token, message.end_token, is_prefix=True)
+        source = SourceAddress(message.host, message.port, message.cluster)
+        cache = SharedCache(self.shared, message.request_id)
+        pull = open_pull(self._context, source, message.token, expected, cache, record.record_break)
+        self._pulls[message.request_id] = pull
+        reason = ""
+        try:
+            pull.run()
+            pull.state.ledger.require_whole()
+        except PrfaasError as error:
+            reason = str(error)
+        except Exception as error:  # a bug here must end this one request, never leave it waiting
+            log.exception("fetch of %s", message.request_id)
+            reason = repr(error)
+        del self._pulls[message.request_id]
+        state = pull.state
+        totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs)
+        self.counters.count_end(record.end("failed" if reason else "delivered", reason, totals))
+        self.send(FetchOver(message.request_id, reason, state.ledger.received_bytes, state.seconds))
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    options = msgspec.json.decode(sys.argv[3], type=MoverOptions)
+    configure_logs("mover")
+    memory = mmap.mmap(int(sys.argv[2]), options.slots * options.slot_bytes)
+    try:
+        mover = Mover(options, sock, memory)
+    except PrfaasError as error:
+        sock.sendall(encode(Refused(str(error))))
+        return
+    mover.send(Ready(mover.data_port))
+    while data := sock.recv(MAX_MESSAGE_BYTES):
+        mover.handle(decode_for_mover(data))
+    log.info("the engine closed its end: the mover ends")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The engine's end of its mover: starts the process, passes messages on, and makes the copies that the mover asks for.
+
+One thread owns the process. When it dies, all its transfers are over, and another starts.
+"""
+
+import logging
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, Protocol
+
+import msgspec
+
+from prfaas.errors import ConfigError, PrfaasError
+from prfaas.processes import ends_with_us
+from prfaas_transfer.mover.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_PARTS,
+    Announce,
+    CancelFetch,
+    Copied,
+    Copy,
+    Fail,
+    Fetch,
+    FetchOver,
+    Finish,
+    FromMover,
+    MoverOptions,
+    OfferOver,
+    Part,
+    Put,
+    Ready,
+    Refused,
+    ToMover,
+    decode_from_mover,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+START_SECONDS: Final = 60.0
+RESTART_SECONDS: Final = 1.0
+
+
+class EngineMemory(Protocol):
+    """An engine's memory, as the mover reaches it: by copies, one at a time, on the client's own thread."""
+
+    def load(self, transfer_id: str, part: Part, room: memoryview) -> None:
+        """Copy a part of an offered transfer into `room`."""
+        ...
+
+    def land(self, request_id: str, part: Part, received: memoryview) -> None:
+        """Copy a received part into the memory of the request that fetches it."""
+        ...
+
+
+class MoverClient:
+    """Starts a mover, and another when it dies. Any thread may call; nothing waits for the network.
+
+    `on_offer_over(transfer_id)` and `on_fetch_over(FetchOver)` are called from the client's thread, once for each
+    `announce` and `fetch`. From then on nothing of them touches the engine's memory.
+    """
+
+    def __init__(
+        self,
+        options: MoverOptions,
+        memory: EngineMemory,
+        on_offer_over: Callable[[str], None],
+        on_fetch_over: Callable[[FetchOver], None],
+    ):
+        self._options, self._memory = options, memory
+        self._on_offer_over, self._on_fetch_over = on_offer_over, on_fetch_over
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._offers: set[str] = set()
+        self._fetches: set[str] = set()
+        self._closing = False
+        self._started = threading.Event()
+        self._refusal = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self.data_port = 0
+        self._descriptor = os.memfd_create("prfaas-mover")
+        os.ftruncate(self._descriptor, options.slots * options.slot_bytes)
+        self.shared = memoryview(mmap.mmap(self._descriptor, options.slots * options.slot_bytes))
+        threading.Thread(target=self._run, name="mover", daemon=True).start()
+        if not self._started.wait(START_SECONDS) or self._refusal:
+            self._closing = True
+            raise ConfigError(self._refusal or f"the mover did not start within {START_SECONDS:g} s; see its log")
+
+    def announce(self, message: Announce) -> None:
+        with self._lock:
+            self._offers.add(message.transfer_id)
+        self._send(message)
+
+    def put(self, transfer_id: str, parts: list[Part]) -> None:
+        for first in range(0, len(parts), MAX_PARTS):
+            self._send(Put(transfer_id, parts[first : first + MAX_PARTS]))
+
+    def finish(self, transfer_id: str, prefill_seconds: float) -> None:
+        self._send(Finish(transfer_id, prefill_seconds))
+
+    def fail(self, transfer_id: str, reason: str) -> None:
+        self._send(Fail(transfer_id, reason))
+
+    def fetch(self, message: Fetch) -> None:
+        with self._lock:
+            self._fetches.add(message.request_id)
+        self._send(message)
+
+    def cancel_fetch(self, request_id: str) -> None:
+        self._send(CancelFetch(request_id))
+
+    def close(self) -> None:
+        self._closing = True
+        with self._lock:
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, message: ToMover) -> None:
+        with self._lock:
+            sock = self._socket
+            if sock is not None:
+                with suppress(OSError):  # the reading thread finds out too, and ends what is open
+                    sock.sendall(encode(message))
+                    return
+        if isinstance(message, (Announce, Fetch)):
+            self._fail_open("the mover is not running")
+
+    def _run(self) -> None:
+        while not self._closing:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            process = self._process = self._start(theirs)
+            theirs.close()
+            with self._lock:
+                self._socket = ours
+            try:
+                while data := ours.recv(MAX_MESSAGE_BYTES):
+                    self._handle(decode_from_mover(data))
+            except OSError as error:
+                log.debug("the mover's socket: %s", error)
+            with self._lock:
+                self._socket = None
+            ours.close()
+            process.kill()
+            status = process.wait()
+            self._fail_open(f"the mover ended with status {status}")
+            if self._refusal or not self._started.is_set():
+                self._refusal = self._refusal or f"the mover ended with status {status} before it was ready"
+                self._started.set()
+                return
+            if not self._closing:
+                log.error("the mover ended with status %d, and starts again", status)
+                time.sleep(RESTART_SECONDS)
+
+    def _start(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+        descriptors = (theirs.fileno(), self._descriptor)
+        return subprocess.Popen(
+            [
+                *ends_with_us(),
+                sys.executable,
+                "-m",
+                "prfaas_transfer.mover",
+                *map(str, descriptors),
+                msgspec.json.encode(self._options).decode(),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+        )
+
+    def _handle(self, message: FromMover) -> None:
+        match message:
+            case Copy():
+                self._copy(message)
+            case OfferOver(transfer_id):
+                self._end_offer(transfer_id)
+            case FetchOver(request_id):
+                self._end_fetch(request_id, message)
+            case Ready(data_port):
+                self.data_port = data_port
+                self._started.set()
+            case Refused(reason):
+                self._refusal = reason
+
+    def _copy(self, copy: Copy) -> None:
+        view = self.shared[copy.offset : copy.offset + copy.count_bytes]
+        reason = ""
+        try:
+            if copy.direction == "load":
+                self._memory.load(copy.key, copy.part, view)
+            else:
+                self._memory.land(copy.key, copy.part, view)
+        except PrfaasError as error:
+            reason = str(error)
+        except Exception as error:  # a bug here must end this one transfer, and be seen
+            log.exception("copy of %s", copy.key)
+            reason = repr(error)
+        self._send(Copied(copy.number, reason))
+
+    def _end_offer(self, transfer_id: str) -> None:
+        with self._lock:
+            known = transfer_id in self._offers
+            self._offers.discard(transfer_id)
+        if known:
+            self._on_offer_over(transfer_id)
+
+    def _end_fetch(self, request_id: str, message: FetchOver) -> None:
+        with self._lock:
+            known = request_id in self._fetches
+            self._fetches.discard(request_id)
+        if known:
+            self._on_fetch_over(message)
+
+    def _fail_open(self, reason: str) -> None:
+        with self._lock:
+            offers, fetches = list(self._offers), list(self._fetches)
+        for transfer_id in offers:
+            self._end_offer(transfer_id)
+        for request_id in fetches:
+            self._end_fetch(request_id, FetchOver(request_id, reason))

@@ -1,0 +1,162 @@
+"""Messages between an engine and its mover, over a socket that keeps their boundaries.
+
+    engine   ANNOUNCE PUT FINISH FAIL      a cache for a destination, part by part as it is computed
+             FETCH CANCEL                  a cache from a source
+             COPIED                        a copy is done, or why it is not
+    mover    READY, or REFUSED             the data port is open, or why it is not
+             COPY                          move a part between the engine's memory and a slot of the shared memory
+             OFFER_OVER FETCH_OVER         nothing of it touches the engine's memory any more
+
+The mover owns the shared memory's slots. It asks for a part when it can send it, so an engine keeps its pages until the
+offer is over, and nothing is copied that waits behind a slow link.
+"""
+
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from prfaas.routing.compression import WireCodec
+from prfaas.wire.transfer import LayerGroup
+
+MAX_MESSAGE_BYTES: Final = 128 << 10
+"""More than any message has; a kernel's default buffer takes it whole."""
+MAX_PARTS: Final = 512
+"""Parts of one PUT."""
+
+
+class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a mover, as JSON in its arguments: no secrets. `groups` describe the engine's cache."""
+
+    host: str
+    data_port: int
+    fingerprint: str
+    groups: tuple[LayerGroup, ...]
+    slot_bytes: int
+    cluster: str = ""
+    rank: int = 0
+    ranks: int = 1
+    metrics_port: int = 0
+    tls_dir: str = ""
+    egress_mbps: int = 0
+    egress_file: str = ""
+    transfer_memory_mib: int = 256
+    wire_codec: WireCodec = "auto"
+
+    @property
+    def slots(self) -> int:
+        return max(2, (self.transfer_memory_mib << 20) // self.slot_bytes)
+
+
+class Part(NamedTuple):
+    """Rows of a layer, of whole rows, or without tokens its state."""
+
+    group: int
+    layer: int
+    start_token: int = 0
+    tokens: int = 0
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Announce(_Message, frozen=True, array_like=True, tag=True):
+    """A cache of `end_token` tokens will be computed for whoever has the token."""
+
+    transfer_id: str
+    epoch: int
+    token: str
+    request_id: str
+    end_token: int
+
+
+class Put(_Message, frozen=True, array_like=True, tag=True):
+    """These parts are computed, and stay as they are until the offer is over."""
+
+    transfer_id: str
+    parts: list[Part]
+
+
+class Finish(_Message, frozen=True, array_like=True, tag=True):
+    """Every part was put; computing them took so long."""
+
+    transfer_id: str
+    prefill_seconds: float
+
+
+class Fail(_Message, frozen=True, array_like=True, tag=True):
+    """The rest will not be computed."""
+
+    transfer_id: str
+    reason: str
+
+
+class Fetch(_Message, frozen=True, array_like=True, tag=True):
+    """Get a cache, from `start_token` on, from a data port; its certificate must name this cluster, empty for any."""
+
+    request_id: str
+    transfer_id: str
+    epoch: int
+    token: str
+    host: str
+    port: int
+    cluster: str
+    start_token: int
+    end_token: int
+
+
+class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
+    request_id: str
+
+
+class Copied(_Message, frozen=True, array_like=True, tag=True):
+    """The copy with this number is done, or failed for this reason."""
+
+    number: int
+    reason: str = ""
+
+
+class Ready(_Message, frozen=True, array_like=True, tag=True):
+    """The data port is open, at this number."""
+
+    data_port: int
+
+
+class Refused(_Message, frozen=True, array_like=True, tag=True):
+    """The mover cannot start."""
+
+    reason: str
+
+
+class Copy(_Message, frozen=True, array_like=True, tag=True):
+    """Load a part of an offered transfer into the shared memory at `offset`, or land it from there for a request."""
+
+    number: int
+    direction: Literal["load", "land"]
+    key: str
+    part: Part
+    offset: int
+    count_bytes: int
+
+
+class OfferOver(_Message, frozen=True, array_like=True, tag=True):
+    """An offer ended, well or not, and nothing loads parts of it any more."""
+
+    transfer_id: str
+
+
+class FetchOver(_Message, frozen=True, array_like=True, tag=True):
+    """A fetch ended: everything landed, or the reason why not."""
+
+    request_id: str
+    reason: str
+    received_bytes: int = 0
+    seconds: float = 0.0
+
+
+ToMover: TypeAlias = Announce | Put | Finish | Fail | Fetch | CancelFetch | Copied
+FromMover: TypeAlias = Ready | Refused | Copy | OfferOver | FetchOver
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_mover = msgspec.msgpack.Decoder(ToMover).decode
+decode_from_mover = msgspec.msgpack.Decoder(FromMover).decode

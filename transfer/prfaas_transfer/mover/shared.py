@@ -1,0 +1,134 @@
+"""The memory that an engine and its mover share, as the mover uses it: slots, and copies that the engine makes.
+
+A slot holds one frame's payload on its way between a socket and the engine's own memory. The transfers' memory budget
+counts whole slots, so a frame that was admitted always finds one.
+"""
+
+import itertools
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from prfaas.errors import InternalError, PeerError
+from prfaas.wire.frames import FrameHeader, Kind
+from prfaas.wire.receive_ledger import LayerRows, LayerState
+from prfaas.wire.transfer import LayerGroup, Manifest
+from prfaas_transfer.mover.messages import Copied, Copy, FromMover, Part
+
+COPY_SECONDS = 10.0
+"""An engine that copies nothing for this long has stopped."""
+
+
+class Slots:
+    """Equal pieces of the shared memory. Any thread may call."""
+
+    def __init__(self, memory: mmap.mmap, slot_bytes: int, count: int):
+        self._view = memoryview(memory)
+        self.slot_bytes = slot_bytes
+        self._free = list(range(count))
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def take(self, count_bytes: int) -> Iterator[tuple[int, memoryview]]:
+        """Give a slot for a block: its offset, and its first bytes."""
+        if count_bytes > self.slot_bytes:
+            raise InternalError(f"a part of {count_bytes} bytes in slots of {self.slot_bytes}")
+        with self._lock:
+            if not self._free:
+                raise InternalError("the memory budget admitted a frame for which no slot is free")
+            slot = self._free.pop()
+        offset = slot * self.slot_bytes
+        try:
+            yield offset, self._view[offset : offset + count_bytes]
+        finally:
+            with self._lock:
+                self._free.append(slot)
+
+
+class Copies:
+    """Copies that the engine was asked for. The threads of connections wait for them."""
+
+    def __init__(self, send: Callable[[FromMover], None]):
+        self._send = send
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._done: dict[int, Copied | None] = {}
+
+    def make(self, copy: Copy) -> None:
+        """Ask for a copy, and wait for it; its own number is given here. Raises PeerError if the engine has not made
+        it."""
+        number = next(self._numbers)
+        with self._changed:
+            self._done[number] = None
+        self._send(Copy(number, copy.direction, copy.key, copy.part, copy.offset, copy.count_bytes))
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: self._done[number], COPY_SECONDS)
+            done = self._done.pop(number)
+        if not in_time or done is None:
+            raise PeerError(f"the engine copied nothing for {COPY_SECONDS:g} s")
+        if done.reason:
+            raise PeerError(f"the engine refused a copy: {done.reason}")
+
+    def finish(self, copied: Copied) -> None:
+        with self._changed:
+            if copied.number in self._done:
+                self._done[copied.number] = copied
+                self._changed.notify_all()
+
+
+class SharedMemory:
+    """The slots and copies of one mover."""
+
+    def __init__(self, slots: Slots, send: Callable[[FromMover], None]):
+        self.slots = slots
+        self.copies = Copies(send)
+
+    @contextmanager
+    def load(self, manifest: Manifest, header: FrameHeader) -> Iterator[Sequence[memoryview]]:
+        """Give a frame's payload for a block, in pieces of one tensor each."""
+        part = Part(header.group, header.layer, header.start_token, header.tokens)
+        part = part if header.kind == Kind.BLOCK else Part(header.group, header.layer)
+        with self.slots.take(header.payload_bytes) as (offset, view):
+            self.copies.make(Copy(0, "load", manifest.transfer_id, part, offset, header.payload_bytes))
+            yield _pieces(view, manifest.groups[header.group])
+
+
+class SharedCache:
+    """The cache of one request at the destination, whose memory only the engine reaches."""
+
+    def __init__(self, shared: SharedMemory, request_id: str):
+        self._shared, self._request_id = shared, request_id
+        self._offsets: dict[tuple[int, int, int], int] = {}
+
+    def held_bytes(self, _count_bytes: int, /) -> int:
+        return self._shared.slots.slot_bytes
+
+    @contextmanager
+    def room_for(self, manifest: Manifest, part: LayerRows | LayerState) -> Iterator[Sequence[memoryview]]:
+        group = manifest.groups[part.group]
+        count_bytes = group.rows_bytes(part.tokens) if isinstance(part, LayerRows) else group.nbytes
+        with self._shared.slots.take(count_bytes) as (offset, view):
+            where = _part(part)
+            self._offsets[where[:3]] = offset
+            try:
+                yield _pieces(view, group)
+            finally:
+                del self._offsets[where[:3]]
+
+    def land(self, _manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview], /) -> None:
+        where, count_bytes = _part(part), sum(piece.nbytes for piece in received)
+        self._shared.copies.make(Copy(0, "land", self._request_id, where, self._offsets[where[:3]], count_bytes))
+
+
+def _part(part: LayerRows | LayerState) -> Part:
+    if isinstance(part, LayerRows):
+        return Part(part.group, part.layer, part.start_token, part.tokens)
+    return Part(part.group, part.layer)
+
+
+def _pieces(view: memoryview, group: LayerGroup) -> list[memoryview]:
+    """Cut a part's bytes into those of its tensors."""
+    items = len(view) // group.nbytes
+    ends = list(itertools.accumulate(items * tensor.nbytes for tensor in group.tensors))
+    return [view[start:end] for start, end in itertools.pairwise([0, *ends])]
