@@ -12,7 +12,7 @@ import pytest
 from prfaas.errors import ConfigError
 from prfaas.wire.transfer import LayerGroup, TensorLayout
 from prfaas_transfer.mover.client import MoverClient
-from prfaas_transfer.mover.messages import Announce, Fetch, FetchOver, MoverOptions, Part
+from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, EndedFetch, FetchCache, MoverOptions
 
 from ..worker.transfer_bench import eventually
 
@@ -36,16 +36,16 @@ class Engine:
     """Memory by part, and a mover."""
 
     def __init__(self, **options: object):
-        self.parts: dict[tuple[str, Part], bytes] = {}
-        self.landed: dict[tuple[str, Part], bytes] = {}
+        self.parts: dict[tuple[str, CopyPart], bytes] = {}
+        self.landed: dict[tuple[str, CopyPart], bytes] = {}
         self.offers_over: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.fetches_over: queue.SimpleQueue[FetchOver] = queue.SimpleQueue()
+        self.fetches_over: queue.SimpleQueue[EndedFetch] = queue.SimpleQueue()
         self.options = MoverOptions(
             **{"host": "127.0.0.1", "data_port": 0, "fingerprint": "f", "groups": GROUPS, "slot_bytes": 4096} | options  # type: ignore[arg-type]
         )
         self.mover = MoverClient(self.options, self, self.offers_over.put, self.fetches_over.put)
 
-    def load(self, transfer_id: str, part: Part, room: memoryview) -> None:
+    def load(self, transfer_id: str, part: CopyPart, room: memoryview) -> None:
         group = GROUPS[part.group]
         if not part.tokens:
             room[:] = self.parts[transfer_id, part]
@@ -54,7 +54,7 @@ class Engine:
             at = (token - part.start_token) // PAGE_TOKENS * group.nbytes
             room[at : at + group.nbytes] = self.parts[transfer_id, part._replace(start_token=token, tokens=PAGE_TOKENS)]
 
-    def land(self, request_id: str, part: Part, received: memoryview) -> None:
+    def land(self, request_id: str, part: CopyPart, received: memoryview) -> None:
         if not part.tokens:
             self.landed[request_id, part] = bytes(received)
             return
@@ -65,14 +65,14 @@ class Engine:
     def compute(self, transfer_id: str) -> None:
         for span in SPANS:
             for token in range(*span, PAGE_TOKENS):
-                self.parts[transfer_id, Part(1, 1, token, PAGE_TOKENS)] = secrets.token_bytes(1000)
-            self.mover.put(transfer_id, [Part(1, 1, span[0], span[1] - span[0])])
+                self.parts[transfer_id, CopyPart(1, 1, token, PAGE_TOKENS)] = secrets.token_bytes(1000)
+            self.mover.put(transfer_id, [CopyPart(1, 1, span[0], span[1] - span[0])])
         for layer in (0, 2):
-            self.parts[transfer_id, Part(0, layer)] = secrets.token_bytes(GROUPS[0].nbytes)
-        self.mover.put(transfer_id, [Part(0, 0), Part(0, 2)])
+            self.parts[transfer_id, CopyPart(0, layer)] = secrets.token_bytes(GROUPS[0].nbytes)
+        self.mover.put(transfer_id, [CopyPart(0, 0), CopyPart(0, 2)])
         self.mover.finish(transfer_id, 0.5)
 
-    def fetch(self, source: "Engine", announced: Announce, start_token: int = 0, **other: object) -> None:
+    def fetch(self, source: "Engine", announced: AnnounceCache, start_token: int = 0, **other: object) -> None:
         fields = {
             "request_id": announced.request_id,
             "transfer_id": announced.transfer_id,
@@ -84,7 +84,7 @@ class Engine:
             "start_token": start_token,
             "end_token": announced.end_token,
         }
-        self.mover.fetch(Fetch(**(fields | other)))  # type: ignore[arg-type]
+        self.mover.fetch(FetchCache(**(fields | other)))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -95,11 +95,11 @@ def pair() -> Iterator[tuple[Engine, Engine]]:
     destination.mover.close()
 
 
-def announced() -> Announce:
-    return Announce(secrets.token_hex(16), secrets.randbits(48), secrets.token_urlsafe(8), "request", TOKENS)
+def announced() -> AnnounceCache:
+    return AnnounceCache(secrets.token_hex(16), secrets.randbits(48), secrets.token_urlsafe(8), "request", TOKENS)
 
 
-def over(engine: Engine) -> FetchOver:
+def over(engine: Engine) -> EndedFetch:
     return engine.fetches_over.get(timeout=30)
 
 
@@ -156,7 +156,7 @@ def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pa
     message = announced()
     source.mover.announce(message)
     destination.fetch(source, message)
-    part = Part(1, 1, 0, PAGE_TOKENS)
+    part = CopyPart(1, 1, 0, PAGE_TOKENS)
     source.parts[message.transfer_id, part] = secrets.token_bytes(1000)
     source.mover.put(message.transfer_id, [part])
     eventually(lambda: ("request", part) in destination.landed)

@@ -23,21 +23,21 @@ from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import Traffic, traffic_of
 from prfaas_transfer.mover.messages import (
     MAX_MESSAGE_BYTES,
-    Announce,
+    AnnounceCache,
     CancelFetch,
-    Copied,
-    Fail,
-    Fetch,
-    FetchOver,
-    Finish,
-    FromMover,
+    CopyDone,
+    CopyPart,
+    EndedFetch,
+    EndedOffer,
+    FailedCache,
+    FetchCache,
+    FinishCache,
+    MoverCommand,
     MoverOptions,
-    OfferOver,
-    Part,
-    Put,
-    Ready,
-    Refused,
-    ToMover,
+    MoverReady,
+    MoverRefused,
+    MoverReport,
+    PutParts,
     decode_for_mover,
     encode,
 )
@@ -73,36 +73,37 @@ class Mover:
         self._pulls: dict[str, Pull] = {}
         DataPort(listener, self._offers, self.traffic, ANNOUNCED_SECONDS)
 
-    def send(self, message: FromMover) -> None:
+    def send(self, message: MoverReport) -> None:
         """Tell the engine; any thread may call."""
         try:
             self._sock.sendall(encode(message))
         except OSError:
             log.debug("the engine is gone")
 
-    def handle(self, message: ToMover) -> None:
+    def handle(self, message: MoverCommand) -> None:
         match message:
-            case Copied():
+            case CopyDone():
                 self.shared.copies.finish(message)
-            case Announce():
+            case AnnounceCache():
                 self._announce(message)
-            case Put(transfer_id, parts):
+            case PutParts(transfer_id, parts):
                 if (offer := self._open.get(transfer_id)) is not None:
                     for part in parts:
                         offer.put(self._frame(offer.manifest, part))
-            case Finish(transfer_id, prefill_seconds):
+            case FinishCache(transfer_id, prefill_seconds):
                 if (offer := self._open.get(transfer_id)) is not None:
                     offer.finish_computing(prefill_seconds)
-            case Fail(transfer_id, reason):
+            case FailedCache(transfer_id, reason):
                 if (offer := self._open.get(transfer_id)) is not None:
-                    self._offers.end(offer, "cancelled", reason)
-            case Fetch():
+                    offer.fail(reason)
+                    self._offers.end(offer, "cancelled")
+            case FetchCache():
                 threading.Thread(target=self._fetch, args=(message,), name="fetch", daemon=True).start()
             case CancelFetch(request_id):
                 if (pull := self._pulls.get(request_id)) is not None:
                     pull.cancel()
 
-    def _announce(self, message: Announce) -> None:
+    def _announce(self, message: AnnounceCache) -> None:
         handle = len(self._handles) and max(self._handles) + 1
         self._handles[handle] = message.transfer_id
         subject = TransferSubject(handle, message.request_id)
@@ -116,7 +117,7 @@ class Mover:
         self._open[message.transfer_id] = offer
         offer.start_computing()
 
-    def _frame(self, manifest: Manifest, part: Part) -> Frame:
+    def _frame(self, manifest: Manifest, part: CopyPart) -> Frame:
         group: LayerGroup = manifest.groups[part.group]
         if part.tokens:
             items, kind = part.tokens // group.row_tokens, Kind.BLOCK
@@ -129,9 +130,9 @@ class Mover:
     def _offer_over(self, handle: int) -> None:
         transfer_id = self._handles.pop(handle)
         self._open.pop(transfer_id, None)
-        self.send(OfferOver(transfer_id))
+        self.send(EndedOffer(transfer_id))
 
-    def _fetch(self, message: Fetch) -> None:
+    def _fetch(self, message: FetchCache) -> None:
         """Run one fetch to its end, in a thread of its own."""
         subject = TransferSubject(0, message.request_id, message.cluster)
         record = TransferLog("receive", subject, message.transfer_id)
@@ -154,7 +155,7 @@ class Mover:
         state = pull.state
         totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs)
         self.counters.count_end(record.end("failed" if reason else "delivered", reason, totals))
-        self.send(FetchOver(message.request_id, reason, state.ledger.received_bytes, state.seconds))
+        self.send(EndedFetch(message.request_id, reason, state.ledger.received_bytes, state.seconds))
 
 
 def main() -> None:
@@ -165,9 +166,9 @@ def main() -> None:
     try:
         mover = Mover(options, sock, memory)
     except PrfaasError as error:
-        sock.sendall(encode(Refused(str(error))))
+        sock.sendall(encode(MoverRefused(str(error))))
         return
-    mover.send(Ready(mover.data_port))
+    mover.send(MoverReady(mover.data_port))
     while data := sock.recv(MAX_MESSAGE_BYTES):
         mover.handle(decode_for_mover(data))
     log.info("the engine closed its end: the mover ends")

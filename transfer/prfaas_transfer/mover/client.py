@@ -22,22 +22,22 @@ from prfaas.processes import ends_with_us
 from prfaas_transfer.mover.messages import (
     MAX_MESSAGE_BYTES,
     MAX_PARTS,
-    Announce,
+    AnnounceCache,
     CancelFetch,
-    Copied,
-    Copy,
-    Fail,
-    Fetch,
-    FetchOver,
-    Finish,
-    FromMover,
+    CopyDone,
+    CopyPart,
+    CopyRequest,
+    EndedFetch,
+    EndedOffer,
+    FailedCache,
+    FetchCache,
+    FinishCache,
+    MoverCommand,
     MoverOptions,
-    OfferOver,
-    Part,
-    Put,
-    Ready,
-    Refused,
-    ToMover,
+    MoverReady,
+    MoverRefused,
+    MoverReport,
+    PutParts,
     decode_from_mover,
     encode,
 )
@@ -51,19 +51,19 @@ RESTART_SECONDS: Final = 1.0
 class EngineMemory(Protocol):
     """An engine's memory, as the mover reaches it: by copies, one at a time, on the client's own thread."""
 
-    def load(self, transfer_id: str, part: Part, room: memoryview) -> None:
-        """Copy a part of an offered transfer into `room`."""
+    def load(self, transfer_id: str, part: CopyPart, room: memoryview) -> None:
+        """CopyRequest a part of an offered transfer into `room`."""
         ...
 
-    def land(self, request_id: str, part: Part, received: memoryview) -> None:
-        """Copy a received part into the memory of the request that fetches it."""
+    def land(self, request_id: str, part: CopyPart, received: memoryview) -> None:
+        """CopyRequest a received part into the memory of the request that fetches it."""
         ...
 
 
 class MoverClient:
     """Starts a mover, and another when it dies. Any thread may call; nothing waits for the network.
 
-    `on_offer_over(transfer_id)` and `on_fetch_over(FetchOver)` are called from the client's thread, once for each
+    `on_offer_over(transfer_id)` and `on_fetch_over(EndedFetch)` are called from the client's thread, once for each
     `announce` and `fetch`. From then on nothing of them touches the engine's memory.
     """
 
@@ -72,7 +72,7 @@ class MoverClient:
         options: MoverOptions,
         memory: EngineMemory,
         on_offer_over: Callable[[str], None],
-        on_fetch_over: Callable[[FetchOver], None],
+        on_fetch_over: Callable[[EndedFetch], None],
     ):
         self._options, self._memory = options, memory
         self._on_offer_over, self._on_fetch_over = on_offer_over, on_fetch_over
@@ -93,22 +93,22 @@ class MoverClient:
             self._closing = True
             raise ConfigError(self._refusal or f"the mover did not start within {START_SECONDS:g} s; see its log")
 
-    def announce(self, message: Announce) -> None:
+    def announce(self, message: AnnounceCache) -> None:
         with self._lock:
             self._offers.add(message.transfer_id)
         self._send(message)
 
-    def put(self, transfer_id: str, parts: list[Part]) -> None:
+    def put(self, transfer_id: str, parts: list[CopyPart]) -> None:
         for first in range(0, len(parts), MAX_PARTS):
-            self._send(Put(transfer_id, parts[first : first + MAX_PARTS]))
+            self._send(PutParts(transfer_id, parts[first : first + MAX_PARTS]))
 
     def finish(self, transfer_id: str, prefill_seconds: float) -> None:
-        self._send(Finish(transfer_id, prefill_seconds))
+        self._send(FinishCache(transfer_id, prefill_seconds))
 
     def fail(self, transfer_id: str, reason: str) -> None:
-        self._send(Fail(transfer_id, reason))
+        self._send(FailedCache(transfer_id, reason))
 
-    def fetch(self, message: Fetch) -> None:
+    def fetch(self, message: FetchCache) -> None:
         with self._lock:
             self._fetches.add(message.request_id)
         self._send(message)
@@ -123,14 +123,14 @@ class MoverClient:
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _send(self, message: ToMover) -> None:
+    def _send(self, message: MoverCommand) -> None:
         with self._lock:
             sock = self._socket
             if sock is not None:
                 with suppress(OSError):  # the reading thread finds out too, and ends what is open
                     sock.sendall(encode(message))
                     return
-        if isinstance(message, (Announce, Fetch)):
+        if isinstance(message, (AnnounceCache, FetchCache)):
             self._fail_open("the mover is not running")
 
     def _run(self) -> None:
@@ -174,21 +174,21 @@ class MoverClient:
             pass_fds=descriptors,
         )
 
-    def _handle(self, message: FromMover) -> None:
+    def _handle(self, message: MoverReport) -> None:
         match message:
-            case Copy():
+            case CopyRequest():
                 self._copy(message)
-            case OfferOver(transfer_id):
+            case EndedOffer(transfer_id):
                 self._end_offer(transfer_id)
-            case FetchOver(request_id):
+            case EndedFetch(request_id):
                 self._end_fetch(request_id, message)
-            case Ready(data_port):
+            case MoverReady(data_port):
                 self.data_port = data_port
                 self._started.set()
-            case Refused(reason):
+            case MoverRefused(reason):
                 self._refusal = reason
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: CopyRequest) -> None:
         view = self.shared[copy.offset : copy.offset + copy.count_bytes]
         reason = ""
         try:
@@ -201,7 +201,7 @@ class MoverClient:
         except Exception as error:  # a bug here must end this one transfer, and be seen
             log.exception("copy of %s", copy.key)
             reason = repr(error)
-        self._send(Copied(copy.number, reason))
+        self._send(CopyDone(copy.number, reason))
 
     def _end_offer(self, transfer_id: str) -> None:
         with self._lock:
@@ -210,7 +210,7 @@ class MoverClient:
         if known:
             self._on_offer_over(transfer_id)
 
-    def _end_fetch(self, request_id: str, message: FetchOver) -> None:
+    def _end_fetch(self, request_id: str, message: EndedFetch) -> None:
         with self._lock:
             known = request_id in self._fetches
             self._fetches.discard(request_id)
@@ -223,4 +223,4 @@ class MoverClient:
         for transfer_id in offers:
             self._end_offer(transfer_id)
         for request_id in fetches:
-            self._end_fetch(request_id, FetchOver(request_id, reason))
+            self._end_fetch(request_id, EndedFetch(request_id, reason))

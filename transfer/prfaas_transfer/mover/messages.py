@@ -47,7 +47,7 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
         return max(2, (self.transfer_memory_mib << 20) // self.slot_bytes)
 
 
-class Part(NamedTuple):
+class CopyPart(NamedTuple):
     """Rows of a layer, of whole rows, or without tokens its state."""
 
     group: int
@@ -60,7 +60,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-class Announce(_Message, frozen=True, array_like=True, tag=True):
+class AnnounceCache(_Message, frozen=True, array_like=True, tag=True):
     """A cache of `end_token` tokens will be computed for whoever has the token."""
 
     transfer_id: str
@@ -70,28 +70,28 @@ class Announce(_Message, frozen=True, array_like=True, tag=True):
     end_token: int
 
 
-class Put(_Message, frozen=True, array_like=True, tag=True):
+class PutParts(_Message, frozen=True, array_like=True, tag=True):
     """These parts are computed, and stay as they are until the offer is over."""
 
     transfer_id: str
-    parts: list[Part]
+    parts: list[CopyPart]
 
 
-class Finish(_Message, frozen=True, array_like=True, tag=True):
+class FinishCache(_Message, frozen=True, array_like=True, tag=True):
     """Every part was put; computing them took so long."""
 
     transfer_id: str
     prefill_seconds: float
 
 
-class Fail(_Message, frozen=True, array_like=True, tag=True):
+class FailedCache(_Message, frozen=True, array_like=True, tag=True):
     """The rest will not be computed."""
 
     transfer_id: str
     reason: str
 
 
-class Fetch(_Message, frozen=True, array_like=True, tag=True):
+class FetchCache(_Message, frozen=True, array_like=True, tag=True):
     """Get a cache, from `start_token` on, from a data port; its certificate must name this cluster, empty for any."""
 
     request_id: str
@@ -109,43 +109,43 @@ class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
     request_id: str
 
 
-class Copied(_Message, frozen=True, array_like=True, tag=True):
+class CopyDone(_Message, frozen=True, array_like=True, tag=True):
     """The copy with this number is done, or failed for this reason."""
 
     number: int
     reason: str = ""
 
 
-class Ready(_Message, frozen=True, array_like=True, tag=True):
+class MoverReady(_Message, frozen=True, array_like=True, tag=True):
     """The data port is open, at this number."""
 
     data_port: int
 
 
-class Refused(_Message, frozen=True, array_like=True, tag=True):
+class MoverRefused(_Message, frozen=True, array_like=True, tag=True):
     """The mover cannot start."""
 
     reason: str
 
 
-class Copy(_Message, frozen=True, array_like=True, tag=True):
+class CopyRequest(_Message, frozen=True, array_like=True, tag=True):
     """Load a part of an offered transfer into the shared memory at `offset`, or land it from there for a request."""
 
     number: int
     direction: Literal["load", "land"]
     key: str
-    part: Part
+    part: CopyPart
     offset: int
     count_bytes: int
 
 
-class OfferOver(_Message, frozen=True, array_like=True, tag=True):
+class EndedOffer(_Message, frozen=True, array_like=True, tag=True):
     """An offer ended, well or not, and nothing loads parts of it any more."""
 
     transfer_id: str
 
 
-class FetchOver(_Message, frozen=True, array_like=True, tag=True):
+class EndedFetch(_Message, frozen=True, array_like=True, tag=True):
     """A fetch ended: everything landed, or the reason why not."""
 
     request_id: str
@@ -154,9 +154,9 @@ class FetchOver(_Message, frozen=True, array_like=True, tag=True):
     seconds: float = 0.0
 
 
-ToMover: TypeAlias = Announce | Put | Finish | Fail | Fetch | CancelFetch | Copied
-FromMover: TypeAlias = Ready | Refused | Copy | OfferOver | FetchOver
+MoverCommand: TypeAlias = AnnounceCache | PutParts | FinishCache | FailedCache | FetchCache | CancelFetch | CopyDone
+MoverReport: TypeAlias = MoverReady | MoverRefused | CopyRequest | EndedOffer | EndedFetch
 
 encode = msgspec.msgpack.Encoder().encode
-decode_for_mover = msgspec.msgpack.Decoder(ToMover).decode
-decode_from_mover = msgspec.msgpack.Decoder(FromMover).decode
+decode_for_mover = msgspec.msgpack.Decoder(MoverCommand).decode
+decode_from_mover = msgspec.msgpack.Decoder(MoverReport).decode

@@ -14,7 +14,7 @@ from prfaas.errors import InternalError, PeerError
 from prfaas.wire.frames import FrameHeader, Kind
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.transfer import LayerGroup, Manifest
-from prfaas_transfer.mover.messages import Copied, Copy, FromMover, Part
+from prfaas_transfer.mover.messages import CopyDone, CopyPart, CopyRequest, MoverReport
 
 COPY_SECONDS = 10.0
 """An engine that copies nothing for this long has stopped."""
@@ -49,19 +49,19 @@ class Slots:
 class Copies:
     """Copies that the engine was asked for. The threads of connections wait for them."""
 
-    def __init__(self, send: Callable[[FromMover], None]):
+    def __init__(self, send: Callable[[MoverReport], None]):
         self._send = send
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._done: dict[int, Copied | None] = {}
+        self._done: dict[int, CopyDone | None] = {}
 
-    def make(self, copy: Copy) -> None:
+    def make(self, copy: CopyRequest) -> None:
         """Ask for a copy, and wait for it; its own number is given here. Raises PeerError if the engine has not made
         it."""
         number = next(self._numbers)
         with self._changed:
             self._done[number] = None
-        self._send(Copy(number, copy.direction, copy.key, copy.part, copy.offset, copy.count_bytes))
+        self._send(CopyRequest(number, copy.direction, copy.key, copy.part, copy.offset, copy.count_bytes))
         with self._changed:
             in_time = self._changed.wait_for(lambda: self._done[number], COPY_SECONDS)
             done = self._done.pop(number)
@@ -70,7 +70,7 @@ class Copies:
         if done.reason:
             raise PeerError(f"the engine refused a copy: {done.reason}")
 
-    def finish(self, copied: Copied) -> None:
+    def finish(self, copied: CopyDone) -> None:
         with self._changed:
             if copied.number in self._done:
                 self._done[copied.number] = copied
@@ -80,17 +80,17 @@ class Copies:
 class SharedMemory:
     """The slots and copies of one mover."""
 
-    def __init__(self, slots: Slots, send: Callable[[FromMover], None]):
+    def __init__(self, slots: Slots, send: Callable[[MoverReport], None]):
         self.slots = slots
         self.copies = Copies(send)
 
     @contextmanager
     def load(self, manifest: Manifest, header: FrameHeader) -> Iterator[Sequence[memoryview]]:
         """Give a frame's payload for a block, in pieces of one tensor each."""
-        part = Part(header.group, header.layer, header.start_token, header.tokens)
-        part = part if header.kind == Kind.BLOCK else Part(header.group, header.layer)
+        part = CopyPart(header.group, header.layer, header.start_token, header.tokens)
+        part = part if header.kind == Kind.BLOCK else CopyPart(header.group, header.layer)
         with self.slots.take(header.payload_bytes) as (offset, view):
-            self.copies.make(Copy(0, "load", manifest.transfer_id, part, offset, header.payload_bytes))
+            self.copies.make(CopyRequest(0, "load", manifest.transfer_id, part, offset, header.payload_bytes))
             yield _pieces(view, manifest.groups[header.group])
 
 
@@ -118,13 +118,13 @@ class SharedCache:
 
     def land(self, _manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview], /) -> None:
         where, count_bytes = _part(part), sum(piece.nbytes for piece in received)
-        self._shared.copies.make(Copy(0, "land", self._request_id, where, self._offsets[where[:3]], count_bytes))
+        self._shared.copies.make(CopyRequest(0, "land", self._request_id, where, self._offsets[where[:3]], count_bytes))
 
 
-def _part(part: LayerRows | LayerState) -> Part:
+def _part(part: LayerRows | LayerState) -> CopyPart:
     if isinstance(part, LayerRows):
-        return Part(part.group, part.layer, part.start_token, part.tokens)
-    return Part(part.group, part.layer)
+        return CopyPart(part.group, part.layer, part.start_token, part.tokens)
+    return CopyPart(part.group, part.layer)
 
 
 def _pieces(view: memoryview, group: LayerGroup) -> list[memoryview]:
