@@ -37,7 +37,7 @@ from prfaas_transfer.mover.messages import (
     MoverReady,
     MoverRefused,
     MoverReport,
-    PutParts,
+    ComputedParts,
     decode_for_mover,
     encode,
 )
@@ -86,7 +86,7 @@ class Mover:
                 self.shared.copies.finish(message)
             case AnnounceCache():
                 self._announce(message)
-            case PutParts(transfer_id, parts):
+            case ComputedParts(transfer_id, parts):
                 if (offer := self._open.get(transfer_id)) is not None:
                     for part in parts:
                         offer.put(self._frame(offer.manifest, part))

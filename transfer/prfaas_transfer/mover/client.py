@@ -37,7 +37,7 @@ from prfaas_transfer.mover.messages import (
     MoverReady,
     MoverRefused,
     MoverReport,
-    PutParts,
+    ComputedParts,
     decode_from_mover,
     encode,
 )
@@ -100,7 +100,7 @@ class MoverClient:
 
     def put(self, transfer_id: str, parts: list[CopyPart]) -> None:
         for first in range(0, len(parts), MAX_PARTS):
-            self._send(PutParts(transfer_id, parts[first : first + MAX_PARTS]))
+            self._send(ComputedParts(transfer_id, parts[first : first + MAX_PARTS]))
 
     def finish(self, transfer_id: str, prefill_seconds: float) -> None:
         self._send(FinishCache(transfer_id, prefill_seconds))

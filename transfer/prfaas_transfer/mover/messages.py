@@ -70,7 +70,7 @@ class AnnounceCache(_Message, frozen=True, array_like=True, tag=True):
     end_token: int
 
 
-class PutParts(_Message, frozen=True, array_like=True, tag=True):
+class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
     """These parts are computed, and stay as they are until the offer is over."""
 
     transfer_id: str
@@ -154,7 +154,7 @@ class EndedFetch(_Message, frozen=True, array_like=True, tag=True):
     seconds: float = 0.0
 
 
-MoverCommand: TypeAlias = AnnounceCache | PutParts | FinishCache | FailedCache | FetchCache | CancelFetch | CopyDone
+MoverCommand: TypeAlias = AnnounceCache | ComputedParts | FinishCache | FailedCache | FetchCache | CancelFetch | CopyDone
 MoverReport: TypeAlias = MoverReady | MoverRefused | CopyRequest | EndedOffer | EndedFetch
 
 encode = msgspec.msgpack.Encoder().encode
