@@ -25,6 +25,7 @@ from prfaas_transfer.mover.messages import (
     MAX_MESSAGE_BYTES,
     AnnounceCache,
     CancelFetch,
+    ComputedParts,
     CopyDone,
     CopyPart,
     EndedFetch,
@@ -37,7 +38,6 @@ from prfaas_transfer.mover.messages import (
     MoverReady,
     MoverRefused,
     MoverReport,
-    ComputedParts,
     decode_for_mover,
     encode,
 )

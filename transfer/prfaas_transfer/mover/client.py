@@ -24,6 +24,7 @@ from prfaas_transfer.mover.messages import (
     MAX_PARTS,
     AnnounceCache,
     CancelFetch,
+    ComputedParts,
     CopyDone,
     CopyPart,
     CopyRequest,
@@ -37,7 +38,6 @@ from prfaas_transfer.mover.messages import (
     MoverReady,
     MoverRefused,
     MoverReport,
-    ComputedParts,
     decode_from_mover,
     encode,
 )

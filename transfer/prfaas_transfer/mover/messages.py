@@ -154,7 +154,9 @@ class EndedFetch(_Message, frozen=True, array_like=True, tag=True):
     seconds: float = 0.0
 
 
-MoverCommand: TypeAlias = AnnounceCache | ComputedParts | FinishCache | FailedCache | FetchCache | CancelFetch | CopyDone
+MoverCommand: TypeAlias = (
+    AnnounceCache | ComputedParts | FinishCache | FailedCache | FetchCache | CancelFetch | CopyDone
+)
 MoverReport: TypeAlias = MoverReady | MoverRefused | CopyRequest | EndedOffer | EndedFetch
 
 encode = msgspec.msgpack.Encoder().encode

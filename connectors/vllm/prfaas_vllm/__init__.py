@@ -1,0 +1,8 @@
+"""The KV connector that makes vLLM an engine of prfaas: its hybrid caches cross by prfaas's own transfer.
+
+connector.py   vLLM's interface; passes every call on
+scheduling.py  the scheduler's side: which tokens cross, for which requests (no torch, no vLLM)
+transfers.py   the worker's side: pages and states, to and from the mover
+layout.py      vLLM's cache groups as groups of a manifest, and copies of their pages
+settings.py    supported versions and the options of kv_connector_extra_config
+"""

@@ -1,0 +1,175 @@
+"""PrfaasConnector: vLLM's interface for KV connectors, passed on to scheduling.py and transfers.py.
+
+vllm serve MODEL --kv-transfer-config '{"kv_connector": "PrfaasConnector", "kv_role": "kv_both", "kv_port": 8001,
+    "kv_connector_module_path": "prfaas_vllm.connector", "kv_load_failure_policy": "recompute"}'
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.request import RequestStatus
+
+from prfaas_transfer.mover.messages import MoverOptions
+from prfaas_vllm.layout import fingerprint_of, groups_of, slot_bytes
+from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
+from prfaas_vllm.settings import data_port, read_settings, require_supported
+from prfaas_vllm.transfers import Transfers, device_kind
+
+log = logging.getLogger("vllm.prfaas")
+
+WHOLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass
+class PrfaasMetadata(KVConnectorMetadata):
+    """One step's plan, from the scheduler's side to each worker's."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM makes one in its scheduler and one in each worker."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_supported(vllm.__version__)
+        self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            log.warning(
+                "prfaas: kv_load_failure_policy is %s: a cache that does not come fails its request; set recompute",
+                self._kv_transfer_config.kv_load_failure_policy,
+            )
+        self._planner = TransferPlanner(_goal_rule(vllm_config, kv_cache_config, self._settings.whole_pages_from))
+        self._requests: dict[str, Any] = {}  # Sources, by id.
+        self._transfers: Transfers | None = None
+
+    # The scheduler's side.
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        # The state comes with every transfer, so the destination's own pages count wherever their state is gone.
+        return True
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def on_new_request(self, request: Any) -> None:
+        if dropped := self._planner.add(request):
+            del request.prompt_token_ids[-dropped:]
+            del request._all_token_ids[-dropped:]
+            request.num_prompt_tokens -= dropped
+        if self._planner.is_source(request.request_id):
+            request.max_tokens = 1
+            self._requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        external = self._planner.matched(request, num_computed_tokens)
+        return external, external > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._planner.preempted(scheduler_output.preempted_req_ids or ())
+        state = scheduler_output.kv_connector_block_state
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            if self._planner.is_source(request_id):
+                self._planner.scheduled(self._requests[request_id], tokens, state.resolve_block_ids(request_id))
+        return PrfaasMetadata(self._planner.take(is_idle=not scheduler_output.num_scheduled_tokens))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request)
+
+    def _finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id, None)
+        return self._planner.finish(request, is_whole=request.status in WHOLE), None
+
+    # The worker's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        first = next(iter(kv_caches.values()))
+        first = first[0] if isinstance(first, (list, tuple)) else first
+        groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first))
+        rank = get_tensor_model_parallel_rank()
+        settings = self._settings
+        options = MoverOptions(
+            host=settings.host,
+            data_port=data_port(self._kv_transfer_config.kv_port, rank),
+            fingerprint=fingerprint_of(self._vllm_config),
+            groups=tuple(group.layout for group in groups),
+            slot_bytes=slot_bytes(groups),
+            cluster=settings.cluster,
+            rank=rank,
+            ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+            metrics_port=settings.metrics_port,
+            tls_dir=settings.tls_dir,
+            egress_mbps=settings.egress_mbps,
+            egress_file=settings.egress_file,
+            transfer_memory_mib=settings.transfer_memory_mib,
+            wire_codec=settings.compression,
+        )
+        self._transfers = Transfers(groups, options)
+        log.info(
+            "prfaas: data port %s:%d, %s", settings.host, options.data_port, [group.spec for group in options.groups]
+        )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._transfers is not None:
+            self._transfers.begin(self._plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._transfers is not None:
+            self._transfers.fetch(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        if self._transfers is not None:
+            self._transfers.end_step(self._plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._transfers is None:
+            return KVConnectorTransferResults()
+        sent, received, failed = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
+        return KVConnectorTransferResults(sent, received, failed)
+
+    def shutdown(self) -> None:
+        if self._transfers is not None:
+            self._transfers.mover.close()
+
+    @property
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PrfaasMetadata)  # noqa: S101  # vLLM passes on what build_connector_meta made
+        return metadata.plan
+
+
+def _goal_rule(config: VllmConfig, caches: KVCacheConfig, whole_pages_from: int) -> GoalRule:
+    """Return the rule of goals: pages do not matter where no prefix cache keeps the state at a page's end."""
+    linear = any(isinstance(group.kv_cache_spec, MambaSpec) for group in caches.kv_cache_groups)
+    if linear and config.cache_config.mamba_cache_mode != "align":
+        return GoalRule(1, 0)
+    return GoalRule(config.cache_config.block_size, whole_pages_from)

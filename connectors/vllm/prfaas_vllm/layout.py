@@ -1,0 +1,166 @@
+"""vLLM's cache groups as groups of a manifest, and copies between their blocks and plain memory.
+
+A row of an attention group is a block: on CPUs a block has no rows by token. A linear group has a state a layer, in the
+block at a page's end. Bytes travel as the device holds them, so a group's `spec` names all that gives them a meaning:
+vLLM's class, the kernel's layout and the processor's kind. Two instances that differ there refuse each other.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from prfaas.errors import ConfigError
+from prfaas.wire.transfer import LayerGroup, TensorLayout
+
+FRAME_BYTES = 4 << 20
+"""Blocks of one layer leave in frames of about this size at most."""
+
+
+class VllmGroup(NamedTuple):
+    """One transfer group: its number among vLLM's groups, and of each layer index its tensors as [blocks, bytes]."""
+
+    number: int
+    layout: LayerGroup
+    tensors: Mapping[int, Sequence[torch.Tensor]]
+
+    @property
+    def page_tokens(self) -> int:
+        return self.layout.row_tokens
+
+    def blocks_of(self, block_ids: Sequence[int], start_token: int, tokens: int) -> list[int]:
+        """Return the blocks of some rows, or of the state at the end of `start_token` tokens."""
+        if self.layout.kind == "linear":
+            return [block_ids[min(len(block_ids), -(-start_token // self.page_tokens)) - 1]]
+        first = start_token // self.page_tokens
+        return list(block_ids[first : first + tokens // self.page_tokens])
+
+
+def groups_of(config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str) -> tuple[VllmGroup, ...]:
+    """Return all groups that cross. Raises ConfigError for a kind of cache that cannot."""
+    found = []
+    for number in config.transfer_group_ids:
+        group = config.kv_cache_groups[number]
+        spec = _spec_of(group.kv_cache_spec)
+        tensors = {
+            extract_layer_index(name): _by_block(name, caches[name], config.num_blocks) for name in group.layer_names
+        }
+        first = next(iter(tensors.values()))
+        kind = "linear" if isinstance(spec, MambaSpec) else "attention"
+        axes = ("byte",) if kind == "linear" else ("page", "byte")
+        layouts = tuple(TensorLayout(f"part{at}", axes, (part.shape[1],), "uint8") for at, part in enumerate(first))
+        name = _describe(spec, device_kind)
+        layout = LayerGroup(kind, tuple(sorted(tensors)), layouts, spec.block_size, name)
+        found.append(VllmGroup(number, layout, tensors))
+    return tuple(found)
+
+
+def frame_tokens(group: LayerGroup) -> int:
+    """Return the most tokens of one frame of an attention group: whole blocks."""
+    return max(1, FRAME_BYTES // group.nbytes) * group.row_tokens
+
+
+def slot_bytes(groups: Sequence[VllmGroup]) -> int:
+    """Return the largest part that travels in one frame."""
+    largest = [
+        group.layout.nbytes if group.layout.kind == "linear" else group.layout.rows_bytes(frame_tokens(group.layout))
+        for group in groups
+    ]
+    return -(-max(largest) // 4096) * 4096
+
+
+def read_blocks(tensors: Sequence[torch.Tensor], blocks: Sequence[int], room: memoryview) -> None:
+    """Copy blocks into plain memory, tensor after tensor; returns when they are there."""
+    at = 0
+    for tensor in tensors:
+        count = len(blocks) * tensor.shape[1]
+        target = torch.frombuffer(room[at : at + count], dtype=torch.uint8).view(len(blocks), tensor.shape[1])
+        index = torch.tensor(blocks, device=tensor.device)
+        if tensor.device.type == "cpu":
+            torch.index_select(tensor, 0, index, out=target)
+        else:
+            target.copy_(tensor.index_select(0, index))
+        at += count
+
+
+def write_blocks(tensors: Sequence[torch.Tensor], blocks: Sequence[int], received: memoryview) -> None:
+    """Copy plain memory into blocks, as `read_blocks` wrote it; returns when they are there."""
+    at = 0
+    for tensor in tensors:
+        count = len(blocks) * tensor.shape[1]
+        source = torch.frombuffer(received[at : at + count], dtype=torch.uint8).view(len(blocks), tensor.shape[1])
+        index = torch.tensor(blocks, device=tensor.device)
+        tensor.index_copy_(0, index, source.to(tensor.device))
+        at += count
+    if tensors[0].device.type != "cpu":
+        torch.accelerator.current_stream().synchronize()
+
+
+def fingerprint_of(config: VllmConfig) -> str:
+    """Return a hash of the model's own configuration: instances of one model agree, wherever its files lie."""
+    model = config.model_config
+    fields = dict(model.hf_config.to_dict())
+    for own in ("_name_or_path", "name_or_path", "transformers_version"):
+        fields.pop(own, None)
+    known = {
+        "model": fields,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "cache_dtype": str(config.cache_config.cache_dtype),
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if not isinstance(spec, (MambaSpec, FullAttentionSpec)) or isinstance(spec, SlidingWindowSpec):
+        raise ConfigError(
+            f"a cache of kind {type(spec).__name__} cannot cross by PrfaasConnector, only full attention, MLA and linear "
+            "states can: use engine.transfer.connector Nixl for this model"
+        )
+    return spec
+
+
+def _by_block(name: str, cache: Any, num_blocks: int) -> list[torch.Tensor]:
+    """Return a layer's tensors as [blocks, bytes], views of the same memory."""
+    tensors = list(cache) if isinstance(cache, (list, tuple)) else [cache]
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor.shape[0] == 2 and tensor.dim() > 2 and tensor.shape[0] != num_blocks:
+            found += list(tensor.unbind(0))  # keys and values apart
+        else:
+            found.append(tensor)
+    return [_bytes_by_block(name, tensor, num_blocks) for tensor in found]
+
+
+def _bytes_by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    if tensor.shape[0] % num_blocks:
+        raise ConfigError(f"the cache of {name} has shape {tuple(tensor.shape)} for {num_blocks} blocks")
+    flat = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+    if flat.data_ptr() != tensor.data_ptr():
+        raise ConfigError(f"the cache of {name} is not contiguous within a block: strides {tensor.stride()}")
+    flat = flat.view(torch.uint8)
+    if ratio := tensor.shape[0] // num_blocks - 1:  # the kernel's blocks are smaller than the manager's
+        flat = flat.view(num_blocks, (ratio + 1) * flat.shape[1])
+    return flat
+
+
+def _describe(spec: KVCacheSpec, device_kind: str) -> str:
+    if isinstance(spec, MambaSpec):
+        shapes = " ".join(f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        return f"{type(spec).__name__} {spec.mamba_type.name} {shapes} {device_kind}".replace("torch.", "")
+    heads = f"{getattr(spec, 'num_kv_heads', 1)} heads of {getattr(spec, 'head_size', 0)}"
+    return f"{type(spec).__name__} {heads} {getattr(spec, 'dtype', '')} {device_kind}".replace("torch.", "")

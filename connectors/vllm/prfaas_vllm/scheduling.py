@@ -1,0 +1,193 @@
+"""The scheduler's side of the connector: which tokens of which requests cross, and when blocks may be freed.
+
+Both sides compute the same `goal` from a prompt's length: the tokens whose cache crosses. The destination computes the
+rest itself, at least the last token, because a recurrent state cannot take a token twice. The goal of a prompt of
+several pages ends with a page, where the destination's own prefix cache can keep the state for the next turn. A shorter
+prompt has less to win by that than the tail costs: all but its last token cross.
+
+The source's request is shortened to what the goal needs. With whole pages it keeps one token more: vLLM then caches the
+state at the page's end at the source, too.
+
+Nothing here imports vLLM: requests are known by the few attributes of `VllmRequest`.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+log = logging.getLogger("vllm.prfaas")
+
+BlockIds = tuple[list[int], ...]
+
+
+class VllmRequest(Protocol):
+    """What is used of vLLM's Request."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    max_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+
+
+class LegParams(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params["prfaas"]`: the gateway's word to one leg. The token is a secret, never logged."""
+
+    role: Literal["source", "destination"]
+    transfer_id: str
+    epoch: int
+    token: str
+    host: str = ""
+    port: int = 0
+    cluster: str = ""
+
+
+@dataclass(frozen=True)
+class SourceStart:
+    """A source's request came: a destination may ask for its cache from now on."""
+
+    request_id: str
+    leg: LegParams
+    goal: int
+
+
+@dataclass(frozen=True)
+class SourceStep:
+    """After this step `computed` tokens of a source's request are in its blocks."""
+
+    request_id: str
+    computed: int
+    block_ids: BlockIds
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """A destination's request has blocks for the tokens from `start` to `goal`, which another instance computes."""
+
+    request_id: str
+    leg: LegParams
+    start: int
+    goal: int
+    block_ids: BlockIds
+
+
+@dataclass
+class StepPlan:
+    """All that the worker's side must know of a step. `is_idle` if the model does not run."""
+
+    starts: list[SourceStart] = field(default_factory=list)
+    steps: list[SourceStep] = field(default_factory=list)
+    fetches: list[Fetching] = field(default_factory=list)
+    revoked: dict[str, str] = field(default_factory=dict)  # Requests whose cache is not given any more, and why.
+    is_idle: bool = False
+
+
+class GoalRule(NamedTuple):
+    """The unit of goals in tokens, and from how many of them on a goal is whole pages."""
+
+    page_tokens: int
+    whole_pages_from: int
+
+    def goal(self, prompt_tokens: int) -> int:
+        """Return the tokens of a prompt that cross; 0 if there is nothing to save."""
+        most = max(0, prompt_tokens - 1)
+        pages = most // self.page_tokens
+        return pages * self.page_tokens if pages >= self.whole_pages_from else most
+
+
+def kept_prompt(goal: int, prompt_tokens: int) -> int:
+    """Return the prompt tokens that a source keeps for a goal."""
+    return goal if goal == prompt_tokens - 1 else goal + 1
+
+
+class TransferPlanner:
+    """Follows the requests of one scheduler."""
+
+    def __init__(self, rule: GoalRule):
+        self._rule = rule
+        self._sources: dict[str, SourceStart] = {}
+        self._known: set[str] = set()  # Sources of which the worker's side was told.
+        self._asked: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
+        self._plan = StepPlan()
+
+    def add(self, request: VllmRequest) -> int:
+        """Note a new request; return the prompt tokens that a source must drop."""
+        leg = leg_of(request)
+        if leg is None or leg.role != "source":
+            return 0
+        goal = self._rule.goal(request.num_prompt_tokens)
+        if not goal:
+            log.info("prfaas: %s has %d tokens, too few to cross", request.request_id, request.num_prompt_tokens)
+            return 0
+        self._sources[request.request_id] = start = SourceStart(request.request_id, leg, goal)
+        self._plan.starts.append(start)
+        return request.num_prompt_tokens - kept_prompt(goal, request.num_prompt_tokens)
+
+    def matched(self, request: VllmRequest, computed: int) -> int:
+        """Return the tokens beyond the `computed` ones that a fetch brings; without side effects."""
+        leg = leg_of(request)
+        if leg is None or leg.role != "destination" or request.request_id in self._asked:
+            return 0
+        return max(0, self._rule.goal(request.num_prompt_tokens) - computed)
+
+    def allocated(self, request: VllmRequest, block_ids: BlockIds, external: int) -> None:
+        """Note the blocks for `external` tokens, and fetch them in this step."""
+        leg = leg_of(request)
+        if leg is None or leg.role != "destination" or not external or request.request_id in self._asked:
+            return
+        self._asked.add(request.request_id)
+        goal = self._rule.goal(request.num_prompt_tokens)
+        self._plan.fetches.append(Fetching(request.request_id, leg, goal - external, goal, block_ids))
+
+    def scheduled(self, request: VllmRequest, tokens: int, block_ids: BlockIds) -> None:
+        """Note a request's part of the next step."""
+        if request.request_id in self._sources:
+            computed = request.num_computed_tokens + tokens
+            self._plan.steps.append(SourceStep(request.request_id, computed, block_ids))
+
+    def is_source(self, request_id: str) -> bool:
+        return request_id in self._sources
+
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """Note requests whose blocks vLLM takes away before the next step."""
+        for request_id in request_ids:
+            if self._sources.pop(request_id, None) is not None:
+                self._plan.revoked[request_id] = "the source needed its memory for other requests"
+
+    def take(self, *, is_idle: bool) -> StepPlan:
+        """Return what was noted since the last step."""
+        plan, self._plan = self._plan, StepPlan()
+        self._known.update(start.request_id for start in plan.starts)
+        plan.is_idle = is_idle
+        return plan
+
+    def finish(self, request: VllmRequest, *, is_whole: bool) -> bool:
+        """Note a request's end; return True if its blocks must stay until the worker's side reports it."""
+        request_id = request.request_id
+        self._asked.discard(request_id)
+        source = self._sources.pop(request_id, None)
+        if request_id not in self._known:
+            self._plan.starts = [start for start in self._plan.starts if start.request_id != request_id]
+            return False
+        self._known.discard(request_id)
+        if source is not None and not is_whole:
+            self._plan.revoked[request_id] = "the prefill was aborted"
+        return True
+
+
+def leg_of(request: VllmRequest) -> LegParams | None:
+    """Return the gateway's word to a request, None if it is not one of ours."""
+    params = (request.kv_transfer_params or {}).get("prfaas")
+    if params is None:
+        return None
+    try:
+        return msgspec.convert(params, LegParams)
+    except msgspec.ValidationError as error:
+        log.warning(
+            "prfaas: kv_transfer_params of %s cannot be read, it is served alone: %s", request.request_id, error
+        )
+        return None

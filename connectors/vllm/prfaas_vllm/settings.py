@@ -1,0 +1,62 @@
+"""The connector's settings: versions of vLLM that it was run with, and `kv_connector_extra_config`."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, get_args
+
+import msgspec
+
+from prfaas.errors import ConfigError
+from prfaas.names import WORKER_DATA_PORT
+from prfaas.routing.compression import WireCodec
+
+SUPPORTED: Final = {"0.32": "run on CPUs", "0.33": "type-checked"}
+"""Minor versions of vLLM by what was done with them; its connector interface calls itself experimental."""
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `kv_connector_extra_config`; numbers may be written as text, as in a custom resource."""
+
+    host: str = "127.0.0.1"
+    """Address of the data port."""
+    cluster: str = ""
+    tls_dir: str = ""
+    """Directory of tls.crt, tls.key and ca.crt; without it transfers are not encrypted."""
+    egress_file: str = ""
+    egress_mbps: int = 0
+    transfer_memory_mib: int = 256
+    compression: str = "auto"
+    whole_pages_from: int = 4
+    """From so many pages on a prompt's whole pages cross; all but the last token of a shorter one. The same on both
+    sides."""
+    metrics_port: int = 0
+    """Port of the transfers' metrics; 0 is none."""
+
+
+def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
+    """Return the settings. Raises ConfigError for an unknown key or a wrong value."""
+    try:
+        settings = msgspec.convert(dict(extra), ConnectorSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config of PrfaasConnector: {error}") from error
+    if settings.compression not in get_args(WireCodec):
+        raise ConfigError(
+            f"kv_connector_extra_config of PrfaasConnector: compression is {settings.compression!r}, want one of "
+            f"{', '.join(get_args(WireCodec))}"
+        )
+    return settings
+
+
+def data_port(configured: int | None, rank: int) -> int:
+    """Return the data port of a rank; `configured` is that of the first one."""
+    return (configured or WORKER_DATA_PORT) + rank
+
+
+def require_supported(version: str) -> None:
+    """Raise ConfigError for a version of vLLM with which the connector was not tried."""
+    found = re.match(r"\d+\.\d+", version)
+    if found is None or found[0] not in SUPPORTED:
+        raise ConfigError(
+            f"vLLM {version} is not supported by this version of prfaas, which knows {', '.join(SUPPORTED)}: use an "
+            "image of one of those, or engine.transfer.connector Nixl"
+        )

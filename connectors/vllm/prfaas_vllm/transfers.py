@@ -1,0 +1,224 @@
+"""The worker's side of the connector: hands computed blocks to the mover, and lands what the mover fetched.
+
+Blocks of a source's request stay as they are until its offer is over: vLLM keeps them, so nothing is copied before a
+connection can send it. States are another matter. A state's block is taken again two steps later, so each is copied
+when its step ends. A source whose blocks are taken away is revoked first, and from then on the mover gets nothing of
+it: what a destination has by then is not whole, and not used.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from prfaas.errors import PeerError
+from prfaas_transfer.mover.client import MoverClient
+from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, EndedFetch, FetchCache, MoverOptions
+from prfaas_vllm.layout import VllmGroup, frame_tokens, read_blocks, write_blocks
+from prfaas_vllm.scheduling import BlockIds, Fetching, SourceStart, SourceStep, StepPlan
+
+log = logging.getLogger("vllm.prfaas")
+
+IDLE_SECONDS = 0.005
+"""A step in which no model runs waits so long for a transfer's end, instead of taking a core."""
+
+
+@dataclass
+class _Source:
+    """A request whose cache is offered."""
+
+    start: SourceStart
+    began: float = field(default_factory=time.monotonic)
+    block_ids: BlockIds = ()
+    put_tokens: dict[int, int] = field(default_factory=dict)  # By group: tokens of which the mover knows.
+    states: dict[tuple[int, int], bytes] = field(default_factory=dict)  # By group and layer, copied.
+    is_finished: bool = False
+
+
+class Transfers:
+    """All transfers of one rank. vLLM's worker calls from one thread, the mover's client from another."""
+
+    def __init__(self, groups: Sequence[VllmGroup], options: MoverOptions):
+        self._groups = groups
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._sources: dict[str, _Source] = {}  # By transfer.
+        self._transfer_of: dict[str, str] = {}  # By request.
+        self._fetching: dict[str, Fetching] = {}
+        self._ended_requests: set[str] = set()  # vLLM waits for the offers of these.
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._port_of_rank = options.rank
+        self.mover = MoverClient(options, self, self._offer_over, self._fetch_over)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Before the model runs: give nothing any more of requests that lose their blocks in this step."""
+        for request_id, reason in plan.revoked.items():
+            with self._lock:
+                transfer_id = self._transfer_of.get(request_id)
+                source = self._sources.get(transfer_id or "")
+                if source is not None:
+                    source.block_ids = ()
+                    source.states.clear()
+            if transfer_id is not None:
+                self.mover.fail(transfer_id, reason)
+        for start in plan.starts:
+            self._announce(start)
+
+    def fetch(self, plan: StepPlan) -> None:
+        """Ask for the caches that this step's new destinations wait for."""
+        for fetching in plan.fetches:
+            leg = fetching.leg
+            with self._lock:
+                self._fetching[fetching.request_id] = fetching
+            self.mover.fetch(
+                FetchCache(
+                    fetching.request_id,
+                    leg.transfer_id,
+                    leg.epoch,
+                    leg.token,
+                    leg.host,
+                    leg.port + self._port_of_rank,
+                    leg.cluster,
+                    fetching.start,
+                    fetching.goal,
+                )
+            )
+
+    def end_step(self, plan: StepPlan) -> None:
+        """After the model ran: hand on what it computed."""
+        for step in plan.steps:
+            with self._lock:
+                source = self._sources.get(self._transfer_of.get(step.request_id, ""))
+            if source is not None and not source.is_finished:
+                self._put(source, step)
+
+    def results(self, ended_requests: set[str], *, is_idle: bool) -> tuple[set[str], set[str], set[str]]:
+        """Return requests whose caches were sent, were received, and were received in vain (these are received, too).
+
+        `ended_requests` are over for vLLM, which keeps the blocks of sources until they are reported here."""
+        for request_id in ended_requests & self._fetching.keys():
+            self.mover.cancel_fetch(request_id)
+        with self._changed:
+            self._ended_requests |= ended_requests & (self._transfer_of.keys() | self._sent)
+            if is_idle and (self._fetching or self._sources) and not (self._received or self._sent):
+                self._changed.wait(IDLE_SECONDS)
+            sent = self._sent & self._ended_requests
+            self._sent -= sent
+            self._ended_requests -= sent
+            received, self._received = self._received, set()
+            failed, self._failed = self._failed, set()
+        return sent, received, failed
+
+    # The mover's client calls these.
+
+    def load(self, transfer_id: str, part: CopyPart, room: memoryview) -> None:
+        group = self._groups[part.group]
+        with self._lock:  # a request that is revoked meanwhile waits for this copy
+            source = self._sources.get(transfer_id)
+            if source is None or not source.block_ids:
+                raise PeerError("the request has lost its blocks")
+            if not part.tokens:
+                room[:] = source.states[part.group, part.layer]
+                return
+            blocks = group.blocks_of(source.block_ids[group.number], part.start_token, part.tokens)
+            read_blocks(group.tensors[part.layer], blocks, room)
+
+    def land(self, request_id: str, part: CopyPart, received: memoryview) -> None:
+        group = self._groups[part.group]
+        with self._lock:
+            fetching = self._fetching[request_id]
+        start_token = part.start_token if part.tokens else fetching.goal
+        blocks = group.blocks_of(fetching.block_ids[group.number], start_token, part.tokens)
+        if 0 in blocks:
+            raise PeerError(f"rows from token {start_token} have no block here")
+        write_blocks(group.tensors[part.layer], blocks, received)
+
+    def _announce(self, start: SourceStart) -> None:
+        leg = start.leg
+        with self._lock:
+            self._sources[leg.transfer_id] = _Source(start)
+            self._transfer_of[start.request_id] = leg.transfer_id
+        self.mover.announce(AnnounceCache(leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal))
+
+    def _put(self, source: _Source, step: SourceStep) -> None:
+        goal, transfer_id = source.start.goal, source.start.leg.transfer_id
+        with self._lock:
+            source.block_ids = step.block_ids
+        parts: list[CopyPart] = []
+        for number, group in enumerate(self._groups):
+            if group.layout.kind == "attention":
+                parts += self._new_rows(source, number, min(step.computed, goal))
+        if step.computed == goal or (step.computed > goal and not self._has_states):
+            parts += self._copy_states(source, goal)
+            source.is_finished = True
+        elif step.computed > goal:
+            self.mover.fail(transfer_id, f"a step ended at token {step.computed}, none at {goal}, where a state is due")
+            source.is_finished = True
+            return
+        self.mover.put(transfer_id, parts)
+        if source.is_finished:
+            self.mover.finish(transfer_id, time.monotonic() - source.began)
+
+    @property
+    def _has_states(self) -> bool:
+        return any(group.layout.kind == "linear" for group in self._groups)
+
+    def _new_rows(self, source: _Source, number: int, computed: int) -> list[CopyPart]:
+        """Return the parts of a group's blocks that were filled since the last step; of all layers, block by block."""
+        layout = self._groups[number].layout
+        first = source.put_tokens.get(number, 0)
+        _, end = (
+            layout.rows_span(0, computed)
+            if computed >= source.start.goal
+            else (0, computed // layout.row_tokens * layout.row_tokens)
+        )
+        step = frame_tokens(layout)
+        source.put_tokens[number] = max(first, end)
+        return [
+            CopyPart(number, layer, start, min(step, end - start))
+            for start in range(first, end, step)
+            for layer in layout.layers
+        ]
+
+    def _copy_states(self, source: _Source, goal: int) -> list[CopyPart]:
+        parts = []
+        for number, group in enumerate(self._groups):
+            if group.layout.kind != "linear":
+                continue
+            blocks = group.blocks_of(source.block_ids[group.number], goal, 0)
+            for layer, tensors in group.tensors.items():
+                room = bytearray(group.layout.nbytes)
+                read_blocks(tensors, blocks, memoryview(room))
+                source.states[number, layer] = bytes(room)
+                parts.append(CopyPart(number, layer))
+        return parts
+
+    def _offer_over(self, transfer_id: str) -> None:
+        with self._changed:
+            source = self._sources.pop(transfer_id)
+            del self._transfer_of[source.start.request_id]
+            self._sent.add(source.start.request_id)
+            self._changed.notify_all()
+
+    def _fetch_over(self, ended: EndedFetch) -> None:
+        if ended.reason:
+            log.warning("prfaas: %s is computed here, its cache did not come: %s", ended.request_id, ended.reason)
+        with self._changed:
+            del self._fetching[ended.request_id]
+            self._received.add(ended.request_id)
+            if ended.reason:
+                self._failed.add(ended.request_id)
+            self._changed.notify_all()
+
+
+def device_kind(tensor: torch.Tensor) -> str:
+    """Return what the bytes of a cache depend on beside its shape."""
+    if tensor.device.type != "cpu":
+        return tensor.device.type
+    amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}{amx}"
