@@ -170,13 +170,10 @@ class Transfers:
 
     def _new_rows(self, source: _Source, number: int, computed: int) -> list[CopyPart]:
         """Return the parts of a group's blocks that were filled since the last step; of all layers, block by block."""
-        layout = self._groups[number].layout
+        layout, goal = self._groups[number].layout, source.start.goal
         first = source.put_tokens.get(number, 0)
-        _, end = (
-            layout.rows_span(0, computed)
-            if computed >= source.start.goal
-            else (0, computed // layout.row_tokens * layout.row_tokens)
-        )
+        full = computed // layout.row_tokens * layout.row_tokens
+        end = layout.rows_span(0, goal)[1] if computed >= goal else full
         step = frame_tokens(layout)
         source.put_tokens[number] = max(first, end)
         return [
