@@ -18,7 +18,7 @@ from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas_gateway.auth import Auth
 from prfaas_gateway.dashboard import RequestHistory
-from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError
+from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError, lost_prefill, without_hand_off
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics, RequestOutcome
@@ -54,7 +54,9 @@ class Attempts:
 
         Raises RequestError for an unknown model, CapacityError if no instance can serve the request in time.
         """
-        request, facts = self._request, self._state.facts(self._request)
+        request = self._request
+        request.no_hand_off = without_hand_off(request)
+        facts = self._state.facts(request)
         if request.model != facts.table.model:
             raise model_not_found(request.model)
         decision = decide(facts)
@@ -101,6 +103,7 @@ class Attempts:
         """Serve the request along one route; raise LegFailedError if a leg fails, even in the middle of the answer."""
         request = self._request
         request.route = route
+        request.may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
         with self._state.occupied(route) as load:
             answer = await self._parts.engines.open(route, request)
             try:
@@ -108,6 +111,7 @@ class Attempts:
                 request.note_transfer(answer)
                 if request.stream is None:
                     self._learn(route, answer)
+                    self._note_lost_prefill(route, answer)
                     request.outcome = _outcome_of(answer.status, request.fell_back)
                     begun = await begin_answer(self._http, answer, _added_headers(request, route, answer.status))
                     if isinstance(begun, web.Response):
@@ -120,6 +124,7 @@ class Attempts:
             except BrokenOffError as error:
                 raise LegFailedError(str(error), leg="decode", eject=True) from error
             finally:
+                self._note_lost_prefill(route, answer)
                 answer.close()
 
     async def _resume(self, stream: AnswerStream, route: Route, failure: LegFailedError) -> web.StreamResponse:
@@ -188,6 +193,12 @@ class Attempts:
         if route.kind == "offload" and failure.leg == "prefill":
             request.fell_back = True
             self._state.offload_failed()
+
+    def _note_lost_prefill(self, route: Route, answer: Answer) -> None:
+        """Count a prefill leg that failed while the decode instance goes on without it; once an answer."""
+        failure = lost_prefill(answer)
+        if failure is not None and route.prefill is not None and route.prefill.name not in self._request.tried:
+            self._note_failure(route, failure)
 
     async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> Decision:
         if failure.leg == "decode" and not failure.eject:

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,6 +29,7 @@ from prfaas.wire import headers
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, read_deadline_seconds, read_preferences
 from prfaas.wire.profile import Profile
 from prfaas.wire.resume import ResumableHeader
+from prfaas.wire.routes import EngineName
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import DeadlineError
@@ -103,6 +104,10 @@ class GatewayRequest:
     route: Route | None = None
     """The last route."""
     threshold_tokens: int = 0
+    no_hand_off: Set[EngineName] = frozenset()
+    """Engines that cannot hand over the cache of such a request."""
+    may_recompute: bool = True
+    """Whether its decode instance may compute the prompt itself after a failed prefill leg."""
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     """Instances that refuse to resume its stream."""

@@ -101,6 +101,7 @@ class GatewayState:
             backlog=self._backlog,
             ejected_until_seconds=self.ejections.until_seconds,
             tried=request.tried | full if full else request.tried,
+            no_hand_off=request.no_hand_off,
         )
 
     def _check_room(self, full: Set[str], now_seconds: float) -> None:
@@ -146,6 +147,10 @@ class GatewayState:
         """The scheduler's reason for the threshold; empty after it expired."""
         update = self._unexpired()
         return update.reason if update else ""
+
+    @property
+    def rejects_failed_offloads(self) -> bool:
+        return self.table is not None and self.table.on_offload_failure == "Reject"
 
     def load(self, name: str) -> int:
         return self._in_flight.get(name, 0)

@@ -88,7 +88,7 @@ class AnswerStream:
 
     async def _pump(self, answer: Answer, limits: Limits) -> None:
         """Relay pieces until the answer ends. One timer watches both sides."""
-        log, write, read = self.log, self.response.write, answer.content.readany
+        log, write, read = self.log, self.response.write, answer.read
         stall_seconds = limits.idle_seconds if log is None else limits.stall_seconds
         awaiting_worker = True
         try:

@@ -28,17 +28,21 @@ ALLOWED_MISSES: Final = 1
 
 
 class Answer:
-    """A worker's answer: complete in `body`; if `body` is None, read it from `content`."""
+    """A worker's answer: complete in `body`; if `body` is None, `read` its pieces."""
 
-    def __init__(self, response: aiohttp.ClientResponse, body: bytes | None):
+    def __init__(self, response: aiohttp.ClientResponse, body: bytes | None, first: bytes = b""):
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
         self.body = body
         self._response = response
+        self._first = first
 
-    @property
-    def content(self) -> aiohttp.StreamReader:
-        return self._response.content
+    async def read(self) -> bytes:
+        """Return the next piece, empty at the end."""
+        if self._first:
+            piece, self._first = self._first, b""
+            return piece
+        return await self._response.content.readany()
 
     def close(self) -> None:
         """Release the connection if the answer was read to its end; else cut it, and the worker aborts."""
@@ -76,9 +80,12 @@ class Upstream:
         self._liveness.close()
         await self._session.close()
 
-    async def post(self, worker: Instance, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+    async def post(
+        self, worker: Instance, path: str, headers: Mapping[str, str], body: bytes, *, await_piece: bool = False
+    ) -> Answer:
         """Send a request and return the answer: its headers, and its body if it is not a stream.
 
+        With `await_piece` a stream's first piece has arrived: other engines send headers long before the first token.
         Raises UnreachableError for a refused or lost connection or another cluster, TimeoutError for a late answer.
         """
         url, tls = worker.url + path, self._tls(worker)
@@ -89,7 +96,9 @@ class Upstream:
             async with timer:
                 response = await self._session.post(url, data=data, headers=headers, allow_redirects=False, ssl=tls)
                 try:
-                    return Answer(response, await self._whole_body(response))
+                    whole = await self._whole_body(response)
+                    awaits_piece = await_piece and whole is None
+                    return Answer(response, whole, await response.content.readany() if awaits_piece else b"")
                 except BaseException:
                     response.close()
                     raise

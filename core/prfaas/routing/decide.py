@@ -50,7 +50,8 @@ def _by_threshold(facts: RoutingFacts, clusters: Sequence[Cluster]) -> Decision:
     prefill = cheapest(facts, _offload_instances(facts, clusters))
     decode = _decode_for(facts, prefill)
     if prefill is None or decode is None:
-        return _local(facts, "NoOffloadInstance")
+        lacks_hand_off = any(one.engine in facts.no_hand_off for one in _usable(facts, "prefill"))
+        return _local(facts, "NoHandOff" if lacks_hand_off else "NoOffloadInstance")
     return Route(
         kind="offload", reason="AboveThreshold", incremental_tokens=length_tokens, decode=decode, prefill=prefill
     )
@@ -259,8 +260,8 @@ def _offload_instances(facts: RoutingFacts, clusters: Sequence[Cluster]) -> list
 
 
 def _prefills(facts: RoutingFacts) -> list[Instance]:
-    """Return the prefill instances that some decode instance can talk to."""
-    kinds = {_protocol(one) for one in _usable(facts, "decode")}
+    """Return the prefill instances that can hand the prompt's cache to some decode instance."""
+    kinds = {_protocol(one) for one in _usable(facts, "decode") if one.engine not in facts.no_hand_off}
     return [one for one in _usable(facts, "prefill") if _protocol(one) in kinds]
 
 

@@ -14,7 +14,7 @@ from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Bandwidth, Price, ThresholdUpdate
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, covers
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Instance, RoutingTable
+from prfaas.wire.routes import EngineName, Instance, RoutingTable
 
 RouteKind = Literal["offload", "local"]
 LegName = Literal["prefill", "decode"]
@@ -25,6 +25,7 @@ RouteReason = Literal[
     "OffloadDisabled",  # l > t, but no link is alive, or the policy's threshold mode is Disabled
     "NoOffloadCluster",  # l > t, but every cluster is unreachable or its datacenter forbidden
     "NoOffloadInstance",  # l > t, but no instance there is Ready and in use
+    "NoHandOff",  # l > t, but the engine cannot hand over the cache of such a request
     "OffloadFailed",  # was offloaded, failed, and falls back
 ]
 RefusalReason = Literal["NoDecodeInstance", "OffloadRejected"]
@@ -66,6 +67,8 @@ class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Instances that failed lately, and until when they are left alone."""
     tried: Set[str] = frozenset()
     """Instances on which this very request has failed already."""
+    no_hand_off: Set[EngineName] = frozenset()
+    """Engines that cannot hand over the cache of such a request: their decode instances prefill it themselves."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,16 +11,19 @@ from typing import Literal
 import msgspec
 
 from prfaas.errors import ProtocolError
+from prfaas.names import WORKER_DATA_PORT
 
 PoolRole = Literal["prefill", "decode"]
-EngineName = Literal["prfaas", "vllm-nixl", "vllm-mooncake", "sglang"]
+EngineName = Literal["prfaas", "vllm-prfaas", "vllm-nixl", "vllm-mooncake", "sglang"]
 InstanceState = Literal["Ready", "Draining"]
 ThresholdMode = Literal["Auto", "Priced", "Fixed", "Disabled"]
 OnOffloadFailure = Literal["PrefillLocally", "Reject"]
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker pod. `url` is its API address; the worker itself announces its data port for each transfer.
+    """One worker pod. `url` is its API address.
+
+    A worker of ours announces its data port for each transfer. vLLM with our connector cannot, so `data_port` names it.
 
     A `convertible` one changes its role while it runs, and gets each new role from the gateway; all others know theirs
     from their start. `engine` selects its protocol; only instances of the same engine serve a request together. vLLM
@@ -35,6 +38,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     state: InstanceState = "Ready"
     convertible: bool = False
     engine: EngineName = "prfaas"
+    data_port: int = WORKER_DATA_PORT
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from prfaas.wire.routes import EngineName
 from prfaas_gateway.engines.prfaas import PrfaasEngine
 from prfaas_gateway.engines.sglang import SglangEngine
 from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError
-from prfaas_gateway.engines.vllm import VllmMooncakeEngine, VllmNixlEngine
+from prfaas_gateway.engines.vllm import VllmMooncakeEngine, VllmNixlEngine, VllmPrfaasEngine
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
@@ -16,6 +16,7 @@ class Engines:
     def __init__(self, upstream: Upstream):
         self._engines: dict[EngineName, EngineProtocol] = {
             "prfaas": PrfaasEngine(upstream),
+            "vllm-prfaas": VllmPrfaasEngine(upstream),
             "vllm-nixl": VllmNixlEngine(upstream),
             "vllm-mooncake": VllmMooncakeEngine(upstream),
             "sglang": SglangEngine(upstream),

@@ -5,7 +5,8 @@ prompts arrive unchanged.
 """
 
 import asyncio
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -15,12 +16,22 @@ from prfaas.errors import PeerError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
 from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
-from prfaas.wire.routes import Instance
+from prfaas.wire.routes import EngineName, Instance
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
 OURS: Final = "x-prfaas-"
+VLLM: Final = frozenset[EngineName]({"vllm-prfaas", "vllm-nixl", "vllm-mooncake"})
 _ONE: Final = msgspec.Raw(b"1")
+_NULL: Final = msgspec.Raw(b"null")
+_BATCH: Final = re.compile(rb'\s*\[\s*["\[]')
+_DIVISIBLE: Final = {
+    "n": (b"null", b"1"),
+    "use_beam_search": (b"null", b"false"),
+    "prompt_logprobs": (b"null",),
+    "prompt_embeds": (b"null",),
+}
+"""The values with which a request has one prompt and one answer, and its prompt is needed for that alone."""
 
 
 class LegFailedError(PeerError):
@@ -66,7 +77,8 @@ async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
     Raises LegFailedError if the instance cannot be reached or cannot serve (5xx).
     """
     try:
-        answer = await upstream.post(leg.instance, request.path, {**plain_headers(request), **leg.headers}, leg.body)
+        sent = {**plain_headers(request), **leg.headers}
+        answer = await upstream.post(leg.instance, request.path, sent, leg.body, await_piece=True)
     except UnreachableError as error:
         raise LegFailedError(str(error), leg=leg.name, eject=True) from error
     if answer.status >= 500 and (leg.name == "prefill" or answer.status == 503):
@@ -77,19 +89,24 @@ async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
     return answer
 
 
-async def call_both(upstream: Upstream, request: GatewayRequest, prefill: Leg, decode: Leg) -> Answer:
+async def call_both(
+    upstream: Upstream, request: GatewayRequest, prefill: Leg, decode: Leg, *, may_recompute: bool = False
+) -> Answer:
     """Run two legs at once; return the answer of the decode leg, or a prefill instance's refusal of the request.
 
-    Raises LegFailedError if either fails; the other leg is aborted.
+    Raises LegFailedError if either fails; the other leg is aborted. With `may_recompute` the decode instance goes on
+    without a prefill instance that died, and `lost_prefill` tells of it.
     """
     filling = asyncio.create_task(_to_its_end(upstream, request, prefill))
     decoding = asyncio.create_task(call(upstream, request, decode))
     try:
         await asyncio.wait({filling, decoding}, return_when=asyncio.FIRST_COMPLETED)
-        if filling.done() and (refusal := filling.result()) is not None:
-            await _drop(decoding, filling)
-            return refusal
-        return _Tied(await decoding, filling)
+        if filling.done() and not (may_recompute and _is_unreachable(filling.exception())):
+            refusal = filling.result()
+            if refusal is not None:
+                await _drop(decoding, filling)
+                return refusal
+        return _Tied(await decoding, filling, may_recompute=may_recompute)
     except BaseException:
         await _drop(decoding, filling)
         raise
@@ -100,7 +117,7 @@ async def _to_its_end(upstream: Upstream, request: GatewayRequest, leg: Leg) -> 
     answer = await call(upstream, request, leg)
     try:
         if answer.body is None:
-            while await answer.content.readany():
+            while await answer.read():
                 pass  # that token is not used
         return answer if answer.status >= 400 else None
     finally:
@@ -115,19 +132,41 @@ async def _drop(decoding: asyncio.Task[Answer], filling: asyncio.Task[Answer | N
         answer.close()
 
 
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether a leg's instance died or is not reachable; else it answered, and only the gateway knows its answer."""
+    return isinstance(error, LegFailedError) and isinstance(error.__cause__, UnreachableError)
+
+
+def lost_prefill(answer: Answer) -> LegFailedError | None:
+    """Return the failure of an answer's prefill leg, for which the decode instance made up."""
+    return answer.lost_prefill if isinstance(answer, _Tied) else None
+
+
 class _Tied(Answer):
     """The answer of a decode leg whose prefill leg may still run: closing one cancels the other."""
 
-    def __init__(self, answer: Answer, filling: asyncio.Task[Answer | None]):
+    def __init__(self, answer: Answer, filling: asyncio.Task[Answer | None], *, may_recompute: bool):
         self.status, self.headers, self.body = answer.status, answer.headers, answer.body
         self._answer = answer
         self._response = answer._response  # it replaces the answer
         self._filling = filling
-        filling.add_done_callback(self._prefill_ended)
+        if not may_recompute:
+            filling.add_done_callback(self._prefill_ended)
+
+    async def read(self) -> bytes:
+        return await self._answer.read()
 
     def close(self) -> None:
         super().close()
         self._filling.cancel()
+
+    @property
+    def lost_prefill(self) -> LegFailedError | None:
+        """The failure of a prefill leg that has ended."""
+        if not self._filling.done() or self._filling.cancelled():
+            return None
+        error = self._filling.exception()
+        return error if isinstance(error, LegFailedError) else None
 
     def _prefill_ended(self, filling: asyncio.Task[Answer | None]) -> None:
         """Cut the answer off after a failed prefill: the decode leg would wait for its cache for ever."""
@@ -149,13 +188,29 @@ def for_prefill(fields: Fields, added: Mapping[str, Any]) -> bytes:
     return with_fields(kept, added)
 
 
+def without_hand_off(request: GatewayRequest) -> Set[EngineName]:
+    """Return the engines that cannot hand over the cache of such a request from a prefill to a decode instance.
+
+    vLLM takes one hand-off a request. So several prompts or answers, beams, and log probabilities of the prompt need
+    the whole prompt where it is decoded.
+    """
+    if not request.has_every_field:
+        return frozenset()
+    fields = request.fields
+    whole = any(bytes(fields.get(name, _NULL)) not in plain for name, plain in _DIVISIBLE.items())
+    with_prompt = bytes(fields.get("echo", _NULL)) == b"true" and bytes(fields.get("logprobs", _NULL)) != b"null"
+    return VLLM if whole or with_prompt or _is_batch(fields) else frozenset()
+
+
+def _is_batch(fields: Fields) -> bool:
+    return _BATCH.match(fields.get("prompt", _NULL)) is not None
+
+
 def prompts(fields: Fields) -> int | None:
     """Return the number of prompts in a completion's list, None for a single prompt."""
-    raw = bytes(fields.get("prompt", msgspec.Raw(b"null"))).lstrip()
-    if not raw.startswith(b"["):
+    if not _is_batch(fields):
         return None
-    listed: list[msgspec.Raw] = msgspec.json.decode(raw, type=list[msgspec.Raw])
-    return len(listed) if listed and bytes(listed[0])[:1] in (b'"', b"[") else None
+    return len(msgspec.json.decode(fields["prompt"], type=list[msgspec.Raw]))
 
 
 def _raw(value: Any) -> msgspec.Raw:

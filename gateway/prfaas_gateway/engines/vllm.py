@@ -1,4 +1,8 @@
-"""The protocols of vLLM instances with NixlConnector or MooncakeConnector.
+"""The protocols of vLLM instances with our connector, NixlConnector or MooncakeConnector.
+
+Our connector gets both legs at once. The gateway names the transfer for each attempt anew: an id, an epoch and a token,
+and to the decode instance the place of the source. If the source dies, the decode instance computes the prompt itself,
+so its answer goes on. If the source refuses, only the gateway knows, and aborts the decode leg.
 
 NixlConnector runs two legs one after the other; the decode instance pulls the cache.
 
@@ -15,9 +19,12 @@ a failure and at intervals.
 
 import asyncio
 import random
+import secrets
 import time
 import uuid
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -31,6 +38,8 @@ from prfaas_gateway.upstream import Answer, Upstream
 KNOWN_SECONDS: Final = 30.0
 ANSWER_SECONDS: Final = 5.0
 ANSWER_BYTES: Final = 64 * 1024
+EPOCH_BITS: Final = 48
+TOKEN_BYTES: Final = 32
 RANK_HEADER: Final = "X-data-parallel-rank"
 ASKS_FOR_CACHE: Final = {
     "do_remote_decode": True,
@@ -40,6 +49,41 @@ ASKS_FOR_CACHE: Final = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+class VllmPrfaasEngine:
+    def __init__(self, upstream: Upstream):
+        self._upstream = upstream
+
+    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        if route.prefill is None:
+            return await call(self._upstream, request, Leg("decode", route.decode, request.body))
+        transfer = {
+            "transfer_id": uuid.uuid4().hex,
+            "epoch": secrets.randbits(EPOCH_BITS),
+            "token": secrets.token_urlsafe(TOKEN_BYTES),
+        }
+        place = {
+            "host": urlsplit(route.prefill.url).hostname,
+            "port": route.prefill.data_port,
+            "cluster": route.prefill.cluster,
+        }
+        request.transfer_id = transfer["transfer_id"]
+        fields = request.every_field()
+        filled = for_prefill(fields, _params({"prfaas": {"role": "source", **transfer}}))
+        decoded = with_fields(fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))
+        answer = await call_both(
+            self._upstream,
+            request,
+            Leg("prefill", route.prefill, filled),
+            Leg("decode", route.decode, decoded),
+            may_recompute=request.may_recompute,
+        )
+        if answer.status == 500:  # with `failurePolicy: Fail` a lost cache is an error
+            answer.close()
+            message = f"{route.decode.name} could not use a cache of {route.prefill.name}"
+            raise LegFailedError(message, leg="prefill", eject=False, answer=answer)
+        return answer
 
 
 class _Prefilled(msgspec.Struct):
@@ -147,5 +191,5 @@ class VllmMooncakeEngine:
         return ranks
 
 
-def _params(params: dict[str, str | bool]) -> dict[str, dict[str, str | bool]]:
+def _params(params: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {"kv_transfer_params": params}

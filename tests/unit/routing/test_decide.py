@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from prfaas.names import HUB
 from prfaas.routing.decide import decide, decide_again
@@ -122,6 +123,20 @@ def test_the_state_of_the_link_says_whose_cache_counts(bandwidth, cached, kind):
 )
 def test_a_long_prompt_that_may_not_leave_says_why(world, reason):
     assert route(decide(facts(9999, world))).reason == reason
+
+
+HANDLESS = table(*(replace(one, engine="vllm-prfaas") for one in TWO_CLUSTERS.instances))
+
+
+def test_a_request_that_its_engine_cannot_hand_off_is_prefilled_where_it_is_decoded():
+    for total, reason in ((10, "WithinThreshold"), (9999, "NoHandOff")):
+        chosen = route(decide(facts(total, HANDLESS, no_hand_off={"vllm-prfaas"})))
+        assert (chosen.kind, chosen.reason, chosen.prefill) == ("local", reason, None)
+
+
+def test_an_engine_that_can_hand_it_off_is_not_concerned():
+    assert route(decide(facts(9999, HANDLESS, no_hand_off={"vllm-nixl"}))).kind == "offload"
+    assert route(decide(facts(9999, no_hand_off={"vllm-prfaas"}))).kind == "offload"
 
 
 def test_a_dead_link_turns_offload_off():

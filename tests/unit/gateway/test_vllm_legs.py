@@ -1,0 +1,251 @@
+"""Proves how both legs through our connector in vLLM begin, and that its decode instance outlives a dead source."""
+
+import asyncio
+import json
+import re
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from prfaas.names import HUB
+from prfaas.wire import headers
+from prfaas.wire.routes import EngineName
+
+from .conftest import answer
+
+ASKED = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "min_tokens": 2, "temperature": 0.25}
+PATH = "/v1/completions"
+
+
+async def start(
+    world, engine: EngineName = "vllm-prfaas", *, names=("d0", "x0"), data_port: int = 9123, **more
+) -> None:
+    await world.start(*names, **more)
+    instances = [msgspec.structs.replace(one, engine=engine, data_port=9123) for one in world.table.instances]
+    world.state.set_table(world.write_table(instances=tuple(instances), **more))
+
+
+def params(world, name: str) -> list[dict]:
+    """Return the transfers that an instance was asked for."""
+    bodies = [json.loads(one.body) for one in world.workers[name].seen]
+    return [body["kv_transfer_params"]["prfaas"] for body in bodies if "kv_transfer_params" in body]
+
+
+async def post(world, **more):
+    return await world.post(ASKED | more, PATH)
+
+
+async def test_both_legs_name_one_transfer_and_the_destination_learns_the_place_of_the_source(world):
+    await start(world)
+    assert (await post(world)).status == 200
+    (source,), (destination,) = params(world, "x0"), params(world, "d0")
+    transfer = {name: source[name] for name in ("transfer_id", "epoch", "token")}
+    assert source == {"role": "source", **transfer}
+    place = {"host": "127.0.0.1", "port": 9123, "cluster": "eu"}
+    assert destination == {"role": "destination", **transfer, **place}
+    assert re.fullmatch("[0-9a-f]{32}", transfer["transfer_id"])
+    assert 0 <= transfer["epoch"] < 1 << 48
+    assert len(transfer["token"]) >= 32
+
+
+async def test_every_attempt_is_a_new_transfer(world):
+    await start(world, names=("d0", "d1", "x0"))
+    seen: list[bytes] = []
+
+    async def full_once(request: web.Request, body: bytes) -> web.StreamResponse:
+        seen.append(body)
+        return web.Response(status=503) if len(seen) == 1 else await answer(request, body)
+
+    for name in ("d0", "d1"):
+        world.workers[name].reply = full_once
+    assert (await post(world)).status == 200
+    first, second = (json.loads(body)["kv_transfer_params"]["prfaas"] for body in seen)
+    for name in ("transfer_id", "epoch", "token"):
+        assert first[name] != second[name]
+    assert first["transfer_id"] == params(world, "x0")[0]["transfer_id"]
+
+
+async def test_both_legs_are_under_way_at_once(world):
+    await start(world)
+    began = {name: asyncio.Event() for name in ("d0", "x0")}
+
+    def meeting(name: str, other: str):
+        async def reply(request: web.Request, body: bytes) -> web.StreamResponse:
+            began[name].set()
+            await asyncio.wait_for(began[other].wait(), 10)
+            return await answer(request, body)
+
+        return reply
+
+    world.workers["d0"].reply, world.workers["x0"].reply = meeting("d0", "x0"), meeting("x0", "d0")
+    got = await post(world)
+    assert (got.status, got.headers[headers.OUTCOME]) == (200, "ok")
+
+
+async def recomputing(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Answer as a destination whose source died: later, and whole."""
+    await asyncio.sleep(0.3)
+    return await answer(request, body)
+
+
+async def test_a_source_that_dies_costs_the_answer_nothing_and_counts_as_a_failed_offload(world):
+    await start(world)
+    world.workers["d0"].reply = recomputing
+    await world.workers["x0"].stop()
+    got = await post(world)
+    assert (got.status, got.headers[headers.OUTCOME]) == (200, "fallback")
+    assert len(world.workers["d0"].seen) == 1, "the destination went on by itself"
+    assert world.state.counters.failed_offloads == 1
+    assert "x0" in world.state.ejections.until_seconds
+    assert await world.metric('prfaas_gateway_requests_total{decision="offload",outcome="fallback"}') == 1
+
+
+async def streaming(request: web.Request, begun: asyncio.Event, go_on: asyncio.Event) -> web.StreamResponse:
+    """Answer with one event, and go on later."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b'data: {"choices": []}\n\n')
+    begun.set()
+    await go_on.wait()
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def test_a_source_that_dies_after_the_stream_began_does_not_cut_it_off(world):
+    await start(world)
+    begun, died = asyncio.Event(), asyncio.Event()
+
+    async def decode(request: web.Request, _body: bytes) -> web.StreamResponse:
+        return await streaming(request, begun, died)
+
+    async def die(request: web.Request, _body: bytes) -> web.StreamResponse:
+        await begun.wait()
+        request.transport.close()
+        asyncio.get_running_loop().call_later(0.2, died.set)
+        return web.Response()
+
+    world.workers["d0"].reply, world.workers["x0"].reply = decode, die
+    got = await asyncio.wait_for(post(world, stream=True), 30)
+    assert got.body.endswith(b"data: [DONE]\n\n")
+    assert b"error" not in got.body
+    assert world.state.counters.failed_offloads == 1
+
+
+async def waiting(_request: web.Request, body: bytes) -> web.StreamResponse:
+    """Wait for a cache that never comes; answer at once where none is to come."""
+    if b"kv_transfer_params" in body:
+        await asyncio.Event().wait()
+    return web.json_response({})
+
+
+async def test_headers_of_a_stream_are_no_answer_yet(world):
+    """vLLM sends them before the first token: a failure until then is still retried."""
+    await start(world)
+    prepared = asyncio.Event()
+
+    async def decode(request: web.Request, body: bytes) -> web.StreamResponse:
+        if b"kv_transfer_params" not in body:
+            return await answer(request, body)
+        # aiohttp itself keeps headers until the first piece.
+        request.transport.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        prepared.set()
+        return await waiting(request, body)
+
+    async def fail(_request: web.Request, _body: bytes) -> web.Response:
+        await prepared.wait()
+        await asyncio.sleep(0.2)  # the gateway reads those headers
+        return web.Response(status=500)
+
+    world.workers["d0"].reply, world.workers["x0"].reply = decode, fail
+    got = await asyncio.wait_for(post(world, stream=True), 30)
+    assert (got.status, got.headers[headers.OUTCOME]) == (200, "fallback")
+
+
+async def test_a_source_that_refuses_ends_the_destinations_wait_and_the_hub_prefills(world):
+    await start(world)
+
+    async def refuse(_request: web.Request, _body: bytes) -> web.Response:
+        return web.Response(status=503)
+
+    world.workers["d0"].reply, world.workers["x0"].reply = waiting, refuse
+    got = await asyncio.wait_for(post(world), 30)
+    assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_CLUSTER]) == (200, "fallback", HUB)
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 10)
+
+
+async def test_with_reject_a_failed_offload_is_refused_although_the_destination_could_go_on(world):
+    await start(world, on_offload_failure="Reject")
+    world.workers["d0"].reply = waiting
+    await world.workers["x0"].stop()
+    got = await asyncio.wait_for(post(world), 30)
+    assert got.status == 503
+    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 10)
+
+
+async def test_a_destination_that_may_not_recompute_blames_the_hand_off(world):
+    await start(world)
+
+    async def fail(request: web.Request, body: bytes) -> web.StreamResponse:
+        return web.Response(status=500) if b"kv_transfer_params" in body else await answer(request, body)
+
+    world.workers["d0"].reply = fail
+    got = await post(world)
+    assert (got.status, got.headers[headers.OUTCOME]) == (200, "fallback")
+    assert world.state.counters.failed_offloads == 1
+
+
+async def test_a_destination_that_fails_aborts_the_source(world):
+    await start(world)
+    prefilling = asyncio.Event()
+
+    async def prefill(request: web.Request, body: bytes) -> web.StreamResponse:
+        prefilling.set()
+        return await waiting(request, body)
+
+    async def die(request: web.Request, _body: bytes) -> web.StreamResponse:
+        await prefilling.wait()
+        request.transport.close()
+        return web.Response()
+
+    world.workers["x0"].reply, world.workers["d0"].reply = prefill, die
+    await asyncio.wait_for(post(world), 30)
+    await asyncio.wait_for(world.workers["x0"].aborted.wait(), 10)
+
+
+@pytest.mark.parametrize("engine", ["vllm-prfaas", "vllm-nixl", "vllm-mooncake"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": ["x" * 8000, "y"]},
+        {"prompt": [[1] * 4000, [2]]},
+        {"n": 2},
+        {"use_beam_search": True},
+        {"prompt_logprobs": 0},
+        {"echo": True, "logprobs": 1},
+    ],
+)
+async def test_what_one_transfer_cannot_carry_is_prefilled_where_it_is_decoded(world, caplog, engine, asked):
+    caplog.set_level("INFO")
+    await start(world, engine)
+    got = await post(world, **asked)
+    assert (got.status, got.headers[headers.DECISION], world.workers["x0"].seen) == (200, "local", [])
+    assert json.loads(world.workers["d0"].seen[0].body) == ASKED | asked
+    assert "why=NoHandOff" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "asked", [{"n": 1}, {"n": None}, {"prompt": [5] * 4000}, {"echo": True}, {"use_beam_search": False}]
+)
+async def test_one_prompt_with_one_answer_is_handed_over(world, asked):
+    await start(world)
+    got = await post(world, **asked)
+    assert (got.status, got.headers[headers.DECISION]) == (200, "offload")
+
+
+async def test_a_batch_still_goes_to_engines_that_can_hand_it_over(world):
+    await start(world, "prfaas")
+    got = await post(world, prompt=["x" * 8000, "y"])
+    assert (got.status, got.headers[headers.DECISION]) == (200, "offload")
