@@ -37,7 +37,7 @@ BOOTSTRAP_PORT: Final = 8998
 SIDE_CHANNEL_PORT: Final = 5600
 """vLLM with NIXL: handshakes."""
 KV_EVENTS_PORT: Final = 5557
-"""Cache events over ZMQ."""
+"""Cache events over ZMQ, of an engine's first data-parallel rank; each further rank uses the next port."""
 GATEWAY_PORT: Final = 8080
 SCHEDULER_METRICS_PORT: Final = 9091
 OPERATOR_METRICS_PORT: Final = 9090
@@ -55,6 +55,14 @@ TLS_KEY: Final = "tls.key"
 TLS_TRUSTED: Final = "ca.crt"
 
 ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
+
+
+def kv_log_port(ranks: int) -> int:
+    """Return the port of the first rank's log of cache events; each further rank uses the next port.
+
+    Engines add the rank to both ports, so the logs of all ranks come after the event ports of all ranks.
+    """
+    return KV_EVENTS_PORT + ranks
 
 
 def scheduler_lease(policy: str) -> str:

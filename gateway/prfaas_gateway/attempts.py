@@ -104,7 +104,8 @@ class Attempts:
         request = self._request
         request.route = route
         request.may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
-        with self._state.occupied(route) as load:
+        with self._state.occupied(route, request.cached_on_ranks) as load:
+            request.ranks = load.ranks
             answer = await self._parts.engines.open(route, request)
             try:
                 load.prefill_done()

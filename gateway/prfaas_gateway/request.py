@@ -96,6 +96,8 @@ class GatewayRequest:
     """Its byte blocks; None without a prefix match."""
     cached_on: Mapping[str, int] = field(default_factory=dict[str, int])
     """Estimated cached tokens of the prompt, by instance."""
+    cached_on_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """Likewise by rank, for instances of several data-parallel ranks."""
     profiles: Mapping[str, Profile] = field(default_factory=dict[str, Profile])
 
     # Its route.
@@ -108,6 +110,8 @@ class GatewayRequest:
     """Engines that cannot hand over the cache of such a request."""
     may_recompute: bool = True
     """Whether its decode instance may compute the prompt itself after a failed prefill leg."""
+    ranks: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The chosen rank of each instance of the route that takes one."""
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     """Instances that refuse to resume its stream."""

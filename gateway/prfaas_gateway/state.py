@@ -8,15 +8,17 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from prfaas.errors import CapacityError, InternalError
+from prfaas.routing.affinity import cheapest_rank
 from prfaas.routing.facts import Route, RouteKind, RoutingFacts, RoutingRule, cached_by_cluster, narrow, rule_in_force
 from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.routing.prices import Backlog
 from prfaas.util import RateBucket, backoff_seconds
 from prfaas.wire.control import Counters, LinkReport, ThresholdUpdate
-from prfaas.wire.routes import Instance, RoutingTable
+from prfaas.wire.routes import Instance, RoutingTable, rank_name, takes_rank
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.openai import SaturatedError
 from prfaas_gateway.request import GatewayRequest
@@ -123,15 +125,28 @@ class GatewayState:
             self._in_flight_decisions[began.kind] -= 1
 
     @contextmanager
-    def occupied(self, route: Route) -> Iterator["LegLoad"]:
-        """Count one leg at its instances while the block runs."""
-        load = LegLoad(self._in_flight, self._queued_tokens, self._backlog, route, self.clock())
+    def occupied(
+        self, route: Route, cached_on_ranks: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> Iterator["LegLoad"]:
+        """Choose the ranks of a leg's instances, and count the leg there while the block runs."""
+        ranks = self._choose_ranks(route, cached_on_ranks)
+        load = LegLoad(self._in_flight, self._queued_tokens, self._backlog, (route, ranks), self.clock())
         for one in filter(None, (route.decode, route.prefill)):
             self.ejections.starting(one.name, self.clock())
         try:
             yield load
         finally:
             load.done()
+
+    def _choose_ranks(self, route: Route, cached_on_ranks: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Return the cheapest data-parallel rank of each instance of a route that takes one."""
+        chosen: dict[str, int] = {}
+        for one in filter(takes_rank, filter(None, (route.decode, route.prefill))):
+            ranks = [rank_name(one.name, rank) for rank in range(one.ranks)]
+            cached_tokens = cached_on_ranks.get(one.name, (0,) * one.ranks)
+            queued_tokens = [self._queued_tokens[rank] for rank in ranks]
+            chosen[one.name] = cheapest_rank(cached_tokens, queued_tokens, [self._in_flight[rank] for rank in ranks])
+        return chosen
 
     def offload_failed(self) -> None:
         self._failed_offloads += 1
@@ -182,25 +197,34 @@ class GatewayState:
 
 
 class LegLoad:
-    """The places that one leg occupies at its instances; each is released once."""
+    """The places that one leg occupies at its instances and their ranks; each is released once."""
 
     def __init__(
-        self, in_flight: Tally[str], queued_tokens: Tally[str], backlog: Backlog, route: Route, now_seconds: float
+        self,
+        in_flight: Tally[str],
+        queued_tokens: Tally[str],
+        backlog: Backlog,
+        placed: tuple[Route, Mapping[str, int]],
+        now_seconds: float,
     ):
+        route, self.ranks = placed
         self._in_flight = in_flight
         self._queued_tokens = queued_tokens
-        self._prefill = (route.prefill or route.decode).name, route.prefill_tokens
-        queued_tokens[self._prefill[0]] += route.prefill_tokens
         self._backlog = backlog
-        self._held = [route.decode.name] + ([route.prefill.name] if route.prefill else [])
+        decode = _with_rank(route.decode.name, self.ranks)
+        self._filling = _with_rank(route.prefill.name, self.ranks) if route.prefill else []
+        self._held = [*decode, *self._filling]
         in_flight.update(self._held)
+        self._queued = self._filling or decode, route.prefill_tokens
+        for name in self._queued[0]:
+            queued_tokens[name] += route.prefill_tokens
         if route.work is not None:
-            backlog.add(self, self._prefill[0], route.work, now_seconds)
+            backlog.add(self, (route.prefill or route.decode).name, route.work, now_seconds)
 
     def prefill_done(self) -> None:
         """Release the prefill instance: the first token exists."""
         self._computed()
-        self._release(self._held[1:])
+        self._release(self._filling[:])
 
     def done(self) -> None:
         self._computed()
@@ -208,11 +232,12 @@ class LegLoad:
 
     def _computed(self) -> None:
         self._backlog.remove(self)
-        name, tokens = self._prefill
-        self._queued_tokens[name] -= tokens
-        self._prefill = name, 0
-        if not self._queued_tokens[name]:
-            del self._queued_tokens[name]
+        names, tokens = self._queued
+        self._queued = [], 0
+        for name in names:
+            self._queued_tokens[name] -= tokens
+            if not self._queued_tokens[name]:
+                del self._queued_tokens[name]
 
     def _release(self, names: list[str]) -> None:
         for name in names:
@@ -220,6 +245,12 @@ class LegLoad:
             self._in_flight[name] -= 1
             if not self._in_flight[name]:
                 del self._in_flight[name]
+        self._filling = []
+
+
+def _with_rank(instance: str, ranks: Mapping[str, int]) -> list[str]:
+    """Return the names under which an instance's load counts."""
+    return [instance, rank_name(instance, ranks[instance])] if instance in ranks else [instance]
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
     usable match of a prompt = the longest n with attention rows in blocks 1 to n, and a state after block n
 
 Attention and states are different bits of a block. Each may be in up to four mediums; one is enough. If an instance
-never reported a state, its model has none, and only attention counts.
+never reported anything of states, its model has none, and only attention counts.
 
 A prompt's blocks may be evicted in the middle, so a cached block proves little about those before it. Therefore an
 empty block stays in the tree as long as it has children. So the tree is closed under prefixes, and bisection finds the
@@ -50,6 +50,10 @@ class BlockTree:
         self._rows = bytearray(b"\1\1")  # 1: attention rows in some medium
         self._states = bytearray(2)  # 1: a state in some medium
         self._heads = bytearray(b"\1\1")  # 1: begins a run, so the block before it does not have the number before
+
+    def note_states(self) -> None:
+        """Record that the model has states, even if none is kept: then attention alone is no match."""
+        self._has_states = True
 
     def find(self, key: int) -> int:
         """Return the number of a block, NONE if it is not here."""

@@ -77,6 +77,15 @@ def cheapest(facts: RoutingFacts, instances: Sequence[Instance]) -> Instance | N
     return spread(facts, [one for one, cost in zip(instances, costs, strict=True) if cost == least])
 
 
+def cheapest_rank(cached_tokens: Sequence[int], queued_tokens: Sequence[int], decoding: Sequence[int]) -> int:
+    """Return the data-parallel rank of the lowest cost inside an instance; of equals the one that decodes least."""
+
+    def cost(rank: int) -> tuple[int, int]:
+        return queued_tokens[rank] - cached_tokens[rank] + ANSWER_TOKENS * decoding[rank], decoding[rank]
+
+    return min(range(len(cached_tokens)), key=cost)
+
+
 def spread(facts: RoutingFacts, equals: Sequence[Instance]) -> Instance | None:
     """Return one of equals by the request's id.
 

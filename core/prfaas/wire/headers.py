@@ -29,6 +29,9 @@ answer: the stream is resumable, and this is the fingerprint of the model that b
 RESUME: Final = "x-prfaas-resume"
 """Resumes an answer: this many first bytes of the body are the Resume document, the rest is the original body."""
 
+DATA_RANK: Final = "x-data-parallel-rank"
+"""vLLM's own header, to an instance of several data-parallel ranks: the rank that serves the request."""
+
 # decode worker -> gateway -> client
 PROMPT_TOKENS: Final = "x-prfaas-prompt-tokens"
 CACHED_TOKENS: Final = "x-prfaas-cached-tokens"

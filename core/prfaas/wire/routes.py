@@ -6,13 +6,15 @@ sidecar reads it from its gateway. It holds no load figures: these change too fa
 
 import gzip
 import zlib
-from typing import Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from prfaas.errors import ProtocolError
 from prfaas.names import WORKER_DATA_PORT
 
+MAX_RANKS: Final = 16
+"""Most data-parallel ranks of an instance; vLLM's handshake ports follow the ports of their events and logs."""
 PoolRole = Literal["prefill", "decode"]
 EngineName = Literal["prfaas", "vllm-prfaas", "vllm-nixl", "vllm-mooncake", "sglang"]
 InstanceState = Literal["Ready", "Draining"]
@@ -39,6 +41,18 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     convertible: bool = False
     engine: EngineName = "prfaas"
     data_port: int = WORKER_DATA_PORT
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
+    """Data-parallel ranks of the engine; each has a cache and cache events of its own."""
+
+
+def rank_name(instance: str, rank: int) -> str:
+    """Return a name for one rank of an instance; no pod has such a name."""
+    return f"{instance}#{rank}"
+
+
+def takes_rank(instance: Instance) -> bool:
+    """Return whether a request can name the rank that serves it, by `prfaas.wire.headers.DATA_RANK`."""
+    return instance.ranks > 1 and instance.engine.startswith("vllm")
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from prfaas.errors import PeerError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
 from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
+from prfaas.wire import headers
 from prfaas.wire.routes import EngineName, Instance
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
@@ -76,8 +77,9 @@ async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
 
     Raises LegFailedError if the instance cannot be reached or cannot serve (5xx).
     """
+    rank = {headers.DATA_RANK: str(request.ranks[leg.instance.name])} if leg.instance.name in request.ranks else {}
     try:
-        sent = {**plain_headers(request), **leg.headers}
+        sent = {**plain_headers(request), **rank, **leg.headers}
         answer = await upstream.post(leg.instance, request.path, sent, leg.body, await_piece=True)
     except UnreachableError as error:
         raise LegFailedError(str(error), leg=leg.name, eject=True) from error

@@ -30,6 +30,7 @@ import msgspec
 
 from prfaas.errors import UNREADABLE, UnreachableError
 from prfaas.routing.facts import Route
+from prfaas.wire import headers
 from prfaas.wire.routes import Instance
 from prfaas_gateway.engines.shared import Leg, LegFailedError, bootstrap_url, call, call_both, for_prefill, with_fields
 from prfaas_gateway.request import GatewayRequest
@@ -40,7 +41,6 @@ ANSWER_SECONDS: Final = 5.0
 ANSWER_BYTES: Final = 64 * 1024
 EPOCH_BITS: Final = 48
 TOKEN_BYTES: Final = 32
-RANK_HEADER: Final = "X-data-parallel-rank"
 ASKS_FOR_CACHE: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -146,14 +146,15 @@ class VllmMooncakeEngine:
         if route.prefill is None:
             return await call(self._upstream, request, Leg("decode", route.decode, request.body))
         ranks = await self._ranks(route.prefill)
-        rank, engine = random.choice(list(ranks.items()))  # noqa: S311 - spreads load, guards nothing
+        chosen = str(request.ranks.get(route.prefill.name, ""))
+        rank = chosen if chosen in ranks else random.choice(list(ranks))  # noqa: S311 - spreads load, guards nothing
         transfer_id = f"xfer-{uuid.uuid4()}"
         asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         taken = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
             "remote_bootstrap_addr": bootstrap_url(route.prefill),
-            "remote_engine_id": engine.engine_id,
+            "remote_engine_id": ranks[rank].engine_id,
             "transfer_id": transfer_id,
         }
         fields = request.every_field()
@@ -162,7 +163,7 @@ class VllmMooncakeEngine:
             return await call_both(
                 self._upstream,
                 request,
-                Leg("prefill", route.prefill, filled, {RANK_HEADER: rank}),
+                Leg("prefill", route.prefill, filled, {headers.DATA_RANK: rank}),
                 Leg("decode", route.decode, decoded),
             )
         except LegFailedError:

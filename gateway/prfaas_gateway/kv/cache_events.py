@@ -109,6 +109,7 @@ class CacheEvents:
         All attention groups of an engine hold the same prompts, so the first one represents the others.
         """
         if event.kv_cache_spec_kind == STATE_SPEC_KIND:
+            self._index.tree.note_states()  # vLLM lists no block if it computed states and kept none
             if len(self._state_groups) < PORTION_BLOCKS:
                 self._state_groups.add(event.group_idx)
             return "state"

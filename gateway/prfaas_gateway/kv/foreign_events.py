@@ -1,7 +1,10 @@
 """Follows cache events of vLLM and SGLang over ZMQ.
 
-    PUB at 5557      [topic, number as 8 bytes big-endian, payload] for each step that changed the cache
-    ROUTER at 5558   request: a number; answer: [.., number, payload] for each batch from there on, then the number -1
+    PUB      [topic, number as 8 bytes big-endian, payload] for each step that changed the cache
+    ROUTER   request: a number; answer: [.., number, payload] for each batch from there on, then the number -1
+
+Each data-parallel rank of an instance has both sockets (`prfaas.names`). Newer vLLM adds 16 bytes to the number, if its
+snapshots are on. They name the life of the publisher, so a restarted one is known at once.
 
 PUB drops messages for a slow reader, sends nothing while nothing changes, and loses its last messages when it dies. So
 the reader asks the log after a connect, a missing number or a silence. One question finds a dead instance, a restarted
@@ -13,7 +16,7 @@ import struct
 from array import array
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from prfaas import names
@@ -32,16 +35,27 @@ LOG_SECONDS: Final = 10.0
 """The timeout of the log: engines poll for questions ten times a second."""
 ASK_AGAIN_SECONDS: Final = 0.1
 """Interval between questions to one log, so that a faulty log costs little."""
-LOG_PORT: Final = names.KV_EVENTS_PORT + 1
+NUMBER_BYTES: Final = 8
+LIFE_BYTES: Final = 16
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _SUBSCRIBE_TO_ALL: Final = b"\x01"
 _NOWHERE: Final = -1
 """A parent that no tree has: Python's hash is never -1."""
 
 
+class NumberedBatch(NamedTuple):
+    seq: int
+    payload: bytes
+    life: bytes = b""
+    """Names the life of the publisher; empty if it does not."""
+
+
 class ForeignEventStream:
-    def __init__(self, instance: Instance, index: InstanceIndex):
+    """The events of one data-parallel rank of an instance."""
+
+    def __init__(self, instance: Instance, index: InstanceIndex, rank: int = 0):
         self._host = urlsplit(instance.url).hostname or ""
+        self._port, self._log_port = names.KV_EVENTS_PORT + rank, names.kv_log_port(instance.ranks) + rank
         self._events = ForeignEvents(index)
         self.reader = ForeignEventReader(self._events)
 
@@ -57,19 +71,19 @@ class ForeignEventStream:
     async def portions(self) -> AsyncGenerator[Iterator[None], None]:
         reader = self.reader
         message, is_check = None, False
-        async with connected(self._host, names.KV_EVENTS_PORT, "SUB") as live:
+        async with connected(self._host, self._port, "SUB") as live:
             await live.send(_SUBSCRIBE_TO_ALL)
             reader.connected()
             while True:
                 batch = None if message is None else _batch(message)
-                is_gap = batch is not None and reader.is_gap(batch[0])
+                is_gap = batch is not None and reader.is_gap(batch)
                 reader.gaps += is_gap
                 if batch is None or is_gap:
                     async with aclosing(self._from_log(is_check=is_check)) as missing:
                         async for one in missing:
                             yield one
                 if batch is not None:
-                    yield reader.published(*batch)
+                    yield reader.published(batch)
                 message = await live.receive(SILENCE_SECONDS)
                 is_check = message is None
 
@@ -81,13 +95,13 @@ class ForeignEventStream:
             await asyncio.sleep(pause_seconds)
             due, pause_seconds = reader.next_number, ASK_AGAIN_SECONDS
             try:
-                async with connected(self._host, LOG_PORT, "DEALER") as log:
-                    await log.send(b"", reader.question().to_bytes(8, "big"))
+                async with connected(self._host, self._log_port, "DEALER") as log:
+                    await log.send(b"", reader.question().to_bytes(NUMBER_BYTES, "big"))
                     while (message := await log.receive(LOG_SECONDS)) is not None:
                         if message[-2:] == [_END, b""]:
                             has_ended = reader.log_ended()
                             break
-                        batch = reader.logged(*_batch(message))
+                        batch = reader.logged(_batch(message))
                         if batch is None:
                             break
                         yield batch
@@ -100,18 +114,19 @@ class ForeignEventStream:
         yield iter(())  # so that the stream counts as followed
 
 
-def _batch(message: list[bytes]) -> tuple[int, bytes]:
-    """Return number and payload, which come last after an engine's other parts."""
-    if len(message) < 2 or len(message[-2]) != 8:
+def _batch(message: list[bytes]) -> NumberedBatch:
+    """Read number and payload, which come last after an engine's other parts."""
+    if len(message) < 2 or len(message[-2]) not in (NUMBER_BYTES, NUMBER_BYTES + LIFE_BYTES):
         raise ProtocolError(f"a message of {len(message)} parts without a number")
-    return int.from_bytes(message[-2], "big"), message[-1]
+    number, life = message[-2][:NUMBER_BYTES], message[-2][NUMBER_BYTES:]
+    return NumberedBatch(int.from_bytes(number, "big"), message[-1], life)
 
 
 class ForeignEventReader:
     """Tracks the position in an engine's numbered batches, and detects a restart. No I/O.
 
     The engine numbers batches from 0 and keeps the latest in a log, from which a reader requests missing ones. After a
-    restart the numbers begin at 0 again, and neither stream names its engine. So a reader always requests its last
+    restart the numbers begin at 0 again, and most engines do not name their life. So a reader always requests its last
     batch again. If the log begins with the same batch, the engine is the same. If not, the reader discards its part of
     the index. If a log no longer reaches back to 0, older blocks and their descendants stay unknown.
     """
@@ -121,6 +136,7 @@ class ForeignEventReader:
         self._events = events
         self._next: int | None = 0  # None: any number
         self._last = 0  # the hash of the last batch that was applied
+        self._life = b""  # of its publisher
         self._live = -1  # the last number that was published on this connection
         self._is_whole = True
         self._proving = self._has_any = False
@@ -143,22 +159,22 @@ class ForeignEventReader:
         self._proving = self._has_any
         return max(0, (self._next or 0) - self._has_any)
 
-    def logged(self, seq: int, payload: bytes) -> Iterator[None] | None:
+    def logged(self, batch: NumberedBatch) -> Iterator[None] | None:
         """Return the portions of a batch of the log; None if the reader must ask again (lost batches or another log).
 
         Raises ProtocolError for an unreadable log.
         """
         if self._proving:
             self._proving = False
-            if seq == (self._next or 0) - 1 and hash(payload) == self._last:
+            if batch.seq == (self._next or 0) - 1 and hash(batch) == self._last:
                 return iter(())
             self._begin(0)
             return None
         if not self._has_any:
-            self._begin(seq)
-        if seq != self._next:
+            self._begin(batch.seq)
+        if batch.seq != self._next or self._is_of_another_life(batch):
             return None
-        return self._take(seq, payload)
+        return self._take(batch)
 
     def log_ended(self) -> bool:
         """End the answer; return False if the reader must ask once more, because the log is another engine's."""
@@ -176,23 +192,28 @@ class ForeignEventReader:
         elif self._next == 0:
             self._next = None
 
-    def is_gap(self, seq: int) -> bool:
+    def is_gap(self, batch: NumberedBatch) -> bool:
         """Return whether batches before a published one are missing."""
-        return self._next is not None and seq > self._next
+        return self._next is not None and (batch.seq > self._next or self._is_of_another_life(batch))
 
-    def published(self, seq: int, payload: bytes) -> Iterator[None]:
+    def published(self, batch: NumberedBatch) -> Iterator[None]:
         """Apply a published batch, in portions.
 
         Raises ProtocolError if numbers went back: another engine uses this address.
         """
+        seq = batch.seq
         if seq <= self._live:
             raise ProtocolError(f"batch {seq} came after batch {self._live}")
         self._live = seq
-        if self._next is not None and seq < self._next:
+        is_other = self._is_of_another_life(batch)
+        if self._next is not None and seq < self._next and not is_other:
             return iter(())  # the log had it
-        if seq != self._next:
+        if seq != self._next or is_other:
             self._begin(seq)
-        return self._take(seq, payload)
+        return self._take(batch)
+
+    def _is_of_another_life(self, batch: NumberedBatch) -> bool:
+        return self._has_any and batch.life != self._life
 
     def _begin(self, seq: int | None) -> None:
         """Begin anew at a number; discard the instance's part of the index."""
@@ -201,9 +222,9 @@ class ForeignEventReader:
             self._events.forget()
         self._next, self._is_whole, self._has_any = seq, seq == 0, False
 
-    def _take(self, seq: int, payload: bytes) -> Iterator[None]:
-        yield from self._events.take(payload)
-        self._next, self._last, self._has_any = seq + 1, hash(payload), True
+    def _take(self, batch: NumberedBatch) -> Iterator[None]:
+        yield from self._events.take(batch.payload)
+        self._next, self._last, self._life, self._has_any = batch.seq + 1, hash(batch), batch.life, True
         self.batches += 1
 
 

@@ -5,14 +5,16 @@ ids only. For text prompts there, and for instances without events, the gateway 
 These expire after a while, and at once when an instance loses its cache. An instance's part of the index is forgotten
 when the instance leaves the table, changes its address, or restarts. It stays while the instance is unreachable, since
 ejections keep requests away.
+
+A data-parallel rank of an engine has a cache of its own. So each rank is followed and matched as an instance would be.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -32,7 +34,7 @@ from prfaas.routing.facts import Route
 from prfaas.util import Backoff, backoff_seconds
 from prfaas.wire.profile import PATH as PROFILE_PATH
 from prfaas.wire.profile import Profile, read_profile
-from prfaas.wire.routes import Instance, RoutingTable
+from prfaas.wire.routes import Instance, RoutingTable, rank_name, takes_rank
 from prfaas_gateway.kv.cache_events import EventStream, NoStreamError
 from prfaas_gateway.kv.foreign_events import ForeignEventStream
 from prfaas_gateway.kv.own_events import OwnEventStream
@@ -57,6 +59,18 @@ MAX_TOKEN_BLOCKS: Final = 1 << 14
 """The most blocks of a prompt of token ids to match: a million tokens in blocks of 64."""
 _value = msgspec.json.Decoder()
 StreamState = Literal["followed", "silent", "lost"]
+
+
+class InstancePart(NamedTuple):
+    """One data-parallel rank of an instance."""
+
+    instance: Instance
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """Its name in the index: the instance's own for the first rank."""
+        return rank_name(self.instance.name, self.rank) if self.rank else self.instance.name
 
 
 class KvManager:
@@ -110,7 +124,12 @@ class KvManager:
             if matched_bytes:
                 found[name] = request.total_tokens * matched_bytes // len(chain.data)
         # The last token of a prompt is always computed, whatever is cached.
-        request.cached_on = {name: min(tokens, request.total_tokens - 1) for name, tokens in found.items()}
+        found = {name: min(tokens, request.total_tokens - 1) for name, tokens in found.items()}
+        divided = [one for one in table.instances if one.ranks > 1]
+        request.cached_on_ranks = {
+            one.name: tuple(found.pop(InstancePart(one, rank).name, 0) for rank in range(one.ranks)) for one in divided
+        }
+        request.cached_on = found | {one.name: _cached_on(one, request.cached_on_ranks[one.name]) for one in divided}
 
     def _by_tokens(self, canonical: Canonical) -> dict[str, tuple[int, bool]]:
         """Return the matches of a prompt of token ids in foreign engines, in bytes, and whether they are complete."""
@@ -132,7 +151,8 @@ class KvManager:
         if route.prefix is not None:
             self._metrics.prefixes.inc()
         if request.chain is not None:
-            for name in {prefiller.name, route.decode.name} & self._sent.keys():
+            parts = {InstancePart(one, request.ranks.get(one.name, 0)).name for one in (prefiller, route.decode)}
+            for name in parts & self._sent.keys():
                 self._sent[name].add(request.chain, self._state.clock())
 
     def _keep_up(self) -> None:
@@ -141,26 +161,26 @@ class KvManager:
         if table is None or table is self._table:
             return
         self._table = table
-        instances = {one.name: one for one in table.instances}
-        shrunk = self.index.set_instances(instances)
+        parts = {part.name: part for one in table.instances for part in _parts(one)}
+        shrunk = self.index.set_instances(parts)
         for name, (follower, _) in list(self._followers.items()):
-            known = instances.get(name)
-            if known is None or known.url != follower.instance.url or name in shrunk:
+            known = parts.get(name)
+            if known is None or not _is_same(known, follower.part) or name in shrunk:
                 self._drop(name)
-        for name, instance in instances.items():
+        for name, part in parts.items():
             if name not in self._followers:
-                self._begin(instance)
+                self._begin(part)
 
-    def _begin(self, instance: Instance) -> None:
-        index = self.index[instance.name]
+    def _begin(self, part: InstancePart) -> None:
+        index = self.index[part.name]
         index.clear()
-        if instance.engine == "prfaas":
-            stream = OwnEventStream(instance, index, self._upstream)
+        if part.instance.engine == "prfaas":
+            stream = OwnEventStream(part.instance, index, self._upstream)
         else:
-            stream = ForeignEventStream(instance, index)
-            self._sent[instance.name] = SentPrompts(self._state.clock())
-        follower = Follower(instance, stream, self._upstream, self._duty_cycle, self._apply_news)
-        self._followers[instance.name] = follower, asyncio.create_task(follower.run())
+            stream = ForeignEventStream(part.instance, index, part.rank)
+            self._sent[part.name] = SentPrompts(self._state.clock())
+        follower = Follower(part, stream, self._upstream, self._duty_cycle, self._apply_news)
+        self._followers[part.name] = follower, asyncio.create_task(follower.run())
 
     def _drop(self, name: str) -> None:
         _, task = self._followers.pop(name)
@@ -170,7 +190,7 @@ class KvManager:
 
     def _apply_news(self, follower: "Follower") -> None:
         """Apply a follower's news to sent prompts and the index."""
-        name, stream = follower.instance.name, follower.stream
+        name, stream = follower.part.name, follower.stream
         if follower is not self._followers.get(name, (None,))[0]:
             return
         counters = (self._metrics.batches, self._metrics.snapshots, self._metrics.gaps)
@@ -203,6 +223,21 @@ def _canonical(request: GatewayRequest) -> Canonical | None:
     return canonical(body)
 
 
+def _parts(instance: Instance) -> list[InstancePart]:
+    """Return the parts of an instance to follow; our own worker has one event stream."""
+    return [InstancePart(instance, rank) for rank in range(1 if instance.engine == "prfaas" else instance.ranks)]
+
+
+def _is_same(known: InstancePart, followed: InstancePart) -> bool:
+    """Return whether a part of a new table publishes at the same place as before."""
+    return (known.instance.url, known.instance.ranks) == (followed.instance.url, followed.instance.ranks)
+
+
+def _cached_on(instance: Instance, by_rank: Sequence[int]) -> int:
+    """Return the match of an instance: that of its best rank, or where its engine chooses the rank, their mean."""
+    return max(by_rank) if takes_rank(instance) else sum(by_rank) // len(by_rank)
+
+
 def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
     """Return the instances that get requests, and those that prefill for others."""
     names: tuple[list[str], list[str]] = ([], [])
@@ -212,20 +247,21 @@ def _by_role(table: RoutingTable) -> tuple[list[str], list[str]]:
 
 
 class Follower:
-    """Follows the event stream of one instance while the instance is in the routing table.
+    """Follows the event stream of one rank of an instance while the instance is in the routing table.
 
     A lost connection is made again after a back-off of up to half a minute. Without a stream, it is asked each minute.
     """
 
     def __init__(
         self,
-        instance: Instance,
+        part: InstancePart,
         stream: EventStream,
         upstream: Upstream,
         duty_cycle: "DutyCycle",
         on_change: Callable[["Follower"], None],
     ):
-        self.instance = instance
+        self.part = part
+        self.instance = part.instance
         self.stream = stream
         self.state: StreamState = "lost"
         self.profile: Profile | None = None
@@ -253,7 +289,7 @@ class Follower:
                     backoff.succeeded()
                 self._becomes("lost", str(error))
             except Exception:  # a bug that one instance's data triggers must not end the gateway
-                log.exception("internal error in the events of instance %s", self.instance.name)
+                log.exception("internal error in the events of instance %s", self.part.name)
                 self._becomes("lost", "a bug")
             await asyncio.sleep(pause_seconds or backoff.failed())
 
@@ -280,7 +316,7 @@ class Follower:
 
     def _becomes(self, state: StreamState, why: str) -> None:
         if state != self.state:
-            log.info("instance %s: its cache is %s%s", self.instance.name, state, f": {why}" if why else "")
+            log.info("instance %s: its cache is %s%s", self.part.name, state, f": {why}" if why else "")
         self.state = state
         self._on_change(self)
 

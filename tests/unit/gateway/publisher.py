@@ -158,10 +158,21 @@ class Publisher:
         kept: batches that the log keeps.
         has_log: whether there is one.
         answers: batches of the log that one answer holds; what comes next of it gets lost on the way.
+        ports: of PUB and ROUTER.
+        life: what newer vLLM adds to every number.
 
     """
 
-    def __init__(self, host: str, kept: int = 10_000, *, has_log: bool = True, answers: int = 10_000):
+    def __init__(
+        self,
+        host: str,
+        kept: int = 10_000,
+        *,
+        has_log: bool = True,
+        answers: int = 10_000,
+        ports: tuple[int, int] = (PORT, PORT + 1),
+        life: bytes = b"",
+    ):
         self.host = host
         self.log: list[tuple[int, bytes]] = []
         self.questions: list[int] = []
@@ -170,12 +181,13 @@ class Publisher:
         self._answers = answers
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
-        self._pub.bind(f"tcp://{host}:{PORT}")
+        self._pub.bind(f"tcp://{host}:{ports[0]}")
+        self._life = life
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True) if has_log else None
         if self._thread:
             self._router = self._context.socket(zmq.ROUTER)
-            self._router.bind(f"tcp://{host}:{PORT + 1}")
+            self._router.bind(f"tcp://{host}:{ports[1]}")
             self._thread.start()
 
     def publish(self, payload: bytes, *, is_lost: bool = False) -> None:
@@ -183,7 +195,7 @@ class Publisher:
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         self.log = [*self.log, (seq, payload)][-self._kept :]
         if not is_lost:
-            self.send([b"kv@pod@m", seq.to_bytes(8, "big"), payload])
+            self.send([b"kv@pod@m", seq.to_bytes(8, "big") + self._life, payload])
 
     def send(self, frames: Iterable[bytes]) -> None:
         """Send any message."""
@@ -210,5 +222,5 @@ class Publisher:
             wanted = [(seq, payload) for seq, payload in self.log if seq >= start]
             for number, (seq, payload) in enumerate(wanted):
                 if number != self._answers:
-                    self._router.send_multipart([frames[0], b"", seq.to_bytes(8, "big"), payload])
+                    self._router.send_multipart([frames[0], b"", seq.to_bytes(8, "big") + self._life, payload])
             self._router.send_multipart([frames[0], b"", (-1).to_bytes(8, "big", signed=True), b""])

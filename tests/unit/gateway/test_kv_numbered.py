@@ -8,7 +8,7 @@ from prfaas.errors import ProtocolError
 from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.kvindex.index import InstanceIndex
-from prfaas_gateway.kv.foreign_events import ForeignEventReader, ForeignEvents
+from prfaas_gateway.kv.foreign_events import ForeignEventReader, ForeignEvents, NumberedBatch
 
 from .publisher import CLEARED, Engine, Sglang, SglangMaps, Vllm, VllmMaps
 
@@ -26,6 +26,7 @@ class Peer:
         self.events = ForeignEvents(self.index)
         self.reading = ForeignEventReader(self.events)
         self.log: list[tuple[int, bytes]] = []
+        self.life = b""
 
     def does(self, *events: dict, is_lost: bool = False) -> None:
         """The engine publishes a batch, which the reader may miss."""
@@ -35,7 +36,7 @@ class Peer:
             self.hear(seq, payload)
 
     def hear(self, seq: int, payload: bytes) -> None:
-        for _ in self.reading.published(seq, payload):
+        for _ in self.reading.published(NumberedBatch(seq, payload, self.life)):
             pass
 
     def ask(self, first_kept: int = 0) -> bool:
@@ -43,7 +44,7 @@ class Peer:
         start = self.reading.question()
         for seq, payload in self.log:
             if seq >= max(start, first_kept):
-                portions = self.reading.logged(seq, payload)
+                portions = self.reading.logged(NumberedBatch(seq, payload, self.life))
                 if portions is None:
                     return False
                 for _ in portions:
@@ -84,7 +85,7 @@ def test_what_was_lost_is_taken_from_the_log_and_what_the_log_repeats_is_taken_o
     peer.does(peer.engine.removed(OTHER), is_lost=True)
     late = len(peer.log), peer.engine.batch(*peer.engine.stored(PROMPT, first=80 // peer.engine.block_size))
     peer.log.append(late)
-    assert peer.reading.is_gap(3)
+    assert peer.reading.is_gap(NumberedBatch(3, b""))
     assert peer.ask()
     peer.hear(*late)
     assert (peer.match(PROMPT), peer.match(OTHER)) == (160, 0)
@@ -104,6 +105,28 @@ def test_an_engine_that_began_anew_is_known_by_its_log_whatever_its_numbers_are(
         assert (reading.lives, reading.is_whole) == (number, True)
 
 
+def test_a_publisher_that_names_its_life_is_known_by_it_at_once(peer):
+    peer.life = b"a" * 16
+    peer.does(*peer.engine.stored(PROMPT))
+    peer.log, peer.life = [], b"b" * 16
+    peer.does(*peer.engine.stored(OTHER), is_lost=True)
+    late = len(peer.log), peer.engine.batch(*peer.engine.stored(OTHER[:64]))
+    assert peer.reading.is_gap(NumberedBatch(*late, peer.life)), "its number alone fits"
+    peer.log.append(late)
+    assert not peer.ask()
+    assert peer.ask()
+    peer.hear(*late)
+    assert (peer.match(PROMPT), peer.match(OTHER), peer.reading.lives, peer.reading.is_whole) == (0, 160, 1, True)
+
+
+def test_another_life_without_a_log_is_forgotten_and_begun_anew(peer):
+    peer.life = b"a" * 16
+    peer.does(*peer.engine.stored(PROMPT))
+    peer.life = b"b" * 16
+    peer.does(*peer.engine.stored(OTHER))
+    assert (peer.match(PROMPT), peer.match(OTHER), peer.reading.is_whole) == (0, 160, False)
+
+
 def test_a_log_that_forgot_the_beginning_gives_less_than_the_truth(peer):
     for prompt in (PROMPT[:80], OTHER):
         peer.does(*peer.engine.stored(prompt), is_lost=True)
@@ -119,7 +142,7 @@ def test_without_a_log_a_gap_or_a_new_connection_voids_what_was_known(peer):
     peer.does(*peer.engine.stored(PROMPT))
     assert (peer.match(PROMPT), peer.reading.is_whole) == (160, True)
     peer.does(*peer.engine.stored(OTHER), is_lost=True)
-    assert peer.reading.is_gap(2)
+    assert peer.reading.is_gap(NumberedBatch(2, b""))
     peer.reading.no_log()
     peer.does(*peer.engine.stored(OTHER[:40]))
     assert (peer.match(PROMPT), peer.match(OTHER) > 0, peer.reading.is_whole) == (0, True, False)

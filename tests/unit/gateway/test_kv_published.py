@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
+from prfaas import names
 from prfaas.errors import ProtocolError, UnreachableError
 from prfaas.names import HUB
 from prfaas.wire import headers
@@ -134,6 +135,20 @@ async def test_an_engine_that_began_anew_is_forgotten_first(fleet):
     for tokens in (MINE, MINE[:480]):  # as many as before: their numbers alone tell nothing
         fleet.publishers["d0"].publish(engine.batch(*engine.stored(tokens)), is_lost=True)
     await fleet.until(BATCHES, 4)
+    assert await fleet.served_by(MINE) == {"d0"}
+    assert await fleet.served_by(THEIRS, 12) == {"d0", "d1"}
+
+
+async def test_numbers_of_24_bytes_name_the_life_of_a_publisher(fleet):
+    await fleet.start(life=b"a" * 16)
+    engine, d0 = VllmMaps(), fleet.publishers["d0"]
+    d0.publish(engine.batch(*engine.stored(THEIRS)), is_lost=True)
+    await fleet.until(BATCHES, 1)
+    assert await fleet.served_by(THEIRS) == {"d0"}
+    await asyncio.to_thread(d0.close)
+    fleet.publishers["d0"] = Publisher(d0.host, life=b"b" * 16)
+    fleet.publishers["d0"].publish(engine.batch(*engine.stored(MINE)), is_lost=True)
+    await fleet.until(BATCHES, 2)
     assert await fleet.served_by(MINE) == {"d0"}
     assert await fleet.served_by(THEIRS, 12) == {"d0", "d1"}
 
@@ -302,4 +317,4 @@ async def test_heart_beats_between_messages_are_passed_over(hostile):
 
 
 def test_the_operator_and_the_gateway_mean_the_same_ports():
-    assert (PORT, PORT + 1) == (5557, foreign_events.LOG_PORT)
+    assert (names.KV_EVENTS_PORT, names.kv_log_port(ranks=1)) == (PORT, PORT + 1)

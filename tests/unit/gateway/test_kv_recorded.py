@@ -1,0 +1,49 @@
+"""Proves by a recording of a real vLLM that the gateway matches of a prompt what vLLM itself finds cached.
+
+recorded_vllm.json holds, for each of a row of prompts, its token ids (for texts and chats, by /tokenize), vLLM's own
+count of cached tokens, and the batches of cache events that it caused. Lists and batches are packed. vLLM 0.32.0
+served a Qwen3-Next of random weights on a CPU (blocks of 256 tokens, three groups of states, `--mamba-cache-mode
+align`) with a cache of 40 blocks, so that blocks and states are evicted.
+"""
+
+import base64
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+
+from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
+from prfaas.kvindex.canonical import TOKEN_BYTES
+from prfaas.kvindex.index import InstanceIndex
+from prfaas.kvindex.tree import BlockTree
+from prfaas_gateway.kv.foreign_events import ForeignEvents
+
+STEPS = json.loads((Path(__file__).parent / "recorded_vllm.json").read_text())["steps"]
+
+
+def unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
+
+
+def matches() -> list[int]:
+    """Return the match of each prompt just before vLLM served it."""
+    index = InstanceIndex(10_000, 1 << 16)
+    events, found = ForeignEvents(index), list[int]()
+    for step in STEPS:
+        data = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in json.loads(unpacked(step["token_ids"])))
+        found.append(index.match_tokens(ByteChain(TOKEN_ROOT, data, TOKEN_BYTES * index.block_tokens)))
+        for batch in step["batches"]:
+            for _ in events.take(unpacked(batch)):
+                pass
+    return found
+
+
+def test_the_match_of_every_prompt_is_the_prefix_that_vllm_finds():
+    assert matches() == [step["hit"] for step in STEPS]
+    assert len({step["hit"] for step in STEPS}) >= 3, "hits of several lengths, and misses"
+
+
+def test_without_the_states_that_are_not_kept_a_match_would_promise_too_much(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BlockTree, "note_states", lambda _self: None)
+    assert any(found > step["hit"] for found, step in zip(matches(), STEPS, strict=True))
