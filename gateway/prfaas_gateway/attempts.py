@@ -16,6 +16,7 @@ from prfaas.routing.decide import Overload, decide, decide_again, find_overload
 from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
+from prfaas_gateway.api import not_served_by
 from prfaas_gateway.auth import Auth
 from prfaas_gateway.dashboard import RequestHistory
 from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError, lost_prefill, without_hand_off
@@ -59,13 +60,17 @@ class Attempts:
         facts = self._state.facts(request)
         if request.model != facts.table.model:
             raise model_not_found(request.model)
+        if missing := not_served_by(request.api, facts.table):
+            request.refused |= missing
+            request.tried |= missing
+            facts = self._state.facts(request)
         decision = decide(facts)
         if isinstance(decision, Refusal):
             decision = await self._until_served(decide, self._state.clock() + self._limits.hold_seconds)
             facts = self._state.facts(request)
         if isinstance(decision, Refusal):
             raise _no_capacity(decision, facts)
-        if (late := find_overload(facts, decision)) is not None:
+        if request.api.prefills and (late := find_overload(facts, decision)) is not None:
             self._parts.metrics.slo_refusals.inc()
             raise _too_late(late)
         request.first_route, request.threshold_tokens = decision, facts.rule.threshold_tokens
@@ -231,7 +236,7 @@ class Attempts:
         """Learn from an answer: the instances live, the first token came, and the prompt's exact length."""
         request, metrics = self._request, self._parts.metrics
         self._note_alive(route)
-        if answer.status >= 400:
+        if answer.status >= 400 or not request.api.prefills:
             return
         metrics.time_to_first_token.labels(request.decision).observe(request.note_first_token(answer))
         self._parts.kv.note_placed(request, route)

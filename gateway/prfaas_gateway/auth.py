@@ -38,6 +38,7 @@ MAX_FILES: Final = 10_000
 MAX_FILE_BYTES: Final = 64 * 1024
 MINUTE_SECONDS: Final = 60.0
 _SCHEME: Final = "bearer "
+_KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
 _KEY: Final = re.compile(rb"[!-~]{16,512}")
 _DIGEST: Final = re.compile(rb"sha256:([0-9a-f]{64})")
 
@@ -79,11 +80,14 @@ class Auth:
         if self._keys is None:
             return ANYBODY
         given = http.headers.get("Authorization", "")
-        if given[: len(_SCHEME)].lower() != _SCHEME:
+        key = given[len(_SCHEME) :] if given[: len(_SCHEME)].lower() == _SCHEME else http.headers.get(_KEY_HEADER)
+        if key is None:
             raise RequestError(
-                "this endpoint requires a key: send `Authorization: Bearer KEY`", status=401, code="missing_api_key"
+                f"this endpoint requires a key: send `Authorization: Bearer KEY` or `{_KEY_HEADER}: KEY`",
+                status=401,
+                code="missing_api_key",
             )
-        client = self._keys.client(given[len(_SCHEME) :].strip().encode(errors="surrogateescape"))
+        client = self._keys.client(key.strip().encode(errors="surrogateescape"))
         if client is None:
             raise RequestError("the API key is unknown", status=401, code="invalid_api_key")
         return client

@@ -37,7 +37,7 @@ class Dispatcher:
             request.reason = str(error) or repr(error)
             if not isinstance(error, (PrfaasError, TimeoutError)):
                 log.exception(line("internal error while serving a request", request_id=request.request_id))
-            response = error_response(error)
+            response = error_response(error, http.path)
             request.status = response.status
         else:
             request.status = response.status
@@ -53,8 +53,9 @@ class Dispatcher:
         with parts.auth.admitted(http) as meter:
             request.client = meter.client.name
             await request.receive(http, parts.limits, every_field=parts.state.rewrites_bodies)
-            request.total_tokens = parts.state.estimator.tokens(len(request.body))
-            parts.kv.find(request)
+            if request.api.prefills:
+                request.total_tokens = parts.state.estimator.tokens(len(request.body))
+                parts.kv.find(request)
             meter.charge(request.total_tokens)
             return await self._serve_in_time(http, request)
 

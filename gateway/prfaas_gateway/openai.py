@@ -1,4 +1,7 @@
-"""The gateway's own answers in the form of the OpenAI API: errors with their status, and the model list."""
+"""The gateway's own answers in the form of the OpenAI API: errors with their status, and the model list.
+
+Errors of the Messages API have Anthropic's form, with OpenAI's fields besides.
+"""
 
 import math
 from collections.abc import Mapping
@@ -26,6 +29,16 @@ HOP_BY_HOP = frozenset(
 CODE_DEADLINE = "deadline_exceeded"
 CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
+MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class LimitError(RequestError):
@@ -69,6 +82,21 @@ def error_body(message: str, kind: str, code: str, param: str | None = None) -> 
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
+def error_event(path: str, reason: str, code: str) -> bytes:
+    """Return the event that ends a broken stream, in the form of its API."""
+    if path.startswith(MESSAGES_PATH):
+        return b"event: error\ndata: " + _in_anthropic_form(error_body(reason, "server_error", code), 500) + b"\n\n"
+    if path.startswith(RESPONSES_PATH):
+        error = {"type": "error", "code": code, "message": reason, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+    return b"data: " + error_body(reason, "server_error", code) + b"\n\n"
+
+
+def _in_anthropic_form(body: bytes, status: int) -> bytes:
+    error = read_error(body) | {"type": _ANTHROPIC_TYPES.get(status, "api_error")}
+    return msgspec.json.encode({"type": "error", "error": error})
+
+
 def read_error(body: bytes) -> dict[str, Any]:
     """Return the `error` of an OpenAI-style error body, empty if there is none."""
     try:
@@ -78,8 +106,8 @@ def read_error(body: bytes) -> dict[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
-def error_response(error: Exception) -> web.Response:
-    """Return the response for one of our errors; its branch of the tree decides the status."""
+def error_response(error: Exception, path: str = "") -> web.Response:
+    """Return the response for one of our errors to a request for `path`; its branch of the tree decides the status."""
     retry_after_seconds = 0.0
     match error:
         case LimitError():
@@ -110,6 +138,8 @@ def error_response(error: Exception) -> web.Response:
                 error_body("internal error of the gateway; see its log", "server_error", "internal_error"),
             )
     added = {"Retry-After": str(math.ceil(retry_after_seconds))} if retry_after_seconds else {}
+    if path.startswith(MESSAGES_PATH):
+        body = _in_anthropic_form(body, status)
     if status == 401:
         added["WWW-Authenticate"] = "Bearer"
     return web.Response(status=status, body=body, headers=added, content_type="application/json")

@@ -30,6 +30,7 @@ from prfaas.wire.preferences import NO_PREFERENCES, Preferences, read_deadline_s
 from prfaas.wire.profile import Profile
 from prfaas.wire.resume import ResumableHeader
 from prfaas.wire.routes import EngineName
+from prfaas_gateway.api import API_ROUTES, ApiRoute
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import DeadlineError
@@ -54,11 +55,18 @@ class _KnownFields(msgspec.Struct):
     model: str
     prompt: msgspec.Raw = _ABSENT
     messages: msgspec.Raw = _ABSENT
+    input: msgspec.Raw = _ABSENT
+    system: msgspec.Raw = _ABSENT
+    instructions: msgspec.Raw = _ABSENT
     cache_salt: msgspec.Raw = _ABSENT
     tools: msgspec.Raw = _ABSENT
     documents: msgspec.Raw = _ABSENT
     chat_template_kwargs: msgspec.Raw = _ABSENT
     reasoning_effort: msgspec.Raw = _ABSENT
+    reasoning: msgspec.Raw = _ABSENT
+    previous_response_id: msgspec.Raw = _ABSENT
+    thinking: msgspec.Raw = _ABSENT
+    output_config: msgspec.Raw = _ABSENT
 
 
 _PROMPT_FIELDS: Final = _KnownFields.__struct_fields__[1:]
@@ -77,7 +85,7 @@ class GatewayRequest:
     """The client of its API key; empty if no keys are required."""
 
     # Received; see `receive`.
-    path: str = ""
+    api: ApiRoute = API_ROUTES["/v1/completions"]
     request_id: str = ""
     model: str = ""
     body: bytes = b""
@@ -114,7 +122,7 @@ class GatewayRequest:
     """The chosen rank of each instance of the route that takes one."""
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
-    """Instances that refuse to resume its stream."""
+    """Instances that cannot serve it, or refuse to resume its stream."""
     last_answer: Answer | None = None
     """The error answer of the last failed leg."""
     stream: AnswerStream | None = None
@@ -136,6 +144,10 @@ class GatewayRequest:
     first_token_seconds: float | None = None
 
     @property
+    def path(self) -> str:
+        return self.api.path
+
+    @property
     def decision(self) -> str:
         """The decision label: `offload`, `local`, or `none` before a decision."""
         return self.first_route.kind if self.first_route else "none"
@@ -150,7 +162,7 @@ class GatewayRequest:
         Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
         one, 400 for one that is not a JSON object with a model, and for a bad header.
         """
-        self.path = http.path
+        self.api = API_ROUTES[http.path]
         self.deadline_seconds = _read_deadline(http)
         self.preferences = read_preferences(_only_once(http))
         self.body = await _read_body(http, limits, self.deadline_seconds)

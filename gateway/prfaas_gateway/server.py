@@ -20,6 +20,7 @@ from prfaas.kube import KubeSession
 from prfaas.telemetry.tracing import tracing_from_environment
 from prfaas.wire import openapi
 from prfaas.wire.control import ThresholdUpdate
+from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.attempts import GatewayParts
 from prfaas_gateway.auth import Auth, KeyRing
 from prfaas_gateway.dashboard import Dashboard, RequestHistory
@@ -35,7 +36,6 @@ from prfaas_gateway.upstream import GatewayCredentials, Upstream
 
 log = logging.getLogger(__name__)
 
-RELAYED: Final = ("/v1/chat/completions", "/v1/completions")
 KEPT_SECONDS: Final = 1.0
 """A client sends its next request on the same kept connection right after a stream."""
 POLL_SECONDS: Final = 0.05
@@ -182,7 +182,7 @@ class PublicApp:
 
     def build(self) -> web.Application:
         app = web.Application(client_max_size=self._parts.limits.request_bytes)
-        for path in RELAYED:
+        for path in API_ROUTES:
             app.router.add_post(path, self._dispatcher.handle)
         app.router.add_get("/v1/models", self._for_clients(self._models))
         app.router.add_get("/v1/models/{model:(?s:.+)}", self._for_clients(self._model))
@@ -250,12 +250,12 @@ class PublicApp:
             error = RequestError(
                 f"{request.path} takes {allowed}, not {request.method}", status=405, code="method_not_allowed"
             )
-            response = error_response(error)
+            response = error_response(error, request.path)
             response.headers["Allow"] = allowed
             return response
-        served = f"POST {' and '.join(RELAYED)}, GET /v1/models"
+        served = f"POST {', '.join(API_ROUTES)} and GET /v1/models"
         message = f"there is no {request.method} {request.path}; this gateway serves {served}"
-        return error_response(RequestError(message, status=404, code="unknown_url"))
+        return error_response(RequestError(message, status=404, code="unknown_url"), request.path)
 
 
 class ControlApp:

@@ -25,7 +25,7 @@ from prfaas.wire.resume import (
     read_comments,
 )
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import error_body, read_error, relayed_headers
+from prfaas_gateway.openai import error_event, read_error, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
@@ -144,8 +144,7 @@ async def end_in_error(
         if http.transport is not None:
             http.transport.close()
         return
-    event = b"data: " + error_body(reason, "server_error", code) + b"\n\n"
-    await response.write(end_of_event + event)
+    await response.write(end_of_event + error_event(http.path, reason, code))
     await response.write_eof()
 
 

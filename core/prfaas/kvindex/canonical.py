@@ -3,7 +3,8 @@
 Requests with equal beginnings of canonical bytes have prompts with equal beginnings. Gateway and worker compute the
 same bytes. A completion's bytes are its prompt in UTF-8, or its token ids as 32-bit integers. A chat's bytes are lines
 of JSON: first the fields that templates put before the messages, above all tools. Then each message has a line, role
-first and content last, as in the prompt. `root` starts the hash chain, so kinds, models and cache salts never match.
+first and content last, as in the prompt. Requests of the Responses and Messages APIs have such lines, too, but no known
+place in the prompt. `root` starts the hash chain, so kinds, models and cache salts never match.
 
 There is no exact way from bytes to tokens. A chat template adds text around the contents, and a tokenizer may merge
 tokens across a cut. `tokens_before` finds the contents in the prompt's own bytes and ends behind the last one that it
@@ -57,6 +58,28 @@ class _Chat(msgspec.Struct, frozen=True):
     reasoning_effort: str | None = None
 
 
+class _Response(msgspec.Struct, frozen=True):
+    model: str
+    input: str | list[Any]
+    cache_salt: str | None = None
+    instructions: str | None = None
+    tools: list[Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Messages(msgspec.Struct, frozen=True):
+    model: str
+    messages: list[Any]
+    cache_salt: str | None = None
+    system: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class _Part(msgspec.Struct, frozen=True):
     text: str | None = None
 
@@ -66,6 +89,8 @@ _ESCAPE: Final = re.compile(rb"\\(?:u[0-9a-f]{4}|.)")
 COMPLETION_FIELDS: Final = frozenset(_Completion.__struct_fields__)
 """The fields of a completion's body that its canonical bytes depend on."""
 CHAT_FIELDS: Final = frozenset(_Chat.__struct_fields__)
+RESPONSE_FIELDS: Final = frozenset(_Response.__struct_fields__)
+MESSAGES_FIELDS: Final = frozenset(_Messages.__struct_fields__)
 _SORTED: Final = msgspec.json.Encoder(order="sorted")
 
 
@@ -80,7 +105,8 @@ def canonical_completion(body: Mapping[str, Any]) -> Canonical | None:
         prompt = cast(str | list[Any], prompt[0])  # a batch of one
     if isinstance(prompt, str):
         data = prompt.encode()
-        return Canonical(_root("text", asked.model, asked.cache_salt), data, (Text(0, data, b""),))
+        text = Text(0, data, b"")
+        return Canonical(_root("text", asked.model, asked.cache_salt), data, (text,), bool(asked.cache_salt))
     try:
         data = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in msgspec.convert(prompt, list[int]))
     except (msgspec.ValidationError, OverflowError):
@@ -105,7 +131,35 @@ def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
         texts += _texts_in(message.get("content"), content, at + len(head))
         lines += head, content, b"]\n"
         at += len(head) + len(content) + 2
-    return Canonical(_root("chat", asked.model, asked.cache_salt), b"".join(lines), tuple(texts))
+    root = _root("chat", asked.model, asked.cache_salt)
+    return Canonical(root, b"".join(lines), tuple(texts), bool(asked.cache_salt))
+
+
+def canonical_response(body: Mapping[str, Any]) -> Canonical | None:
+    """Return the canonical bytes of a JSON body of POST /v1/responses; None for an invalid one."""
+    try:
+        asked = msgspec.convert(body, _Response)
+    except msgspec.ValidationError:
+        return None
+    before = [asked.tools, asked.instructions, asked.reasoning, asked.chat_template_kwargs, asked.previous_response_id]
+    items = [asked.input] if isinstance(asked.input, str) else asked.input
+    return _in_lines(_root("response", asked.model, asked.cache_salt), before, items, is_salted=bool(asked.cache_salt))
+
+
+def canonical_messages(body: Mapping[str, Any]) -> Canonical | None:
+    """Return the canonical bytes of a JSON body of POST /v1/messages; None for an invalid one."""
+    try:
+        asked = msgspec.convert(body, _Messages)
+    except msgspec.ValidationError:
+        return None
+    before = [asked.tools, asked.system, asked.thinking, asked.output_config, asked.chat_template_kwargs]
+    root = _root("messages", asked.model, asked.cache_salt)
+    return _in_lines(root, before, asked.messages, is_salted=bool(asked.cache_salt))
+
+
+def _in_lines(root: bytes, before: Any, items: Sequence[Any], *, is_salted: bool) -> Canonical:
+    data = b"\n".join(map(_SORTED.encode, (before, *items)))
+    return Canonical(root, data, (), is_salted)
 
 
 def tokens_before(

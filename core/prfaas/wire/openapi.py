@@ -76,6 +76,10 @@ _MESSAGES: Final[Document] = {
 }
 
 
+_INPUT: Final[Document] = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_WHERE_SERVED: Final = "Where the engine of the instances serves it; else the answer is a 404"
+
+
 def gateway() -> Document:
     """Return the document of a gateway."""
     refusals = {
@@ -90,13 +94,14 @@ def gateway() -> Document:
     }
     parameters = [{"name": name, "in": "header", "schema": schema} for name, schema in _REQUEST_HEADERS.items()]
 
-    def generating(operation: str, prompt: Document) -> Document:
+    def generating(operation: str, prompt: Document, described: str = "") -> Document:
         body = {"type": "object", "required": ["model", *prompt], "properties": {**_COMMON_FIELDS, **prompt}}
         answer = {**_json({"type": "object"}), "text/event-stream": {"schema": {"type": "string"}}}
         told = {name: {"description": text, "schema": {"type": "string"}} for name, text in _ANSWER_HEADERS.items()}
         served = {"200": {"description": "The answer, whole or as a stream", "headers": told, "content": answer}}
         return {
             "operationId": operation,
+            **({"description": described} if described else {}),
             "parameters": parameters,
             "requestBody": {"required": True, "content": _json(body)},
             "responses": served | _refusals(refusals),
@@ -112,6 +117,9 @@ def gateway() -> Document:
         {
             "/v1/chat/completions": {"post": generating("chat", {"messages": _MESSAGES})},
             "/v1/completions": {"post": generating("complete", {"prompt": _PROMPT})},
+            "/v1/responses": {"post": generating("respond", {"input": _INPUT}, _WHERE_SERVED)},
+            "/v1/messages": {"post": generating("message", {"messages": _MESSAGES}, _WHERE_SERVED)},
+            "/v1/messages/count_tokens": {"post": generating("countTokens", {"messages": _MESSAGES}, _WHERE_SERVED)},
             "/v1/models": {"get": listing("models", ("401",))},
             "/v1/models/{model}": {"get": {**listing("model", ("401", "404")), "parameters": [model]}},
         },

@@ -4,7 +4,7 @@ from prfaas.routing.facts import Route
 from prfaas.wire.routes import EngineName
 from prfaas_gateway.engines.prfaas import PrfaasEngine
 from prfaas_gateway.engines.sglang import SglangEngine
-from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError
+from prfaas_gateway.engines.shared import EngineProtocol, Leg, LegFailedError, call
 from prfaas_gateway.engines.vllm import VllmMooncakeEngine, VllmNixlEngine, VllmPrfaasEngine
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
@@ -14,6 +14,7 @@ class Engines:
     """Serves a route by the protocol of its decode instance's engine."""
 
     def __init__(self, upstream: Upstream):
+        self._upstream = upstream
         self._engines: dict[EngineName, EngineProtocol] = {
             "prfaas": PrfaasEngine(upstream),
             "vllm-prfaas": VllmPrfaasEngine(upstream),
@@ -33,4 +34,6 @@ class Engines:
             request.refused.add(decode.name)
             message = f"{decode.name} runs {decode.engine}, which cannot resume another worker's answer"
             raise LegFailedError(message, leg="decode", eject=False)
+        if not request.api.prefills:
+            return await call(self._upstream, request, Leg("decode", decode, request.body))
         return await self._engines[decode.engine].open(route, request)

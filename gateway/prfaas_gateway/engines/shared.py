@@ -7,23 +7,25 @@ prompts arrive unchanged.
 import asyncio
 import re
 from collections.abc import Mapping, Set
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
 
-from prfaas.errors import PeerError, UnreachableError
+from prfaas.errors import UNREADABLE, PeerError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
 from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
 from prfaas.wire import headers
 from prfaas.wire.routes import EngineName, Instance
+from prfaas_gateway import api
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
 OURS: Final = "x-prfaas-"
-VLLM: Final = frozenset[EngineName]({"vllm-prfaas", "vllm-nixl", "vllm-mooncake"})
+VLLM: Final = cast(Set[EngineName], api.VLLM)
 _ONE: Final = msgspec.Raw(b"1")
+_FALSE: Final = msgspec.Raw(b"false")
 _NULL: Final = msgspec.Raw(b"null")
 _BATCH: Final = re.compile(rb'\s*\[\s*["\[]')
 _DIVISIBLE: Final = {
@@ -31,8 +33,15 @@ _DIVISIBLE: Final = {
     "use_beam_search": (b"null", b"false"),
     "prompt_logprobs": (b"null",),
     "prompt_embeds": (b"null",),
+    # Of the Responses API: answers that one instance keeps, and goes on with.
+    "previous_response_id": (b"null",),
+    "background": (b"null", b"false"),
 }
 """The values with which a request has one prompt and one answer, and its prompt is needed for that alone."""
+
+
+class _Tool(msgspec.Struct):
+    type: str = ""
 
 
 class LegFailedError(PeerError):
@@ -181,10 +190,10 @@ def with_fields(fields: Fields, added: Mapping[str, Any]) -> bytes:
     return msgspec.json.encode({**fields, **{name: _raw(value) for name, value in added.items()}})
 
 
-def for_prefill(fields: Fields, added: Mapping[str, Any]) -> bytes:
+def for_prefill(fields: Fields, added: Mapping[str, Any], answer_limit: str = "max_tokens") -> bytes:
     """Return the body of a leg that only prefills: one token and no stream."""
     kept = {name: value for name, value in fields.items() if name not in ("stream_options", "min_tokens")}
-    kept |= {"stream": msgspec.Raw(b"false"), "max_tokens": _ONE}
+    kept |= {"stream": _FALSE, answer_limit: _ONE}
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = _ONE
     return with_fields(kept, added)
@@ -194,14 +203,27 @@ def without_hand_off(request: GatewayRequest) -> Set[EngineName]:
     """Return the engines that cannot hand over the cache of such a request from a prefill to a decode instance.
 
     vLLM takes one hand-off a request. So several prompts or answers, beams, and log probabilities of the prompt need
-    the whole prompt where it is decoded.
+    the whole prompt where it is decoded. Tools of the server's own lead to several prompts, too.
     """
+    lacking = cast(Set[EngineName], request.api.engines - request.api.hand_over)
     if not request.has_every_field:
-        return frozenset()
+        return lacking
     fields = request.fields
     whole = any(bytes(fields.get(name, _NULL)) not in plain for name, plain in _DIVISIBLE.items())
     with_prompt = bytes(fields.get("echo", _NULL)) == b"true" and bytes(fields.get("logprobs", _NULL)) != b"null"
-    return VLLM if whole or with_prompt or _is_batch(fields) else frozenset()
+    is_whole = whole or with_prompt or _is_batch(fields) or _has_server_tools(request)
+    return lacking | VLLM if is_whole else lacking
+
+
+def _has_server_tools(request: GatewayRequest) -> bool:
+    """Whether a request of the Responses API has tools that the server calls."""
+    if request.path != "/v1/responses":
+        return False
+    try:
+        tools = msgspec.json.decode(request.fields.get("tools", _NULL), type=list[_Tool] | None)
+    except UNREADABLE:
+        return True
+    return any(tool.type != "function" for tool in tools or ())
 
 
 def _is_batch(fields: Fields) -> bool:

@@ -70,7 +70,9 @@ class VllmPrfaasEngine:
         }
         request.transfer_id = transfer["transfer_id"]
         fields = request.every_field()
-        filled = for_prefill(fields, _params({"prfaas": {"role": "source", **transfer}}))
+        # Without that mark vLLM refuses a Messages request whose thinking budget exceeds its one token.
+        asked = {"do_remote_decode": True, "prfaas": {"role": "source", **transfer}}
+        filled = for_prefill(fields, _params(asked), request.api.answer_limit)
         decoded = with_fields(fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))
         answer = await call_both(
             self._upstream,
@@ -101,7 +103,7 @@ class VllmNixlEngine:
         if route.prefill is None:
             return await call(self._upstream, request, Leg("decode", route.decode, request.body))
         fields = request.every_field()
-        body = for_prefill(fields, {"kv_transfer_params": ASKS_FOR_CACHE})
+        body = for_prefill(fields, {"kv_transfer_params": ASKS_FOR_CACHE}, request.api.answer_limit)
         answer = await call(self._upstream, request, Leg("prefill", route.prefill, body))
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
@@ -158,7 +160,8 @@ class VllmMooncakeEngine:
             "transfer_id": transfer_id,
         }
         fields = request.every_field()
-        filled, decoded = for_prefill(fields, _params(asked)), with_fields(fields, _params(taken))
+        filled = for_prefill(fields, _params(asked), request.api.answer_limit)
+        decoded = with_fields(fields, _params(taken))
         try:
             return await call_both(
                 self._upstream,

@@ -21,14 +21,7 @@ import msgspec
 from prfaas.errors import UNREADABLE, PrfaasError
 from prfaas.kvindex.byte_maps import SentPrompts
 from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
-from prfaas.kvindex.canonical import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    TOKEN_BYTES,
-    Canonical,
-    canonical_chat,
-    canonical_completion,
-)
+from prfaas.kvindex.canonical import TOKEN_BYTES, Canonical
 from prfaas.kvindex.index import PrefixIndex
 from prfaas.routing.facts import Route
 from prfaas.util import Backoff, backoff_seconds
@@ -213,14 +206,12 @@ class KvManager:
 
 
 def _canonical(request: GatewayRequest) -> Canonical | None:
-    is_chat = request.path.endswith("/chat/completions")
-    wanted, canonical = (CHAT_FIELDS, canonical_chat) if is_chat else (COMPLETION_FIELDS, canonical_completion)
     try:
-        body = {name: _value.decode(raw) for name, raw in request.fields.items() if name in wanted}
+        body = {name: _value.decode(raw) for name, raw in request.fields.items() if name in request.api.fields}
     except UNREADABLE:
         return None
     body["model"] = request.model
-    return canonical(body)
+    return request.api.canonical(body)
 
 
 def _parts(instance: Instance) -> list[InstancePart]:
@@ -230,7 +221,8 @@ def _parts(instance: Instance) -> list[InstancePart]:
 
 def _is_same(known: InstancePart, followed: InstancePart) -> bool:
     """Return whether a part of a new table publishes at the same place as before."""
-    return (known.instance.url, known.instance.ranks) == (followed.instance.url, followed.instance.ranks)
+    one, other = known.instance, followed.instance
+    return (one.url, one.engine, one.ranks) == (other.url, other.engine, other.ranks)
 
 
 def _cached_on(instance: Instance, by_rank: Sequence[int]) -> int:

@@ -7,14 +7,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from prfaas.kvindex.canonical import CHAT_FIELDS, COMPLETION_FIELDS
+from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.request import _PROMPT_FIELDS
 
 from .caches import body_of, hello, holding, start, telling, until_metric
 
 
 def test_the_one_pass_finds_every_field_that_canonical_bytes_depend_on():
-    assert {"model", *_PROMPT_FIELDS} == COMPLETION_FIELDS | CHAT_FIELDS
+    assert {"model", *_PROMPT_FIELDS} == set().union(*(one.fields for one in API_ROUTES.values()))
 
 
 class Counting:

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prfaas.kvindex.canonical import Canonical, canonical_chat, canonical_completion, tokens_before
+from prfaas.kvindex.canonical import (
+    Canonical,
+    canonical_chat,
+    canonical_completion,
+    canonical_messages,
+    canonical_response,
+    tokens_before,
+)
 
 
 def chat(messages: list, **fields) -> Canonical:
@@ -152,3 +159,19 @@ def test_tokens_next_to_the_cut_are_left_out():
     pieces = {0: b"", 1: b"abc", 2: b"de", 3: b"f"}
     claimed = tokens_before(canonical, [0, 3, 4, 5, 6], [0, 1, 2, 3], pieces.__getitem__)
     assert claimed == [0, 0, 1, 1, 2]
+
+
+def test_requests_of_other_apis_extend_their_earlier_turns():
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    for canonical_of, field in ((canonical_messages, "messages"), (canonical_response, "input")):
+        body = {"model": "m", field: turns[:1], "tools": [{"name": "f"}]}
+        one, two = canonical_of(body), canonical_of(body | {field: turns})
+        assert two.root == one.root
+        assert two.data.startswith(one.data)
+        assert canonical_of(body | {"tools": []}).data != one.data
+        assert canonical_of(body | {"cache_salt": "s"}).root != one.root
+        assert canonical_of({"model": "m", field: 7}) is None
+    assert (
+        canonical_response({"model": "m", "input": "one"}).root
+        != canonical_messages({"model": "m", "messages": ["one"]}).root
+    )
