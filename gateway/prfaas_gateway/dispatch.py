@@ -55,7 +55,7 @@ class Dispatcher:
             await request.receive(http, parts.limits, every_field=parts.state.rewrites_bodies)
             if request.api.prefills:
                 request.total_tokens = parts.state.estimator.tokens(len(request.body))
-                parts.kv.find(request)
+                await parts.kv.find(request)
             meter.charge(request.total_tokens)
             return await self._serve_in_time(http, request)
 

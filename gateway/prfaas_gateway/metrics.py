@@ -63,6 +63,11 @@ class PrefixIndexMetrics:
         self.matched_tokens = counter(
             "prfaas_gateway_kv_matched_tokens", "Estimated prompt tokens in the prefix cache of the prefill instance"
         )
+        self.tokenized = counter(
+            "prfaas_gateway_kv_tokenized",
+            "Long texts to match by token ids: kept ones, asked of an engine, those of a beginning, late, or none",
+            ["answer"],
+        )
         self.prefixes = counter("prfaas_gateway_kv_prefixes", "Requests with another instance as source of a prefix")
         self.blocks = gauge("prfaas_gateway_kv_blocks", "Token blocks in the prefix index")
         self.byte_blocks = gauge("prfaas_gateway_kv_byte_blocks", "Byte blocks that are mapped to token blocks")

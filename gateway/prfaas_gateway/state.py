@@ -170,6 +170,10 @@ class GatewayState:
     def load(self, name: str) -> int:
         return self._in_flight.get(name, 0)
 
+    def is_ejected(self, name: str) -> bool:
+        now_seconds = self.clock()
+        return self.ejections.until_seconds.get(name, now_seconds) > now_seconds
+
     def decode_instances(self) -> list[Instance]:
         """Return the table's decode instances, with ejected and full ones."""
         instances = self.table.instances if self.table else ()

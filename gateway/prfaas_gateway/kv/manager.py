@@ -1,10 +1,10 @@
 """Follows the caches of all instances in the routing table, and finds each request's cached prefixes.
 
 Our workers' events map their blocks to prompts. vLLM and SGLang report blocks of tokens, which match prompts of token
-ids only. For text prompts there, and for instances without events, the gateway matches the prompts that it sent before.
-These expire after a while, and at once when an instance loses its cache. An instance's part of the index is forgotten
-when the instance leaves the table, changes its address, or restarts. It stays while the instance is unreachable, since
-ejections keep requests away.
+ids only. vLLM gives the token ids of long texts (`tokenizer`). For other texts, and for instances without events, the
+gateway matches the prompts that it sent before. These expire after a while, and at once when an instance loses its
+cache. An instance's part of the index is forgotten when the instance leaves the table, changes its address, or
+restarts. It stays while the instance is unreachable, since ejections keep requests away.
 
 A data-parallel rank of an engine has a cache of its own. So each rank is followed and matched as an instance would be.
 """
@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,7 @@ from prfaas.wire.routes import Instance, RoutingTable, rank_name, takes_rank
 from prfaas_gateway.kv.cache_events import EventStream, NoStreamError
 from prfaas_gateway.kv.foreign_events import ForeignEventStream
 from prfaas_gateway.kv.own_events import OwnEventStream
+from prfaas_gateway.kv.tokenizer import EngineTokenizer, PromptTokens, may_tokenize
 from prfaas_gateway.metrics import GatewayMetrics
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
@@ -75,6 +76,7 @@ class KvManager:
         self._state = state
         self._upstream = upstream
         self._table: RoutingTable | None = None
+        self._tokenizer = EngineTokenizer(upstream, self._metrics.tokenized)
         self._duty_cycle = DutyCycle()
         self._followers: dict[str, tuple[Follower, asyncio.Task[None]]] = {}
         self._sent: dict[str, SentPrompts] = {}
@@ -92,30 +94,38 @@ class KvManager:
                 self._keep_up()
                 await asyncio.sleep(POLL_SECONDS)
         finally:
+            self._tokenizer.close()
             for _, task in self._followers.values():
                 task.cancel()
             await asyncio.gather(*(task for _, task in self._followers.values()), return_exceptions=True)
 
-    def find(self, request: GatewayRequest) -> None:
-        """Set a request's cached prefixes by instance, and the instances' profiles."""
+    async def find(self, request: GatewayRequest) -> None:
+        """Set a request's cached prefixes by instance, its length where it is known, and the instances' profiles."""
         request.profiles = self._profiles
         table = self._table
         # A single instance leaves no choice, and so does an empty index.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
             return
-        canonical = _canonical(request) if len(request.body) <= MAX_BODY_BYTES else None
-        if canonical is None:
+        body = _prompt_fields(request) if len(request.body) <= MAX_BODY_BYTES else None
+        canonical = None if body is None else request.api.canonical(body)
+        if body is None or canonical is None:
             return
         chain = request.chain = ByteChain(canonical.root, canonical.data)
+        tokens = await self._tokens_of(request, canonical, body, chain)
+        if tokens is not None:
+            request.total_tokens = tokens.total_tokens
+            if canonical.texts is not None and tokens.share == 1:
+                self._state.estimator.observe(len(request.body), request.total_tokens)
         found = self.index.match(chain, *_by_role(table))
         now_seconds = self._state.clock()
-        by_tokens = self._by_tokens(canonical)
+        by_tokens = self._by_tokens(tokens.data) if tokens is not None else {}
         for name, sent in self._sent.items():
-            matched_bytes, is_all = by_tokens.get(name, (0, False))
+            matched_tokens, is_all = by_tokens.get(name, (0, False))
             if not is_all:
-                matched_bytes = max(matched_bytes, sent.match(chain, now_seconds))
-            if matched_bytes:
-                found[name] = request.total_tokens * matched_bytes // len(chain.data)
+                sent_bytes = sent.match(chain, now_seconds)
+                matched_tokens = max(matched_tokens, request.total_tokens * sent_bytes // max(1, len(chain.data)))
+            if matched_tokens:
+                found[name] = matched_tokens
         # The last token of a prompt is always computed, whatever is cached.
         found = {name: min(tokens, request.total_tokens - 1) for name, tokens in found.items()}
         divided = [one for one in table.instances if one.ranks > 1]
@@ -124,18 +134,35 @@ class KvManager:
         }
         request.cached_on = found | {one.name: _cached_on(one, request.cached_on_ranks[one.name]) for one in divided}
 
-    def _by_tokens(self, canonical: Canonical) -> dict[str, tuple[int, bool]]:
-        """Return the matches of a prompt of token ids in foreign engines, in bytes, and whether they are complete."""
-        if canonical.texts is not None or canonical.is_salted:
-            return {}
+    async def _tokens_of(
+        self, request: GatewayRequest, canonical: Canonical, body: dict[str, Any], chain: ByteChain
+    ) -> PromptTokens | None:
+        """Return a prompt's token ids for matching in foreign engines; None if they are unknown or match nothing."""
+        if canonical.is_salted:
+            return None
+        followed = [
+            follower.instance
+            for name, (follower, _) in self._followers.items()
+            if isinstance(follower.stream, ForeignEventStream) and self.index[name].bytes
+        ]
+        if not followed:
+            return None
+        if canonical.texts is None:
+            return PromptTokens(canonical.data)
+        able = {one.name: one for one in followed if may_tokenize(one) and not self._state.is_ejected(one.name)}
+        by_load = sorted(able.values(), key=lambda one: self._state.load(one.name))
+        return await self._tokenizer.tokens_of(request, body, chain, by_load)
+
+    def _by_tokens(self, token_data: bytes) -> dict[str, tuple[int, bool]]:
+        """Return the matches of token ids in foreign engines, and whether they are complete."""
         chains: dict[int, ByteChain] = {}
         told: dict[str, tuple[int, bool]] = {}
         for name, (follower, _) in self._followers.items():
             if isinstance(follower.stream, ForeignEventStream) and follower.state == "followed":
                 size = TOKEN_BYTES * self.index[name].block_tokens
-                data = canonical.data[: MAX_TOKEN_BLOCKS * size]
+                data = token_data[: MAX_TOKEN_BLOCKS * size]
                 chain = chains.setdefault(size, ByteChain(TOKEN_ROOT, data, size))
-                told[name] = TOKEN_BYTES * self.index[name].match_tokens(chain), follower.stream.reader.is_whole
+                told[name] = self.index[name].match_tokens(chain), follower.stream.reader.is_whole
         return told
 
     def note_placed(self, request: GatewayRequest, route: Route) -> None:
@@ -205,13 +232,14 @@ class KvManager:
         return sum(follower.state == state for follower, _ in self._followers.values())
 
 
-def _canonical(request: GatewayRequest) -> Canonical | None:
+def _prompt_fields(request: GatewayRequest) -> dict[str, Any] | None:
+    """Return the decoded fields that canonical bytes depend on; None for an invalid body."""
     try:
         body = {name: _value.decode(raw) for name, raw in request.fields.items() if name in request.api.fields}
     except UNREADABLE:
         return None
     body["model"] = request.model
-    return request.api.canonical(body)
+    return body
 
 
 def _parts(instance: Instance) -> list[InstancePart]:
