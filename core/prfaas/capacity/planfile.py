@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
+from prfaas.capacity.models import MODEL_CACHES, ModelCache
 from prfaas.capacity.profile import Curve, MeasuredPoint, Sample
 from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System, check, check_profile
 from prfaas.capacity.workload import Workload
@@ -109,6 +110,11 @@ class Section:
     @property
     def keys(self) -> list[str]:
         return list(self._fields)
+
+    def has(self, key: str) -> bool:
+        """Return whether a field that may be absent is there; another reader takes it."""
+        self._asked[key] = None
+        return key in self._fields
 
     def number(self, key: str, default: object = _REQUIRED) -> float:
         """Take a finite number."""
@@ -236,12 +242,14 @@ def _lognormal(section: Section) -> Workload:
 
 
 def _profile(section: Section) -> Profile:
+    """Read a profile; a known `model` gives the sizes of the cache."""
+    cache = MODEL_CACHES[section.name_of("model", MODEL_CACHES)] if section.has("model") else None
     if section.one_of("points", "tokenSeconds") == "points":
-        profile = fit(section.where, section.sections("points", _point))
+        profile = fit(section.where, section.sections("points", partial(_point, cache)))
     else:
         profile = Profile(
-            state_bytes=section.whole("stateBytes"),
-            token_bytes=section.whole("tokenBytes"),
+            state_bytes=section.whole("stateBytes") if cache is None else cache.state_bytes,
+            token_bytes=section.whole("tokenBytes") if cache is None else cache.token_bytes,
             fixed_seconds=section.number("fixedSeconds", 0.0),
             token_seconds=section.number("tokenSeconds"),
             squared_seconds=section.number("squaredSeconds", 0.0),
@@ -250,10 +258,10 @@ def _profile(section: Section) -> Profile:
     return profile
 
 
-def _point(section: Section) -> MeasuredPoint:
-    return MeasuredPoint(
-        tokens=section.whole("tokens"), seconds=section.number("seconds"), cache_bytes=section.number("cacheMib") * MIB
-    )
+def _point(cache: ModelCache | None, section: Section) -> MeasuredPoint:
+    tokens = section.whole("tokens")
+    size = section.number("cacheMib") * MIB if cache is None else cache.state_bytes + cache.token_bytes * tokens
+    return MeasuredPoint(tokens=tokens, seconds=section.number("seconds"), cache_bytes=size)
 
 
 def fit(where: str, points: Sequence[MeasuredPoint]) -> Profile:

@@ -1,0 +1,57 @@
+"""Cache sizes of published models, from their configurations.
+
+    S_kv(l) = state_bytes + token_bytes * l
+
+    token_bytes   attention layers * elements of a token in one layer * 2 bytes (bf16)
+    state_bytes   linear layers * (recurrent elements * 4 bytes (fp32) + convolution's last inputs * 2 bytes (bf16))
+
+MLA keeps a latent and a shared key of each token, other attention a key and a value for each head. A linear layer keeps
+a matrix for each head, and the last inputs of its convolution, one fewer than its kernel has. This is what vLLM keeps
+by default. A cache in another precision has other sizes, and so have speculative layers, which are not counted here.
+"""
+
+from typing import Final, NamedTuple
+
+ATTENTION_BYTES: Final = 2
+RECURRENT_BYTES: Final = 4
+CONVOLUTION_BYTES: Final = 2
+
+
+class ModelCache(NamedTuple):
+    attention_layers: int
+    token_elements: int
+    """Of one token in one attention layer."""
+    linear_layers: int
+    recurrent_elements: int
+    """Of one linear layer."""
+    convolution_elements: int
+    """Likewise: the inputs that the convolution still needs."""
+
+    @property
+    def token_bytes(self) -> int:
+        return self.attention_layers * self.token_elements * ATTENTION_BYTES
+
+    @property
+    def state_bytes(self) -> int:
+        state = self.recurrent_elements * RECURRENT_BYTES + self.convolution_elements * CONVOLUTION_BYTES
+        return self.linear_layers * state
+
+
+def _kda(mla_layers: int, kda_layers: int, heads: int, kernel: int = 4) -> ModelCache:
+    """Kimi's: MLA with a latent of 512 and a key of 64, and KDA heads of 128."""
+    return ModelCache(mla_layers, 512 + 64, kda_layers, heads * 128 * 128, (kernel - 1) * 3 * heads * 128)
+
+
+def _gdn(attention_layers: int, linear_layers: int, value_heads: int, kernel: int = 4) -> ModelCache:
+    """Qwen's: two key-value heads of 256, and Gated DeltaNet with 16 key heads and value heads of 128."""
+    inputs = (2 * 16 + value_heads) * 128
+    return ModelCache(attention_layers, 2 * 2 * 256, linear_layers, value_heads * 128 * 128, (kernel - 1) * inputs)
+
+
+MODEL_CACHES: Final = {
+    "kimi-k3": _kda(24, 69, 96),
+    "kimi-linear-48b": _kda(7, 20, 32),
+    "qwen3.5-397b": _gdn(15, 45, 64),
+    "qwen3.5-122b": _gdn(12, 36, 64),
+    "qwen3-next-80b": _gdn(12, 36, 32),
+}
