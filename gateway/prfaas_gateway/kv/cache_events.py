@@ -26,7 +26,7 @@ PORTION_BLOCKS: Final = 512
 """Blocks of a portion, which takes well below a millisecond."""
 PORTION_EVENTS: Final = 16
 LARGEST_BLOCK_TOKENS: Final = 4096
-_ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
+ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
 _MEDIUMS: Final = {None: 0, MEDIUM_DEVICE: 0, MEDIUM_HOST: 1, MEDIUM_DISK: 2}
 _OTHER_MEDIUM: Final = 3
 
@@ -78,6 +78,7 @@ class CacheEvents:
                     self.emptied += 1
 
     def _stored(self, event: BlockStored) -> Iterator[None]:
+        self._note_group(event)
         group = self._group(event)
         if group is not None:
             yield from self._place(event, medium_of(event.medium), is_state=group == "state")
@@ -103,17 +104,21 @@ class CacheEvents:
     def _remove(self, keys: list[int], medium: int, *, is_state: bool) -> None:
         self._index.tree.remove(keys, is_state, medium)
 
+    def _note_group(self, event: BlockStored) -> None:
+        """Record a group of states, even if none of its blocks is kept."""
+        if event.kv_cache_spec_kind == STATE_SPEC_KIND:
+            self._index.tree.note_states()
+
     def _group(self, event: BlockStored) -> Literal["attention", "state"] | None:
         """Return the kind of a group; None for windows, further attention groups, and blocks of another size.
 
         All attention groups of an engine hold the same prompts, so the first one represents the others.
         """
         if event.kv_cache_spec_kind == STATE_SPEC_KIND:
-            self._index.tree.note_states()  # vLLM lists no block if it computed states and kept none
             if len(self._state_groups) < PORTION_BLOCKS:
                 self._state_groups.add(event.group_idx)
             return "state"
-        if event.kv_cache_spec_kind not in _ATTENTION_KINDS or not 1 <= event.block_size <= LARGEST_BLOCK_TOKENS:
+        if event.kv_cache_spec_kind not in ATTENTION_KINDS or not 1 <= event.block_size <= LARGEST_BLOCK_TOKENS:
             return None
         if not len(self._index.tree):
             self._attention_group, self._index.block_tokens = event.group_idx, event.block_size

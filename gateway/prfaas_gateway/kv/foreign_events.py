@@ -27,7 +27,7 @@ from prfaas.kvindex.index import InstanceIndex
 from prfaas.kvindex.keys import NONE, key_of
 from prfaas.wire.kvevents import BlockStored
 from prfaas.wire.routes import Instance
-from prfaas_gateway.kv.cache_events import CacheEvents, portions_of
+from prfaas_gateway.kv.cache_events import ATTENTION_KINDS, PORTION_BLOCKS, CacheEvents, portions_of
 from prfaas_gateway.kv.zmtp import connected
 
 SILENCE_SECONDS: Final = 20.0
@@ -244,16 +244,33 @@ class ForeignEvents(CacheEvents):
         """Blocks of which only the existence is known."""
         self._chains = array("Q")  # by the tree's number of a block: the chained hash of the tokens up to its end
         self._early: dict[int, int] = {}  # states that arrived before their blocks in this batch: key to medium
+        self._groups: set[int] = set()  # those reported so far, of all kinds
 
     def forget(self) -> None:
         super().forget()
         self.left_out = 0
+        self._groups.clear()
 
     def take(self, payload: bytes) -> Iterator[None]:
         self._early.clear()
         yield from super().take(payload)
         for key, medium in self._early.items():
             self._note([key], medium, is_state=True)
+
+    def _note_group(self, event: BlockStored) -> None:
+        """Record a group, and that the model has states if they are reported, or if groups before attention are silent.
+
+        vLLM lists no block if it computed states and kept none. An instance that got a cache from another one may
+        report its attention alone. Groups of windows would be reported with it, and before it.
+        """
+        super()._note_group(event)
+        number = event.group_idx
+        if number is None:
+            return
+        if event.kv_cache_spec_kind in ATTENTION_KINDS and number and not any(one < number for one in self._groups):
+            self._index.tree.note_states()
+        if len(self._groups) < PORTION_BLOCKS:
+            self._groups.add(number)
 
     def _place(self, event: BlockStored, medium: int, *, is_state: bool) -> Iterator[None]:
         if is_state:
