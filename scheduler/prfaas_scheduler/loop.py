@@ -30,6 +30,7 @@ from prfaas_scheduler import observe, status
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.measure import NOTHING, Measurements, measure
 from prfaas_scheduler.metrics import SchedulerMetrics
+from prfaas_scheduler.profiles import LearnedProfiles
 from prfaas_scheduler.prometheus import Prometheus
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Loop:
         self._metrics = metrics
         self._clock = clock
         self._failures = LogOnce(log)
+        self._profiles = LearnedProfiles()
         self._history = observe.CounterHistory()
         self._known: LearnedState | None = None
         self._observed: Mapping[str, Any] | None = None
@@ -89,6 +91,7 @@ class Loop:
         table = permitted(await self._gateway.table())
         self._history.add(self._clock(), await self._gateway.counters())
         measured = await self._measure(table)
+        measured = measured._replace(profiles=self._profiles.profiles(table, measured))
         step = self._step(table, measured)
         await self._gateway.put_threshold(update_of(table, step))
         self._metrics.show(step)
@@ -113,15 +116,17 @@ class Loop:
     async def _observe(self, table: RoutingTable, measured: Measurements, step: Step) -> Mapping[str, Any] | None:
         """Return a new summary for the long loop; None where nothing new is known well enough."""
         arrivals = self._history.mean_arrivals_per_second()
-        if not table.prometheus_url or measured.errors or step.metrics == "Stale" or arrivals is None:
+        query = observe.query_of(table)
+        if not table.prometheus_url or measured.errors or step.metrics == "Stale" or arrivals is None or not query:
             return None
         try:
-            figures = await self._prometheus(table).vector(observe.query_of(table))
+            figures = await self._prometheus(table).vector(query)
         except PrfaasError as error:
             self._complain((error,))
             return None
         self._observe_at = self._clock() + observe.OBSERVE_SECONDS
-        seen = observe.SummaryInputs(self._history.lengths(), arrivals, step.links, measured.profiles)
+        profiles = {key: measured.profiles[key] for key in self._profiles.measured}
+        seen = observe.SummaryInputs(self._history.lengths(), arrivals, step.links, profiles)
         return observe.summarise(seen, figures, rfc3339(datetime.now(UTC)))
 
     def _complain(self, errors: tuple[PrfaasError, ...]) -> None:

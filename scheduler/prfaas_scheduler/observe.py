@@ -14,12 +14,11 @@ from typing import Any, Final, NamedTuple
 
 from prfaas.capacity.profile import points_of
 from prfaas.capacity.workload import slices
-from prfaas.names import HUB
 from prfaas.routing.lengths import EDGES
 from prfaas.wire.control import Counters, LinkReport
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import RoutingTable
-from prfaas_scheduler.measure import matcher, own_pools
+from prfaas_scheduler.engines.queries import long_query
 from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure
 
 OFFLOADED_WINDOW_SECONDS = 60.0
@@ -101,17 +100,6 @@ class CounterHistory:
         return (sum(last) - sum(first)) / (now_seconds - at_seconds)
 
 
-# Matchers: $decode of the hub's pools that decode, $pools of all of this policy's pools.
-FIGURES: Final[Mapping[str, str]] = {
-    "decode_seconds": "sum(rate(prfaas_decode_seconds_total{$decode}[$window]))",
-    "decode_steps": "sum(rate(prfaas_decode_steps_total{$decode}[$window]))",
-    "tokens": "sum(rate(prfaas_generation_tokens_total{$decode}[$window]))",
-    "answers": 'sum(rate(vllm:request_success_total{$decode, finished_reason=~"stop|length"}[$window]))',
-    "batch": "min(prfaas_requests_running_limit{$decode})",
-    "waiting": "sum by (pool) (prfaas_prefills_waiting{$pools})",
-}
-
-
 class SummaryInputs(NamedTuple):
     """The inputs of a summary beside the query's own figures."""
 
@@ -125,26 +113,22 @@ class SummaryInputs(NamedTuple):
 
 
 def query_of(table: RoutingTable) -> str:
-    """Return the one query for all figures, told apart by the label `figure`."""
-    decoding = sorted({one.pool for one in table.instances if one.role == "decode"})
-    decode = f"{matcher('cluster', [HUB])}, {matcher('pool', decoding)}"
-    filled = {
-        name: expression.replace("$decode", decode)
-        .replace("$pools", own_pools(table))
-        .replace("$window", f"{WINDOW_SECONDS}s")
-        for name, expression in FIGURES.items()
-    }
-    return " or ".join(f'label_replace({text}, "{FIGURE_LABEL}", "{name}", "", "")' for name, text in filled.items())
+    """Return the one query for all figures, told apart by the label `figure`; empty where nothing can be asked."""
+    return long_query(table, WINDOW_SECONDS)
 
 
 def summarise(seen: SummaryInputs, figures: Sequence[Figure], now: str) -> dict[str, Any]:
     """Return the policy's status.observed; `now` in RFC 3339. Figures that are not known are left out."""
     values = {figure.labels.get(FIGURE_LABEL, ""): figure.value for figure in figures if "pool" not in figure.labels}
-    waiting = {figure.labels["pool"]: figure.value for figure in figures if "pool" in figure.labels}
+    by_pool: dict[str, dict[str, float]] = {}
+    for figure in figures:
+        if (pool := figure.labels.get("pool")) is not None:
+            by_pool.setdefault(pool, {})[figure.labels.get(FIGURE_LABEL, "")] = figure.value
     known = {
         "outputMilliTokens": _quotient(1000, values.get("tokens"), values.get("answers")),
         "decodeStepMicros": _quotient(1_000_000, values.get("decode_seconds"), values.get("decode_steps")),
         "decodeBatch": _whole(values.get("batch")) or None,
+        "firstTokenP90Millis": _quotient(1000, values.get("first_token_seconds"), 1.0),
     }
     profiles = {pool: profile for (_, pool), profile in seen.profiles.items()}
     return {
@@ -158,14 +142,16 @@ def summarise(seen: SummaryInputs, figures: Sequence[Figure], now: str) -> dict[
             for link in seen.links
             if link.state == "Alive"
         ],
-        "pools": [
-            _pool(name, profiles.get(name), _whole(waiting.get(name))) for name in sorted(profiles.keys() | waiting)
-        ],
+        "pools": [_pool(name, profiles.get(name), by_pool.get(name, {})) for name in sorted(profiles.keys() | by_pool)],
     }
 
 
-def _pool(name: str, profile: Profile | None, waiting: int) -> dict[str, Any]:
-    pool: dict[str, Any] = {"name": name, "waitingPrefills": waiting}
+def _pool(name: str, profile: Profile | None, values: Mapping[str, float]) -> dict[str, Any]:
+    pool: dict[str, Any] = {"name": name, "waitingPrefills": _whole(values.get("waiting"))}
+    if "running" in values:
+        pool["running"] = _whole(values["running"])
+    if "cache_used" in values:
+        pool["cacheUsedPercent"] = min(100, _whole(100 * values["cache_used"]))
     if profile is None:
         return pool
     points = [

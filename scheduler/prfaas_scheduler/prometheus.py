@@ -71,12 +71,17 @@ class Prometheus:
         except ValueError as error:  # what aiohttp and yarl raise for an address that is none
             raise ConfigError(f"{self._endpoint} is not an HTTP address: {error}; set metrics.prometheusUrl") from error
 
-    async def value(self, query: str) -> float | None:
-        """Return the one value of a query; None when nothing matches. Raises as `vector`, also for several values."""
+    async def figure(self, query: str) -> Figure | None:
+        """Return the one element of a query; None when nothing matches. Raises as `vector`, also for several ones."""
         figures = await self.vector(query)
         if len(figures) > 1:
             raise ConfigError(f"{_shown(query)} answers {len(figures)} values where one is needed: wrap it in sum(...)")
-        return figures[0].value if figures else None
+        return figures[0] if figures else None
+
+    async def value(self, query: str) -> float | None:
+        """Return the value of that one element."""
+        figure = await self.figure(query)
+        return figure.value if figure else None
 
 
 def parse(status: int, body: bytes, query: str) -> list[Figure]:

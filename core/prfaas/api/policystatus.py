@@ -35,7 +35,11 @@ class ObservedPool(ApiModel):
     samples: Count = 0
     """Number of prefills behind the profile."""
     waiting_prefills: Count = 0
-    """Prefills that wait for memory."""
+    """Prefills that wait for room."""
+    running: Count | None = None
+    """Requests that run at its instances."""
+    cache_used_percent: Annotated[int, Field(ge=0, le=100)] | None = None
+    """Mean share of its instances' cache that requests hold."""
     profile: Annotated[list[ProfilePoint], Field(max_length=3)] = []
     """Three points of the curve of prefill times, a parabola, and of the line of cache sizes."""
 
@@ -66,6 +70,8 @@ class Observed(ApiModel):
     """Mean time of a decode step, in microseconds."""
     decode_batch: Count | None = None
     """Requests that an instance may decode together."""
+    first_token_p90_millis: Large | None = None
+    """P90 of the time to the first token at the instances that decode, as they measured it."""
     links: Annotated[list[ObservedLink], Field(max_length=64, json_schema_extra=keyed_by("clusterName"))] = []
     """Links of the policy's member clusters that are alive."""
     pools: Annotated[list[ObservedPool], Field(max_length=32, json_schema_extra=keyed_by("name"))] = []

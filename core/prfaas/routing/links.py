@@ -16,7 +16,8 @@ Three things make this hard:
   than half of what the window says.
 - Metrics lie, and contradict each other. A figure that is no number, negative or infinite counts as not measured. A
   traffic below what our own counters prove is raised to that. A link that alone went silent is dead (one lost scrape is
-  not silence). So is one whose cluster is unreachable or has no Ready instance.
+  not silence). So is one whose cluster is unreachable or has no Ready instance. A router near the hub goes on counting
+  when a member is cut off: once its instances were measured, a sample without them is silence.
 """
 
 import math
@@ -46,6 +47,8 @@ class LinkSample(msgspec.Struct, frozen=True, kw_only=True):
     sampled_at_seconds: float
     """When the newest sample was taken, by the measuring system's clock; only told apart from the one before."""
     age_seconds: float
+    instances_age_seconds: float | None = None
+    """When an instance of the cluster was measured last, before now; None: only what others count is known."""
     traffic_mbps: float | None = None
     delivery_mbps: float | None = None
     """Rate of delivery over the time in which data waited; None: none did."""
@@ -84,6 +87,8 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     """By our clock: when a new sample came last, or the link was first known."""
     heard_at_seconds: float = -math.inf
     """By our clock: when there was a sample at all; -inf: never."""
+    instances_seen: bool = False
+    """True once an instance of the cluster was measured itself."""
     unsent_bytes: float = 0.0
     link_percent: float | None = None
     queue_percent: float | None = None
@@ -115,18 +120,28 @@ def view_link(
             effective_mbps=declared_mbps,
             measured_at_seconds=now_seconds,
         )
+    instances_heard = _instances_heard(link.sample, stale_after_seconds)
     heard = link.sample is not None and link.sample.age_seconds <= stale_after_seconds
+    if hub_measured and before.instances_seen and not instances_heard:
+        heard = False
     heard_at_seconds = now_seconds if heard else before.heard_at_seconds
     silent = hub_measured and now_seconds - heard_at_seconds > SILENT_AFTER_SECONDS
     state = _link_state(link, silent=silent)
-    view = replace(before, state=state, heard_at_seconds=heard_at_seconds, link_percent=None, queue_percent=None)
+    view = replace(
+        before,
+        state=state,
+        heard_at_seconds=heard_at_seconds,
+        instances_seen=before.instances_seen or instances_heard,
+        link_percent=None,
+        queue_percent=None,
+    )
     if state != "Alive":  # its clock starts again when it comes back: it was not expected to be measured meanwhile
         return replace(view, measured_at_seconds=now_seconds, unsent_bytes=0.0)
     sample = usable(link.sample)
     if (
         sample is None
         or sample.traffic_mbps is None
-        or sample.age_seconds > stale_after_seconds
+        or not heard
         or sample.sampled_at_seconds == before.sampled_at_seconds
     ):
         return view
@@ -144,6 +159,11 @@ def view_link(
         link_percent=max(utilisation, 100.0 * drain_seconds / SATURATED_DRAIN_SECONDS),
         queue_percent=100.0 * sample.waiting_prefills / link.ready_instances / SATURATED_QUEUE_PER_INSTANCE,
     )
+
+
+def _instances_heard(sample: LinkSample | None, stale_after_seconds: int) -> bool:
+    age_seconds = sample.instances_age_seconds if sample is not None else None
+    return age_seconds is not None and age_seconds <= stale_after_seconds
 
 
 def _link_state(link: LinkFacts, *, silent: bool) -> LinkState:

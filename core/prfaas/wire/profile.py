@@ -33,6 +33,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     relative_error: float = 0.0
 
 
+class PoolProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """The profile of a pool's instances. As a seed it may lack a part.
+
+    No samples: its seconds are not known. No bytes at all: the size of a cache is not known.
+    """
+
+    cluster: str
+    pool: str
+    profile: Profile
+
+
 class Fitted(msgspec.Struct, frozen=True, kw_only=True):
     """The measured part of a profile, with a profile's fields."""
 

@@ -12,6 +12,7 @@ import msgspec
 
 from prfaas.errors import ProtocolError
 from prfaas.names import WORKER_DATA_PORT
+from prfaas.wire.profile import PoolProfile
 
 MAX_RANKS: Final = 16
 """Most data-parallel ranks of an instance; vLLM's handshake ports follow the ports of their events and logs."""
@@ -59,6 +60,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """A member cluster that holds an offload pool of this policy, with its link to the hub."""
 
     name: str
+    namespace: str = ""
+    """Of its instances there; empty: not known."""
     datacenter: str = ""
     reachable: bool = True
     capacity_mbps: int
@@ -106,6 +109,8 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
     forbid_datacenters: tuple[str, ...] = ()
     clusters: tuple[Cluster, ...] = ()
     instances: tuple[Instance, ...] = ()
+    profiles: tuple[PoolProfile, ...] = ()
+    """What pools say of themselves, until it was measured."""
 
 
 def encode(table: RoutingTable) -> bytes:

@@ -129,7 +129,9 @@ async def test_names_with_characters_that_mean_something_in_promql_are_only_name
     awkward = [type(cluster)(name='a"b\\c.*', capacity_mbps=1, utilisation_query="vector(1)")]
     measured = await measure(prometheus, table(clusters=tuple(awkward)), WINDOW_SECONDS)
     assert measured.errors == ()
-    assert measured.samples == {}
+    assert measured.samples.keys() == {'a"b\\c.*'}
+    alone = measured.samples['a"b\\c.*']
+    assert (alone.traffic_mbps, alone.instances_age_seconds) == (1.0, None), "its query answers, no instance is there"
 
 
 async def test_the_long_loops_query_answers_with_what_decoding_takes_and_who_waits(site, http, table):
