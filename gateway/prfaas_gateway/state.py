@@ -18,7 +18,8 @@ from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.routing.prices import Backlog
 from prfaas.util import RateBucket, backoff_seconds
 from prfaas.wire.control import Counters, LinkReport, ThresholdUpdate
-from prfaas.wire.routes import Instance, RoutingTable, rank_name, takes_rank
+from prfaas.wire.profile import Profile
+from prfaas.wire.routes import Instance, RoutingTable, measured_as, rank_name, takes_rank
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.openai import SaturatedError
 from prfaas_gateway.request import GatewayRequest
@@ -48,6 +49,8 @@ class GatewayState:
         self.draining = False
         self._update: ThresholdUpdate | None = None
         self._update_expires = 0.0
+        self._learned: dict[str, Profile] = {}
+        """Profiles by instance, as pools say or the scheduler measured; an instance's own answer comes first."""
         self._in_flight: Tally[str] = Tally()
         self._queued_tokens: Tally[str] = Tally()
         self._backlog = Backlog()
@@ -61,11 +64,22 @@ class GatewayState:
         self.table = table
         self.rewrites_bodies = any(one.engine != "prfaas" for one in table.instances)
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
+        self._learn()
 
     def push(self, update: ThresholdUpdate) -> None:
         """Use the scheduler's update until it expires."""
         self._update = update
         self._update_expires = self.clock() + update.expires_seconds
+        self._learn()
+
+    def _learn(self) -> None:
+        if self.table is None:
+            return
+        found = (*self.table.profiles, *(self._update.profiles if self._update else ()))
+        known = {(one.cluster, one.pool): one.profile for one in found if one.profile.samples}
+        self._learned = {
+            one.name: known[key] for one in self.table.instances if (key := measured_as(self.table, one)) in known
+        }
 
     def rule(self) -> RoutingRule | None:
         """Return the routing rule in force, or None before the first table."""
@@ -97,7 +111,7 @@ class GatewayState:
             table=table,
             cached_tokens=cached_by_cluster(table, request.cached_on) if request.cached_on else {},
             cached_on=request.cached_on or None,
-            profiles=request.profiles,
+            profiles={**self._learned, **request.profiles} if self._learned else request.profiles,
             in_flight=self._in_flight,
             queued_tokens=self._queued_tokens,
             backlog=self._backlog,

@@ -25,7 +25,8 @@ from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts
 from prfaas.util import LogOnce
 from prfaas.wire.control import ThresholdUpdate
-from prfaas.wire.routes import RoutingTable
+from prfaas.wire.profile import PoolProfile
+from prfaas.wire.routes import RoutingTable, measured_as
 from prfaas_scheduler import observe, status
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.measure import NOTHING, Measurements, measure
@@ -93,7 +94,7 @@ class Loop:
         measured = await self._measure(table)
         measured = measured._replace(profiles=self._profiles.profiles(table, measured))
         step = self._step(table, measured)
-        await self._gateway.put_threshold(update_of(table, step))
+        await self._gateway.put_threshold(update_of(table, step, measured))
         self._metrics.show(step)
         if self._clock() >= self._observe_at:
             self._observed = await self._observe(table, measured, step) or self._observed
@@ -191,12 +192,9 @@ def links_of(table: RoutingTable, measured: Measurements) -> tuple[LinkFacts, ..
 
 
 def pools_of(table: RoutingTable, measured: Measurements) -> tuple[PoolFacts, ...]:
-    """Return every prefill pool that was measured; instances that two pools share are measured as the decode pool's."""
-    decode_pool = next((one.pool for one in table.instances if one.convertible and one.role == "decode"), "")
+    """Return every prefill pool that was measured."""
     ready = Counter(
-        (one.cluster, decode_pool if one.convertible and decode_pool else one.pool)
-        for one in table.instances
-        if one.role == "prefill" and one.state == "Ready"
+        measured_as(table, one) for one in table.instances if one.role == "prefill" and one.state == "Ready"
     )
     return tuple(
         PoolFacts(cluster=cluster, ready_instances=ready[cluster, pool], profile=profile)
@@ -205,6 +203,11 @@ def pools_of(table: RoutingTable, measured: Measurements) -> tuple[PoolFacts, ..
     )
 
 
-def update_of(table: RoutingTable, step: Step) -> ThresholdUpdate:
+def update_of(table: RoutingTable, step: Step, measured: Measurements) -> ThresholdUpdate:
     """Return the update for the gateway, which expires when metrics of that age would be stale."""
-    return step.update(max(table.stale_after_seconds, 3 * table.short_interval_seconds))
+    update = step.update(max(table.stale_after_seconds, 3 * table.short_interval_seconds))
+    profiles = tuple(
+        PoolProfile(cluster=cluster, pool=pool, profile=profile)
+        for (cluster, pool), profile in sorted(measured.profiles.items())
+    )
+    return msgspec.structs.replace(update, profiles=profiles)

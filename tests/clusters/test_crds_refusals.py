@@ -30,6 +30,7 @@ GOOD_SPECS: dict[str, dict[str, Any]] = {
 VOLUME = {"name": "v", "emptyDir": {}}
 MOUNT = {"name": "v", "mountPath": "/v"}
 BOTH = {"name": "v", "emptyDir": {}, "secret": {"secretName": "s"}}
+POINT = {"tokens": 1024, "prefillMillis": 80}
 TOO_MANY = {f"k{i}": "v" for i in range(33)}
 
 MEMBERS = [
@@ -77,6 +78,13 @@ POOLS = [
     ("engine.args", ["x"] * 65, "spec.engine.args", "must have at most 64 items"),
     ("replicas", -1, "spec.replicas", "should be greater than or equal to 0"),
     ("replicas", "2", "spec.replicas", "must be of type integer"),
+    ("profile", {}, "spec.profile.points: Required value", "give points, tokenBytes or both"),
+    ("profile.points", [POINT], "spec.profile.points", "points holds one length"),
+    ("profile.points", [POINT, POINT], "spec.profile.points[1]: Duplicate value", ""),
+    ("profile.points", [POINT, {"tokens": 2048, "prefillMillis": 79}], "spec.profile.points", "never takes less"),
+    ("profile.points", [POINT | {"tokens": 0}], "spec.profile.points[0].tokens", "greater than or equal to 1"),
+    ("profile", {"stateBytes": 5}, "spec.profile.tokenBytes: Required value", "needs tokenBytes beside it"),
+    ("profile.tokenBytes", 1.5, "spec.profile.tokenBytes", "must be of type integer"),
     ("drainSeconds", 3601, "spec.drainSeconds", "should be less than or equal to 3600"),
     ("rollout.maxSurge", -1, "spec.rollout.maxSurge", "must be a number of instances such as 1, or a percentage"),
     ("rollout.maxSurge", "101%", "spec.rollout.maxSurge", "up to 100% such as 25%"),
@@ -198,6 +206,13 @@ def manifest(kind: str, path: str, value: Any) -> dict[str, Any]:
 def test_the_object_that_the_lines_change_is_good(crds, kind):
     """Without this the lines below could all be refused for a reason that they do not mean."""
     assert crds.reader.create(manifest(kind, "metadata.name", "a"), is_dry_run=True)
+
+
+@pytest.mark.parametrize("kind", ["PrefillPool", "DecodePool"])
+def test_a_profile_of_sixteen_points_is_good(crds, kind):
+    points = [{"tokens": 1 << n, "prefillMillis": n} for n in range(1, 17)]
+    for value in ({"points": points, "tokenBytes": 17_143, "stateBytes": 180_358_647}, {"tokenBytes": 0}):
+        assert crds.reader.create(manifest(kind, "profile", value), is_dry_run=True)
 
 
 @pytest.mark.parametrize(

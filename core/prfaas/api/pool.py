@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import ApiModel, Column, Hint, Image, ModelName, Rule
+from prfaas.api.base import ApiModel, Column, Hint, Image, ModelName, Rule, keyed_by
 from prfaas.api.template import PodTemplate
 
 ClusterName = Annotated[
@@ -89,6 +89,52 @@ class Engine(ApiModel):
     """Flags after those that the operator sets, such as --threads or --max-context."""
 
 
+class PrefillPoint(ApiModel):
+    """The time of one prefill."""
+
+    tokens: Annotated[int, Field(ge=1, le=16_777_216)]
+    """Length of the prompt, with nothing of it cached."""
+    prefill_millis: Annotated[int, Field(ge=1, le=3_600_000)]
+    """Time of its prefill on one instance that does nothing else, in milliseconds."""
+
+
+class ProfileSpec(ApiModel):
+    """What is known of an instance before it has served prompts. Measured figures replace it."""
+
+    rules: ClassVar = (
+        Rule(
+            "has(self.points) && self.points.size() > 0 || has(self.tokenBytes)",
+            "give points, tokenBytes or both, or leave profile out",
+            field="points",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            "!has(self.points) || self.points.size() != 1",
+            "points holds one length, which makes no curve: measure another one",
+            field="points",
+        ),
+        Rule(
+            "!has(self.points) || self.points.all(a, "
+            "self.points.all(b, a.tokens <= b.tokens || a.prefillMillis >= b.prefillMillis))",
+            "a longer prompt never takes less: measure again, or look for swapped points",
+            field="points",
+        ),
+        Rule(
+            "!has(self.stateBytes) || has(self.tokenBytes)",
+            "stateBytes needs tokenBytes beside it (0 for a model without attention)",
+            field="tokenBytes",
+            reason="FieldValueRequired",
+        ),
+    )
+
+    points: Annotated[list[PrefillPoint], Field(max_length=16, json_schema_extra=keyed_by("tokens"))] = []
+    """Prefill times of two lengths or more, far apart."""
+    token_bytes: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = None
+    """Bytes of the cache for each token of a prompt, of all attention layers. The same for all pools of a policy."""
+    state_bytes: Annotated[int, Field(ge=0, le=1_000_000_000_000)] | None = None
+    """Bytes of the cache that no prompt's length changes: the linear layers' states. None if unset."""
+
+
 class Rollout(ApiModel):
     """The replacement of instances when their template changes."""
 
@@ -147,6 +193,8 @@ class PoolSpec(ApiModel):
     max_replicas: Annotated[int, Field(ge=0, le=10_000)] | None = None
     """Highest permitted value of replicas; no bound if unset."""
     template: PodTemplate = PodTemplate()
+    profile: ProfileSpec | None = None
+    """Prefill times and cache sizes until they are measured; an engine may need them for good. See docs/engines.md."""
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
     """Seconds that a leaving instance has to finish its requests; 0 cuts them off."""
     rollout: Rollout = Rollout()

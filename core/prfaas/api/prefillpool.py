@@ -31,7 +31,7 @@ DecodePoolName = Annotated[
 ]
 NO_MODEL: Final = ModelRef.model_construct(name="", source="")
 """The model of a pool without instances of its own; no request names it."""
-OF_THE_DECODE_POOL: Final = ("model", "engine", "template", "drainSeconds", "rollout", "egressMbps")
+OF_THE_DECODE_POOL: Final = ("model", "engine", "template", "profile", "drainSeconds", "rollout", "egressMbps")
 """Fields that describe instances, or belong to a Deployment: a sharing pool's are the DecodePool's."""
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from prfaas.wire.profile import Profile
+from prfaas.wire.profile import PoolProfile, Profile
 
 Bandwidth = Literal["Scarce", "Abundant"]
 
@@ -50,6 +50,8 @@ class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
     prices: tuple[Price, ...] = ()
     """By cluster, in mode Priced; empty: the threshold decides."""
     links: tuple[LinkReport, ...] = ()
+    profiles: tuple[PoolProfile, ...] = ()
+    """Of all measured pools, for instances that do not answer with a profile themselves."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):

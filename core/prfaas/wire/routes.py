@@ -28,9 +28,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
 
     A worker of ours announces its data port for each transfer. vLLM with our connector cannot, so `data_port` names it.
 
-    A `convertible` one changes its role while it runs, and gets each new role from the gateway; all others know theirs
-    from their start. `engine` selects its protocol; only instances of the same engine serve a request together. vLLM
-    and SGLang publish their cache events at the same host, at the ports in `prfaas.names`.
+    A `convertible` one changes its role while it runs. Our worker hears of it from the gateway; vLLM serves both roles.
+    All others know theirs from their start. `engine` selects its protocol; only instances of the same engine serve a
+    request together. vLLM and SGLang publish their cache events at the same host, at the ports in `prfaas.names`.
     """
 
     name: str
@@ -111,6 +111,12 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[Instance, ...] = ()
     profiles: tuple[PoolProfile, ...] = ()
     """What pools say of themselves, until it was measured."""
+
+
+def measured_as(table: RoutingTable, instance: Instance) -> tuple[str, str]:
+    """Return the cluster and pool of an instance's measurements; shared instances are the decode pool's, always."""
+    shared = (one.pool for one in table.instances if one.convertible and one.role == "decode")
+    return instance.cluster, (next(shared, instance.pool) if instance.convertible else instance.pool)
 
 
 def encode(table: RoutingTable) -> bytes:

@@ -1,10 +1,13 @@
 """Builds a policy's installation for the capacity model from the hub's objects only: specs and statuses.
 
-Load, profiles and links come only from the scheduler's summary in the policy's status. An offload pool behind a link
+Load and links come only from the scheduler's summary in the policy's status. So do profiles, but for pools that were
+not measured and say themselves what they can do. An offload pool behind a link
 that is not alive is left out, because its capacity reaches no request. A pool without instances has its declared link.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
 
 from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
 from prfaas.api.policystatus import Observed, ObservedPool
@@ -16,6 +19,10 @@ from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Threshold
 from prfaas_operator.plan.policy import PolicyFacts
 from prfaas_operator.plan.pool_status import PoolObject, role_of
+from prfaas_operator.plan.profile import seeds
+
+RUNNING_LIMIT_FLAGS: Final = frozenset({"--max-num-seqs", "--max-running-requests"})
+"""Of vLLM and of SGLang."""
 
 
 def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installation:
@@ -25,9 +32,10 @@ def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installatio
     links = _links(facts, seen)
     alive = {link.name for link in links}
     spec = policy.spec.threshold
+    profiles = {**_said(facts), **_measured(seen)}
     return Installation(
         pools=tuple(
-            _pool(one, policy.spec.decode_pool, seen, refusals.get(one.metadata.name, ""))
+            _pool(one, policy.spec.decode_pool, profiles, refusals.get(one.metadata.name, ""))
             for one in facts.routed_pools
             if not one.spec.cluster_name or one.spec.cluster_name in alive
         ),
@@ -58,16 +66,21 @@ def unknown(found: Installation, facts: PolicyFacts) -> str:
     if seen.output_milli_tokens is None:
         return "no answer ended in the last minutes, so the length of answers is not known"
     if _batch(decode, seen) is None or _step_seconds(decode, seen) is None:
+        step = _step_seconds(decode, seen)
+        what = "the time of a decode step" if step is None else "the number of requests that fit an instance"
         return (
-            f"the time of a decode step was not measured; set maxBatch and stepMillis of DecodePool "
+            f"{what} was not measured; set maxBatch and stepMillis of DecodePool "
             f"{decode.metadata.name}, or check that Prometheus scrapes its instances"
         )
     if missing := found.unmeasured():
-        return f"no profile of pool {missing[0]} is known: does Prometheus scrape its instances?"
+        return (
+            f"no profile of pool {missing[0]} is known: does Prometheus scrape its instances? "
+            "Until it was measured, profile in its spec stands in"
+        )
     return ""
 
 
-def _pool(pool: PoolObject, decode_pool: str, seen: Observed | None, refusal: str) -> Pool:
+def _pool(pool: PoolObject, decode_pool: str, profiles: Mapping[str, Profile], refusal: str) -> Pool:
     spec = pool.spec
     shared_with = pool.spec.share_with if isinstance(pool, PrefillPool) else ""
     return Pool(
@@ -78,15 +91,30 @@ def _pool(pool: PoolObject, decode_pool: str, seen: Observed | None, refusal: st
         shares=shared_with == decode_pool,
         least=spec.min_replicas,
         most=spec.max_replicas,
-        profile=_profile(shared_with or pool.metadata.name, seen),
+        profile=profiles.get(shared_with or pool.metadata.name),
         refusal=refusal,
     )
 
 
-def _profile(name: str, seen: Observed | None) -> Profile | None:
-    one = next((pool for pool in (seen.pools if seen else ()) if pool.name == name), ObservedPool(name=name))
-    points = [MeasuredPoint(point.tokens, point.prefill_micros / 1e6, point.cache_bytes) for point in one.profile]
-    return profile_through(points, one.samples)
+def _measured(seen: Observed | None) -> dict[str, Profile]:
+    """Return the measured profiles by pool."""
+    found = {pool.name: _profile_of(pool) for pool in (seen.pools if seen else ())}
+    return {name: profile for name, profile in found.items() if profile is not None}
+
+
+def _profile_of(pool: ObservedPool) -> Profile | None:
+    points = [MeasuredPoint(point.tokens, point.prefill_micros / 1e6, point.cache_bytes) for point in pool.profile]
+    return profile_through(points, pool.samples)
+
+
+def _said(facts: PolicyFacts) -> dict[str, Profile]:
+    """Return what pools say of themselves. A member's pool that says no size of a cache says too little."""
+    local = {pool.metadata.name for pool in facts.routed_pools if not pool.spec.cluster_name}
+    return {
+        name: seed
+        for name, seed in seeds(facts.routed_pools).items()
+        if seed.samples and (name in local or seed.token_bytes or seed.state_bytes)
+    }
 
 
 def _links(facts: PolicyFacts, seen: Observed | None) -> tuple[LinkCapacity, ...]:
@@ -122,7 +150,18 @@ def _load(policy: PrfaaSPolicy, decode: DecodePool, seen: Observed | None) -> Me
 
 
 def _batch(decode: DecodePool, seen: Observed) -> int | None:
-    return decode.spec.max_batch or seen.decode_batch or None
+    """Return how many requests an instance decodes together: what was said, or what fits it, within its flag."""
+    known = [one for one in (seen.decode_batch, _running_limit(decode.spec.engine.args)) if one]
+    return decode.spec.max_batch or min(known, default=None)
+
+
+def _running_limit(args: Sequence[str]) -> int | None:
+    """Return the most requests that an engine's flags let run; vLLM and SGLang do not publish it."""
+    words = [word for arg in args for word in arg.split("=", 1)]
+    for flag, value in pairwise(words):
+        if flag.replace("_", "-") in RUNNING_LIMIT_FLAGS and value.isdecimal():
+            return int(value) or None
+    return None
 
 
 def _step_seconds(decode: DecodePool, seen: Observed) -> float | None:

@@ -13,11 +13,13 @@ from prfaas.errors import PrfaasError
 from prfaas.names import HUB, WORKER_API_PORT
 from prfaas.ports import url_host
 from prfaas.wire import routes
+from prfaas.wire.profile import PoolProfile
 from prfaas.wire.routes import RoutingTable
 from prfaas_operator.errors import reason_of
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import Counts, PoolObject, engine_name, role_of
+from prfaas_operator.plan.profile import seeds
 from prfaas_operator.plan.roles import refusal, sharer_of
 
 
@@ -171,6 +173,16 @@ def routing_table(
         forbid_datacenters=tuple(spec.datacenters.forbid),
         clusters=_clusters(facts, views, previous),
         instances=_instances(facts, views, previous),
+        profiles=_profiles(facts),
+    )
+
+
+def _profiles(facts: PolicyFacts) -> tuple[PoolProfile, ...]:
+    """Return the pools' seeds, under the names by which their instances are measured."""
+    clusters = {pool.metadata.name: pool.spec.cluster_name or HUB for pool in facts.routed_pools}
+    return tuple(
+        PoolProfile(cluster=clusters[name], pool=name, profile=seed)
+        for name, seed in sorted(seeds(facts.routed_pools).items())
     )
 
 
@@ -182,6 +194,7 @@ def _clusters(
     return tuple(
         routes.Cluster(
             name=name,
+            namespace=cluster.spec.namespace,
             datacenter=cluster.spec.datacenter,
             reachable=_known(views.get(name, UNSEEN).reachable, was_reachable.get(name, False)),
             capacity_mbps=cluster.spec.link.capacity_mbps,
@@ -234,7 +247,7 @@ def _of_pool(
                 role=role_of(pool),
                 url=f"{pod.scheme}://{url_host(address)}:{WORKER_API_PORT}",
                 state="Draining" if pod.terminating else "Ready",
-                convertible=pod.shared.gated and engine_name(pool) == "prfaas",
+                convertible=pod.shared.gated,
                 engine=engine_name(pool),
             )
         )

@@ -222,7 +222,8 @@ def shared_deployment(unshared: Object) -> Object:
     del template["metadata"]["labels"][names.LABEL_ROLE]
     template["spec"]["readinessGates"] = [{"conditionType": ROLE_GATE}]
     arguments = template["spec"]["containers"][0]["args"]
-    arguments[arguments.index("--role") + 1] = "mixed"
+    if "--role" in arguments:  # another engine that shares serves both roles from its start
+        arguments[arguments.index("--role") + 1] = "mixed"
     template["metadata"].setdefault("annotations", {})[TEMPLATE_ANNOTATION] = _digest(template)
     return shared
 

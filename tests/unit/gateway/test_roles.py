@@ -70,7 +70,8 @@ async def test_a_role_is_told_once_and_again_when_it_changes(telling):
 
 async def test_only_instances_that_convert_and_take_requests_are_told(telling):
     fixed = Instance(name="c", pool="p", cluster=HUB, role="decode", url="http://c:8000")
-    assert await telling.look(instance("a", state="Draining"), fixed) == []
+    foreign = instance("b", engine="vllm-nixl")  # serves both roles from its start
+    assert await telling.look(instance("a", state="Draining"), fixed, foreign) == []
 
 
 @pytest.mark.parametrize("answer", [503, UnreachableError("gone"), TimeoutError("slow")])

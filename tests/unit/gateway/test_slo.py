@@ -7,12 +7,47 @@ import asyncio
 import pytest
 from aiohttp import web
 
+from prfaas.names import HUB
 from prfaas.wire import headers
+from prfaas.wire.control import ThresholdUpdate
+from prfaas.wire.profile import PoolProfile, Profile
+from prfaas_scheduler.gateway import GatewayClient
 
 from .caches import QUICK, hello, start, telling, until, until_metric
 from .conftest import answer, prompt
 
 FOLLOWED = 'prfaas_gateway_kv_instances{state="followed"}'
+
+
+SECONDS_A_TOKEN = Profile(state_bytes=1, token_bytes=1, token_seconds=0.01, samples=3, max_tokens=1 << 20)
+
+
+@pytest.mark.parametrize("by", ["the table", "the scheduler"])
+async def test_instances_that_show_no_profile_are_known_by_what_their_pool_says_or_was_measured_at(world, by):
+    """vLLM answers no /v1/profile: its pool's profile tells how long a request waits there."""
+    known = (PoolProfile(cluster=HUB, pool="decode", profile=SECONDS_A_TOKEN),)
+    await world.start("d0", tokens=5000, ttft_slo_millis=30_000, profiles=known if by == "the table" else ())
+    if by == "the scheduler":
+        update = ThresholdUpdate(
+            tokens=5000, bandwidth="Scarce", offload_clusters=(), expires_seconds=60, reason="", profiles=known
+        )
+        async with GatewayClient(world.control_socket) as control:
+            await control.put_threshold(update)
+    freed = asyncio.Event()
+
+    async def slow(request: web.Request, body: bytes) -> web.StreamResponse:
+        await freed.wait()
+        return await answer(request, body)
+
+    world.workers["d0"].reply = slow
+    first = asyncio.create_task(world.post(prompt(40_000)))
+    try:
+        await until(lambda: asyncio.sleep(0, bool(world.workers["d0"].seen)))
+        refused = await world.post(prompt(400))
+        assert (refused.status, refused.json["error"]["code"]) == (429, "slo_exceeded")
+    finally:
+        freed.set()
+        assert (await first).status == 200
 
 
 @pytest.mark.parametrize("slo", [30_000, None])

@@ -245,6 +245,67 @@ def test_a_running_installation_is_planned_like_a_file(built):
     assert (result.prfaas_pd.n_prfaas, result.prfaas_pd.n_p + result.prfaas_pd.n_d) == (1, 4)
 
 
+PROFILE = {"points": [{"tokens": 1024, "prefillMillis": 1000}, {"tokens": 131_072, "prefillMillis": 1001}]}
+SIZES = {"tokenBytes": 1000, "stateBytes": 0}
+
+
+def said(facts, **profiles: Any):
+    """The facts, with profiles in the specs of pools."""
+    pools = {**facts.decode_pools, **facts.prefill_pools}
+    changed = {
+        name: type(pool).model_validate(
+            pool.model_dump(by_alias=True) | {"spec": pool.spec.model_dump(by_alias=True) | {"profile": profiles[name]}}
+        )
+        for name, pool in pools.items()
+        if name in profiles
+    }
+    return facts._replace(
+        decode_pools={name: changed.get(name, one) for name, one in facts.decode_pools.items()},
+        prefill_pools={name: changed.get(name, one) for name, one in facts.prefill_pools.items()},
+    )
+
+
+def test_what_pools_say_stands_in_for_what_was_not_measured(built):
+    """No instance was measured, as with engines that publish no times: the policy converts as if they had been."""
+    measured, silent = built(observed(links=[])), built(observed(links=[], pools=[]))
+    assert decided(silent).reason == "NotMeasured"
+    spoken = said(silent, decode=PROFILE | SIZES)
+    assert decided(spoken).changes == decided(measured).changes == {"swing": 2, "decode": 2}
+    assert decided(spoken).now.lambda_max == pytest.approx(decided(measured).now.lambda_max, rel=0.01)
+
+
+def test_a_measured_profile_wins(built):
+    slow = {"points": [{"tokens": 1024, "prefillMillis": 90_000}, {"tokens": 131_072, "prefillMillis": 99_000}]}
+    facts = built(observed(links=[]))
+    assert decided(said(facts, decode=slow | SIZES)).now == decided(facts).now
+
+
+def test_the_size_of_a_cache_is_the_models_and_without_any_a_members_pool_cannot_be_planned(built):
+    silent = built(observed(pools=[]))
+    without = said(silent, offload=PROFILE, decode=PROFILE)
+    assert decided(without).message.startswith("no profile of pool offload is known")
+    assert "profile in its spec stands in" in decided(without).message
+    pools = {one.name: one.profile for one in installation(said(silent, offload=PROFILE, decode=SIZES), {}).pools}
+    assert pools["offload"].token_bytes == 1000, "what the decode pool says holds for all"
+    assert pools["decode"] is None, "a size alone is no profile"
+
+
+@pytest.mark.parametrize("args", [["--max-num-seqs", "4"], ["--max-num-seqs=4"], ["--max_num_seqs=4", "--port=1"]])
+def test_a_flag_bounds_how_many_requests_an_instance_decodes(built, make, args):
+    engine = {"type": "vllm", "image": "vllm:1", "args": args}
+    limited = made(make.decode_pool(replicas=3, engine=engine), 3)
+    for seen, batch in ((10, 4), (3, 3), (None, 4)):
+        facts = built(observed(links=[], decodeBatch=seen))._replace(decode_pools={"decode": limited})
+        assert installation(facts, {}).load.max_batch == batch
+
+
+def test_an_installation_of_vllm_pools_is_planned_by_what_they_say_and_what_vllm_counts(built, make):
+    facts = said(built(observed(pools=[])), decode=PROFILE | SIZES, offload=PROFILE)
+    planned = plan_file(facts)
+    assert [(pool.name, pool.instances) for pool in planned.system.offload] == [("offload", 1)]
+    assert compare(planned).prfaas_pd.n_prfaas == 1
+
+
 def test_an_installation_that_is_not_measured_yet_is_no_plan(built):
     with pytest.raises(ConfigError, match="scheduler has no summary"):
         plan_file(built(None))

@@ -55,6 +55,14 @@ def test_every_name_is_one_that_the_engine_knows(make, engine):
         assert set(variables_of(container)) - {"HOME"} <= set(known.get("variables", []))
 
 
+def test_instances_of_vllm_that_two_pools_share_wait_for_their_role_and_start_as_both(make):
+    unshared = pool_deployment.deployment(make.decode_pool(engine=NIXL, model=MODEL), None)
+    shared = pool_deployment.shared_deployment(unshared)["spec"]["template"]
+    assert "prfaas.io/role" not in shared["metadata"]["labels"]
+    assert [gate["conditionType"] for gate in shared["spec"]["readinessGates"]] == ["prfaas.io/role-assigned"]
+    assert shared["spec"]["containers"] == unshared["spec"]["template"]["spec"]["containers"]
+
+
 @pytest.mark.parametrize("engine", ALL.values(), ids=ALL)
 def test_it_serves_the_model_at_the_port_that_the_gateway_asks_and_tells_of_its_cache(make, engine):
     for wanted in pools(make, engine):

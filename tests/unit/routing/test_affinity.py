@@ -49,6 +49,17 @@ def route(given: RoutingFacts) -> Route:
     return decision
 
 
+def test_a_prefix_is_fetched_for_our_own_worker_alone():
+    """Other engines have profiles, too, and cannot be told where a prefix lies."""
+    profiles = dict.fromkeys(("d0", "d1"), QUICK_TO_SEND)
+    given = facts("d0 d1", cached_on={"d1": 9_000}, profiles=profiles, queued_tokens={"d1": 1_000_000})
+    assert route(given).prefix is not None
+    foreign = tuple(msgspec.structs.replace(one, engine="vllm-nixl") for one in given.table.instances)
+    given = msgspec.structs.replace(given, table=msgspec.structs.replace(given.table, instances=foreign))
+    assert (route(given).decode.name, route(given).prefix) == ("d0", None)
+    assert route(given).work is not None, "its work is known all the same"
+
+
 def test_of_idle_instances_the_one_with_the_prefix_serves():
     for name in ("d0", "d1", "d2"):
         assert route(facts("d0 d1 d2", cached_on={name: 64})).decode.name == name
